@@ -1,0 +1,1 @@
+"""Durable waiting for agents that call agents."""

@@ -1,0 +1,87 @@
+"""What can go wrong, grouped by what the caller does next.
+
+    MeshpointError
+    ├── ConfigurationError      refuse to start: names the key and the fix
+    ├── PoisonMessage           reject: the delivery goes to the dead-letter queue with the reason
+    ├── Unavailable             wait and retry: nothing is lost, nothing is answered
+    │   ├── BrokerUnavailable
+    │   └── StoreUnavailable    nothing was written
+    │       └── CommitInDoubt   a COMMIT was sent and its answer lost: repeat with the same run id
+    ├── CheckpointError
+    │   └── IncompatibleState   give the task back for another replica; park it after a limit
+    └── AgentFailed             answer with the error, then ack
+        ├── InvalidInput        the request does not fit the agent's declared input
+        ├── InvalidOutput       the agent's result does not fit its declared output
+        ├── AgentMisbehaved     the agent broke its contract (returned neither Paused nor Done, …)
+        └── ReplayMismatch      a function agent took another path than the one recorded
+
+    NotJson(ValueError)         a value that a checkpoint cannot keep, refused when it is set
+
+Expected results (a lost claim, a partial join, a fenced write) are values, not exceptions.
+"""
+
+from __future__ import annotations
+
+
+class MeshpointError(Exception):
+    """Any error that Meshpoint raises on purpose."""
+
+
+class ConfigurationError(MeshpointError):
+    """The configuration cannot work. `key` names the setting, `fix` what to write instead."""
+
+    def __init__(self, key: str, problem: str, fix: str) -> None:
+        super().__init__(f"{key}: {problem}; {fix}")
+        self.key, self.problem, self.fix = key, problem, fix
+
+
+class PoisonMessage(MeshpointError):
+    """A message that no retry can make readable."""
+
+
+class Unavailable(MeshpointError):
+    """A database or broker is away for now."""
+
+
+class BrokerUnavailable(Unavailable):
+    """The broker did not take or confirm the message."""
+
+
+class StoreUnavailable(Unavailable):
+    """The database did not answer; the transaction certainly did not commit."""
+
+
+class CommitInDoubt(StoreUnavailable):
+    """COMMIT was sent and its answer lost: the transaction may have committed."""
+
+
+class CheckpointError(MeshpointError):
+    """A checkpoint cannot be used as it is."""
+
+
+class IncompatibleState(CheckpointError):
+    """This version of the agent cannot read the state; another replica may."""
+
+
+class AgentFailed(MeshpointError):
+    """Agent code failed; the requester gets the message."""
+
+
+class InvalidInput(AgentFailed):
+    """The request does not fit the agent's declared input."""
+
+
+class InvalidOutput(AgentFailed):
+    """The agent's result does not fit its declared output."""
+
+
+class AgentMisbehaved(AgentFailed):
+    """The agent broke its contract."""
+
+
+class ReplayMismatch(AgentFailed):
+    """On resume, a function agent asked for another call than the one recorded at that place."""
+
+
+class NotJson(MeshpointError, ValueError):
+    """A value that is not JSON was set on a context; the message names its key."""

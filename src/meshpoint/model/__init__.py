@@ -1,0 +1,1 @@
+"""Pure values: what Meshpoint talks about. Nothing here does I/O."""

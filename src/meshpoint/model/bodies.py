@@ -1,0 +1,191 @@
+"""The JSON bodies of messages, as pydantic models with A2A 1.0 field names.
+
+Unknown fields are ignored, so that a newer peer can add some.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic.alias_generators import to_camel
+
+from meshpoint.errors import PoisonMessage
+from meshpoint.model.ids import new_id
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.model.usage import TokenUsage
+
+
+class Body(BaseModel):
+    """Base of all bodies: camelCase on the wire, snake_case in Python."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore")
+
+    def to_bytes(self) -> bytes:
+        """The body as it travels."""
+        return self.model_dump_json(by_alias=True, exclude_none=True).encode()
+
+
+class TaskState(StrEnum):
+    """A2A 1.0 states in ProtoJSON form. A paused task stays WORKING: A2A has no state for waiting on peers."""
+
+    SUBMITTED = "TASK_STATE_SUBMITTED"
+    WORKING = "TASK_STATE_WORKING"
+    COMPLETED = "TASK_STATE_COMPLETED"
+    FAILED = "TASK_STATE_FAILED"
+    CANCELED = "TASK_STATE_CANCELED"
+
+
+class Part(Body):
+    """One part of a message: structured `data`, or `text`."""
+
+    data: JsonValue = None
+    text: str | None = None
+
+
+class A2AMessage(Body):
+    """A message from a user or an agent."""
+
+    message_id: Annotated[str, Field(default_factory=new_id)]
+    role: Literal["ROLE_USER", "ROLE_AGENT"]
+    parts: Annotated[list[Part], Field(min_length=1)]
+    context_id: str | None = None
+    task_id: str | None = None
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class RequestBody(Body):
+    """A request: `message.task_id` names the task; the first part holds the input.
+
+    `metadata` may hold `userId`, `sessionId`, `userConfig` and `securityContext`; the rest is handed on as it is.
+    """
+
+    message: A2AMessage
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+
+    def input(self) -> JsonValue:
+        """The agent's input: `data` of the first part, or its text."""
+        part = self.message.parts[0]
+        return part.text if part.text is not None else part.data
+
+
+class TaskStatus(Body):
+    """Where a task stands."""
+
+    state: TaskState
+    message: A2AMessage | None = None
+    timestamp: str | None = None
+
+
+class TaskBody(Body):
+    """A task as its requester sees it."""
+
+    id: str
+    context_id: str | None = None
+    status: TaskStatus
+    artifacts: list[dict[str, JsonValue]] = Field(default_factory=list)
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class ResponseBody(Body):
+    """The one answer to a request. The output is the first part of `task.status.message`.
+
+    A failure has its kind in `task.metadata.failure` and its words in the text of that part.
+    Token usage is `task.metadata.usage`.
+    """
+
+    task: TaskBody
+
+    def outcome(self) -> Outcome:
+        """What the requester records.
+
+        Raises:
+            PoisonMessage: the state is not a final one, or the usage cannot be read.
+        """
+        status, metadata = self.task.status, self.task.metadata
+        part = status.message.parts[0] if status.message else Part()
+        try:
+            usage = TokenUsage.model_validate(metadata.get("usage") or {})
+        except ValidationError as error:
+            raise PoisonMessage(f"task.metadata.usage: {error.errors()[0]['msg']}") from error
+        match status.state:
+            case TaskState.COMPLETED:
+                value = part.text if part.text is not None else part.data
+                return Ok(value, tuple(self.task.artifacts), usage)
+            case TaskState.CANCELED:
+                return Failed(FailureKind.CANCELLED, part.text or "cancelled", usage)
+            case TaskState.FAILED:
+                kind = metadata.get("failure")
+                known = kind if kind in set(FailureKind) else FailureKind.ERROR
+                return Failed(FailureKind(str(known)), part.text or "failed", usage)
+            case _:
+                raise PoisonMessage(f"task.status.state: {status.state} does not end a task")
+
+
+class StatusUpdate(Body):
+    """A step on the way."""
+
+    task_id: str
+    context_id: str | None = None
+    status: TaskStatus
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class StatusBody(Body):
+    """A status update: advisory, may be lost or doubled."""
+
+    status_update: StatusUpdate
+
+
+class CancelBody(Body):
+    """A wish that the task `id` end as cancelled."""
+
+    id: str
+    reason: str | None = None
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
+    """`body` as `kind`.
+
+    Raises:
+        PoisonMessage: not JSON, a field is missing, or a field has a wrong type; names the field.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "body"
+        raise PoisonMessage(f"{where}: {first['msg']}") from error
+
+
+def response_body(
+    task_id: str, context_id: str | None, outcome: Outcome, *, timestamp: str | None = None
+) -> ResponseBody:
+    """The response that carries `outcome`."""
+    metadata: dict[str, JsonValue] = {}
+    if outcome.usage != TokenUsage():
+        metadata["usage"] = outcome.usage.model_dump(mode="json")
+    match outcome:
+        case Ok(value=value):
+            state, part = TaskState.COMPLETED, Part(data=value)
+        case Failed(kind=FailureKind.CANCELLED, message=text):
+            state, part = TaskState.CANCELED, Part(text=text)
+        case Failed(kind=kind, message=text):
+            state, part = TaskState.FAILED, Part(text=text)
+            metadata["failure"] = kind.value
+    message = A2AMessage(
+        message_id=new_id(), role="ROLE_AGENT", parts=[part], task_id=task_id, context_id=context_id
+    )
+    return ResponseBody(
+        task=TaskBody(
+            id=task_id,
+            context_id=context_id,
+            status=TaskStatus(state=state, message=message, timestamp=timestamp),
+            artifacts=list(outcome.artifacts) if isinstance(outcome, Ok) else [],
+            metadata=metadata,
+        )
+    )

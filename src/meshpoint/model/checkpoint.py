@@ -1,0 +1,439 @@
+"""The values that cross the store port: what a transition needs, and what came of it.
+
+Instants are aware datetimes of the store's clock. `context` is always
+`TaskExecutionContext.to_checkpoint_dict()`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import TypeAlias
+
+from pydantic import JsonValue
+
+from meshpoint.model.calls import Join
+from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
+from meshpoint.model.messages import Address
+from meshpoint.model.outcomes import Failed, Outcome
+
+Checkpoint: TypeAlias = dict[str, JsonValue]
+
+
+class TaskState(StrEnum):
+    """Where a task's row stands. The last three are tombstones: the reply is kept until `expires_at`."""
+
+    RUNNING = "running"  # a replica owns it and renews its lease
+    WAITING = "waiting"  # for peers
+    READY = "ready"  # its join is met; waits for a free slot
+    PARKED = "parked"  # no replica could read its state for too long: waits for a person
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the task has its outcome."""
+        return self in {TaskState.COMPLETED, TaskState.FAILED, TaskState.CANCELLED}
+
+
+class CallState(StrEnum):
+    """Where a peer call's row stands."""
+
+    PENDING = "pending"  # no outcome yet
+    DONE = "done"  # has its outcome
+    CANCELLING = "cancelling"  # has its outcome, and the peer is still to be told that it may stop
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Who takes tasks: one incarnation of a replica, and the state formats its agent can read."""
+
+    id: ReplicaId
+    agent: AgentName
+    formats: frozenset[str]
+    lease: timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of one segment. `fence` is 0 while the task has no row."""
+
+    task_id: TaskId
+    agent: AgentName
+    id: RunId
+    fence: int = 0
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Requester:
+    """Who asked for a task and how to answer: the columns that sweeping and ending need without the context."""
+
+    reply_to: Address | None = None
+    app_id: str | None = None
+    parent_task_id: str | None = None
+    deadline: datetime | None = None
+    idle_timeout: timedelta | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCall:
+    """A call as a pause writes it. `outcome` is set when it failed before it could be sent."""
+
+    sub_task_id: TaskId
+    call_id: str
+    peer: AgentName
+    body: bytes
+    timeout: timedelta
+    idle_timeout: timedelta | None = None
+    headers: dict[str, str | int | float] = field(default_factory=dict)
+    outcome: Failed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Write a task as `running` in generation 0, before its first segment, with its request kept."""
+
+    run: Run
+    replica: Replica
+    requester: Requester
+    request: bytes  # opaque to the store: the request message as `lifecycle` encodes it
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A checkpoint: the task's row, one row per call, the join row. `request` is kept when the row is new."""
+
+    run: Run
+    context: Checkpoint
+    state: bytes
+    state_format: str
+    calls: tuple[PlannedCall, ...]
+    join: Join
+    requester: Requester
+    request: bytes | None = None
+    app_version: str | None = None
+    framework: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The wish to record one outcome. `id` is the claim's own: a repeated claim gets its first result again.
+
+    `sender` must be the called peer; None is the mesh itself (undeliverable).
+    """
+
+    id: RunId
+    task_id: TaskId
+    sub_task_id: TaskId
+    outcome: Outcome
+    sender: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The task's outcome, with the reply's body. `dead_reason` lists it as dead, its request kept."""
+
+    run: Run
+    state: TaskState
+    reply: bytes
+    dead_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give a running task back as `ready`. `incompatible` when its state could not be read here."""
+
+    run: Run
+    not_before: timedelta = timedelta()
+    incompatible: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End a task as cancelled, with `reply` as its reply's body."""
+
+    task_id: TaskId
+    agent: AgentName
+    run_id: RunId
+    reply: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A peer's status update for one call."""
+
+    task_id: TaskId
+    sub_task_id: TaskId
+    sender: str
+
+
+# ── what is to be sent, read back from committed rows ──────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """A peer request to send. `deadline` is the call's own; the peer gets it less a margin."""
+
+    agent: AgentName
+    task_id: TaskId
+    sub_task_id: TaskId
+    peer: AgentName
+    body: bytes
+    headers: dict[str, str | int | float]
+    deadline: datetime
+    attempt: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CancelNotice:
+    """A peer to be told that its task is no longer needed."""
+
+    agent: AgentName
+    task_id: TaskId
+    sub_task_id: TaskId
+    peer: AgentName
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An ended task's reply to send. `ended_at` bounds how long an unroutable one is tried."""
+
+    agent: AgentName
+    task_id: TaskId
+    state: TaskState
+    body: bytes
+    requester: Requester
+    age: timedelta = timedelta()
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """A requester with an idle timeout is to hear that its waiting task is alive."""
+
+    agent: AgentName
+    task_id: TaskId
+    requester: Requester
+
+
+Send: TypeAlias = Dispatch | CancelNotice | Reply
+
+
+# ── results ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A task's row, as a request that arrives again needs it. `reply` is set when the task has ended."""
+
+    task_id: TaskId
+    agent: AgentName
+    state: TaskState
+    reply: Reply | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The row is there and this run owns it (also when it found itself)."""
+
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The checkpoint is durable. `state` is WAITING, or READY when the join was met at once."""
+
+    state: TaskState
+    dispatches: tuple[Dispatch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end is durable; send `reply`, then mark it sent."""
+
+    reply: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """Another run owns the task: this one is a zombie and changed nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelFound:
+    """The task was cancelled meanwhile.
+
+    `run` is set when the row is still this run's (its cancel flag is up): end it as cancelled.
+    It is None when the row is a tombstone already.
+    """
+
+    run: Run | None
+
+
+@dataclass(frozen=True, slots=True)
+class PastDeadline:
+    """The task's own deadline has passed; nothing was written. End it as failed."""
+
+
+PauseResult: TypeAlias = Committed | Fenced | CancelFound | PastDeadline
+BeginResult: TypeAlias = Begun | Fenced | CancelFound
+EndResult: TypeAlias = Ended | Fenced
+
+
+@dataclass(frozen=True, slots=True)
+class Resumable:
+    """A task this replica now owns, read after its row was locked.
+
+    `outcomes` holds (call id, peer, outcome) in call order; it is empty in generation 0, where `request` is
+    to be run from the start. `attempt` counts the runs of this segment, this one included.
+    """
+
+    run: Run
+    requester: Requester
+    context: Checkpoint
+    state: bytes
+    state_format: str
+    outcomes: tuple[tuple[str, AgentName, Outcome], ...]
+    request: bytes | None
+    attempt: int
+    cancel_requested: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """No such call: its task has ended, or gone on to a later generation."""
+
+    task_id: TaskId
+    sub_task_id: TaskId
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """The call has its outcome already."""
+
+    task_id: TaskId
+    sub_task_id: TaskId
+
+
+@dataclass(frozen=True, slots=True)
+class WrongSender:
+    """The outcome came from another agent than the one called."""
+
+    task_id: TaskId
+    sub_task_id: TaskId
+    expected: AgentName
+
+
+@dataclass(frozen=True, slots=True)
+class StillWaiting:
+    """Recorded; the join is not met yet."""
+
+    task_id: TaskId
+    sub_task_id: TaskId
+
+
+@dataclass(frozen=True, slots=True)
+class MadeReady:
+    """Recorded, and the join is met; no slot here, so any replica may take it."""
+
+    task_id: TaskId
+    sub_task_id: TaskId
+    cancels: tuple[CancelNotice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AllArrived:
+    """Recorded, the join is met, and this replica owns the task. `cancels`: calls the join closed."""
+
+    task_id: TaskId
+    sub_task_id: TaskId
+    task: Resumable
+    cancels: tuple[CancelNotice, ...] = ()
+
+
+Arrival: TypeAlias = Unknown | Duplicate | WrongSender | StillWaiting | MadeReady | AllArrived
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """What the passing of time did to one waiting task: the calls that ended as timeouts, and then what."""
+
+    task_id: TaskId
+    timed_out: tuple[TaskId, ...]
+    then: StillWaiting | MadeReady | AllArrived
+    cancels: tuple[CancelNotice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CancelledNow:
+    """The task was waiting, ready or parked, and has ended as cancelled."""
+
+    reply: Reply
+    cancels: tuple[CancelNotice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequested:
+    """The task is running; its flag is up. Tell all replicas."""
+
+    owner: ReplicaId | None
+
+
+@dataclass(frozen=True, slots=True)
+class CancelTooLate:
+    """The task has ended; its reply is in `reply`."""
+
+    reply: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class CancelBeforeRequest:
+    """No such task here: a tombstone now stands in its place. Tell all replicas, it may run in memory."""
+
+
+CancelResult: TypeAlias = CancelledNow | CancelRequested | CancelTooLate | CancelBeforeRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressNoted:
+    """Where to forward a status update of a call: to the requester of the waiting task."""
+
+    task_id: TaskId
+    requester: Requester
+
+
+# ── for people ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class CallSummary:
+    """One call of a task, as `tasks show` prints it."""
+
+    sub_task_id: TaskId
+    call_id: str
+    peer: AgentName
+    generation: int
+    state: CallState
+    outcome: str | None
+    dispatched_at: datetime | None
+    deadline: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSummary:
+    """One task, as `tasks list` prints it: "waiting, 2 of 3"."""
+
+    task_id: TaskId
+    agent: AgentName
+    state: TaskState
+    generation: int
+    fence: int
+    attempt: int
+    owner: ReplicaId | None
+    completed: int
+    expected: int
+    checkpointed_at: datetime
+    wake_at: datetime
+    dead_reason: str | None = None

@@ -1,0 +1,78 @@
+"""The named events of a task's life.
+
+A `Step` with a durable or visible effect is emitted twice, before and after the effect, so that a test can
+stop a process exactly there. A step that only tells something is emitted once, as NOTED.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pydantic import JsonValue
+
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId
+
+
+class Step(StrEnum):
+    """What happens."""
+
+    # steps with an effect: before and after
+    RECEIVE = "receive"  # a request is looked up
+    BEGIN = "begin"  # a task is written as running before its first segment
+    SEGMENT = "segment"  # agent code runs
+    CHECKPOINT = "checkpoint"  # a pause commits
+    DISPATCH = "dispatch"  # peer requests are published
+    MARK = "mark"  # what was sent is marked
+    ACK = "ack"  # a delivery is acked
+    CLAIM = "claim"  # outcomes are recorded
+    RESTORE = "restore"  # a context is rebuilt
+    END = "end"  # an outcome commits
+    REPLY = "reply"  # a reply is published
+    EXPIRE = "expire"  # deadlines are looked for
+    TAKE = "take"  # ready tasks are taken
+    TAKE_OVER = "take_over"  # expired leases are taken
+    CANCEL = "cancel"  # a cancel commits
+    CANCEL_NOTICE = "cancel_notice"  # peers are told
+    RELEASE = "release"  # a task is given back
+    RENEW = "renew"  # leases are renewed
+    PURGE = "purge"  # tombstones are deleted
+
+    # steps that only tell
+    STARTED = "started"  # the replica consumes
+    DRAINED = "drained"
+    DUPLICATE = "duplicate"  # a response whose call has its outcome
+    LATE = "late"  # a response for a call that is gone
+    FENCED = "fenced"  # a zombie's write changed nothing
+    DEGRADED = "degraded"  # a task stays in memory, its checkpoint failed
+    DEAD_LETTER = "dead_letter"
+    DEAD_TASK = "dead_task"  # past max_attempts
+    PARKED = "parked"
+    STORE_AWAY = "store_away"
+    STORE_BACK = "store_back"
+    BROKER_AWAY = "broker_away"
+    REPLY_UNROUTABLE = "reply_unroutable"
+    CODE_CANCELLED = "code_cancelled"  # running agent code was cancelled
+    LEASE_LOST = "lease_lost"
+
+
+class Phase(StrEnum):
+    """Where in a step an event stands."""
+
+    BEFORE = "before"
+    AFTER = "after"
+    FAILED = "failed"
+    NOTED = "noted"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event. `task_ids` are those of the step, in no order; `detail` is JSON."""
+
+    step: Step
+    phase: Phase
+    agent: AgentName
+    replica: ReplicaId
+    task_ids: tuple[TaskId, ...] = ()
+    detail: Mapping[str, JsonValue] = field(default_factory=dict)

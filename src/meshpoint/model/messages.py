@@ -1,0 +1,80 @@
+"""What travels between agents: the envelope, and bodies in the field names of A2A 1.0.
+
+`docs/wire.md` specifies both for agents in other languages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import NewType
+
+from meshpoint.model.ids import AgentName, ReplicaId
+
+Address = NewType("Address", str)
+"""Where a message goes: a queue's name within the mesh's namespace."""
+
+
+def requests_of(agent: AgentName) -> Address:
+    """The request queue of `agent`, shared by its replicas."""
+    return Address(f"{agent}.req")
+
+
+def responses_of(agent: AgentName) -> Address:
+    """The queue for responses, status updates and cancels, shared by the replicas of `agent`."""
+    return Address(f"{agent}.resp")
+
+
+def private_of(agent: AgentName, replica: ReplicaId) -> Address:
+    """The queue of one incarnation: replies to tasks in its memory, and broadcasts."""
+    return Address(f"{agent}.private.{replica}")
+
+
+def dead_letters_of(agent: AgentName) -> Address:
+    """Where messages for `agent` end that nothing could read."""
+    return Address(f"{agent}.dlq")
+
+
+class MessageType(StrEnum):
+    """What a message asks for. WAKE is a broadcast within one agent: a ready task waits for a slot."""
+
+    REQUEST = "request"
+    RESPONSE = "response"
+    STATUS = "status"
+    CANCEL = "cancel"
+    WAKE = "wake"
+
+
+class Header(StrEnum):
+    """The headers that routing needs. Values are strings, integers or floats."""
+
+    CALL_DEPTH = "x-call-depth"
+    DEADLINE = "x-deadline"  # seconds since the epoch
+    ATTEMPT = "x-attempt"
+    PARENT_TASK = "x-parent-task-id"  # echoed in the response: the requester's own task
+    IDLE_TIMEOUT = "x-idle-timeout"  # seconds; the requester wants a status update at least this often
+    TRACEPARENT = "traceparent"
+    DEAD_REASON = "x-dead-reason"
+
+
+HeaderValue = str | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One broker message.
+
+    `correlation_id` is the task id of the work: the same in a request, its status updates, its cancel and its
+    response. `app_id` is the sending agent. `message_id` is stable over re-sends of the same thing.
+    """
+
+    type: MessageType
+    body: bytes
+    message_id: str
+    correlation_id: str
+    app_id: str
+    reply_to: Address | None = None
+    user_id: str | None = None
+    headers: dict[str, HeaderValue] = field(default_factory=dict)
+    timestamp: datetime | None = None

@@ -1,0 +1,78 @@
+"""What became of a peer call: exactly one `Ok` or `Failed` each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from pydantic import JsonValue, TypeAdapter
+
+from meshpoint.model.usage import TokenUsage
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class FailureKind(StrEnum):
+    """Why a call has no result."""
+
+    ERROR = "error"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    UNDELIVERABLE = "undeliverable"
+    INVALID = "invalid"
+
+
+@dataclass(frozen=True, slots=True)
+class Ok(Generic[T_co]):
+    """A peer's result, with the artifacts it produced and the tokens it used."""
+
+    value: T_co
+    artifacts: tuple[dict[str, JsonValue], ...] = ()
+    usage: TokenUsage = field(default_factory=TokenUsage)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A call without a result: `kind` is for code, `message` for people."""
+
+    kind: FailureKind
+    message: str = ""
+    usage: TokenUsage = field(default_factory=TokenUsage)
+
+
+Outcome: TypeAlias = Ok[JsonValue] | Failed
+"""An outcome as it travels and rests: the value is JSON, not yet validated against a declared type."""
+
+_outcome: TypeAdapter[Any] = TypeAdapter(Ok[JsonValue] | Failed)
+
+
+def encode_outcome(outcome: Outcome) -> bytes:
+    """`outcome` as the JSON kept on its call's row."""
+    return _outcome.dump_json(outcome)
+
+
+def decode_outcome(stored: bytes) -> Outcome:
+    """The outcome that `encode_outcome` wrote."""
+    decoded: Outcome = _outcome.validate_json(stored)
+    return decoded
+
+
+class Outcomes(Mapping[str, Outcome]):
+    """Exactly one outcome per call of the pause, by call id, iterating in call order."""
+
+    def __init__(self, in_call_order: Mapping[str, Outcome]) -> None:
+        self._by_call = dict(in_call_order)
+
+    def __getitem__(self, call_id: str) -> Outcome:
+        return self._by_call[call_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_call)
+
+    def __len__(self) -> int:
+        return len(self._by_call)
+
+    def __repr__(self) -> str:
+        return f"Outcomes({self._by_call!r})"

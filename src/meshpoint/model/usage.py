@@ -1,0 +1,45 @@
+"""Token usage: totals, by model and by source."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Tokens(BaseModel):
+    """Counts of tokens; `cached` is the part of `input` that a provider's cache served."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    input: int = 0
+    output: int = 0
+    cached: int = 0
+
+    def add(self, other: Tokens) -> None:
+        """Count `other` in."""
+        self.input += other.input
+        self.output += other.output
+        self.cached += other.cached
+
+
+class TokenUsage(BaseModel):
+    """What a task has used so far. `by_source` names tools and peers, or "agent" for the agent itself."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    total: Tokens = Field(default_factory=Tokens)
+    by_model: dict[str, Tokens] = Field(default_factory=dict)
+    by_source: dict[str, Tokens] = Field(default_factory=dict)
+
+    def record(self, tokens: Tokens, *, model: str, source: str = "agent") -> None:
+        """Count one model response in."""
+        self.total.add(tokens)
+        self.by_model.setdefault(model, Tokens()).add(tokens)
+        self.by_source.setdefault(source, Tokens()).add(tokens)
+
+    def merge(self, other: TokenUsage, *, source: str) -> None:
+        """Count a peer's usage in, under the peer's name."""
+        self.total.add(other.total)
+        for model, tokens in other.by_model.items():
+            self.by_model.setdefault(model, Tokens()).add(tokens)
+        if other.total != Tokens():
+            self.by_source.setdefault(source, Tokens()).add(other.total)

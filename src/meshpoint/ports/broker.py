@@ -1,0 +1,88 @@
+"""What carries messages: confirmed publish, competing consumers, ack, redelivery, broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Protocol
+
+from meshpoint.model.ids import AgentName, ReplicaId
+from meshpoint.model.messages import Address, Message
+
+
+class Published(Enum):
+    """What the broker said of one message."""
+
+    ACCEPTED = auto()  # stored by the broker
+    UNROUTABLE = auto()  # no such queue: nobody ever declared it
+    OVERLOADED = auto()  # refused for now: try again later
+
+
+class Delivery(Protocol):
+    """One message handed to one consumer, not yet settled.
+
+    When the connection that brought it is gone, settling does nothing and returns False: the broker
+    delivers the message again.
+    """
+
+    @property
+    def message(self) -> Message: ...
+
+    @property
+    def address(self) -> Address: ...
+
+    @property
+    def count(self) -> int:
+        """The how-manieth delivery this is; 1 is the first."""
+
+    async def ack(self) -> bool:
+        """Settle it: done."""
+
+    async def requeue(self) -> bool:
+        """Give it back for another consumer; raises its count."""
+
+    async def dead_letter(self, reason: str) -> bool:
+        """Move it to its agent's dead letters, with `reason` in the `x-dead-reason` header."""
+
+
+class Subscription(Protocol):
+    """A running consumer."""
+
+    async def resize(self, prefetch: int) -> None:
+        """Let up to `prefetch` deliveries be unsettled at a time."""
+
+    async def cancel(self) -> None:
+        """Take no more deliveries; those unsettled can still be settled."""
+
+
+OnDelivery = Callable[[Delivery], None]
+"""Called on the event loop; must not block. The receiver runs its own tasks."""
+
+
+class Broker(Protocol):
+    """A message broker. All methods raise `BrokerUnavailable` when it cannot be reached in time."""
+
+    async def open(self) -> None:
+        """Connect."""
+
+    async def close(self) -> None:
+        """Cancel consumers, give unsettled deliveries back, disconnect."""
+
+    async def declare(self, agent: AgentName, replica: ReplicaId | None = None) -> None:
+        """Make the queues of `agent` (requests, responses, dead letters) exist, for good.
+
+        With `replica`, also that incarnation's private queue, which gets the agent's broadcasts and
+        disappears when unused for a while.
+        """
+
+    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+        """Send messages and wait for the broker's word on each, in the order of the arguments."""
+
+    async def broadcast(self, agent: AgentName, message: Message) -> None:
+        """Send `message` to the private queue of every live replica of `agent`."""
+
+    async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> Subscription:
+        """Deliver messages of `address` until cancelled, through lost connections."""
+
+    async def depth(self, address: Address) -> int | None:
+        """Messages in the queue that no consumer holds; None when there is no such queue."""

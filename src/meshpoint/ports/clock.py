@@ -1,0 +1,16 @@
+"""Time, so that tests can move it."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """The replica's own clock: for waiting and for tasks in memory. Durable instants are the database's."""
+
+    def now(self) -> datetime:
+        """The present instant, aware, in UTC."""
+
+    async def sleep(self, duration: timedelta) -> None:
+        """Return after `duration`."""
