@@ -177,9 +177,7 @@ def response_body(
         case Failed(kind=kind, message=text):
             state, part = TaskState.FAILED, Part(text=text)
             metadata["failure"] = kind.value
-    message = A2AMessage(
-        message_id=new_id(), role="ROLE_AGENT", parts=[part], task_id=task_id, context_id=context_id
-    )
+    message = A2AMessage(message_id=new_id(), role="ROLE_AGENT", parts=[part], task_id=task_id, context_id=context_id)
     return ResponseBody(
         task=TaskBody(
             id=task_id,
