@@ -1,0 +1,47 @@
+"""What a user may set for one agent, with its default. `meshpoint.settings` reads it from YAML."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+
+
+class AckPolicy(StrEnum):
+    """When a request is acked: at the end of its first segment, or as soon as its row is written."""
+
+    AT_CHECKPOINT = "at_checkpoint"
+    ON_RECEIPT = "on_receipt"
+
+
+class OnCheckpointFailure(StrEnum):
+    """What becomes of a task whose first checkpoint certainly did not commit."""
+
+    KEEP_IN_MEMORY = "keep_in_memory"
+    WAIT = "wait"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """One agent's limits and durations."""
+
+    stateless_checkpointing: bool = False
+    max_concurrency: int = 10  # segments that run at a time in one replica
+    max_in_memory: int = 100  # paused tasks that one replica holds in memory
+    max_call_depth: int = 10
+    max_attempts: int = 5  # runs of one segment that may end in the death of their process
+    max_message_bytes: int = 10_000_000
+    peer_timeout: timedelta = timedelta(minutes=10)
+    deadline_margin: timedelta = timedelta(milliseconds=500)  # a peer's deadline is this much before its caller's
+    lease: timedelta = timedelta(seconds=15)
+    renew_interval: timedelta = timedelta(seconds=5)
+    sweep_interval: timedelta = timedelta(seconds=1)
+    sweep_batch: int = 100
+    settle_time: timedelta = timedelta(seconds=1)  # after a start or an outage, before deadlines are enforced
+    response_prefetch: int = 100
+    checkpoint_retry_time: timedelta = timedelta(seconds=5)  # how long a first checkpoint is tried before memory
+    reply_retry_time: timedelta = timedelta(seconds=30)  # how long an unroutable reply is tried
+    drain_timeout: timedelta = timedelta(seconds=30)
+    ack_policy: AckPolicy = AckPolicy.AT_CHECKPOINT
+    on_checkpoint_failure: OnCheckpointFailure = OnCheckpointFailure.KEEP_IN_MEMORY
+    app_version: str | None = None
