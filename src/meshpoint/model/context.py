@@ -1,0 +1,188 @@
+"""What an agent sees of its task, and what a checkpoint keeps of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from datetime import UTC, timedelta
+from types import MappingProxyType
+from typing import Annotated, Any, Protocol
+
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import ValidationInfo as Info
+
+from meshpoint.errors import IncompatibleState, NotJson
+from meshpoint.model.checkpoint import Checkpoint
+from meshpoint.model.ids import TaskId
+from meshpoint.model.json_values import JsonDict, JsonList, check_json
+from meshpoint.model.messages import Address
+from meshpoint.model.usage import TokenUsage
+
+Report = Callable[[JsonValue], Awaitable[None]]
+"""Sends a status update to the requester."""
+
+
+def _guarded(values: dict[str, JsonValue], info: Info) -> dict[str, JsonValue]:
+    return JsonDict(values, name=f"a2a_context.{info.field_name}")
+
+
+GuardedDict = Annotated[dict[str, JsonValue], AfterValidator(_guarded)]
+UtcInstant = Annotated[AwareDatetime, AfterValidator(lambda instant: instant.astimezone(UTC))]
+
+
+class A2AContext(BaseModel):
+    """Where the task comes from: the conversation, the user, and who is to be answered."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True)
+
+    context_id: str | None = None
+    session_id: str | None = None
+    user_id: str | None = None
+    reply_to: Address | None = None
+    requester: str | None = None
+    parent_task_id: str | None = None
+    call_depth: int = 0
+    deadline: UtcInstant | None = None
+    idle_timeout: timedelta | None = None
+    user_config: GuardedDict = Field(default_factory=dict)
+    metadata: GuardedDict = Field(default_factory=dict)
+
+
+class Recorder(Protocol):
+    """What a function agent's context records its calls with."""
+
+
+class _DictField:
+    """An attribute that is a `JsonDict`, whatever mapping it is set to."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, context: TaskExecutionContext, owner: type) -> JsonDict:
+        held: JsonDict = context.__dict__[self._name]
+        return held
+
+    def __set__(self, context: TaskExecutionContext, values: Mapping[str, Any]) -> None:
+        context.__dict__[self._name] = JsonDict(values, name=self._name)
+
+
+class _ListField:
+    """An attribute that is a `JsonList`, whatever it is filled from."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, context: TaskExecutionContext, owner: type) -> JsonList:
+        held: JsonList = context.__dict__[self._name]
+        return held
+
+    def __set__(self, context: TaskExecutionContext, values: Iterable[Any]) -> None:
+        context.__dict__[self._name] = JsonList(values, name=self._name)
+
+
+class TaskExecutionContext:
+    """One task's execution context.
+
+    Kept over a pause: what `to_checkpoint_dict` lists. Rebuilt in the replica that goes on: `cancelled`, which is
+    set when the task is to stop, and the way to report. A value that is not JSON is refused when it is set.
+    """
+
+    produced_artifacts = _ListField()
+    artifact_signals_to_return = _ListField()
+    flags = _DictField()
+    security_context = _DictField()
+    trace_context = _DictField()
+
+    def __init__(
+        self,
+        task_id: TaskId,
+        a2a_context: A2AContext | None = None,
+        *,
+        response_buffer: str = "",
+        produced_artifacts: Iterable[Any] = (),
+        artifact_signals_to_return: Iterable[Any] = (),
+        flags: Mapping[str, Any] = MappingProxyType({}),
+        security_context: Mapping[str, Any] = MappingProxyType({}),
+        token_usage: TokenUsage | None = None,
+        trace_context: Mapping[str, Any] = MappingProxyType({}),
+        report: Report | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._task_id = task_id
+        self._a2a_context = a2a_context if a2a_context is not None else A2AContext()
+        self.response_buffer = response_buffer
+        self.produced_artifacts = produced_artifacts
+        self.artifact_signals_to_return = artifact_signals_to_return
+        self.flags = flags
+        self.security_context = security_context
+        self.token_usage = token_usage if token_usage is not None else TokenUsage()
+        self.trace_context = trace_context
+        self.cancelled = asyncio.Event()
+        self._report = report
+        self._recorder = recorder
+
+    def __repr__(self) -> str:
+        return f"TaskExecutionContext({self._task_id!r})"
+
+    @property
+    def task_id(self) -> TaskId:
+        """Names the task across the mesh."""
+        return self._task_id
+
+    @property
+    def a2a_context(self) -> A2AContext:
+        """Where the task comes from."""
+        return self._a2a_context
+
+    @property
+    def response_buffer(self) -> str:
+        """Text of the answer collected so far."""
+        return self._response_buffer
+
+    @response_buffer.setter
+    def response_buffer(self, text: str) -> None:
+        if not isinstance(text, str):
+            raise NotJson(f"response_buffer: {type(text).__name__} is not a string")
+        self._response_buffer = str(check_json(text, "response_buffer"))
+
+    async def status(self, data: JsonValue) -> None:
+        """Tell the requester how far the task is. Advisory: it may be lost or doubled, and nobody may listen.
+
+        Raises:
+            NotJson: `data` cannot be sent.
+        """
+        checked = check_json(data, "status")
+        if self._report is not None:
+            await self._report(checked)
+
+    def to_checkpoint_dict(self) -> Checkpoint:
+        """What survives a pause, as a copy that later changes to this context do not reach."""
+        return {
+            "task_id": self._task_id,
+            "a2a_context": self._a2a_context.model_dump(mode="json"),
+            "response_buffer": self._response_buffer,
+            "produced_artifacts": self.produced_artifacts.to_plain(),
+            "artifact_signals_to_return": self.artifact_signals_to_return.to_plain(),
+            "flags": self.flags.to_plain(),
+            "security_context": self.security_context.to_plain(),
+            "token_usage": self.token_usage.model_dump(mode="json"),
+            "trace_context": self.trace_context.to_plain(),
+        }
+
+    @classmethod
+    def from_checkpoint_dict(
+        cls, kept: Checkpoint, *, report: Report | None = None, recorder: Recorder | None = None
+    ) -> TaskExecutionContext:
+        """The context that `to_checkpoint_dict` described; what an earlier version did not keep is empty.
+
+        Raises:
+            IncompatibleState: a later version wrote it, and something would be lost by going on here.
+        """
+        # Parameters are the list of what is kept, so a key unknown here is an unexpected keyword.
+        values: dict[str, Any] = dict(kept)
+        try:
+            values["a2a_context"] = A2AContext.model_validate(values.get("a2a_context", {}))
+            values["token_usage"] = TokenUsage.model_validate(values.get("token_usage", {}))
+            return cls(**values, report=report, recorder=recorder)
+        except (ValidationError, NotJson, TypeError) as error:
+            raise IncompatibleState(f"the checkpoint's context cannot be read here: {error}") from error

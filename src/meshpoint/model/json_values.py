@@ -1,0 +1,204 @@
+"""A dict and a list that hold JSON and nothing else, at any depth, at any moment.
+
+A value that a checkpoint could not keep is refused where it is set, with its full key, and not at the pause an
+hour later. Containers are copied on the way in and come out as `JsonDict` and `JsonList`, so that a change deep
+inside is checked as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, SupportsIndex
+
+from pydantic import JsonValue
+
+from meshpoint.errors import NotJson
+
+MAX_DEPTH = 100
+"""Deeper nesting is refused: JSON parsers have limits of their own, and a list that holds itself has no end."""
+
+
+class JsonDict(dict[str, JsonValue]):
+    """A dict of JSON values. `name` stands at the head of the key path in errors.
+
+    Raises:
+        NotJson: a key is not a string, or a value (however deep) is not JSON; names the full key path.
+    """
+
+    __slots__ = ("_depth", "_name", "_parent")
+
+    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), *, name: str = "") -> None:
+        super().__init__()
+        self._name, self._depth = name, 0
+        self._parent: JsonDict | JsonList | None = None
+        self.update(values)
+
+    def __setitem__(self, key: str, value: JsonValue) -> None:
+        super().__setitem__(*_checked_item(key, value, self))
+
+    def update(self, values: Any = (), /, **more: JsonValue) -> None:
+        """Set several values, or none when one of them is refused."""
+        checked = [_checked_item(key, value, self) for key, value in dict(values, **more).items()]
+        for key, value in checked:
+            super().__setitem__(key, value)
+
+    def setdefault(self, key: str, default: Any = None, /) -> Any:
+        """The value of `key`, set to `default` first when it is missing."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def __ior__(self, values: Any) -> JsonDict:  # type: ignore[override, misc]
+        self.update(values)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (JsonDict, self.to_plain(), self._name)
+
+    def to_plain(self) -> dict[str, JsonValue]:
+        """A deep copy of plain dicts and lists; nothing done to this dict later reaches it."""
+        return {key: _plain(value) for key, value in self.items()}
+
+
+class JsonList(list[JsonValue]):
+    """A list of JSON values. `name` stands at the head of the key path in errors.
+
+    Raises:
+        NotJson: a value (however deep) is not JSON; names the full key path.
+    """
+
+    __slots__ = ("_depth", "_name", "_parent")
+
+    def __init__(self, values: Iterable[Any] = (), *, name: str = "") -> None:
+        super().__init__()
+        self._name, self._depth = name, 0
+        self._parent: JsonDict | JsonList | None = None
+        self.extend(values)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(index, slice):
+            super().__setitem__(index, self._checked_all(value, range(len(self))[index].start))
+        else:
+            super().__setitem__(index, _checked(value, self, index))
+
+    def append(self, value: JsonValue) -> None:
+        """Add one value at the end."""
+        super().append(_checked(value, self, len(self)))
+
+    def insert(self, index: SupportsIndex, value: JsonValue) -> None:
+        """Add one value before `index`."""
+        super().insert(index, _checked(value, self, index))
+
+    def extend(self, values: Iterable[JsonValue]) -> None:
+        """Add several values, or none when one of them is refused."""
+        super().extend(self._checked_all(values, len(self)))
+
+    def __iadd__(self, values: Iterable[JsonValue]) -> JsonList:  # type: ignore[override, misc]
+        self.extend(values)
+        return self
+
+    def __imul__(self, times: SupportsIndex) -> JsonList:
+        # Each repetition is a copy, so that changing one element does not change its twins.
+        once = self.to_plain()
+        self[:] = [value for _ in range(int(times)) for value in once]
+        return self
+
+    def _checked_all(self, values: Iterable[JsonValue], first: int) -> list[JsonValue]:
+        return [_checked(value, self, index) for index, value in enumerate(values, first)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (JsonList, self.to_plain(), self._name)
+
+    def to_plain(self) -> list[JsonValue]:
+        """A deep copy of plain dicts and lists; nothing done to this list later reaches it."""
+        return [_plain(value) for value in self]
+
+
+def check_json(value: object, name: str) -> JsonValue:
+    """A plain deep copy of `value`, known to be JSON.
+
+    Raises:
+        NotJson: it is not; names the place inside `value`, whose own name is `name`.
+    """
+    return _plain(JsonDict({name: value})[name])
+
+
+def _checked_item(key: object, value: object, owner: JsonDict) -> tuple[str, JsonValue]:
+    if not isinstance(key, str):
+        raise NotJson(f"{_path(owner) or 'key'}: the key {key!r} is not a string")
+    checked_key = _checked(key, owner, key)
+    assert isinstance(checked_key, str)
+    return checked_key, _checked(value, owner, checked_key)
+
+
+def _checked(value: object, owner: JsonDict | JsonList, key: object) -> JsonValue:
+    """`value` as a container of `owner` may hold it: scalars as exact builtins, containers copied and wrapped."""
+    match value:
+        case None | bool():
+            return value
+        case str():
+            return _checked_text(value, owner, key)
+        case int():
+            return int.__int__(value)
+        case float():
+            if not math.isfinite(value):
+                raise NotJson(f"{_at(owner, key)}: {value} is not JSON")
+            return float.__float__(value)
+        case dict() | list():
+            return _wrapped(value, owner, key)
+    raise NotJson(
+        f"{_at(owner, key)}: {type(value).__name__} is not JSON; use None, bool, int, float, str, list or dict"
+    )
+
+
+def _checked_text(value: str, owner: JsonDict | JsonList, key: object) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise NotJson(f"{_at(owner, key)!r}: the text has no UTF-8 form ({error.reason})") from error
+    return str.__str__(value)
+
+
+def _wrapped(value: dict[str, JsonValue] | list[JsonValue], owner: JsonDict | JsonList, key: object) -> JsonValue:
+    if owner._depth >= MAX_DEPTH:
+        raise NotJson(f"{_root(owner)}: nested more than {MAX_DEPTH} deep")
+    child: JsonDict | JsonList = JsonDict() if isinstance(value, dict) else JsonList()
+    # The name serves while the child is being filled: it is not in its owner yet.
+    child._name, child._depth, child._parent = _step(key), owner._depth + 1, owner
+    if isinstance(child, JsonDict):
+        child.update(value)
+    else:
+        child.extend(value)
+    return child
+
+
+def _at(owner: JsonDict | JsonList, key: object) -> str:
+    return (_path(owner) + _step(key)).lstrip(".")
+
+
+def _path(node: JsonDict | JsonList) -> str:
+    """Where `node` is now; looked up only for an error, because a list's elements move."""
+    parent = node._parent
+    if parent is None:
+        return node._name
+    pairs: Iterable[tuple[object, JsonValue]] = parent.items() if isinstance(parent, dict) else enumerate(parent)
+    step = next((_step(key) for key, value in pairs if value is node), node._name)
+    return _path(parent) + step
+
+
+def _root(node: JsonDict | JsonList) -> str:
+    parent = node._parent
+    return (node._name or "value") if parent is None else _root(parent)
+
+
+def _step(key: object) -> str:
+    return f".{key}" if isinstance(key, str) else f"[{key}]"
+
+
+def _plain(value: JsonValue) -> JsonValue:
+    return value.to_plain() if isinstance(value, JsonDict | JsonList) else value
+
+
+def _rebuild(kind: type[JsonDict] | type[JsonList], values: Any, name: str) -> JsonDict | JsonList:
+    return kind(values, name=name)
