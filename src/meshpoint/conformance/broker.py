@@ -71,7 +71,7 @@ async def send(broker: Broker, address: Address, *messages: Message) -> None:
     assert results == [Published.ACCEPTED] * len(messages)
 
 
-async def until_depth(broker: Broker, address: Address, depth: int) -> None:
+async def until_depth(broker: Broker, address: Address, depth: int | None) -> None:
     """Return when `depth` messages lie in the queue: a broker may count with some delay."""
     async with asyncio.timeout(PATIENCE):
         while await broker.depth(address) != depth:  # noqa: ASYNC110  a broker has no event for it

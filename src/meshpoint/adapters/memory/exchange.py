@@ -1,0 +1,204 @@
+"""The queues that the memory brokers of one process share.
+
+Everything here is synchronous and runs on one event loop: a method is one atomic step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import count
+
+from meshpoint.model.ids import AgentName, ReplicaId
+from meshpoint.model.messages import (
+    Address,
+    Header,
+    Message,
+    dead_letters_of,
+    private_of,
+    requests_of,
+    responses_of,
+)
+from meshpoint.ports.broker import OnDelivery
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, order=True)
+class Item:
+    """A message in a queue. Given back, it returns to the place that `place` tells."""
+
+    place: int
+    message: Message = field(compare=False)
+    count: int = field(default=0, compare=False)
+
+
+@dataclass(slots=True, eq=False)
+class Consumer:
+    """One subscription. What it holds are the items it can settle; an item that left `held` is lost to it."""
+
+    queue: Queue
+    prefetch: int
+    on_delivery: OnDelivery
+    held: dict[int, Item] = field(default_factory=dict)
+    cancelled: bool = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it takes one more."""
+        return not self.cancelled and len(self.held) < self.prefetch
+
+
+@dataclass(slots=True, eq=False)
+class Queue:
+    """One queue. The consumer that was served last is asked last."""
+
+    address: Address
+    agent: AgentName
+    private: bool = False
+    ready: list[Item] = field(default_factory=list)
+    consumers: deque[Consumer] = field(default_factory=deque)
+    users: set[object] = field(default_factory=set)
+
+    def next_consumer(self) -> Consumer | None:
+        """The next consumer in turn that has room."""
+        for _ in range(len(self.consumers)):
+            self.consumers.rotate(-1)
+            if self.consumers[-1].has_room:
+                return self.consumers[-1]
+        return None
+
+
+class MemoryExchange:
+    """What a broker's server would hold; it lasts as long as the object.
+
+    A message given back for the `delivery_limit`-th time goes to the dead letters. A private queue disappears
+    `private_ttl` after the last broker that used it was closed.
+    """
+
+    def __init__(self, *, delivery_limit: int = 20, private_ttl: timedelta = timedelta(minutes=30)) -> None:
+        self._delivery_limit = delivery_limit
+        self._private_ttl = private_ttl
+        self._queues: dict[Address, Queue] = {}
+        self._places = count()
+
+    def declare(self, agent: AgentName, replica: ReplicaId | None, user: object) -> None:
+        """Make the queues of `agent` exist; `user` is the broker that asks."""
+        for address in (requests_of(agent), responses_of(agent), dead_letters_of(agent)):
+            self._queues.setdefault(address, Queue(address, agent))
+        if replica is not None:
+            address = private_of(agent, replica)
+            self._queues.setdefault(address, Queue(address, agent, private=True)).users.add(user)
+
+    def queue(self, address: Address) -> Queue | None:
+        """The queue at `address`, if it was declared."""
+        return self._queues.get(address)
+
+    def private_queues(self, agent: AgentName) -> list[Queue]:
+        """The private queues of `agent`."""
+        return [queue for queue in self._queues.values() if queue.private and queue.agent == agent]
+
+    def put(self, queue: Queue, message: Message) -> None:
+        """Append `message` and hand out what can be."""
+        copy = replace(message, headers=dict(message.headers))
+        heapq.heappush(queue.ready, Item(next(self._places), copy))
+        self.serve(queue)
+
+    def serve(self, queue: Queue) -> None:
+        """Give ready messages to consumers with room."""
+        while queue.ready and (consumer := queue.next_consumer()):
+            item = heapq.heappop(queue.ready)
+            item.count += 1
+            consumer.held[item.place] = item
+            asyncio.get_running_loop().call_soon(self._hand_over, consumer, item, item.count)
+
+    def settle(self, consumer: Consumer, place: int, count: int) -> Item | None:
+        """Take the item out of the consumer's hands; None if it is not, or no longer, there."""
+        item = consumer.held.get(place)
+        if item is None or item.count != count:
+            return None
+        del consumer.held[place]
+        self.serve(consumer.queue)
+        return item
+
+    def give_back(self, queue: Queue, item: Item) -> None:
+        """Put an item back in its place, or among the dead letters when it came too often."""
+        if item.count >= self._delivery_limit:
+            self.bury(queue, item.message, "delivery limit")
+        else:
+            heapq.heappush(queue.ready, item)
+            self.serve(queue)
+
+    def bury(self, queue: Queue, message: Message, reason: str) -> None:
+        """Put `message` among the dead letters of the queue's agent."""
+        headers = {**message.headers, Header.DEAD_REASON.value: reason}
+        self.put(self._queues[dead_letters_of(queue.agent)], replace(message, headers=headers))
+
+    def lose(self, consumers: Sequence[Consumer]) -> None:
+        """Take everything these consumers hold away from them, then give it back."""
+        lost = [(consumer.queue, item) for consumer in consumers for item in consumer.held.values()]
+        for consumer in consumers:
+            consumer.held.clear()
+        for queue, item in lost:
+            self.give_back(queue, item)
+
+    def leave(self, user: object) -> None:
+        """A broker was closed: private queues that nobody else uses begin to expire."""
+        for queue in self._queues.values():
+            if user in queue.users:
+                queue.users.discard(user)
+                asyncio.get_running_loop().call_later(self._private_ttl.total_seconds(), self._expire, queue)
+
+    def _expire(self, queue: Queue) -> None:
+        if not queue.users and not queue.consumers and self._queues.get(queue.address) is queue:
+            del self._queues[queue.address]
+
+    def _hand_over(self, consumer: Consumer, item: Item, count: int) -> None:
+        if consumer.held.get(item.place) is not item or item.count != count:
+            return  # lost on the way
+        if consumer.cancelled:
+            del consumer.held[item.place]
+            self.give_back(consumer.queue, item)
+            return
+        delivery = MemoryDelivery(self, consumer, item)
+        try:
+            consumer.on_delivery(delivery)
+        except Exception:
+            _log.exception("on_delivery failed; the message stays unsettled: %s", item.message.message_id)
+
+
+class MemoryDelivery:
+    """One message handed to one consumer."""
+
+    def __init__(self, exchange: MemoryExchange, consumer: Consumer, item: Item) -> None:
+        self._exchange, self._consumer = exchange, consumer
+        self._place = item.place
+        self.message = replace(item.message, headers=dict(item.message.headers))
+        self.address = consumer.queue.address
+        self.count = item.count
+
+    async def ack(self) -> bool:
+        """Settle it: done."""
+        return self._settle() is not None
+
+    async def requeue(self) -> bool:
+        """Give it back for another consumer; raises its count."""
+        item = self._settle()
+        if item is not None:
+            self._exchange.give_back(self._consumer.queue, item)
+        return item is not None
+
+    async def dead_letter(self, reason: str) -> bool:
+        """Move it to its agent's dead letters."""
+        item = self._settle()
+        if item is not None:
+            self._exchange.bury(self._consumer.queue, item.message, reason)
+        return item is not None
+
+    def _settle(self) -> Item | None:
+        return self._exchange.settle(self._consumer, self._place, self.count)

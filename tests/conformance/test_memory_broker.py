@@ -1,0 +1,67 @@
+"""The memory broker keeps the promises of the broker port."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import timedelta
+
+import pytest
+
+from meshpoint.adapters.memory.broker import MemoryBroker
+from meshpoint.adapters.memory.exchange import MemoryExchange
+from meshpoint.conformance.broker import AGENT, REQUESTS, BrokerSuite, Inbox, a_message, send, until_depth
+from meshpoint.model.ids import ReplicaId
+from meshpoint.model.messages import Header, dead_letters_of, private_of
+from meshpoint.ports.broker import Broker
+
+
+@pytest.fixture
+def exchange() -> MemoryExchange:
+    return MemoryExchange(delivery_limit=5, private_ttl=timedelta())
+
+
+class TestMemoryBroker(BrokerSuite):
+    @pytest.fixture
+    async def broker(self, exchange: MemoryExchange) -> AsyncIterator[Broker]:
+        broker = MemoryBroker(exchange)
+        await broker.open()
+        yield broker
+        await broker.close()
+
+    @pytest.fixture
+    async def other(self, broker: Broker, exchange: MemoryExchange) -> AsyncIterator[Broker]:
+        other = MemoryBroker(exchange)
+        await other.open()
+        yield other
+        await other.close()
+
+    async def break_connection(self, broker: Broker) -> None:
+        assert isinstance(broker, MemoryBroker)
+        broker.lose_connection()
+
+
+async def test_a_message_that_always_comes_back_ends_among_the_dead_letters(exchange: MemoryExchange) -> None:
+    broker, inbox, dead = MemoryBroker(exchange), Inbox(), Inbox()
+    await broker.open()
+    await broker.declare(AGENT)
+    await broker.consume(REQUESTS, 1, inbox)
+    await broker.consume(dead_letters_of(AGENT), 1, dead)
+    await send(broker, REQUESTS, a_message())
+    for delivery in range(1, 6):
+        assert (again := await inbox.next()).count == delivery
+        await again.requeue()
+    assert (await dead.next()).message.headers[Header.DEAD_REASON] == "delivery limit"
+    assert inbox.empty()
+    await broker.close()
+
+
+async def test_a_private_queue_disappears_after_its_broker(exchange: MemoryExchange) -> None:
+    gone, broker = MemoryBroker(exchange), MemoryBroker(exchange)
+    await broker.open()
+    await gone.open()
+    address = private_of(AGENT, ReplicaId("r1"))
+    await gone.declare(AGENT, ReplicaId("r1"))
+    assert await broker.depth(address) == 0
+    await gone.close()
+    await until_depth(broker, address, None)
+    await broker.close()
