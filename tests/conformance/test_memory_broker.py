@@ -48,8 +48,9 @@ async def test_a_message_that_always_comes_back_ends_among_the_dead_letters(exch
     await broker.consume(dead_letters_of(AGENT), 1, dead)
     await send(broker, REQUESTS, a_message())
     for delivery in range(1, 6):
-        assert (again := await inbox.next()).count == delivery
-        await again.requeue()
+        again = await inbox.next()
+        assert again.count == delivery
+        assert await again.requeue()
     assert (await dead.next()).message.headers[Header.DEAD_REASON] == "delivery limit"
     assert inbox.empty()
     await broker.close()

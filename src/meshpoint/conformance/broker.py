@@ -454,7 +454,9 @@ class BrokerSuite(ABC):
         await broker.close()
 
     async def test_a_closed_broker_is_unavailable(self, broker: Broker) -> None:
+        assert broker.connected
         await broker.close()
+        assert not broker.connected
         with pytest.raises(BrokerUnavailable):
             await broker.publish([(REQUESTS, a_message())])
 

@@ -20,6 +20,11 @@ class MemoryBroker:
         self._consumers: list[Consumer] = []
         self._open = False
 
+    @property
+    def connected(self) -> bool:
+        """Whether it is open."""
+        return self._open
+
     async def open(self) -> None:
         """Connect."""
         self._open = True
