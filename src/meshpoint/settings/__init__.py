@@ -1,0 +1,9 @@
+"""What a user may set: YAML files, `${VAR}`, and `MESHPOINT_` variables that override them.
+
+`load` is the way in. Whatever is wrong ends as one `ConfigurationError` that names the key and the fix.
+"""
+
+from meshpoint.settings.loading import load
+from meshpoint.settings.models import AgentSettings, MeshSettings, Settings
+
+__all__ = ["AgentSettings", "MeshSettings", "Settings", "load"]

@@ -1,0 +1,98 @@
+"""YAML files with `${VAR}` in them, as plain mappings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshpoint.errors import ConfigurationError
+
+_REFERENCE = re.compile(
+    r"(?P<escaped>\$\$\{)|\$\{\s*(?P<name>[A-Za-z_]\w*)\s*(?:,\s*(?P<default>[^}]*?)\s*)?\}|(?P<broken>\$\{)"
+)
+
+
+def read(path: Path, env: Mapping[str, str]) -> dict[str, Any]:
+    """The sections of one file, its variables replaced.
+
+    Top-level keys that start with `x-` are left out: they are a place for YAML anchors.
+
+    Raises:
+        ConfigurationError: the file cannot be read, is not a YAML mapping, has a key twice, or names a variable
+            that is not set.
+    """
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+    except OSError as error:
+        problem = (error.strerror or type(error).__name__).lower()
+        raise ConfigurationError(str(path), problem, "name a readable YAML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(str(path), "is not UTF-8", "save it as UTF-8") from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(str(path), _yaml_problem(error), "correct the YAML there") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigurationError(str(path), "holds no mapping", "start it with the line 'mesh:' or 'agent:'")
+    kept = {str(key): value for key, value in content.items() if not str(key).startswith("x-")}
+    return {key: interpolate(value, env, f"{path}: {key}") for key, value in kept.items()}
+
+
+def interpolate(value: Any, env: Mapping[str, str], key: str) -> Any:
+    """`value` with each `${VAR}` and `${VAR, default}` in its strings replaced; `$${` stands for `${`.
+
+    A variable that is set, even to nothing, wins over the default.
+
+    Raises:
+        ConfigurationError: a variable without default is not set; names it and the key it stands in.
+    """
+    match value:
+        case str():
+            return _REFERENCE.sub(lambda reference: _replacement(reference, env, key), value)
+        case dict():
+            return {name: interpolate(item, env, f"{key}.{name}") for name, item in value.items()}
+        case list():
+            return [interpolate(item, env, f"{key}[{index}]") for index, item in enumerate(value)]
+        case _:
+            return value
+
+
+def _replacement(reference: re.Match[str], env: Mapping[str, str], key: str) -> str:
+    if reference["escaped"]:
+        return "${"
+    if reference["broken"]:
+        raise ConfigurationError(key, "has a '${' that names no variable", "write ${NAME} or ${NAME, default}")
+    name, default = reference["name"], reference["default"]
+    value = env.get(name, default)
+    if value is None:
+        raise ConfigurationError(
+            key, f"the variable {name} is not set", f"export {name}, or write ${{{name}, default}}"
+        )
+    return value
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping; plain YAML would keep the last one in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            # The merge key is no name: a mapping may merge several others.
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} stands here a second time", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return "is not YAML"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"

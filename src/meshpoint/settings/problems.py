@@ -1,0 +1,71 @@
+"""What pydantic found wrong, as one line that names the key and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from meshpoint.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
+
+_SIMILAR = 60
+"""How similar, of 100, two keys must be for one to be offered in place of the other."""
+_SHOWN = 60
+
+
+def build(model: type[AnyModel], values: Any, names: Mapping[str, str], label: str) -> AnyModel:
+    """`values` as `model`. `label` is the section in messages; `names` has other names for keys set elsewhere.
+
+    Raises:
+        ConfigurationError: the first thing that is wrong, unknown keys before all others: a key written wrongly
+            is both unknown and missing.
+    """
+    if not isinstance(values, dict):
+        raise ConfigurationError(label, "holds no keys", f"write 'key: value' lines below it, or leave out {label!r}")
+    for key in values:
+        if key not in model.model_fields:
+            where = names.get(str(key), f"{label}.{key}")
+            raise unknown(where, str(key), model.model_fields)
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise _translated(error, model, names, label) from error
+
+
+def unknown(where: str, key: str, known: Iterable[str]) -> ConfigurationError:
+    """The refusal of `key`, with the nearest of the known keys."""
+    from rapidfuzz import fuzz, process
+
+    known = sorted(known)
+    nearest = process.extractOne(key.lower(), known, scorer=fuzz.ratio, score_cutoff=_SIMILAR)
+    fix = f"did you mean {nearest[0]!r}?" if nearest else f"known keys are {', '.join(known)}"
+    return ConfigurationError(where, "is not a known key", fix)
+
+
+def _translated(
+    error: ValidationError, model: type[BaseModel], names: Mapping[str, str], label: str
+) -> ConfigurationError:
+    first = error.errors(include_url=False)[0]
+    key = str(first["loc"][0]) if first["loc"] else ""
+    where = names.get(key, f"{label}.{key}" if key else label)
+    meaning = model.model_fields[key].description if key in model.model_fields else None
+    unit = ", in seconds" if key.endswith("_seconds") else ""
+    fix = f"it is: {meaning}{unit}" if meaning else "correct it"
+    if first["type"] == "missing":
+        return ConfigurationError(where, "is missing", f"add it; {fix}")
+    return ConfigurationError(where, _problem(first, key), fix)
+
+
+def _problem(error: ErrorDetails, key: str) -> str:
+    said = error["msg"].partition(", unable to parse")[0].replace("Input should be", "must be")
+    said = said[:1].lower() + said[1:]
+    given = repr(error["input"])
+    if key.endswith("_url") or len(given) > _SHOWN:
+        return said  # A URL may hold a password.
+    return f"{said}, not {given}"

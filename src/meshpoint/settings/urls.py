@@ -1,0 +1,69 @@
+"""Addresses of databases and brokers: which are accepted, and what a relative file means."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from meshpoint.errors import ConfigurationError
+
+_DATABASE_FIX = "use postgresql://user@host/name, or sqlite:///meshpoint.db on one host"
+_BROKER_FIX = "use amqp://user:password@host/ (RabbitMQ), or sqlite:///meshpoint.db on one host"
+_DATABASES = ("postgresql", "postgresql+asyncpg", "sqlite", "sqlite+aiosqlite")
+_BROKERS = ("amqp", "amqps", "sqlite", "memory")
+_NAMES = {"mysql": "MySQL", "mariadb": "MariaDB", "mssql": "SQL Server", "oracle": "Oracle", "redis": "Redis"}
+_DRIVERS = {"postgresql": "asyncpg", "sqlite": "aiosqlite", "amqp": "aio_pika", "amqps": "aio_pika"}
+
+
+def database_url(url: str, key: str) -> str:
+    """`url` with a relative SQLite file resolved against the working directory.
+
+    Raises:
+        ConfigurationError: neither PostgreSQL nor a SQLite file. The message never holds the URL: it may hold a
+            password.
+    """
+    scheme = _scheme(url, key, _DATABASES, _DATABASE_FIX)
+    return _with_absolute_file(url, key) if scheme.startswith("sqlite") else url
+
+
+def broker_url(url: str, key: str) -> str:
+    """`url` with a relative SQLite file resolved against the working directory.
+
+    Raises:
+        ConfigurationError: no broker that Meshpoint knows.
+    """
+    scheme = _scheme(url, key, _BROKERS, _BROKER_FIX)
+    return _with_absolute_file(url, key) if scheme == "sqlite" else url
+
+
+def require_driver(url: str, key: str) -> None:
+    """Check that the driver for `url` can be imported, without importing it.
+
+    Raises:
+        ConfigurationError: it is not installed.
+    """
+    module = _DRIVERS.get(url.partition(":")[0].partition("+")[0])
+    if module is not None and find_spec(module) is None:
+        package = module.replace("_", "-")
+        raise ConfigurationError(key, f"its driver {package} is not installed", f"run: pip install {package}")
+
+
+def _scheme(url: str, key: str, accepted: tuple[str, ...], fix: str) -> str:
+    scheme, colon, _ = url.partition("://")
+    if not colon:
+        raise ConfigurationError(key, "is not a URL", fix)
+    if scheme not in accepted:
+        name = _NAMES.get(scheme.partition("+")[0], f"the scheme {scheme!r}")
+        raise ConfigurationError(key, f"{name} is not supported", fix)
+    return scheme
+
+
+def _with_absolute_file(url: str, key: str) -> str:
+    scheme, _, rest = url.partition("://")
+    file, mark, query = rest.partition("?")
+    if not file.startswith("/"):
+        problem = "takes three slashes before its file" if file else "names no file"
+        raise ConfigurationError(key, problem, f"write {scheme}:///{file or 'meshpoint.db'}")
+    if file in {"/", "/:memory:"}:
+        raise ConfigurationError(key, "names no file", f"write {scheme}:///meshpoint.db")
+    return f"{scheme}:///{Path.cwd() / file[1:]}{mark}{query}"

@@ -1,0 +1,357 @@
+"""Settings: what may be written, and that every mistake is one line with its key and its fix."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+
+import pytest
+
+from meshpoint.errors import ConfigurationError
+from meshpoint.model.options import Options
+from meshpoint.settings import AgentSettings, MeshSettings, Settings, load, urls
+
+Write = Callable[..., Path]
+
+TRAVEL = """
+agent:
+  name: travel
+  entrypoint: my_agents.travel:travel
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    monkeypatch.chdir(tmp_path)
+
+    def write(content: str, name: str = "mesh.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(content, encoding="utf-8")
+        return Path(name)
+
+    return write
+
+
+def refusal(*paths: Path, env: Mapping[str, str] | None = None) -> str:
+    with pytest.raises(ConfigurationError) as refused:
+        load(paths, env=env or {})
+    line = str(refused.value)
+    assert "\n" not in line
+    assert "pydantic" not in line
+    return line
+
+
+def test_a_file_gives_a_mesh_and_its_agent(write: Write, tmp_path: Path) -> None:
+    settings = load(
+        [
+            write("""
+mesh:
+  namespace: demo
+agent:
+  name: travel
+  entrypoint: my_agents.travel:travel
+  stateless_checkpointing: true
+  session_service: sql
+  session_db_url: postgresql://mesh@db/mesh
+  peer_timeout_seconds: 90
+""")
+        ],
+        env={},
+    )
+    assert settings.mesh.namespace == "demo"
+    assert settings.mesh.broker_url == f"sqlite:///{tmp_path}/meshpoint.db"
+    (travel,) = settings.agents
+    assert (travel.name, travel.session_db_url) == ("travel", "postgresql://mesh@db/mesh")
+    assert travel.options() == Options(stateless_checkpointing=True, peer_timeout=timedelta(seconds=90))
+
+
+def test_no_files_give_the_defaults(write: Write, tmp_path: Path) -> None:
+    settings = load([], env={})
+    assert (settings.agents, settings.mesh) == ((), MeshSettings())
+
+
+def other(value: object) -> object:
+    """A valid value that differs from the default `value`."""
+    match value:
+        case bool():
+            return not value
+        case Enum():
+            return next(member for member in type(value) if member is not value)
+        case timedelta():
+            return value * 0.5
+        case int():
+            return value + 1
+        case _:
+            return "7.0"
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(Options), ids=lambda field: field.name)
+def test_every_option_can_be_set(field: dataclasses.Field[object]) -> None:
+    changed = other(field.default)
+    key, value = field.name, changed
+    if isinstance(changed, timedelta):
+        key, value = f"{field.name}_seconds", changed.total_seconds()
+    needed = {"stateless_checkpointing": True, "session_service": "sql"}
+    if key == "lease_seconds":
+        needed["renew_interval_seconds"] = 1
+    options = AgentSettings.model_validate({"name": "a", "entrypoint": "m:a", **needed, key: value}).options()
+    assert getattr(options, field.name) == changed
+    assert getattr(options, field.name) != field.default
+
+
+def test_an_agent_without_settings_has_the_options_defaults() -> None:
+    assert AgentSettings(name="a", entrypoint="m:a").options() == Options()
+
+
+def test_the_durations_of_the_store_are_settings() -> None:
+    agent = AgentSettings(
+        name="a",
+        entrypoint="m:a",
+        dispatch_lease_seconds=1,
+        tombstone_ttl_seconds=2,
+        incompatible_state_limit_seconds=3,
+    )
+    timings = agent.timings()
+    assert (timings.dispatch_lease, timings.tombstone_ttl, timings.incompatible_limit) == (
+        timedelta(seconds=1),
+        timedelta(seconds=2),
+        timedelta(seconds=3),
+    )
+
+
+# Variables
+
+
+@pytest.mark.parametrize(
+    ("written", "env", "read"),
+    [
+        ("${NAME}", {"NAME": "travel"}, "travel"),
+        ("${NAME, travel}", {}, "travel"),
+        ("${NAME,travel}", {"NAME": "flights"}, "flights"),
+        ("a-${X}-${Y, b}", {"X": "x"}, "a-x-b"),
+    ],
+)
+def test_variables_are_replaced(write: Write, written: str, env: dict[str, str], read: str) -> None:
+    settings = load([write(f"agent:\n  name: {written}\n  entrypoint: m:a\n")], env=env)
+    assert settings.agents[0].name == read
+
+
+def test_a_variable_is_a_value_and_never_yaml(write: Write) -> None:
+    path = write("agent:\n  name: a\n  entrypoint: m:a\n  app_version: ${VERSION}\n")
+    assert load([path], env={"VERSION": "x: {y"}).agents[0].app_version == "x: {y"
+
+
+def test_a_variable_can_be_a_number(write: Write) -> None:
+    path = write("agent:\n  name: a\n  entrypoint: m:a\n  max_concurrency: ${SLOTS, 3}\n")
+    assert load([path], env={}).agents[0].max_concurrency == 3
+
+
+def test_a_default_may_be_empty_and_two_dollars_escape(write: Write) -> None:
+    path = write("agent:\n  name: a\n  entrypoint: m:a\n  app_version: $${A}${B, }\n")
+    assert load([path], env={}).agents[0].app_version == "${A}"
+
+
+def test_a_variable_that_is_not_set_is_named_with_its_key(write: Write) -> None:
+    line = refusal(write(TRAVEL + "  session_db_url: ${DATABASE_URL}\n"))
+    assert line.startswith("mesh.yaml: agent.session_db_url: the variable DATABASE_URL is not set; ")
+
+
+def test_a_reference_without_a_name_is_refused(write: Write) -> None:
+    assert "${NAME}" in refusal(write(TRAVEL + "  app_version: ${1}\n"))
+
+
+# The environment overrides
+
+
+def test_the_environment_overrides_files(write: Write) -> None:
+    env = {
+        "MESHPOINT_MESH__NAMESPACE": "other",
+        "MESHPOINT_AGENT__MAX_CONCURRENCY": "3",
+        "MESHPOINT_AGENT__SESSION_SERVICE": "sql",
+        "MESHPOINT_AGENT__STATELESS_CHECKPOINTING": "true",
+        "MESHPOINT_AGENT__APP_VERSION": "",
+    }
+    settings = load([write("mesh: {namespace: demo}" + TRAVEL + "  app_version: '7'\n")], env=env)
+    (agent,) = settings.agents
+    assert settings.mesh.namespace == "other"
+    assert (agent.max_concurrency, agent.session_service, agent.stateless_checkpointing) == (3, "sql", True)
+    assert agent.app_version == "7", "a variable set to nothing overrides nothing"
+
+
+def test_the_process_environment_is_not_read_when_another_is_given(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHPOINT_MESH__NAMESPACE", "leaked")
+    assert load([], env={}).mesh.namespace == "meshpoint"
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("MESHPOINT_MESH__BROKER", "did you mean 'broker_url'?"),
+        ("MESHPOINT_BROKER_URL", "write MESHPOINT_MESH__BROKER_URL"),
+        ("MESHPOINT_LEASE_SECONDS", "write MESHPOINT_AGENT__LEASE_SECONDS"),
+        ("MESHPOINT_AGENTS__NAME", "is no section"),
+        ("MESHPOINT_AGENT__LEASE_SECONDS", "must be a valid number, not 'x'"),
+        ("MESHPOINT_AGENT__NAME", "MESHPOINT_AGENT__NAME"),
+    ],
+)
+def test_a_variable_that_cannot_work_is_named(write: Write, variable: str, said: str) -> None:
+    value = "not valid!" if variable.endswith("NAME") else "x"
+    line = refusal(write(TRAVEL), env={variable: value})
+    assert line.startswith(f"{variable}: ")
+    assert said in line
+
+
+def test_variables_made_by_kubernetes_are_left_alone(write: Write) -> None:
+    env = {"MESHPOINT_PORT_5672_TCP_ADDR": "10.0.0.1", "MESHPOINT_SERVICE_HOST": "10.0.0.1"}
+    assert load([write(TRAVEL)], env=env).agents[0].name == "travel"
+
+
+def test_an_agent_variable_cannot_mean_two_agents(write: Write) -> None:
+    path = write("agents:\n- {name: a, entrypoint: 'm:a'}\n- {name: b, entrypoint: 'm:b'}\n")
+    assert "cannot mean 2 agents" in refusal(path, env={"MESHPOINT_AGENT__LEASE_SECONDS": "20"})
+
+
+# Several files
+
+
+def test_agents_of_several_files_add_up(write: Write) -> None:
+    first = write("mesh: {namespace: demo}\nagents:\n- {name: a, entrypoint: 'm:a'}\n", "a.yaml")
+    second = write("mesh: {namespace: demo, delivery_limit: 30}\nagent: {name: b, entrypoint: 'm:b'}\n", "b.yaml")
+    settings = load([first, second], env={})
+    assert [agent.name for agent in settings.agents] == ["a", "b"]
+    assert (settings.mesh.namespace, settings.mesh.delivery_limit) == ("demo", 30)
+
+
+def test_files_must_agree_on_the_mesh(write: Write) -> None:
+    first, second = write("mesh: {namespace: a}\n", "a.yaml"), write("mesh: {namespace: b}\n", "b.yaml")
+    assert refusal(first, second).startswith("b.yaml: mesh.namespace: has another value")
+
+
+def test_a_mistake_in_one_of_several_files_names_the_file(write: Write) -> None:
+    line = refusal(write(TRAVEL, "a.yaml"), write("agent: {name: b}\n", "b.yaml"))
+    assert line.startswith("b.yaml: agent.entrypoint: is missing")
+
+
+def test_two_agents_of_one_name_are_refused(write: Write) -> None:
+    line = refusal(write(TRAVEL, "a.yaml"), write(TRAVEL, "b.yaml"))
+    assert line.startswith("b.yaml: agent.name: two agents are called 'travel'")
+
+
+def test_agents_take_the_message_limit_of_the_mesh(write: Write) -> None:
+    settings = load([write("mesh: {max_message_bytes: 2048}" + TRAVEL)], env={})
+    assert settings.agents[0].options().max_message_bytes == 2048
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("agent:\n  name: travel\n", "agent.entrypoint: is missing"),
+        (
+            "agent:\n  name: travel\n  entrypont: m:a\n",
+            "agent.entrypont: is not a known key; did you mean 'entrypoint'",
+        ),
+        ("agnet:\n  name: travel\n", "agnet: is not a known key; did you mean 'agent'?"),
+        ("mesh: {wholly_different: 1}\n", "known keys are broker_url, delivery_limit,"),
+        (TRAVEL + "  namespace: demo\n", "agent.namespace: is a key of mesh; move it under 'mesh:'"),
+        ("mesh: {session_service: sql}\n", "mesh.session_service: is a key of agent"),
+        (TRAVEL + "  stateless_checkpointing: true\n", "agent.stateless_checkpointing: paused tasks would have no"),
+        (TRAVEL + "  ack_policy: on_receipt\n", "agent.ack_policy: on_receipt without stateless_checkpointing"),
+        (
+            TRAVEL + "  session_db_url: mysql://u:secret@h/d\n",
+            "agent.session_db_url: MySQL is not supported; use postg",
+        ),
+        (TRAVEL + "  session_db_url: postgresql+psycopg://h/d\n", "the scheme 'postgresql+psycopg' is not supported"),
+        (TRAVEL + "  session_db_url: meshpoint.db\n", "agent.session_db_url: is not a URL; "),
+        (
+            TRAVEL + "  session_db_url: 'sqlite://meshpoint.db'\n",
+            "takes three slashes before its file; write sqlite:///m",
+        ),
+        (TRAVEL + "  session_db_url: 'sqlite:///:memory:'\n", "agent.session_db_url: names no file"),
+        (
+            "mesh: {broker_url: 'kafka://u:secret@h'}\n",
+            "mesh.broker_url: the scheme 'kafka' is not supported; use amqp",
+        ),
+        ("mesh: {broker_url: 'redis://u:secret@h'}\n", "mesh.broker_url: Redis is not supported"),
+        ("mesh: {namespace: a.b}\n", "mesh.namespace: 'a.b' is not a valid namespace"),
+        ("mesh: {delivery_limit: 3}\n", "mesh.delivery_limit: must be greater than or equal to 10, not 3"),
+        (TRAVEL + "  lease_seconds: 0\n", "agent.lease_seconds: must be greater than 0, not 0"),
+        (TRAVEL + "  lease_seconds: .inf\n", "agent.lease_seconds: must be"),
+        (
+            TRAVEL + "  lease_seconds: 8\n",
+            "agent.renew_interval_seconds: 5 s is too long for a lease of 8 s; use at most 4",
+        ),
+        (
+            TRAVEL + "  max_message_bytes: 20000000\n",
+            "agent.max_message_bytes: 20000000 is above mesh.max_message_bytes",
+        ),
+        ("agent: {name: a b, entrypoint: 'm:a'}\n", "agent.name: 'a b' is not a valid agent name"),
+        ("agent: {name: a, entrypoint: m.a}\n", "agent.entrypoint: 'm.a' is not an entrypoint"),
+        ("agent:\n", "agent: holds no keys"),
+        ("agents: {name: a}\n", "agents: is no list"),
+        ("agent: {}\nagents: []\n", "agent: stands beside agents"),
+        ("- agent\n", "mesh.yaml: holds no mapping"),
+        ("agent: [\n", "mesh.yaml: line 2, column 1: "),
+        (
+            "mesh: {namespace: a}\nmesh: {namespace: b}\n",
+            "line 2, column 1: the key 'mesh' stands here a second time",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(write: Write, content: str, said: str) -> None:
+    line = refusal(write(content))
+    assert said in line
+    assert "secret" not in line
+
+
+def test_the_section_of_a_list_is_named(write: Write) -> None:
+    path = write("agents:\n- {name: a, entrypoint: 'm:a'}\n- {name: b, entrypoint: 'm:b', lease_seconds: 8}\n")
+    assert refusal(path).startswith("agents[1].renew_interval_seconds: ")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "none.yaml").startswith(f"{tmp_path}/none.yaml: no such file or directory; ")
+
+
+def test_a_missing_driver_is_named(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urls, "find_spec", lambda module: None)
+    url = "  session_service: sql\n  session_db_url: postgresql://h/d\n"
+    line = refusal(write("mesh: {broker_url: 'memory://'}" + TRAVEL + url))
+    assert line == "agent.session_db_url: its driver asyncpg is not installed; run: pip install asyncpg"
+    assert "aio-pika is not installed" in refusal(write("mesh: {broker_url: 'amqp://h/'}\n"))
+
+
+def test_a_database_that_is_not_used_needs_no_driver(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urls, "find_spec", lambda module: None)
+    content = "mesh: {broker_url: 'memory://'}" + TRAVEL + "  session_db_url: postgresql://h/d\n"
+    assert load([write(content)], env={}).agents[0].session_service == "memory"
+
+
+def test_anchors_may_stand_in_keys_of_their_own(write: Write) -> None:
+    path = write("""
+x-shared: &shared
+  entrypoint: m:a
+  lease_seconds: 20
+agents:
+- {<<: *shared, name: a}
+- {<<: *shared, name: b, lease_seconds: 30}
+""")
+    assert [agent.lease_seconds for agent in load([path], env={}).agents] == [20, 30]
+
+
+@pytest.mark.parametrize("url", ["sqlite:////data/mesh.db", "sqlite+aiosqlite:////data/mesh.db?timeout=3"])
+def test_an_absolute_file_stays_as_it_is(url: str) -> None:
+    assert AgentSettings(name="a", entrypoint="m:a", session_db_url=url).session_db_url == url
+
+
+def test_settings_made_in_code_are_checked_too() -> None:
+    agent = AgentSettings(name="a", entrypoint="m:a")
+    with pytest.raises(ConfigurationError, match="two agents are called 'a'"):
+        Settings(agents=(agent, agent))
