@@ -1,0 +1,45 @@
+"""A clock that a test moves."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+
+
+class FakeClock:
+    """Stands still until `advance`."""
+
+    def __init__(self, start: datetime = datetime(2026, 1, 1, tzinfo=UTC)) -> None:
+        self._now = start
+        self._sleepers: dict[asyncio.Future[None], datetime] = {}
+        self._someone_sleeps = asyncio.Condition()
+
+    def now(self) -> datetime:
+        """The instant it was moved to."""
+        return self._now
+
+    async def sleep(self, duration: timedelta) -> None:
+        """Return when `advance` has moved the clock by `duration`."""
+        if duration <= timedelta():
+            await asyncio.sleep(0)
+            return
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sleepers[woken] = self._now + duration
+        try:
+            async with self._someone_sleeps:
+                self._someone_sleeps.notify_all()
+            await woken
+        finally:
+            del self._sleepers[woken]
+
+    def advance(self, duration: timedelta) -> None:
+        """Move the clock and wake, earliest first, the sleepers whose time has come."""
+        self._now += duration
+        for woken, due in sorted(self._sleepers.items(), key=lambda sleeper: sleeper[1]):
+            if due <= self._now and not woken.done():
+                woken.set_result(None)
+
+    async def sleepers(self, count: int = 1) -> None:
+        """Return when at least `count` tasks sleep on this clock, so that an `advance` cannot come too early."""
+        async with self._someone_sleeps:
+            await self._someone_sleeps.wait_for(lambda: sum(not woken.done() for woken in self._sleepers) >= count)

@@ -1,0 +1,115 @@
+"""What time alone makes due, found in rows in memory."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+
+from meshpoint.adapters.memory.joins import go_on
+from meshpoint.adapters.memory.rows import CallRow, Tables, TaskRow
+from meshpoint.adapters.memory.transitions import KEEP_ALIVES_PER_TIMEOUT
+from meshpoint.model.checkpoint import (
+    AllArrived,
+    Expired,
+    KeepAlive,
+    Replica,
+    Resumable,
+    Run,
+    StillWaiting,
+    TaskState,
+)
+from meshpoint.model.ids import AgentName, RunId, new_id
+from meshpoint.model.outcomes import FailureKind
+
+
+class MemoryDueWork:
+    """`meshpoint.ports.store.DueWork` in memory."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+
+    async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
+        """Close calls and joins past their deadline, and take the tasks that may go on."""
+        results: list[Expired] = []
+        for row in self._due(TaskState.WAITING, limit, [row for row in self._live() if row.agent == replica.agent]):
+            expired = self._expire(row, replica, slots)
+            slots -= isinstance(expired.then, AllArrived)
+            results.append(expired)
+        return results
+
+    async def take(self, replica: Replica, limit: int) -> list[Resumable]:
+        """Ready tasks, oldest first, now running here."""
+        readable = [row for row in self._live() if row.readable_by(replica)]
+        return [
+            self._tables.own(row, replica, RunId(new_id())) for row in self._due(TaskState.READY, limit, readable)
+        ]
+
+    async def take_over(self, replica: Replica, limit: int) -> list[Resumable]:
+        """Running tasks whose lease has expired, now running here."""
+        rows = self._due(TaskState.RUNNING, limit, [row for row in self._live() if row.readable_by(replica)])
+        for row in rows:
+            row.attempt += 1
+        return [self._tables.own(row, replica, RunId(new_id())) for row in rows]
+
+    async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
+        """Extend leases; the runs that lost theirs."""
+        lost: list[Run] = []
+        for run in runs:
+            row = self._tables.live.get(run.task_id)
+            if row is None or row.state is not TaskState.RUNNING or row.fence != run.fence:
+                lost.append(run)
+            else:
+                row.due_at = self._tables.clock.now() + replica.lease
+        return lost
+
+    async def keep_alives(self, replica: Replica, limit: int) -> list[KeepAlive]:
+        """Waiting tasks whose requester is due to hear of them."""
+        now, notes = self._tables.clock.now(), list[KeepAlive]()
+        for row in self._live():
+            asleep = row.agent == replica.agent and row.state in {TaskState.WAITING, TaskState.READY}
+            interval = row.requester.idle_timeout
+            if len(notes) < limit and asleep and interval and row.keep_alive_at and row.keep_alive_at <= now:
+                row.keep_alive_at = now + interval / KEEP_ALIVES_PER_TIMEOUT
+                notes.append(KeepAlive(row.agent, row.task_id, row.requester))
+        return notes
+
+    async def purge(self, agent: AgentName, limit: int) -> int:
+        """Delete the tombstones that have had their time."""
+        tables, now, kept, deleted = self._tables, self._tables.clock.now(), list[TaskRow](), 0
+        while tables.tombstones and tables.tombstones[0][0] <= now and deleted < limit:
+            row = tables.tasks[heapq.heappop(tables.tombstones)[1]]
+            if row.unsent or row.agent != agent:
+                kept.append(row)
+            else:
+                del tables.tasks[row.task_id]
+                deleted += 1
+        for row in kept:
+            heapq.heappush(tables.tombstones, (row.due_at, row.task_id))
+        return deleted
+
+    def _live(self) -> Iterable[TaskRow]:
+        return self._tables.live.values()
+
+    def _due(self, state: TaskState, limit: int, rows: Iterable[TaskRow]) -> list[TaskRow]:
+        now = self._tables.clock.now()
+        due = [(row.wake_at, row.task_id, row) for row in rows if row.state is state and row.wake_at <= now]
+        return [row for _, _, row in heapq.nsmallest(limit, due)]
+
+    def _expire(self, row: TaskRow, replica: Replica, slots: int) -> Expired:
+        now = self._tables.clock.now()
+        join_expired = row.join_deadline is not None and row.join_deadline <= now
+        late = [call for call in row.pending if join_expired or call.due_at <= now]
+        for call in late:
+            self._time_out(call, now, "the join's deadline passed" if join_expired else "no answer in time")
+            row.completed += 1
+        timed_out = tuple(call.sub_task_id for call in late)
+        notices = tuple(row.notice(call) for call in late)
+        if not (row.met or join_expired):
+            self._tables.put(row)
+            return Expired(row.task_id, timed_out, StillWaiting(row.task_id, timed_out[-1]), notices)
+        then = go_on(self._tables, row, late[-1], replica, run_id=RunId(new_id()), slots=slots)
+        return Expired(row.task_id, timed_out, then, notices + then.cancels)
+
+    def _time_out(self, call: CallRow, now: datetime, message: str) -> None:
+        call.close(FailureKind.TIMEOUT, message, now + self._tables.timings.dispatch_lease)

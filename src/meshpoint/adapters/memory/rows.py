@@ -1,0 +1,242 @@
+"""The rows of tasks and calls in plain dicts, and what is read back from them."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from meshpoint.model.calls import ALL, Join
+from meshpoint.model.checkpoint import (
+    CallState,
+    CancelNotice,
+    Checkpoint,
+    Dispatch,
+    Replica,
+    Reply,
+    Requester,
+    Resumable,
+    Run,
+    TaskState,
+)
+from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
+from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
+from meshpoint.ports.clock import Clock
+from meshpoint.ports.store import StoreTimings
+
+MAX_BACK_OFF = 64
+"""A send is tried again after the dispatch lease, then after twice, four times... and at most so many leases."""
+
+
+@dataclass(slots=True)
+class CallRow:
+    """One peer call. `due_at` is the earlier of the idle and the absolute deadline; `send_at` ends a send's lease."""
+
+    sub_task_id: TaskId
+    call_id: str
+    peer: AgentName
+    generation: int
+    body: bytes
+    headers: dict[str, str | int | float]
+    deadline: datetime
+    due_at: datetime
+    send_at: datetime
+    idle_timeout: timedelta | None
+    sends: int = 1
+    state: CallState = CallState.PENDING
+    outcome: bytes | None = None
+    claim_id: RunId | None = None
+    dispatched_at: datetime | None = None
+
+    @property
+    def unsent(self) -> bool:
+        """Whether the request, or the cancel, is still to be sent."""
+        undispatched = self.state is CallState.PENDING and self.dispatched_at is None
+        return undispatched or self.state is CallState.CANCELLING
+
+    def postpone(self, now: datetime, lease: timedelta) -> None:
+        """Lease the next send to the caller: twice as long each time."""
+        self.send_at = now + lease * min(2**self.sends, MAX_BACK_OFF)
+        self.sends += 1
+
+    def close(self, kind: FailureKind, message: str, send_at: datetime) -> None:
+        """End the call without its peer, who is still to be told."""
+        self.outcome = encode_outcome(Failed(kind, message))
+        self.state, self.send_at, self.sends = CallState.CANCELLING, send_at, 1
+
+
+@dataclass(slots=True)
+class TaskRow:
+    """One task, its join and its calls.
+
+    `due_at` is when time alone makes it due: the end of a running task's lease, the instant a ready one may be
+    taken, the end of a tombstone. Context and outcomes are kept as JSON text, so that nobody else holds a
+    reference into them.
+    """
+
+    task_id: TaskId
+    agent: AgentName
+    run_id: RunId
+    requester: Requester
+    state: TaskState
+    checkpointed_at: datetime
+    due_at: datetime
+    fence: int = 1
+    generation: int = 0
+    attempt: int = 0
+    owner: ReplicaId | None = None
+    context: str = "{}"
+    body: bytes = b""
+    state_format: str = ""
+    request: bytes | None = None
+    cancel_requested: bool = False
+    incompatible_since: datetime | None = None
+    keep_alive_at: datetime | None = None
+    # the join
+    join: Join = ALL
+    join_deadline: datetime | None = None
+    expected: int = 0
+    completed: int = 0
+    succeeded: int = 0
+    met_by: RunId | None = None
+    calls: dict[TaskId, CallRow] = field(default_factory=dict)
+    # the end
+    reply: bytes = b""
+    reply_sent: bool = False
+    ended_at: datetime | None = None
+    send_at: datetime | None = None
+    sends: int = 1
+    dead_reason: str | None = None
+
+    @property
+    def current(self) -> list[CallRow]:
+        """The calls of this generation, in call order."""
+        return [call for call in self.calls.values() if call.generation == self.generation]
+
+    @property
+    def pending(self) -> list[CallRow]:
+        """The calls without an outcome, in call order."""
+        return [call for call in self.calls.values() if call.state is CallState.PENDING]
+
+    @property
+    def wake_at(self) -> datetime:
+        """When this task is next due."""
+        if self.state is not TaskState.WAITING:
+            return self.due_at
+        deadlines = [call.due_at for call in self.pending]
+        return min([*deadlines, self.join_deadline] if self.join_deadline else deadlines, default=self.due_at)
+
+    @property
+    def unsent(self) -> bool:
+        """Whether a dispatch, a cancel or the reply is still to be sent."""
+        return (self.state.ended and not self.reply_sent) or any(call.unsent for call in self.calls.values())
+
+    @property
+    def run(self) -> Run:
+        """The run that owns the task, or did last."""
+        return Run(self.task_id, self.agent, self.run_id, self.fence, self.generation)
+
+    def readable_by(self, replica: Replica) -> bool:
+        """Whether `replica` may run the task: before its first pause there is no state to read."""
+        return self.agent == replica.agent and (self.generation == 0 or self.state_format in replica.formats)
+
+    def record(self, call: CallRow, outcome: Outcome, claim_id: RunId | None) -> None:
+        """Give `call` its outcome and count it."""
+        call.outcome, call.claim_id, call.state = encode_outcome(outcome), claim_id, CallState.DONE
+        self.completed += 1
+        self.succeeded += not isinstance(outcome, Failed)
+
+    @property
+    def met(self) -> bool:
+        """Whether the outcomes that are there meet the join."""
+        return self.join.met(total=self.expected, completed=self.completed, succeeded=self.succeeded)
+
+    def forget_done_calls(self) -> None:
+        """Drop the calls that nobody needs any more; a cancel that is still to be sent stays."""
+        self.calls = {key: call for key, call in self.calls.items() if call.state is CallState.CANCELLING}
+
+    def dispatch(self, call: CallRow) -> Dispatch:
+        """The request of `call`, to be sent."""
+        return Dispatch(
+            self.agent,
+            self.task_id,
+            call.sub_task_id,
+            call.peer,
+            call.body,
+            dict(call.headers),
+            call.deadline,
+            call.sends,
+        )
+
+    def notice(self, call: CallRow) -> CancelNotice:
+        """The cancel of `call`, to be sent."""
+        return CancelNotice(self.agent, self.task_id, call.sub_task_id, call.peer)
+
+    def reply_at(self, now: datetime) -> Reply:
+        """The reply of an ended task."""
+        age = now - self.ended_at if self.ended_at else timedelta()
+        return Reply(self.agent, self.task_id, self.state, self.reply, self.requester, age)
+
+    def resumable(self) -> Resumable:
+        """The task as its new owner reads it."""
+        outcomes = tuple(
+            (c.call_id, c.peer, decode_outcome(c.outcome)) for c in self.current if c.outcome is not None
+        )
+        context: Checkpoint = json.loads(self.context)
+        return Resumable(
+            self.run,
+            self.requester,
+            context,
+            self.body,
+            self.state_format,
+            outcomes,
+            self.request,
+            self.attempt,
+            self.cancel_requested,
+        )
+
+
+class Tables:
+    """Every row, and three indexes: those not ended, those with something to send, tombstones by their end."""
+
+    def __init__(self, clock: Clock, timings: StoreTimings) -> None:
+        self.clock, self.timings = clock, timings
+        self.tasks: dict[TaskId, TaskRow] = {}
+        self.live: dict[TaskId, TaskRow] = {}
+        self.sending: dict[TaskId, TaskRow] = {}
+        self.tombstones: list[tuple[datetime, TaskId]] = []
+
+    def put(self, row: TaskRow) -> None:
+        """Write `row`: every change of a row ends here."""
+        self.tasks[row.task_id] = row
+        for index, belongs in ((self.live, not row.state.ended), (self.sending, row.unsent)):
+            if belongs:
+                index[row.task_id] = row
+            else:
+                index.pop(row.task_id, None)
+
+    def own(self, row: TaskRow, replica: Replica, run_id: RunId) -> Resumable:
+        """Make `replica` the owner of `row`: whoever had it before is fenced from now on."""
+        row.state, row.owner, row.run_id = TaskState.RUNNING, replica.id, run_id
+        row.fence += 1
+        row.attempt = max(row.attempt, 1)
+        row.due_at = self.clock.now() + replica.lease
+        self.put(row)
+        return row.resumable()
+
+    def entomb(
+        self, row: TaskRow, state: TaskState, run_id: RunId, reply: bytes, dead_reason: str | None = None
+    ) -> None:
+        """End the task: only its reply, and cancels still to be sent, remain until it expires."""
+        now = self.clock.now()
+        row.state, row.run_id, row.reply, row.ended_at, row.owner = state, run_id, reply, now, None
+        # A duplicate of the request may arrive until the deadline, and must find the tombstone.
+        row.due_at = max(now, row.requester.deadline or now) + self.timings.tombstone_ttl
+        row.reply_sent, row.send_at = row.requester.reply_to is None, now + self.timings.dispatch_lease
+        row.context, row.body, row.dead_reason = "{}", b"", dead_reason
+        row.request = row.request if dead_reason else None
+        row.completed = row.succeeded = row.expected = 0
+        row.forget_done_calls()
+        heapq.heappush(self.tombstones, (row.due_at, row.task_id))
+        self.put(row)

@@ -1,0 +1,32 @@
+"""The store of one process: the home of tasks without durable checkpoints, and of tests."""
+
+from __future__ import annotations
+
+from meshpoint.adapters.memory.due import MemoryDueWork
+from meshpoint.adapters.memory.outbox import MemoryCatalog, MemoryOutbox
+from meshpoint.adapters.memory.rows import Tables
+from meshpoint.adapters.memory.transitions import MemoryTransitions
+from meshpoint.ports.clock import Clock
+from meshpoint.ports.store import StoreTimings
+
+
+class MemoryCheckpointStore(MemoryTransitions, MemoryDueWork, MemoryOutbox, MemoryCatalog):
+    """A `meshpoint.ports.store.CheckpointStore` whose tasks end with the process.
+
+    No method awaits anything: each runs to its end before another task of the event loop can look, so none can
+    leave a transition half done, not even when it is cancelled.
+    """
+
+    def __init__(self, clock: Clock, *, timings: StoreTimings) -> None:
+        super().__init__(Tables(clock, timings))
+
+    @property
+    def durable(self) -> bool:
+        """False: a task kept here is lost with the process."""
+        return False
+
+    async def open(self) -> None:
+        """Nothing to connect to."""
+
+    async def close(self) -> None:
+        """Nothing to release; tasks stay until the object goes."""

@@ -1,0 +1,263 @@
+"""The steps of a task's life, on rows in memory.
+
+No method awaits anything, so each is one transaction by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import assert_never
+
+from meshpoint.adapters.memory.joins import answer_again, go_on
+from meshpoint.adapters.memory.rows import CallRow, Tables, TaskRow
+from meshpoint.model.checkpoint import (
+    AllArrived,
+    Arrival,
+    Begin,
+    BeginResult,
+    Begun,
+    CallState,
+    Cancel,
+    CancelBeforeRequest,
+    CancelFound,
+    CancelledNow,
+    CancelRequested,
+    CancelResult,
+    CancelTooLate,
+    Claim,
+    Committed,
+    Duplicate,
+    End,
+    Ended,
+    EndResult,
+    Fenced,
+    Known,
+    PastDeadline,
+    Pause,
+    PauseResult,
+    PlannedCall,
+    Progress,
+    ProgressNoted,
+    Release,
+    Replica,
+    Requester,
+    Run,
+    StillWaiting,
+    TaskState,
+    Unknown,
+    WrongSender,
+)
+from meshpoint.model.ids import TaskId
+from meshpoint.model.outcomes import FailureKind
+
+KEEP_ALIVES_PER_TIMEOUT = 3
+
+
+class MemoryTransitions:
+    """`meshpoint.ports.store.Transitions` in memory."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+
+    async def lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, Known]:
+        """The rows that exist, by id."""
+        now = self._tables.clock.now()
+        rows = [self._tables.tasks[task_id] for task_id in task_ids if task_id in self._tables.tasks]
+        return {
+            row.task_id: Known(row.task_id, row.agent, row.state, row.reply_at(now) if row.state.ended else None)
+            for row in rows
+        }
+
+    async def begin(self, begins: Sequence[Begin]) -> list[BeginResult]:
+        """Write tasks as running before their first segment."""
+        return [self._begin(begin) for begin in begins]
+
+    async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
+        """Checkpoint."""
+        return [self._pause(pause) for pause in pauses]
+
+    async def claim(self, claims: Sequence[Claim], replica: Replica, slots: int) -> list[Arrival]:
+        """Record outcomes, and take the tasks whose join they meet."""
+        arrivals: list[Arrival] = []
+        for claim in claims:
+            arrival = self._claim(claim, replica, slots)
+            slots -= isinstance(arrival, AllArrived)
+            arrivals.append(arrival)
+        return arrivals
+
+    async def end(self, ends: Sequence[End]) -> list[EndResult]:
+        """Turn running tasks into tombstones with their reply."""
+        return [self._end(end) for end in ends]
+
+    async def release(self, releases: Sequence[Release]) -> list[bool]:
+        """Give running tasks back."""
+        return [self._release(release) for release in releases]
+
+    async def cancel(self, cancels: Sequence[Cancel]) -> list[CancelResult]:
+        """Cancel tasks whatever their state."""
+        return [self._cancel(cancel) for cancel in cancels]
+
+    async def progress(self, updates: Sequence[Progress]) -> list[ProgressNoted | None]:
+        """Extend idle deadlines."""
+        return [self._progress(update) for update in updates]
+
+    def _begin(self, begin: Begin) -> BeginResult:
+        tables, run = self._tables, begin.run
+        row = tables.tasks.get(run.task_id)
+        if row is not None:
+            if row.state is TaskState.CANCELLED:
+                return CancelFound(None)
+            itself = row.state is TaskState.RUNNING and (row.run_id, row.fence, row.generation) == (run.id, 1, 0)
+            return Begun(row.run) if itself else Fenced()
+        now = tables.clock.now()
+        row = TaskRow(
+            run.task_id, run.agent, run.id, begin.requester, TaskState.RUNNING, now, now + begin.replica.lease
+        )
+        row.owner, row.attempt, row.request = begin.replica.id, 1, begin.request
+        tables.put(row)
+        return Begun(row.run)
+
+    def _pause(self, pause: Pause) -> PauseResult:
+        tables, run, now = self._tables, pause.run, self._tables.clock.now()
+        row = tables.tasks.get(run.task_id)
+        refused = _refuse_pause(row, run)
+        if refused is not None:
+            return refused
+        if pause.requester.deadline is not None and pause.requester.deadline <= now:
+            return PastDeadline()
+        if row is None:
+            row = TaskRow(run.task_id, run.agent, run.id, pause.requester, TaskState.WAITING, now, now)
+            row.request = pause.request
+        self._write_checkpoint(row, pause, now)
+        tables.put(row)
+        return _committed(row)
+
+    def _write_checkpoint(self, row: TaskRow, pause: Pause, now: datetime) -> None:
+        row.run_id, row.requester, row.owner = pause.run.id, pause.requester, None
+        row.generation, row.attempt, row.incompatible_since = row.generation + 1, 0, None
+        row.context, row.body, row.state_format = json.dumps(pause.context), pause.state, pause.state_format
+        row.checkpointed_at = row.due_at = now
+        row.state, row.join, row.met_by = TaskState.WAITING, pause.join, None
+        row.join_deadline = now + pause.join.deadline if pause.join.deadline else None
+        row.expected, row.completed, row.succeeded = len(pause.calls), 0, 0
+        if row.requester.idle_timeout is not None:
+            row.keep_alive_at = now + row.requester.idle_timeout / KEEP_ALIVES_PER_TIMEOUT
+        row.forget_done_calls()
+        for planned in pause.calls:
+            call = row.calls[planned.sub_task_id] = self._call(planned, row, now)
+            if planned.outcome is not None:
+                row.record(call, planned.outcome, None)
+        if row.met:
+            row.state = TaskState.READY
+            for call in row.pending:
+                call.close(FailureKind.CANCELLED, "the join was met before it was sent", now)
+                call.state = CallState.DONE
+
+    def _call(self, planned: PlannedCall, row: TaskRow, now: datetime) -> CallRow:
+        deadline = min(now + planned.timeout, row.requester.deadline or now + planned.timeout)
+        idle = planned.idle_timeout
+        return CallRow(
+            planned.sub_task_id,
+            planned.call_id,
+            planned.peer,
+            row.generation,
+            planned.body,
+            dict(planned.headers),
+            deadline=deadline,
+            due_at=min(now + idle, deadline) if idle else deadline,
+            send_at=now + self._tables.timings.dispatch_lease,
+            idle_timeout=idle,
+        )
+
+    def _claim(self, claim: Claim, replica: Replica, slots: int) -> Arrival:
+        task_id, sub_task_id = claim.task_id, claim.sub_task_id
+        row = self._tables.live.get(task_id)
+        call = row.calls.get(sub_task_id) if row else None
+        if row is None or call is None:
+            return Unknown(task_id, sub_task_id)
+        if claim.sender is not None and claim.sender != call.peer:
+            return WrongSender(task_id, sub_task_id, call.peer)
+        if call.state is not CallState.PENDING:
+            return answer_again(row, call, claim) if call.claim_id == claim.id else Duplicate(task_id, sub_task_id)
+        row.record(call, claim.outcome, claim.id)
+        if not row.met:
+            self._tables.put(row)
+            return StillWaiting(task_id, sub_task_id)
+        row.met_by = claim.id
+        return go_on(self._tables, row, call, replica, run_id=claim.id, slots=slots)
+
+    def _end(self, end: End) -> EndResult:
+        row, run = self._tables.tasks.get(end.run.task_id), end.run
+        if row is None or row.fence != run.fence:
+            return Fenced()
+        if row.state is TaskState.RUNNING:
+            self._tables.entomb(row, end.state, run.id, end.reply, end.dead_reason)
+        elif not row.state.ended or row.run_id != run.id:
+            return Fenced()
+        return Ended(row.reply_at(self._tables.clock.now()))
+
+    def _release(self, release: Release) -> bool:
+        row, run, now = self._tables.live.get(release.run.task_id), release.run, self._tables.clock.now()
+        if row is None or row.fence != run.fence:
+            return False
+        if row.state is not TaskState.RUNNING:
+            return (row.run_id, row.generation) == (run.id, run.generation)
+        row.state, row.run_id, row.owner, row.due_at = TaskState.READY, run.id, None, now + release.not_before
+        if release.incompatible is not None:
+            row.incompatible_since = row.incompatible_since or now
+            if now - row.incompatible_since >= self._tables.timings.incompatible_limit:
+                row.state = TaskState.PARKED
+        self._tables.put(row)
+        return True
+
+    def _cancel(self, cancel: Cancel) -> CancelResult:
+        tables, now = self._tables, self._tables.clock.now()
+        row = tables.tasks.get(cancel.task_id)
+        if row is None:
+            row = TaskRow(cancel.task_id, cancel.agent, cancel.run_id, Requester(), TaskState.CANCELLED, now, now)
+            tables.entomb(row, TaskState.CANCELLED, cancel.run_id, cancel.reply)
+            return CancelBeforeRequest()
+        match row.state:
+            case TaskState.COMPLETED | TaskState.FAILED | TaskState.CANCELLED:
+                return CancelTooLate(row.reply_at(now))
+            case TaskState.RUNNING:
+                row.cancel_requested = True
+                return CancelRequested(row.owner)
+            case TaskState.WAITING | TaskState.READY | TaskState.PARKED:
+                closed = row.pending
+                for call in closed:
+                    call.close(FailureKind.CANCELLED, "the task was cancelled", now + tables.timings.dispatch_lease)
+                tables.entomb(row, TaskState.CANCELLED, cancel.run_id, cancel.reply)
+                return CancelledNow(row.reply_at(now), tuple(row.notice(call) for call in closed))
+        assert_never(row.state)
+
+    def _progress(self, update: Progress) -> ProgressNoted | None:
+        row = self._tables.live.get(update.task_id)
+        call = row.calls.get(update.sub_task_id) if row else None
+        if row is None or call is None or call.state is not CallState.PENDING or call.peer != update.sender:
+            return None
+        if call.idle_timeout is not None:
+            extended = min(self._tables.clock.now() + call.idle_timeout, call.deadline)
+            if extended - call.due_at >= call.idle_timeout / 10:
+                call.due_at = extended
+        return ProgressNoted(row.task_id, row.requester)
+
+
+def _refuse_pause(row: TaskRow | None, run: Run) -> PauseResult | None:
+    """Why `run` may not checkpoint over `row`, or what it has committed already."""
+    if row is None:
+        return None if run.fence == 0 else Fenced()
+    if row.state is TaskState.CANCELLED:
+        return CancelFound(None)
+    if row.state in {TaskState.WAITING, TaskState.READY}:
+        itself = (row.run_id, row.fence, row.generation) == (run.id, max(run.fence, 1), run.generation + 1)
+        return _committed(row) if itself else Fenced()
+    if row.state is not TaskState.RUNNING or row.fence != run.fence:
+        return Fenced()
+    return CancelFound(row.run) if row.cancel_requested else None
+
+
+def _committed(row: TaskRow) -> Committed:
+    return Committed(row.state, tuple(row.dispatch(call) for call in row.pending if call.dispatched_at is None))
