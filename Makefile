@@ -1,0 +1,53 @@
+# Every target sets up what it needs in .venv: only git, make, Python 3.11+ and a package index are assumed.
+#   make demo    the demonstration; installs the runtime dependencies only
+#   make test    the checks, then every test; `make test ARGS="-k claim"` runs some
+#   make check   formatting, lint, types, layers
+#   make fmt     format in place
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+STAMPS := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: demo test check fmt clean
+.DEFAULT_GOAL := test
+
+demo: $(STAMPS)/runtime
+	@$(BIN)/meshpoint demo $(ARGS)
+
+# AFTER_TESTS is for .ci/run.
+test: check
+	@$(BIN)/python -m pytest $(ARGS) $(AFTER_TESTS)
+
+check: $(STAMPS)/dev
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+fmt: $(STAMPS)/dev
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+$(STAMPS)/python:
+	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    $$python -m venv $(VENV) && mkdir -p $(STAMPS) && touch $@ && exit 0; exit 1; \
+	  fi; \
+	done; echo "Meshpoint needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1
+
+$(STAMPS)/runtime: $(STAMPS)/python pyproject.toml constraints.txt
+	@echo "installing Meshpoint into $(VENV)"
+	@$(PIP) install --constraint constraints.txt --editable .
+	@touch $@
+
+# Dependency groups need pip 25.1.
+$(STAMPS)/dev: $(STAMPS)/runtime
+	@echo "installing the development tools into $(VENV)"
+	@$(PIP) install --upgrade 'pip>=25.1'
+	@$(PIP) install --constraint constraints.txt --group dev
+	@touch $@

@@ -1,0 +1,143 @@
+"""Fixtures that every test may use: servers, and a database or a namespace of one's own on them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from urllib.parse import urlsplit
+
+import asyncpg
+import pytest
+
+from meshpoint.model.ids import new_id
+from servers import KINDS, Fleet, NamedServer, PostgresServer, RabbitServer, ServersMissing
+
+_FLEET = pytest.StashKey[Fleet]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_FLEET] = Fleet()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[_FLEET].close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whoever uses a server is marked `servers`, so that `-m "not servers"` is never wrong."""
+    for item in items:
+        if _wanted(item):
+            item.add_marker(pytest.mark.servers)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the servers that the selected tests need, so that they come up beside the tests without any."""
+    if session.config.option.collectonly:
+        return
+    fleet = session.config.stash[_FLEET]
+    for fixture in dict.fromkeys(name for item in session.items for name in _wanted(item)):
+        if not fleet.named(fixture):
+            with suppress(ServersMissing):  # the fixture will say so
+                fleet.launch(fixture)
+
+
+def _wanted(item: pytest.Item) -> list[str]:
+    return [name for name in getattr(item, "fixturenames", ()) if name in KINDS]
+
+
+def _server(config: pytest.Config, fixture: str) -> NamedServer | PostgresServer | RabbitServer:
+    fleet = config.stash[_FLEET]
+    named = fleet.named(fixture)
+    if named:
+        return named
+    try:
+        server = fleet.launch(fixture)
+    except ServersMissing as missing:
+        pytest.fail(str(missing), pytrace=False)
+    server.wait_ready()
+    assert isinstance(server, PostgresServer | RabbitServer)
+    return server
+
+
+@pytest.fixture(scope="session")
+def postgres_server(pytestconfig: pytest.Config) -> NamedServer | PostgresServer:
+    """The PostgreSQL that tests share: `.url`."""
+    server = _server(pytestconfig, "postgres_server")
+    assert not isinstance(server, RabbitServer)
+    return server
+
+
+@pytest.fixture(scope="session")
+def rabbit_server(pytestconfig: pytest.Config) -> NamedServer | RabbitServer:
+    """The RabbitMQ that tests share: `.url`."""
+    server = _server(pytestconfig, "rabbit_server")
+    assert not isinstance(server, PostgresServer)
+    return server
+
+
+@pytest.fixture(scope="session")
+def own_postgres_server(pytestconfig: pytest.Config) -> PostgresServer:
+    """Use `own_postgres`."""
+    server = _server(pytestconfig, "own_postgres_server")
+    assert isinstance(server, PostgresServer)
+    return server
+
+
+@pytest.fixture(scope="session")
+def own_rabbit_server(pytestconfig: pytest.Config) -> RabbitServer:
+    """Use `own_rabbit`."""
+    server = _server(pytestconfig, "own_rabbit_server")
+    assert isinstance(server, RabbitServer)
+    return server
+
+
+@pytest.fixture
+def own_postgres(own_postgres_server: PostgresServer) -> Iterator[PostgresServer]:
+    """A PostgreSQL that the test may stop, kill and start; running again for the next test."""
+    yield own_postgres_server
+    own_postgres_server.wait_ready()
+
+
+@pytest.fixture
+def own_rabbit(own_rabbit_server: RabbitServer) -> Iterator[RabbitServer]:
+    """A RabbitMQ that the test may stop, kill and start; running again for the next test."""
+    yield own_rabbit_server
+    own_rabbit_server.wait_ready()
+
+
+@pytest.fixture
+async def empty_postgres_url(postgres_server: NamedServer | PostgresServer) -> AsyncIterator[str]:
+    """A database of the test's own, without tables."""
+    async with _database(postgres_server.url, "template0") as url:
+        yield url
+
+
+@asynccontextmanager
+async def _database(server_url: str, template: str) -> AsyncIterator[str]:
+    name = f"test_{new_id().replace('-', '')}"
+    await _execute(server_url, f"CREATE DATABASE {name} TEMPLATE {template}")
+    try:
+        yield urlsplit(server_url)._replace(path=f"/{name}").geturl()
+    finally:
+        await _execute(server_url, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+async def _execute(url: str, statement: str) -> None:
+    connection = await asyncpg.connect(url)
+    try:
+        await connection.execute(statement)
+    finally:
+        await connection.close()
+
+
+@pytest.fixture
+def amqp_url(rabbit_server: NamedServer | RabbitServer) -> str:
+    """Where the shared RabbitMQ listens."""
+    return rabbit_server.url
+
+
+@pytest.fixture
+def namespace() -> str:
+    """A namespace of the test's own."""
+    return f"test-{new_id()}"

@@ -1,0 +1,52 @@
+"""The servers that the other tests stand on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aio_pika
+import asyncpg
+import pytest
+from aio_pika.exceptions import AMQPConnectionError
+
+from servers import PostgresServer, RabbitServer
+
+
+async def test_a_database_of_ones_own_is_empty(empty_postgres_url: str) -> None:
+    connection = await asyncpg.connect(empty_postgres_url)
+    try:
+        assert await connection.fetchval("SELECT count(*) FROM pg_tables WHERE schemaname = 'public'") == 0
+        await connection.execute("CREATE TABLE kept (n int)")
+    finally:
+        await connection.close()
+
+
+@pytest.mark.parametrize("stop", ["fast", "immediate", "kill"])
+async def test_postgres_keeps_what_was_committed(own_postgres: PostgresServer, stop: str) -> None:
+    table = f"kept_{stop}"
+    await _execute(own_postgres.url, f"CREATE TABLE {table} (n int)")
+    await (own_postgres.kill() if stop == "kill" else own_postgres.stop(immediate=stop == "immediate"))
+    with pytest.raises(OSError, match="Connect"):
+        await asyncpg.connect(own_postgres.url)
+    await own_postgres.start()
+    await _execute(own_postgres.url, f"INSERT INTO {table} VALUES (1)")
+
+
+async def test_rabbit_goes_and_comes_back(own_rabbit: RabbitServer) -> None:
+    gone = asyncio.Event()
+    connection = await aio_pika.connect(own_rabbit.url)
+    connection.close_callbacks.add(lambda *_: gone.set())
+    await own_rabbit.kill()
+    await gone.wait()
+    with pytest.raises(AMQPConnectionError):
+        await aio_pika.connect(own_rabbit.url)
+    await own_rabbit.start()
+    await (await aio_pika.connect(own_rabbit.url)).close()
+
+
+async def _execute(url: str, statement: str) -> None:
+    connection = await asyncpg.connect(url)
+    try:
+        await connection.execute(statement)
+    finally:
+        await connection.close()

@@ -1,0 +1,18 @@
+"""PostgreSQL and RabbitMQ for tests: named by the environment, or started here, never skipped in silence."""
+
+from .find import ServersMissing
+from .fleet import KINDS, Fleet, NamedServer
+from .postgres import PostgresServer
+from .process import PrivateServer, ServerFailed
+from .rabbit import RabbitServer
+
+__all__ = [
+    "KINDS",
+    "Fleet",
+    "NamedServer",
+    "PostgresServer",
+    "PrivateServer",
+    "RabbitServer",
+    "ServerFailed",
+    "ServersMissing",
+]

@@ -1,0 +1,58 @@
+"""The servers of one test session: each started at most once, all stopped at its end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from dataclasses import dataclass
+
+from .postgres import PostgresServer
+from .process import PrivateServer
+from .rabbit import RabbitServer
+
+
+@dataclass(frozen=True)
+class NamedServer:
+    """A server that the environment names: used, never stopped."""
+
+    url: str
+
+
+KINDS: dict[str, type[PrivateServer]] = {
+    "postgres_server": PostgresServer,
+    "rabbit_server": RabbitServer,
+    "own_postgres_server": PostgresServer,
+    "own_rabbit_server": RabbitServer,
+}
+VARIABLES = {"postgres_server": "MESHPOINT_TEST_PG_URL", "rabbit_server": "MESHPOINT_TEST_AMQP_URL"}
+
+
+class Fleet:
+    """Servers by the name of their fixture."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, PrivateServer] = {}
+        atexit.register(self.close)
+
+    def named(self, fixture: str) -> NamedServer | None:
+        """The server that the environment names for `fixture`."""
+        url = os.environ.get(VARIABLES.get(fixture, ""))
+        return NamedServer(url) if url else None
+
+    def launch(self, fixture: str) -> PrivateServer:
+        """Start the server of `fixture` and do not wait for it.
+
+        Raises:
+            ServersMissing: its program is not installed and cannot be.
+        """
+        if fixture not in self._servers:
+            server = self._servers[fixture] = KINDS[fixture]()
+            server.launch()
+        return self._servers[fixture]
+
+    def close(self) -> None:
+        """Stop every server."""
+        atexit.unregister(self.close)
+        while self._servers:
+            _, server = self._servers.popitem()
+            server.close()

@@ -1,0 +1,49 @@
+"""A PostgreSQL of the tests' own."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from .find import postgres_programs
+from .process import Home, PrivateServer, free_port
+
+
+class PostgresServer(PrivateServer):
+    """A fresh cluster with fsync on: what the tests say about lost commits must be true."""
+
+    stop_signal = signal.SIGINT  # "fast": ends sessions
+    abort_signal = signal.SIGQUIT  # "immediate": recovers at the next start
+
+    def __init__(self) -> None:
+        self._programs = postgres_programs()
+        super().__init__(Home("postgres", ("postgres", "nobody")))
+        self.port = free_port()
+        self.url = f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
+        self._data = self.home.path / "data"
+        initdb = [str(self._programs / "initdb"), "--pgdata", str(self._data), "--username=postgres", "--auth=trust"]
+        self.home.run([*initdb, "--no-sync", "--encoding=UTF8", "--locale=C"], self.environment())
+
+    def command(self) -> list[str]:
+        settings = {
+            "port": str(self.port),
+            "listen_addresses": "127.0.0.1",
+            "unix_socket_directories": str(self.home.path),
+            "max_connections": "200",
+        }
+        options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+        return [str(self._programs / "postgres"), "-D", str(self._data), *options]
+
+    def environment(self) -> dict[str, str]:
+        return {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(self.home.path), "LC_ALL": "C"}
+
+    def answers(self) -> bool:
+        try:
+            lines = (self._data / "postmaster.pid").read_text().splitlines()
+        except FileNotFoundError:
+            return False
+        return self.running and lines[0] == str(self._process_id) and lines[-1].strip() == "ready"
+
+    @property
+    def _process_id(self) -> int:
+        return self._process.pid if self._process else 0

@@ -1,0 +1,201 @@
+"""A server that the tests own: on free ports, in a temporary folder, gone with the process that started it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+# Runs before the server in its process: gives up root, and asks the kernel to end the server when its parent
+# dies. In this order, because changing the user forgets the wish. Elsewhere than on Linux the wish is skipped.
+_GUARD = """
+import ctypes, os, pwd, sys
+parent, user, last_signal, *command = sys.argv[1:]
+if user:
+    account = pwd.getpwnam(user)
+    os.initgroups(user, account.pw_gid); os.setgid(account.pw_gid); os.setuid(account.pw_uid)
+prctl = getattr(ctypes.CDLL(None), "prctl", None)
+if prctl is not None:
+    prctl(1, int(last_signal), 0, 0, 0)
+if os.getppid() != int(parent):
+    sys.exit("the tests have ended")
+os.execvp(command[0], command)
+"""
+
+
+class ServerFailed(Exception):
+    """A server did not start; holds the end of its log."""
+
+
+class Home:
+    """A temporary folder that belongs to the server's user."""
+
+    def __init__(self, name: str, users: tuple[str, ...]) -> None:
+        self.user = _unprivileged(users) if os.geteuid() == 0 else ""
+        self.path = Path(tempfile.mkdtemp(prefix=f"meshpoint-{name}-"))
+        self.own(self.path)
+
+    def own(self, path: Path) -> Path:
+        """Give `path` to the server's user."""
+        if self.user:
+            account = pwd.getpwnam(self.user)
+            os.chown(path, account.pw_uid, account.pw_gid)
+        return path
+
+    def write(self, name: str, text: str) -> Path:
+        """A file of the server's user."""
+        path = self.path / name
+        path.write_text(text)
+        return self.own(path)
+
+    def spawn(self, command: list[str], env: dict[str, str], last_signal: signal.Signals) -> subprocess.Popen[bytes]:
+        """Start `command` here, as the server's user.
+
+        Call it on the main thread: for the kernel, the parent that must not die is the calling *thread*.
+        """
+        guard = [sys.executable, "-I", "-c", _GUARD, str(os.getpid()), self.user, str(int(last_signal))]
+        with (self.path / "log").open("ab") as log:
+            return subprocess.Popen(
+                guard + command,
+                cwd=self.path,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # ^C is for the tests; they stop their servers themselves
+            )
+
+    def run(self, command: list[str], env: dict[str, str]) -> None:
+        """Run `command` to its end.
+
+        Raises:
+            ServerFailed: it failed.
+        """
+        process = self.spawn(command, env, signal.SIGKILL)
+        if process.wait(timeout=120) != 0:
+            raise ServerFailed(f"{command[0]} failed:\n{self.log_end()}")
+
+    def log_end(self) -> str:
+        """The last lines that the server printed."""
+        return "\n".join((self.path / "log").read_text(errors="replace").splitlines()[-20:])
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class PrivateServer(ABC):
+    """One server process. The methods without `async` block; tests use the others."""
+
+    url: str
+    patience = 60.0  # seconds to wait for a start or a stop
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+
+    @abstractmethod
+    def command(self) -> list[str]: ...
+
+    @abstractmethod
+    def environment(self) -> dict[str, str]: ...
+
+    @abstractmethod
+    def answers(self) -> bool:
+        """Whether the server serves."""
+
+    stop_signal = signal.SIGTERM
+    abort_signal = signal.SIGKILL
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is alive."""
+        return self._process is not None and self._process.poll() is None
+
+    def launch(self) -> None:
+        """Start the process and do not wait for it."""
+        if self._closed:
+            raise ServerFailed("this server is closed")
+        if not self.running:
+            self._process = self.home.spawn(self.command(), self.environment(), self.abort_signal)
+
+    def wait_ready(self) -> None:
+        """Return when the server serves; start it first if it is not running.
+
+        Raises:
+            ServerFailed: it does not come up; shows its log.
+        """
+        for pause in self._until_ready():
+            time.sleep(pause)
+
+    def _until_ready(self) -> Iterator[float]:
+        """Pauses in seconds until the server serves.
+
+        A process that ends at once is started again for a while: after a kill, the remains of the last one
+        may still hold the port or the data.
+        """
+        end = time.monotonic() + self.patience
+        while not self.answers():
+            if time.monotonic() > end:
+                raise ServerFailed(f"{type(self).__name__} does not answer:\n{self.home.log_end()}")
+            yield 0.1
+            self.launch()
+
+    def end(self, how: signal.Signals) -> None:
+        """Send `how` and wait until the process has gone."""
+        process, self._process = self._process, None
+        if process is not None and process.poll() is None:
+            process.send_signal(how)
+            try:
+                process.wait(self.patience)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def close(self) -> None:
+        """Stop at once and delete everything."""
+        self._closed = True
+        self.end(self.abort_signal)
+        self.home.remove()
+
+    async def start(self) -> None:
+        """Start, and return when the server serves."""
+        self.launch()
+        for pause in self._until_ready():
+            await asyncio.sleep(pause)
+
+    async def stop(self, *, immediate: bool = False) -> None:
+        """Stop: cleanly, or at once without a farewell to clients."""
+        await asyncio.to_thread(self.end, self.abort_signal if immediate else self.stop_signal)
+
+    async def restart(self, *, immediate: bool = False) -> None:
+        """Stop and start."""
+        await self.stop(immediate=immediate)
+        await self.start()
+
+    async def kill(self) -> None:
+        """SIGKILL."""
+        await asyncio.to_thread(self.end, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _unprivileged(users: tuple[str, ...]) -> str:
+    known = {account.pw_name for account in pwd.getpwall()}
+    return next((user for user in users if user in known), "nobody")

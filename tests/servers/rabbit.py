@@ -1,0 +1,87 @@
+"""A RabbitMQ of the tests' own, with a port mapper of its own, so that no other node can be mistaken for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+
+from .find import rabbit_programs
+from .process import Home, PrivateServer, ServerFailed, free_port
+
+_GREETING = b"AMQP\x00\x00\x09\x01"
+
+
+class RabbitServer(PrivateServer):
+    """One node without plugins. `stop(immediate=True)` is a power cut."""
+
+    def __init__(self) -> None:
+        self._programs = rabbit_programs()
+        super().__init__(Home("rabbit", ("rabbitmq", "nobody")))
+        self.port, self._distribution_port, self._mapper_port = free_port(), free_port(), free_port()
+        self.url = f"amqp://guest:guest@127.0.0.1:{self.port}/"
+        self.home.write("plugins", "[].\n")
+        self.home.write("env.conf", "")
+        self.home.write(
+            "rabbit.conf", f"listeners.tcp.1 = 127.0.0.1:{self.port}\ntotal_memory_available_override_value = 4GB\n"
+        )
+        for folder in ("data", "logs"):
+            (self.home.path / folder).mkdir()
+            self.home.own(self.home.path / folder)
+        self._mapper: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> list[str]:
+        return [str(self._programs / "rabbitmq-server")]
+
+    def environment(self) -> dict[str, str]:
+        home = self.home.path
+        return {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "HOME": str(home),  # the cookie lives here
+            "LC_ALL": "C.UTF-8",
+            "ERL_EPMD_PORT": str(self._mapper_port),
+            "RABBITMQ_ALLOW_INPUT": "1",  # no shell between us and the node: signals reach it
+            "RABBITMQ_SERVER_START_ARGS": "-noinput",
+            "RABBITMQ_NODENAME": f"meshpoint-{self.port}@localhost",
+            "RABBITMQ_DIST_PORT": str(self._distribution_port),
+            "RABBITMQ_CONF_ENV_FILE": str(home / "env.conf"),
+            "RABBITMQ_CONFIG_FILE": str(home / "rabbit.conf"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(home / "plugins"),
+            "RABBITMQ_MNESIA_BASE": str(home / "data"),
+            "RABBITMQ_LOG_BASE": str(home / "logs"),
+            "RABBITMQ_LOGS": "-",
+        }
+
+    def launch(self) -> None:
+        if self._mapper is None:
+            mapper = [shutil.which("epmd") or "epmd", "-address", "127.0.0.1", "-port", str(self._mapper_port)]
+            self._mapper = self.home.spawn(mapper, self.environment(), signal.SIGKILL)
+        super().launch()
+
+    def answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=2) as client:
+                client.sendall(_GREETING)
+                return self.running and client.recv(1) == b"\x01"
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        super().close()
+        if self._mapper is not None:
+            self._mapper.kill()
+            self._mapper.wait()
+
+    async def control(self, *arguments: str) -> None:
+        """Run `rabbitmqctl` on this node.
+
+        Raises:
+            ServerFailed: it failed.
+        """
+        command = [str(self._programs / "rabbitmqctl"), "--quiet", *arguments]
+        process = self.home.spawn(command, self.environment(), signal.SIGKILL)
+        if await asyncio.to_thread(process.wait, self.patience) != 0:
+            raise ServerFailed(f"rabbitmqctl {' '.join(arguments)} failed:\n{self.home.log_end()}")
