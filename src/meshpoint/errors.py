@@ -13,6 +13,7 @@
         ├── InvalidInput        the request does not fit the agent's declared input
         ├── InvalidOutput       the agent's result does not fit its declared output
         ├── AgentMisbehaved     the agent broke its contract (returned neither Paused nor Done, …)
+        ├── PeerFailed          a peer call has no result, and the agent's code did not expect that
         └── ReplayMismatch      a function agent took another path than the one recorded
 
     NotJson(ValueError)         a value that a checkpoint cannot keep, refused when it is set
@@ -21,6 +22,8 @@ Expected results (a lost claim, a partial join, a fenced write) are values, not 
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 
 class MeshpointError(Exception):
@@ -77,6 +80,24 @@ class InvalidOutput(AgentFailed):
 
 class AgentMisbehaved(AgentFailed):
     """The agent broke its contract."""
+
+
+class NoResult(Protocol):
+    """What `PeerFailed` needs of a `Failed`."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def message(self) -> str: ...
+
+
+class PeerFailed(AgentFailed):
+    """A peer call has no result. `outcome` is its `Failed`: `kind` is for code, `message` for people."""
+
+    def __init__(self, peer: str, outcome: NoResult) -> None:
+        super().__init__(f"peer {peer!r}: {outcome.kind}: {outcome.message}")
+        self.peer, self.outcome = peer, outcome
 
 
 class ReplayMismatch(AgentFailed):

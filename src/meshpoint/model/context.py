@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import UTC, timedelta
 from types import MappingProxyType
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from pydantic import ValidationInfo as Info
@@ -16,6 +16,7 @@ from meshpoint.model.checkpoint import Checkpoint
 from meshpoint.model.ids import TaskId
 from meshpoint.model.json_values import JsonDict, JsonList, check_json
 from meshpoint.model.messages import Address
+from meshpoint.model.recording import Recorder, Recording
 from meshpoint.model.usage import TokenUsage
 
 Report = Callable[[JsonValue], Awaitable[None]]
@@ -48,10 +49,6 @@ class A2AContext(BaseModel):
     metadata: GuardedDict = Field(default_factory=dict)
 
 
-class Recorder(Protocol):
-    """What a function agent's context records its calls with."""
-
-
 class _DictField:
     """An attribute that is a `JsonDict`, whatever mapping it is set to."""
 
@@ -80,7 +77,7 @@ class _ListField:
         context.__dict__[self._name] = JsonList(values, name=self._name)
 
 
-class TaskExecutionContext:
+class TaskExecutionContext(Recording):
     """One task's execution context.
 
     Kept over a pause: what `to_checkpoint_dict` lists. Rebuilt in the replica that goes on: `cancelled`, which is

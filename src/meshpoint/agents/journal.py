@@ -1,0 +1,129 @@
+"""What a function agent remembers over a pause: its input, and every call it has made, with the outcomes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from meshpoint.agents.typed import first_problem
+from meshpoint.errors import IncompatibleState
+from meshpoint.model.calls import Call, Join
+from meshpoint.model.checkpoint import Checkpoint
+from meshpoint.model.outcomes import Failed, Ok, Outcome, Outcomes
+from meshpoint.model.usage import TokenUsage
+
+
+class _Kept(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class RecordedCall(_Kept):
+    """One call of a pause. `digest` stands for its peer and input."""
+
+    id: str
+    peer: str
+    digest: str
+
+    @classmethod
+    def of(cls, call: Call) -> RecordedCall:
+        """The record of `call`. A timeout is no part of it: changing one does not change the path."""
+        canonical = json.dumps([call.peer, call.input], sort_keys=True, separators=(",", ":"))
+        return cls(id=call.id, peer=call.peer, digest=hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest())
+
+
+class Entry(_Kept):
+    """One pause: its calls, its join, the tokens used until then, and, once it is over, the outcomes."""
+
+    calls: list[RecordedCall]
+    needed: int | None
+    within_seconds: float | None
+    usage: TokenUsage
+    outcomes: list[Ok[JsonValue] | Failed] | None = None
+
+    @classmethod
+    def of(cls, calls: Sequence[Call], join: Join, usage: TokenUsage) -> Entry:
+        """A pause that waits for `calls`."""
+        return cls(
+            calls=[RecordedCall.of(call) for call in calls],
+            needed=join.needed,
+            within_seconds=join.deadline.total_seconds() if join.deadline else None,
+            usage=usage.model_copy(deep=True),
+        )
+
+    def difference(self, asked: Entry) -> str | None:
+        """How `asked` differs from this record; None when it is the same request."""
+        recorded_peers, asked_peers = [call.peer for call in self.calls], [call.peer for call in asked.calls]
+        if recorded_peers != asked_peers:
+            return f"recorded was a call of {', '.join(recorded_peers)}; now it calls {', '.join(asked_peers)}"
+        for recorded, now in zip(self.calls, asked.calls, strict=True):
+            if recorded.digest != now.digest:
+                return f"the call of {now.peer} ({now.id}) was recorded with another input"
+        if (self.needed, self.within_seconds) != (asked.needed, asked.within_seconds):
+            return f"recorded was {self._join()}; now it is {asked._join()}"
+        return None
+
+    def counted(self) -> TokenUsage:
+        """The task's tokens when this pause was over: those used until it, and what the peers used."""
+        usage = self.usage.model_copy(deep=True)
+        for call, outcome in zip(self.calls, self.outcomes or (), strict=True):
+            usage.merge(outcome.usage, source=call.peer)
+        return usage
+
+    def _join(self) -> str:
+        needed = "ALL" if self.needed is None else f"AT_LEAST({self.needed})"
+        return f"join {needed}" + (f" within {self.within_seconds} s" if self.within_seconds else "")
+
+
+class Journal(_Kept):
+    """The whole state of a function agent's task. Only the last entry is without outcomes.
+
+    `context` is what the function found on its context when it first began.
+    """
+
+    format: str
+    input: JsonValue
+    context: Checkpoint
+    entries: list[Entry] = []
+
+    def to_bytes(self) -> bytes:
+        """`Paused.state`."""
+        return self.model_dump_json().encode()
+
+    def paused(self, entry: Entry) -> bytes:
+        """The state of a pause with one more entry; this journal stays as it is."""
+        return self.model_copy(update={"entries": [*self.entries, entry]}).to_bytes()
+
+
+def read_journal(state: bytes, expected_format: str) -> Journal:
+    """The journal in `state`.
+
+    Raises:
+        IncompatibleState: it cannot be read here.
+    """
+    try:
+        journal = Journal.model_validate_json(state)
+    except ValidationError as error:
+        raise IncompatibleState(f"not a journal of {expected_format}: {first_problem(error)}") from error
+    if journal.format != expected_format:
+        raise IncompatibleState(f"the journal was written by {journal.format}, this agent is {expected_format}")
+    complete = [entry.outcomes is not None and len(entry.outcomes) == len(entry.calls) for entry in journal.entries]
+    if not complete or complete[-1] or not all(complete[:-1]):
+        raise IncompatibleState(f"not a journal of {expected_format}: it is not at a pause")
+    return journal
+
+
+def complete_last(journal: Journal, outcomes: Outcomes) -> None:
+    """Write the outcomes of the last pause into the journal.
+
+    Raises:
+        IncompatibleState: they are those of another pause.
+    """
+    last = journal.entries[-1]
+    ids = [call.id for call in last.calls]
+    if set(ids) != set(outcomes):
+        raise IncompatibleState(f"the journal waits for {ids}, the outcomes are those of {list(outcomes)}")
+    kept: list[Outcome] = [outcomes[call_id] for call_id in ids]
+    last.outcomes = kept

@@ -1,0 +1,162 @@
+"""One run of a function agent: recorded calls are answered, the first unrecorded one ends the segment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from meshpoint.agents.journal import Entry, Journal
+from meshpoint.errors import AgentFailed, AgentMisbehaved, ReplayMismatch
+from meshpoint.model.calls import Join, Paused
+from meshpoint.model.checkpoint import Checkpoint
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.outcomes import Failed, Ok
+from meshpoint.model.recording import UnsentCall
+from meshpoint.model.usage import TokenUsage
+
+
+class PauseSignal(BaseException):
+    """Unwinds the function. No `Exception`, so that `except Exception` in agent code does not take it for one."""
+
+
+class Replay:
+    """The `Recorder` of one segment of a function agent.
+
+    The context goes through the same values again as in the earlier run: it begins as it first was, has at each
+    recorded call the tokens it had then, and from the last one on is what the checkpoint kept. So nothing that the
+    repeated part sets or counts on it is there twice.
+    """
+
+    def __init__(self, agent: str, ctx: TaskExecutionContext, journal: Journal) -> None:
+        self._agent, self._ctx, self._journal = agent, ctx, journal
+        self._task = asyncio.current_task()
+        self._position = 0
+        self._paused: Paused | None = None
+        self._violation: AgentFailed | None = None
+        self._closed = False
+        self._live = snapshot(ctx)
+        if self.replaying:
+            rewind(ctx, journal.context)
+
+    @property
+    def replaying(self) -> bool:
+        """Whether recorded calls are left."""
+        return self._position < len(self._journal.entries)
+
+    async def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
+        """The recorded outcomes of `calls`.
+
+        Raises:
+            PauseSignal: there are none yet.
+            ReplayMismatch: something else was recorded at this place.
+            AgentMisbehaved: this is not the function, waiting for one thing at a time.
+        """
+        self._refuse_misuse()
+        requests = [call.as_call(f"{call.peer}.{index}") for index, call in enumerate(calls)]
+        asked = Entry.of(requests, join, self._ctx.token_usage)
+        if not self.replaying:
+            self._paused = Paused(requests, self._journal.paused(asked), join)
+            raise PauseSignal
+        recorded = self._journal.entries[self._position]
+        if (difference := recorded.difference(asked)) is not None:
+            place = f"{self._agent}: call {self._position + 1}"
+            self._violate(ReplayMismatch(f"{place} differs: {difference}; {_CAUSES}"))
+        self._pass(recorded)
+        assert recorded.outcomes is not None
+        return [call.read(outcome) for call, outcome in zip(calls, recorded.outcomes, strict=True)]
+
+    def settle(self, raised: BaseException | None) -> Paused | None:
+        """What the run of the function came to: its pause, or None when its own result or exception counts.
+
+        Raises:
+            AgentMisbehaved: the function swallowed the pause, or a misuse it was told of.
+            ReplayMismatch: it swallowed one, or ended before it had made its recorded calls.
+        """
+        if self._violation is not None:
+            raise self._violation
+        if self._paused is None:
+            if raised is None and self.replaying:
+                recorded = len(self._journal.entries)
+                ended = f"it ended after {self._position} of {recorded} recorded calls"
+                raise ReplayMismatch(f"{self._agent}: {ended}; {_CAUSES}")
+            return None
+        if raised is None:
+            raise AgentMisbehaved(f"{self._agent} swallowed a pause: {_LET_IT_PASS}")
+        if not _only_the_pause(raised):
+            what = f"{type(raised).__name__}: {raised}"
+            raise AgentMisbehaved(f"{self._agent} raised {what} while it was pausing: {_LET_IT_PASS}") from raised
+        return self._paused
+
+    def close(self) -> None:
+        """End the segment: who still holds the context can call no peer. The context is what it has become."""
+        self._closed = True
+        if self.replaying:
+            rewind(self._ctx, self._live)
+
+    def _pass(self, recorded: Entry) -> None:
+        self._position += 1
+        if self.replaying:
+            _set_usage(self._ctx, recorded.counted())
+        else:
+            rewind(self._ctx, self._live)
+
+    def _refuse_misuse(self) -> None:
+        if self._violation is not None:
+            raise self._violation
+        if self._closed:
+            raise AgentMisbehaved(f"a task that {self._agent} left behind called a peer: {_ONE_AT_A_TIME}")
+        if self._paused is not None:
+            self._violate(AgentMisbehaved(f"{self._agent} called a peer while it was pausing: {_LET_IT_PASS}"))
+        if asyncio.current_task() is not self._task:
+            self._violate(AgentMisbehaved(f"{self._agent} called a peer in another asyncio task: {_ONE_AT_A_TIME}"))
+
+    def _violate(self, violation: AgentFailed) -> NoReturn:
+        # Remembered, because agent code may catch it, and must not come to a result all the same.
+        self._violation = violation
+        raise violation
+
+
+_CAUSES = (
+    "a function agent must make the same calls whenever it runs; either it depends on time, chance or anything else "
+    "outside its input and its peers' answers, or its code has changed and its version= has not"
+)
+_LET_IT_PASS = (
+    "each pause unwinds the function, through `finally` and `except BaseException`; "
+    "let the exception pass, and neither fail nor call peers there"
+)
+_ONE_AT_A_TIME = (
+    "to wait for several, write `await ctx.gather(a(x), b(y))` instead of asyncio.gather, create_task or a "
+    "TaskGroup; to limit the time, give the Peer a timeout instead of asyncio.wait_for"
+)
+
+
+def snapshot(ctx: TaskExecutionContext) -> Checkpoint:
+    """What agent code sets on a context, as a copy."""
+    kept = ctx.to_checkpoint_dict()
+    return {name: kept[name] for name in (*_SET_BY_CODE, "token_usage")}
+
+
+def rewind(ctx: TaskExecutionContext, to: Checkpoint) -> None:
+    """Put back what `snapshot` took, in place: code may hold on to a list or the usage."""
+    ctx.response_buffer = str(to["response_buffer"])
+    for name in ("produced_artifacts", "artifact_signals_to_return"):
+        getattr(ctx, name)[:] = to[name]
+    ctx.flags.clear()
+    ctx.flags.update(to["flags"])
+    _set_usage(ctx, TokenUsage.model_validate(to["token_usage"]))
+
+
+_SET_BY_CODE = ("response_buffer", "produced_artifacts", "artifact_signals_to_return", "flags")
+
+
+def _set_usage(ctx: TaskExecutionContext, usage: TokenUsage) -> None:
+    for name in TokenUsage.model_fields:
+        setattr(ctx.token_usage, name, getattr(usage, name))
+
+
+def _only_the_pause(raised: BaseException) -> bool:
+    """Whether `raised` is the pause, maybe in the groups that a TaskGroup around the call wraps it in."""
+    if isinstance(raised, BaseExceptionGroup):
+        return raised.split(PauseSignal)[1] is None
+    return isinstance(raised, PauseSignal)

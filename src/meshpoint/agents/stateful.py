@@ -1,0 +1,229 @@
+"""An agent as a class: a handler for the request, and one for each kind of pause."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, NoReturn, TypeAlias, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, JsonValue, ValidationError
+
+from meshpoint.agents.peer import PeerCall
+from meshpoint.agents.replies import Replies
+from meshpoint.agents.typed import DoesNotFit, Typed, first_problem
+from meshpoint.errors import AgentMisbehaved, ConfigurationError, IncompatibleState, InvalidInput, InvalidOutput
+from meshpoint.model.calls import ALL, Done, Join, Paused
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.ids import agent_name
+from meshpoint.model.outcomes import Outcomes
+
+In = TypeVar("In")
+State = TypeVar("State")
+Out = TypeVar("Out")
+
+Handler: TypeAlias = Callable[[TaskExecutionContext, State, Replies], Awaitable[Paused | Done[Out]]]
+
+
+class _Stored(BaseModel):
+    """`Paused.state`: which handler goes on, and with what."""
+
+    format: str
+    handler: str
+    state: JsonValue
+
+
+class _Asked(Paused):
+    """A pause that `ask` made, so that its state is known to be readable."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Types:
+    input: Typed[Any]
+    state: Typed[Any]
+    output: Typed[Any]
+
+
+class StatefulAgent(ABC, Generic[In, State, Out]):
+    """An agent that keeps what it must remember in a state of its own, between handlers.
+
+        class Travel(StatefulAgent[Trip, TravelState, Itinerary]):
+            name = "travel"
+
+            async def on_request(self, ctx, trip):
+                return self.ask(TravelState(trip=trip), {"flight": flights(trip)}, then=self.on_quotes)
+
+            async def on_quotes(self, ctx, state, replies):
+                return self.done(Itinerary(flight=replies.value("flight", flights)))
+
+    Nothing runs again after a pause, except a handler whose replica died. One instance serves all tasks at once:
+    what belongs to a task goes into its state, never on `self`.
+
+    A new release reads the states of the old one as long as the handler's name is there and the state model
+    accepts them (give new fields a default). When it does not, raise `version`; list in `reads` the earlier
+    versions that it still reads, say by a `model_validator(mode="before")`.
+
+    Raises:
+        ConfigurationError: when the class is made without its three types, or instantiated without a name.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[str] = "1"
+    reads: ClassVar[tuple[str, ...]] = ()
+
+    _types: ClassVar[_Types | None] = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._types = _declared(cls)
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Refuse a class that cannot serve."""
+        if not isinstance(getattr(cls, "name", None), str):
+            raise ConfigurationError("agent.name", f"{cls.__name__} has no name", 'write `name = "…"` in the class')
+        agent_name(cls.name)
+        if cls._types is None:
+            _missing_types(cls)
+        return super().__new__(cls)
+
+    @property
+    def state_format(self) -> str:
+        """The format of the states this version writes."""
+        return f"{self.name}/{self.version}"
+
+    @property
+    def readable_formats(self) -> frozenset[str]:
+        """The formats of the states this version resumes from."""
+        return frozenset(f"{self.name}/{version}" for version in (self.version, *self.reads))
+
+    @abstractmethod
+    async def on_request(self, ctx: TaskExecutionContext, request: In, /) -> Paused | Done[Out]:
+        """Begin a task: return `self.ask(...)` or `self.done(...)`."""
+
+    def ask(
+        self,
+        state: State,
+        calls: Mapping[str, PeerCall[Any]],
+        *,
+        then: Handler[State, Out],
+        join: Join = ALL,
+    ) -> Paused:
+        """Call peers and wait. Return this from a handler; it does nothing by itself.
+
+        Args:
+            state: what `then` has to know; kept as it is at this moment.
+            calls: requests by a key of your own, under which `then` finds the outcomes.
+            then: the method of this agent that goes on.
+            join: how many results to wait for.
+
+        Raises:
+            AgentMisbehaved: the state is not of the declared type, `then` is no method of this agent, there are no
+                calls, or fewer than the join needs.
+        """
+        handler = getattr(then, "__name__", "")
+        if getattr(self, handler, None) != then:
+            raise AgentMisbehaved(f"{self.name}: `then` must be a method of the agent, as in then=self.on_replies")
+        try:
+            kept = self._declared.state.write(state, round_trip=True)
+        except DoesNotFit as error:
+            raise AgentMisbehaved(f"{self.name}: the state for {handler}: {error}") from error
+        stored = _Stored(format=self.state_format, handler=handler, state=kept)
+        requests = [call.as_call(key) for key, call in calls.items()]
+        return _Asked(requests, stored.model_dump_json().encode(), join)
+
+    def done(self, output: Out, *, artifacts: tuple[dict[str, JsonValue], ...] = ()) -> Done[Out]:
+        """End the task with `output`. Return this from a handler."""
+        return Done(output, artifacts)
+
+    async def start(self, ctx: TaskExecutionContext, request: In | JsonValue) -> Paused | Done[Out]:
+        """Begin a task; see `DurableAgent`."""
+        try:
+            received = self._declared.input.read(request)
+        except DoesNotFit as error:
+            raise InvalidInput(f"input of {self.name}: {error}") from error
+        return self._checked(await self.on_request(ctx, received), "on_request")
+
+    async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Paused | Done[Out]:
+        """Go on with a task; see `DurableAgent`."""
+        stored = self._stored(state)
+        handler = getattr(self, stored.handler, None)
+        if not callable(handler):
+            raise IncompatibleState(f"{self.name} has no handler {stored.handler!r}")
+        try:
+            kept = self._declared.state.read(stored.state)
+        except DoesNotFit as error:
+            raise IncompatibleState(f"the state for {stored.handler} of {self.name}: {error}") from error
+        return self._checked(await handler(ctx, kept, Replies(outcomes)), stored.handler)
+
+    @property
+    def _declared(self) -> _Types:
+        assert self._types is not None
+        return self._types
+
+    def _stored(self, state: bytes) -> _Stored:
+        try:
+            stored = _Stored.model_validate_json(state)
+        except ValidationError as error:
+            raise IncompatibleState(f"not a state of {self.name}: {first_problem(error)}") from error
+        if stored.format not in self.readable_formats:
+            raise IncompatibleState(f"{self.name} reads {sorted(self.readable_formats)}, not {stored.format!r}")
+        return stored
+
+    def _checked(self, result: object, handler: str) -> Paused | Done[Out]:
+        if isinstance(result, _Asked):
+            return result
+        if not isinstance(result, Done):
+            kind = type(result).__name__
+            problem = f"{self.name}.{handler} returned {kind}; return self.ask(...) or self.done(...)"
+            raise AgentMisbehaved(problem)
+        try:
+            return Done(self._declared.output.check(result.output), result.artifacts)
+        except DoesNotFit as error:
+            raise InvalidOutput(f"output of {self.name}: {error}") from error
+
+
+def _declared(cls: type[StatefulAgent[Any, Any, Any]]) -> _Types | None:
+    """The types `cls` fills in for In, State and Out; None while one of them is still a type variable."""
+    found = _arguments(cls)
+    if found is None:
+        _missing_types(cls)
+    if any(_open(argument) for argument in found):
+        return None
+    key = f"{cls.__module__}.{cls.__qualname__}"
+    return _Types(*(Typed(argument, key) for argument in found))
+
+
+def _arguments(cls: type) -> tuple[Any, ...] | None:
+    """The arguments of `StatefulAgent` as seen from `cls`, through any number of generic bases."""
+    for base in getattr(cls, "__orig_bases__", ()) if "__orig_bases__" in vars(cls) else cls.__bases__:
+        origin = get_origin(base) or base
+        if origin is StatefulAgent:
+            return get_args(base) or None
+        if isinstance(origin, type) and issubclass(origin, StatefulAgent):
+            inherited = _arguments(origin)
+            if inherited is None:
+                return None
+            filled = dict(zip(getattr(origin, "__parameters__", ()), get_args(base), strict=False))
+            return tuple(_filled(argument, filled) for argument in inherited)
+    return None
+
+
+def _open(argument: Any) -> bool:
+    """Whether `argument` is a type variable, or an alias such as `list[T]` that holds one."""
+    return isinstance(argument, TypeVar) or (get_origin(argument) is not None and bool(argument.__parameters__))
+
+
+def _filled(argument: Any, by_variable: Mapping[Any, Any]) -> Any:
+    if isinstance(argument, TypeVar):
+        return by_variable.get(argument, argument)
+    if _open(argument):
+        return argument[tuple(by_variable.get(variable, variable) for variable in argument.__parameters__)]
+    return argument
+
+
+def _missing_types(cls: type) -> NoReturn:
+    raise ConfigurationError(
+        f"{cls.__module__}.{cls.__qualname__}",
+        "does not say its input, state and output types",
+        f"write class {cls.__name__}(StatefulAgent[Input, State, Output])",
+    )

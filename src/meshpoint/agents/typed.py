@@ -1,0 +1,104 @@
+"""A declared type, and how its values become JSON and come back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Generic, TypeVar
+
+from pydantic import JsonValue, PydanticUserError, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation
+from pydantic_core import PydanticSerializationError, to_json
+
+from meshpoint.errors import ConfigurationError, MeshpointError, NotJson
+from meshpoint.model.json_values import check_json
+
+T = TypeVar("T")
+
+
+class DoesNotFit(MeshpointError):
+    """A value is not of the declared type; the message names the type and the field."""
+
+
+class Typed(Generic[T]):
+    """One declared type: a pydantic model, dataclass, TypedDict, builtin, or a `TypeAdapter` of anything else.
+
+    Raises:
+        ConfigurationError: pydantic cannot describe the type; `key` says where it was declared.
+    """
+
+    def __init__(self, declared: Any, key: str) -> None:
+        try:
+            self._adapter: TypeAdapter[T] = declared if isinstance(declared, TypeAdapter) else TypeAdapter(declared)
+        except (PydanticSchemaGenerationError, PydanticUndefinedAnnotation, PydanticUserError) as error:
+            problem = f"{_name(declared)} cannot become JSON: {str(error).splitlines()[0]}"
+            raise ConfigurationError(key, problem, "use a pydantic model, a dataclass or a builtin type") from error
+        self.name = _name(declared)
+
+    def read(self, value: object) -> T:
+        """`value`, which came as JSON, as the declared type.
+
+        Raises:
+            DoesNotFit: it is of another type.
+        """
+        try:
+            # By way of JSON text: only there does pydantic know that a date may be a string, in strict models too.
+            return self._adapter.validate_json(to_json(value))
+        except ValidationError as error:
+            raise DoesNotFit(f"{self.name}: {first_problem(error)}") from error
+        except PydanticSerializationError as error:
+            raise DoesNotFit(f"{self.name}: {error}") from error
+
+    def check(self, value: object) -> T:
+        """`value` as the declared type.
+
+        Raises:
+            DoesNotFit: it is of another type.
+        """
+        try:
+            return self._adapter.validate_python(value)
+        except ValidationError as error:
+            raise DoesNotFit(f"{self.name}: {first_problem(error)}") from error
+
+    def write(self, value: object, *, round_trip: bool = False) -> JsonValue:
+        """`value` as JSON, the same in every process.
+
+        Args:
+            value: of the declared type.
+            round_trip: leave out what only a reader wants, such as computed fields: `read` is to accept the result.
+
+        Raises:
+            DoesNotFit: it is of another type, or holds something that is not JSON.
+        """
+        checked = self.check(value)
+        try:
+            dumped = self._adapter.dump_python(
+                checked, mode="json", by_alias=True, warnings="error", round_trip=round_trip
+            )
+            python = self._adapter.dump_python(checked, by_alias=True, warnings=False, round_trip=round_trip)
+            return check_json(_sets_sorted(dumped, python), self.name)
+        except (PydanticSerializationError, NotJson) as error:
+            raise DoesNotFit(f"{self.name}: {str(error).splitlines()[-1].strip()}") from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first thing wrong, with the path of its field."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else first["msg"]
+
+
+def _sets_sorted(dumped: Any, python: Any) -> Any:
+    """`dumped` with the members of sets in one order: hashes differ from process to process, and a call is
+    recognised after a pause by its input."""
+    match dumped, python:
+        case list(), set() | frozenset():
+            return sorted(dumped, key=lambda member: json.dumps(member, sort_keys=True))
+        case list(), list() | tuple() if len(dumped) == len(python):
+            return [_sets_sorted(a, b) for a, b in zip(dumped, python, strict=True)]
+        case dict(), dict() if len(dumped) == len(python):
+            return {key: _sets_sorted(a, b) for (key, a), b in zip(dumped.items(), python.values(), strict=True)}
+    return dumped
+
+
+def _name(declared: Any) -> str:
+    return declared.__name__ if isinstance(declared, type) else str(declared)
