@@ -1,0 +1,162 @@
+"""Events as log lines: for people on a terminal, as JSON for machines. Never a payload."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from logging.handlers import QueueHandler, QueueListener
+from queue import SimpleQueue
+from typing import Any, TextIO
+
+from pydantic import JsonValue
+
+from meshpoint.model.events import Event, Phase, Step
+
+_WARNINGS = frozenset(
+    {
+        Step.FENCED,
+        Step.DEGRADED,
+        Step.DEAD_LETTER,
+        Step.DEAD_TASK,
+        Step.PARKED,
+        Step.STORE_AWAY,
+        Step.BROKER_AWAY,
+        Step.REPLY_UNROUTABLE,
+        Step.CODE_CANCELLED,
+        Step.LEASE_LOST,
+    }
+)
+_NEWS = frozenset({Step.STARTED, Step.DRAINED, Step.STORE_BACK})
+_NEWS_OF_TASKS = frozenset({Step.CHECKPOINT, Step.RESTORE, Step.END, Step.CANCEL, Step.TAKE_OVER})
+_CHATTY = ("aio_pika", "aiormq", "aiosqlite", "sqlalchemy")
+_LONGEST = 200
+"""Characters of a string in a line. Details tell what happened; what passes through is not theirs to tell."""
+_IDS_SHOWN = 3
+
+
+class LoggingObserver:
+    """Writes events to the logger `meshpoint.events`.
+
+    What loses or delays work is a warning, what a task lives through is info, the rest is debug. Safe to call from
+    any thread.
+    """
+
+    def __init__(self, logger: logging.Logger | None = None) -> None:
+        self._logger = logger or logging.getLogger("meshpoint.events")
+
+    def emit(self, event: Event) -> None:
+        """Log `event` if its level is wanted."""
+        level = level_of(event)
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, "%s", _Line(event), extra={"event": _fields(event)})
+
+
+def level_of(event: Event) -> int:
+    """How much `event` matters: `logging.WARNING`, `INFO` or `DEBUG`."""
+    if event.phase is Phase.FAILED:
+        # Draining cancels whatever still runs; that is no news.
+        return logging.DEBUG if str(event.detail.get("error")).startswith("CancelledError") else logging.WARNING
+    if event.step in _WARNINGS and event.phase is Phase.NOTED:
+        return logging.WARNING
+    if event.step in _NEWS and event.phase is Phase.NOTED:
+        return logging.INFO
+    if event.step in _NEWS_OF_TASKS and event.phase is Phase.AFTER and event.task_ids:
+        return logging.INFO
+    return logging.DEBUG
+
+
+@contextmanager
+def logging_to(stream: TextIO, level: str, *, as_json: bool = False) -> Iterator[None]:
+    """Send this process's logs to `stream` while the block runs: JSON lines, or lines for people on a terminal.
+
+    A thread of its own writes, so that a slow terminal or pipe does not hold up the event loop.
+    """
+    handler: logging.Handler
+    if stream.isatty() and not as_json:
+        handler = _rich_handler(stream)
+    else:
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(JsonLines())
+    records: SimpleQueue[Any] = SimpleQueue()
+    queue, listener, root = QueueHandler(records), QueueListener(records, handler), logging.getLogger()
+    before = root.level
+    root.addHandler(queue)
+    root.setLevel(level.upper())
+    _quieten(level)
+    listener.start()
+    try:
+        yield
+    finally:
+        root.removeHandler(queue)
+        root.setLevel(before)
+        listener.stop()
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per record; the fields of an event stand beside those of the record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """`record` as one line."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        event = getattr(record, "event", None)
+        return json.dumps(line | (event if event is not None else {"message": super().format(record)}))
+
+
+class _Line:
+    """The text of an event, made only when a line is written."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def __str__(self) -> str:
+        event, shown = self._event, ", ".join(self._event.task_ids[:_IDS_SHOWN])
+        more = len(event.task_ids) - _IDS_SHOWN
+        phase = "" if event.phase in {Phase.NOTED, Phase.AFTER} else f" {event.phase}"
+        parts = [
+            f"{event.agent} {event.replica[-8:]} {event.step}{phase}",
+            shown + (f" and {more} more" * (more > 0)),
+        ]
+        parts += [f"{key}={value}" for key, value in _scalars(event.detail).items()]
+        return " ".join(filter(None, parts))
+
+
+def _fields(event: Event) -> dict[str, JsonValue]:
+    told: dict[str, JsonValue] = {
+        "step": event.step.value,
+        "phase": event.phase.value,
+        "agent": event.agent,
+        "replica": event.replica,
+    }
+    if event.task_ids:
+        told["task_ids"] = list(event.task_ids)
+    detail = _scalars(event.detail)
+    return told | {"detail": detail} if detail else told
+
+
+def _scalars(detail: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    return {
+        key: value[:_LONGEST] if isinstance(value, str) else value
+        for key, value in detail.items()
+        if value is None or isinstance(value, str | int | float)
+    }
+
+
+def _rich_handler(stream: TextIO) -> logging.Handler:
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    return RichHandler(console=Console(file=stream), show_path=False, log_time_format="[%X]", markup=False)
+
+
+def _quieten(level: str) -> None:
+    """Leave libraries' own chatter to those who debug."""
+    if level.upper() != "DEBUG":
+        for name in _CHATTY:
+            logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,6 @@
+"""`python -m meshpoint.cli`."""
+
+from meshpoint.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The commands, and what their errors become."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from meshpoint.cli import db, demo, run, send, sweep, tasks
+from meshpoint.cli.exits import ExitCode, code_of
+from meshpoint.errors import MeshpointError
+
+app = typer.Typer(
+    name="meshpoint",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+run.register(app)
+send.register(app)
+app.add_typer(tasks.app, name="tasks")
+app.add_typer(db.app, name="db")
+sweep.register(app)
+demo.register(app)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with one of `ExitCode`; an error is one line on standard error."""
+    try:
+        app(args=arguments)
+    except MeshpointError as error:
+        from meshpoint.cli.output import print_error
+
+        print_error(str(error))
+        sys.exit(code_of(error))
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.INTERRUPTED)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"meshpoint {version('meshpoint')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _meshpoint(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Durable waiting for agents that call agents: pause in one replica, resume in any other.
+
+    Exit codes: 0 done, 1 error, 2 configuration or command line, 3 database or broker away, 4 task failed,
+    5 task cancelled, 6 no answer in time, 130 interrupted.
+    """

@@ -1,0 +1,98 @@
+"""What commands print: results on standard output, all else on standard error, colour on terminals only."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_WIDTH_IN_PIPES = 240
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """Where to print for people; wide in a pipe, so that no identifier is broken."""
+    from rich.console import Console
+
+    stream = stream or sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else _WIDTH_IN_PIPES, highlight=False)
+
+
+def print_text(text: str) -> None:
+    """Print `text` as it is."""
+    console().print(text, markup=False, soft_wrap=True)
+
+
+def print_json(data: object) -> None:
+    """Print `data` as JSON: one line for scripts, indented on a terminal. Instants are ISO 8601."""
+    text = json.dumps(data, ensure_ascii=False, default=_jsonable, indent=2 if sys.stdout.isatty() else None)
+    print(text)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
+    """Print rows as a table. The first column is never broken."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, no_wrap=index == 0, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, style=_STYLES.get(cell.partition(" ")[0], "")) for cell in row))
+    console().print(table)
+
+
+def print_note(text: str) -> None:
+    """Tell something beside the result."""
+    console(sys.stderr).print(text, markup=False, soft_wrap=True)
+
+
+def print_error(message: str) -> None:
+    """Print `error: …` as one line."""
+    from rich.text import Text
+
+    line = Text.assemble(("error: ", "bold red"), " ".join(message.split()))
+    console(sys.stderr).print(line, soft_wrap=True)
+
+
+def span(seconds: float) -> str:
+    """A duration for people: "850 ms", "12 s", "3 min", "2 h", "5 d"."""
+    if seconds < 1:
+        return f"{max(seconds, 0) * 1000:.0f} ms"
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def ago(instant: datetime) -> str:
+    """How long ago `instant` was."""
+    return span((datetime.now(UTC) - instant).total_seconds())
+
+
+def until(instant: datetime) -> str:
+    """When `instant` is: "in 12 s" or "3 min ago"."""
+    left = (instant - datetime.now(UTC)).total_seconds()
+    return f"in {span(left)}" if left >= 0 else f"{span(-left)} ago"
+
+
+_STYLES = {
+    "completed": "green",
+    "running": "cyan",
+    "ready": "cyan",
+    "waiting": "yellow",
+    "parked": "magenta",
+    "failed": "red",
+    "cancelled": "dim",
+}
+
+
+def _jsonable(value: object) -> object:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} is not JSON")

@@ -1,0 +1,123 @@
+"""`meshpoint run`: serve agents, in this process or in N children of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshpoint.cli import sources
+from meshpoint.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from meshpoint.cli.exits import ExitCode
+    from meshpoint.settings import Settings
+
+EXAMPLES = """\b
+Examples:
+  meshpoint run travel.yaml
+  meshpoint run travel.yaml flights.yaml          several agents in one process
+  meshpoint run travel.yaml --replicas 3          three processes that share the work
+  meshpoint run travel.yaml --log-json --log-level warning
+"""
+
+_STDIN = 0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("run", epilog=EXAMPLES)(run)
+
+
+def run(
+    configs: sources.Configs,
+    replicas: Annotated[int, typer.Option("--replicas", "-n", min=1, help="Processes to serve with.")] = 1,
+    log_level: sources.LogLevel = "info",
+    log_json: sources.LogJson = False,
+    supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
+) -> None:
+    """Serve agents until SIGTERM or Ctrl-C, then drain.
+
+    A second signal ends it at once. With several replicas, one that dies is started again.
+    """
+    from meshpoint.adapters.logging_observer import logging_to
+
+    level, settings = sources.checked_level(log_level), sources.served(configs)
+    if replicas > 1 and settings.mesh.broker_url.startswith("memory"):
+        raise ConfigurationError("mesh.broker_url", "processes cannot share memory://", "use sqlite:///meshpoint.db")
+    with logging_to(sys.stderr, level, as_json=log_json):
+        if replicas == 1:
+            asyncio.run(_serve(settings, supervised))
+            return
+        code = asyncio.run(_supervise(_command(configs, level, log_json), replicas))
+    raise typer.Exit(code)
+
+
+async def _serve(settings: Settings, supervised: bool) -> None:
+    from meshpoint import wiring
+    from meshpoint.adapters.logging_observer import LoggingObserver
+
+    stop = asyncio.Event()
+    if supervised:
+        _when_stdin_closes(stop.set)
+    with _on_signal(stop.set, once=True):
+        await wiring.serve(settings, observer=LoggingObserver(), stop=stop)
+
+
+async def _supervise(command: list[str], replicas: int) -> ExitCode:
+    from meshpoint.adapters.system_clock import SystemClock
+    from meshpoint.cli.supervisor import Process, Supervisor
+
+    async def spawn() -> Process:
+        # A session of its own keeps the terminal's Ctrl-C from the child, which would otherwise hear it twice.
+        # Its standard input is a pipe that closes when this process dies, however it dies.
+        return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)
+
+    supervisor = Supervisor(spawn, replicas, SystemClock())
+    with _on_signal(supervisor.stop):
+        return await supervisor.run()
+
+
+def _command(configs: list[Path], level: str, log_json: bool) -> list[str]:
+    command = [sys.executable, "-m", "meshpoint.cli", "run", "--supervised", "--log-level", level]
+    return [*command, *(["--log-json"] if log_json else []), "--", *map(str, configs)]
+
+
+@contextmanager
+def _on_signal(act: Callable[[], None], *, once: bool = False) -> Iterator[None]:
+    """Call `act` on SIGTERM and SIGINT; with `once`, a second signal has its usual effect: it ends the process."""
+    loop = asyncio.get_running_loop()
+
+    def restore() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+    def heard() -> None:
+        if once:
+            restore()
+        act()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, heard)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def _when_stdin_closes(act: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+
+    def readable() -> None:
+        if not os.read(_STDIN, 1024):
+            loop.remove_reader(_STDIN)
+            act()
+
+    loop.add_reader(_STDIN, readable)

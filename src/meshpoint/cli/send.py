@@ -1,0 +1,127 @@
+"""`meshpoint send`: one request, and its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from meshpoint.cli import sources
+from meshpoint.cli.exits import ExitCode
+from meshpoint.cli.output import print_error, print_json, print_note, print_text, span
+
+if TYPE_CHECKING:
+    from meshpoint.client import Reply
+    from meshpoint.model.outcomes import Outcome
+    from meshpoint.settings import MeshSettings
+
+EXAMPLES = """\b
+Examples:
+  meshpoint send travel '{"city": "Rome", "days": 3}' --config travel.yaml
+  meshpoint send echo hello --broker amqp://guest:guest@127.0.0.1/ --namespace demo
+  meshpoint send travel - --wait 300 --json < trip.json
+  meshpoint send travel '{"city": "Rome"}' --timeout 3600 --no-wait
+"""
+
+_DEFAULT_WAIT = 60.0
+_REPLY_TIME = 5.0
+"""Seconds beyond a task's deadline within which the answer that it was missed arrives."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("send", epilog=EXAMPLES)(send)
+
+
+def send(
+    agent: Annotated[str, typer.Argument(metavar="AGENT", help="Name of the agent.")],
+    text: Annotated[str, typer.Argument(metavar="INPUT", help="JSON or plain text; - reads standard input.")],
+    *,
+    config: sources.Config = None,
+    broker: sources.Broker = None,
+    namespace: sources.Namespace = None,
+    wait: Annotated[
+        float | None, typer.Option("--wait", min=0, metavar="SECONDS", help="How long to wait for the answer. [60]")
+    ] = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Print the task's id and do not wait.")] = False,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="How long the task may take.")
+    ] = None,
+    as_json: sources.AsJson = False,
+) -> None:
+    """Send INPUT to AGENT and print the answer.
+
+    Exits with 0 when the task completed, 4 when it failed, 5 when it was cancelled, 6 without an answer in time.
+    """
+    if no_wait and wait is not None:
+        raise typer.BadParameter("--wait and --no-wait exclude each other")
+    mesh = sources.mesh_of(config, broker, namespace)
+    patience = wait if wait is not None else _DEFAULT_WAIT if timeout is None else timeout + _REPLY_TIME
+    deadline = None if timeout is None else timedelta(seconds=timeout)
+    value = parse_input(sys.stdin.read() if text == "-" else text)
+    try:
+        reply = asyncio.run(_send(mesh, agent, value, deadline, None if no_wait else patience))
+    except TimeoutError:
+        _no_answer(agent, patience, as_json)
+    if no_wait:
+        print_json({"task_id": reply.task_id, "status": "sent"}) if as_json else print_text(reply.task_id)
+        return
+    raise typer.Exit(show(reply.task_id, reply.outcome, as_json=as_json))
+
+
+async def _send(
+    mesh: MeshSettings, agent: str, value: Any, timeout: timedelta | None, patience: float | None
+) -> Reply:
+    from meshpoint.client import Client
+    from meshpoint.model.ids import agent_name
+    from meshpoint.wiring import make_broker
+
+    async with Client(make_broker(mesh)) as client, asyncio.timeout(patience):
+        return await client.send(agent_name(agent), value, timeout=timeout, wait=patience is not None)
+
+
+def parse_input(text: str) -> Any:
+    """`text` as JSON if it is JSON, else as it is. NaN and Infinity are not JSON."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except ValueError:
+        return text
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)
+
+
+def show(task_id: str, outcome: Outcome, *, as_json: bool) -> ExitCode:
+    """Print `outcome`: a result on standard output, a failure on standard error."""
+    from meshpoint.model.outcomes import Failed, FailureKind, Ok
+
+    match outcome:
+        case Ok(value=value):
+            told: dict[str, Any] = {"status": "completed", "value": value, "artifacts": list(outcome.artifacts)}
+            code = ExitCode.OK
+        case Failed(kind=FailureKind.CANCELLED, message=message):
+            told, code = {"status": "cancelled", "message": message}, ExitCode.CANCELLED
+        case Failed(kind=kind, message=message):
+            told, code = {"status": "failed", "kind": kind.value, "message": message}, ExitCode.FAILED
+    if as_json:
+        print_json({"task_id": task_id, **told, "usage": outcome.usage.model_dump(mode="json")})
+    elif isinstance(outcome, Failed):
+        print_error(f"task {task_id} {told['status']} ({outcome.kind.value}): {outcome.message}")
+    elif isinstance(outcome.value, str):
+        print_text(outcome.value)
+    else:
+        print_json(outcome.value)
+    return code
+
+
+def _no_answer(agent: str, patience: float, as_json: bool) -> NoReturn:
+    if as_json:
+        print_json({"task_id": None, "status": "no_answer"})
+    else:
+        print_note(f"no answer from {agent} in {span(patience)}; the task may still end")
+    raise typer.Exit(ExitCode.NO_ANSWER)

@@ -1,0 +1,90 @@
+"""From `--config`, `--broker`, `--db` and their like to settings."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshpoint.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from meshpoint.settings import AgentSettings, MeshSettings, Settings
+
+Configs = Annotated[list[Path], typer.Argument(metavar="CONFIG...", help="YAML files; their agents add up.")]
+Config = Annotated[Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file of the mesh.")]
+Broker = Annotated[str | None, typer.Option("--broker", metavar="URL", help="Broker, in place of the file's.")]
+Namespace = Annotated[str | None, typer.Option("--namespace", metavar="NAME", help="Mesh, in place of the file's.")]
+Database = Annotated[str | None, typer.Option("--db", metavar="URL", help="Database, in place of the file's.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+LogLevel = Annotated[str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines on a terminal too.")]
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def served(configs: list[Path]) -> Settings:
+    """The settings of files that must name an agent. Their modules may also stand in the working directory.
+
+    Raises:
+        ConfigurationError: the files cannot work, or name no agent.
+    """
+    from meshpoint.settings import load
+
+    settings = load(configs)
+    if not settings.agents:
+        raise ConfigurationError("agents", f"none in {', '.join(map(str, configs))}", "add a section 'agent:'")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    return settings
+
+
+def mesh_of(config: Path | None, broker: str | None = None, namespace: str | None = None) -> MeshSettings:
+    """The mesh of `config` (without one: of the variables and defaults), with `broker` and `namespace` replaced.
+
+    Raises:
+        ConfigurationError: it cannot work.
+    """
+    from meshpoint.settings import MeshSettings, load, problems
+
+    mesh = load([config] if config else []).mesh
+    given = {key: value for key, value in (("broker_url", broker), ("namespace", namespace)) if value is not None}
+    options = {"broker_url": "--broker", "namespace": "--namespace"}
+    return problems.build(MeshSettings, mesh.model_dump() | given, options, "mesh") if given else mesh
+
+
+def databases_of(config: Path | None, database: str | None) -> list[AgentSettings]:
+    """One agent for each database of `config`, or one that stands for `database`.
+
+    Raises:
+        ConfigurationError: neither names a database.
+    """
+    from meshpoint.settings import AgentSettings, load
+
+    if database is not None:
+        try:
+            return [AgentSettings(name="cli", entrypoint="m:a", session_service="sql", session_db_url=database)]
+        except ConfigurationError as error:
+            raise ConfigurationError("--db", error.problem, error.fix) from error
+    if config is None:
+        raise ConfigurationError("--config", "no database is named", "give --config FILE or --db URL")
+    agents = load([config]).agents
+    by_url = {agent.session_db_url: agent for agent in reversed(agents) if agent.session_service == "sql"}
+    if not by_url:
+        fix = "add session_service: sql to an agent, or give --db URL"
+        raise ConfigurationError(str(config), "no agent in it keeps its tasks in a database", fix)
+    return list(by_url.values())
+
+
+def checked_level(level: str) -> str:
+    """`level` in lower case.
+
+    Raises:
+        ConfigurationError: there is no such level.
+    """
+    if level.lower() not in LEVELS:
+        raise ConfigurationError("--log-level", f"{level!r} is no level", f"use one of {', '.join(LEVELS)}")
+    return level.lower()

@@ -1,0 +1,109 @@
+"""Keeps N replicas alive as child processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol
+
+from meshpoint.cli.exits import ExitCode
+from meshpoint.ports.clock import Clock
+
+log = logging.getLogger("meshpoint.supervisor")
+
+FIRST_PAUSE = timedelta(milliseconds=500)
+LONGEST_PAUSE = timedelta(seconds=30)
+STEADY = timedelta(minutes=1)
+"""A replica that lived this long is started again as if for the first time."""
+
+
+class Process(Protocol):
+    """A child process, as `asyncio.subprocess.Process` is one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    async def wait(self) -> int: ...
+
+    def terminate(self) -> None: ...
+
+
+Spawn = Callable[[], Awaitable[Process]]
+
+
+@dataclass
+class Supervisor:
+    """Starts `replicas` processes, starts each again when it ends unasked, and stops them all when told."""
+
+    spawn: Spawn
+    replicas: int
+    clock: Clock
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    _running: set[Process] = field(default_factory=set)
+    _hurried: bool = False
+
+    def stop(self) -> None:
+        """Let every replica drain. A second call ends those that still do, at once."""
+        self._hurried = self._stop.is_set()
+        self._stop.set()
+        for process in self._running:
+            _terminate(process)
+
+    async def run(self) -> ExitCode:
+        """Return when all replicas have ended after `stop`: OK when each drained.
+
+        A replica that refuses its configuration on its first start stops the others: none of them could serve.
+        """
+        codes = await asyncio.gather(*(self._keep(number) for number in range(1, self.replicas + 1)))
+        if ExitCode.CONFIGURATION in codes:
+            return ExitCode.CONFIGURATION
+        return ExitCode.OK if all(map(self._drained, codes)) else ExitCode.ERROR
+
+    async def _keep(self, number: int) -> int:
+        pause, first, code = FIRST_PAUSE, True, 0
+        while not self._stop.is_set():
+            started = self.clock.now()
+            code = await self._run_once(number)
+            if self._stop.is_set():
+                break
+            if code == ExitCode.CONFIGURATION and first:
+                self.stop()
+                break
+            pause = FIRST_PAUSE if self.clock.now() - started >= STEADY else pause
+            log.warning("replica %d ended with %d, starts again in %g s", number, code, pause.total_seconds())
+            await self._sleep(pause)
+            pause, first, code = min(pause * 2, LONGEST_PAUSE), False, 0
+        return code
+
+    async def _run_once(self, number: int) -> int:
+        process = await self.spawn()
+        self._running.add(process)
+        if self._stop.is_set():
+            _terminate(process)  # told to stop while the process was being made
+        log.info("replica %d runs as process %d", number, process.pid)
+        try:
+            return await process.wait()
+        finally:
+            self._running.discard(process)
+
+    async def _sleep(self, pause: timedelta) -> None:
+        waits = {asyncio.ensure_future(self._stop.wait()), asyncio.ensure_future(self.clock.sleep(pause))}
+        _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in pending:
+            wait.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+    def _drained(self, code: int) -> bool:
+        # Terminated by the first signal itself: its handler was not there yet, so it had not begun to serve.
+        return code == 0 or (code == -signal.SIGTERM and not self._hurried)
+
+
+def _terminate(process: Process) -> None:
+    try:
+        process.terminate()
+    except ProcessLookupError:
+        log.debug("process %d has ended by itself", process.pid)

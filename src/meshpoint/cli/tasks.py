@@ -1,0 +1,203 @@
+"""`meshpoint tasks`: what a database holds, for people and scripts."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshpoint.cli import sources
+from meshpoint.cli.output import ago, print_json, print_table, print_text, until
+from meshpoint.errors import ConfigurationError, MeshpointError
+
+if TYPE_CHECKING:
+    from meshpoint.model.checkpoint import CallSummary, TaskState, TaskSummary
+    from meshpoint.settings import AgentSettings
+
+app = typer.Typer(help="See tasks, and cancel them.", no_args_is_help=True)
+
+TaskId = Annotated[str, typer.Argument(metavar="TASK_ID", help="Id of the task.")]
+Agent = Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Agent of the task.")]
+
+_LIST = """\b
+Examples:
+  meshpoint tasks list --config travel.yaml
+  meshpoint tasks list --db postgresql://mesh@db/mesh --state waiting --state parked --json
+"""
+_SHOW = """\b
+Examples:
+  meshpoint tasks show 01941f29-7c00-7000-8000-000000000000 --config travel.yaml
+"""
+_CANCEL = """\b
+Examples:
+  meshpoint tasks cancel 01941f29-7c00-7000-8000-000000000000 --config travel.yaml
+  meshpoint tasks cancel 01941f29-7c00-7000-8000-000000000000 --agent travel --broker amqp://127.0.0.1/
+"""
+
+
+@app.command("list", epilog=_LIST)
+def list_tasks(
+    *,
+    config: sources.Config = None,
+    database: sources.Database = None,
+    namespace: sources.Namespace = None,
+    agent: Agent = None,
+    state: Annotated[
+        list[str] | None, typer.Option("--state", metavar="STATE", help="Only tasks in this state; may be repeated.")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="How many, newest first.")] = 100,
+    as_json: sources.AsJson = False,
+) -> None:
+    """List tasks, newest first."""
+    states = _states(state or [])
+    databases = sources.databases_of(config, database)
+    tasks = asyncio.run(_list(databases, _namespace(config, namespace), agent, states, limit))
+    if as_json:
+        print_json([asdict(task) for task in tasks])
+        return
+    columns = ("task", "agent", "state", "generation", "age", "due", "owner")
+    print_table(columns, [(t.task_id, t.agent, told(t), str(t.generation), *_when(t), t.owner or "-") for t in tasks])
+
+
+@app.command("show", epilog=_SHOW)
+def show_task(
+    task_id: TaskId,
+    *,
+    config: sources.Config = None,
+    database: sources.Database = None,
+    namespace: sources.Namespace = None,
+    as_json: sources.AsJson = False,
+) -> None:
+    """Show one task and its calls."""
+    databases = sources.databases_of(config, database)
+    task, calls = _found(asyncio.run(_find(databases, _namespace(config, namespace), task_id)), task_id)
+    if as_json:
+        print_json({**asdict(task), "calls": [asdict(call) for call in calls]})
+        return
+    age, due = _when(task)
+    facts = [("agent", task.agent), ("state", told(task)), ("generation", str(task.generation))]
+    facts += [("attempt", str(task.attempt)), ("age", age), ("due", due), ("owner", task.owner or "-")]
+    facts += [("dead", task.dead_reason)] if task.dead_reason else []
+    print_table(("task", task.task_id), facts)
+    if calls:
+        columns = ("call", "peer", "state", "outcome", "sent", "deadline", "task of the peer")
+        print_table(columns, [_call_row(call) for call in calls])
+
+
+@app.command("cancel", epilog=_CANCEL)
+def cancel_task(
+    task_id: TaskId,
+    *,
+    config: sources.Config = None,
+    database: sources.Database = None,
+    broker: sources.Broker = None,
+    namespace: sources.Namespace = None,
+    agent: Agent = None,
+    as_json: sources.AsJson = False,
+) -> None:
+    """Ask the task's agent to cancel it. Without --agent, the agent is looked up in the database."""
+    from meshpoint.model.ids import agent_name
+
+    mesh = sources.mesh_of(config, broker, namespace)
+    if agent is None:
+        databases = sources.databases_of(config, database)
+        task, _ = _found(asyncio.run(_find(databases, mesh.namespace, task_id)), task_id)
+        if task.state.ended:
+            raise MeshpointError(f"task {task_id} has already {_PAST[task.state]}")
+        agent = task.agent
+
+    async def cancel() -> None:
+        from meshpoint.client import Client
+        from meshpoint.wiring import make_broker
+
+        async with Client(make_broker(mesh)) as client:
+            await client.cancel(agent_name(agent), task_id)
+
+    asyncio.run(cancel())
+    told = {"task_id": task_id, "agent": agent, "status": "cancel_sent"}
+    print_json(told) if as_json else print_text(f"asked {agent} to cancel {task_id}")
+
+
+_PAST = {"completed": "completed", "failed": "failed", "cancelled": "been cancelled"}
+
+
+def told(task: TaskSummary) -> str:
+    """The state of a task: "waiting 2 of 3"."""
+    return f"waiting {task.completed} of {task.expected}" if task.state == "waiting" else task.state.value
+
+
+def _when(task: TaskSummary) -> tuple[str, str]:
+    return ago(task.checkpointed_at), "-" if task.state.ended else until(task.wake_at)
+
+
+def _call_row(call: CallSummary) -> tuple[str, ...]:
+    sent = "-" if call.dispatched_at is None else f"{ago(call.dispatched_at)} ago"
+    return (
+        call.call_id,
+        call.peer,
+        call.state.value,
+        call.outcome or "-",
+        sent,
+        until(call.deadline),
+        call.sub_task_id,
+    )
+
+
+def _states(names: list[str]) -> list[TaskState]:
+    from meshpoint.model.checkpoint import TaskState
+
+    try:
+        return [TaskState(name) for name in names]
+    except ValueError as error:
+        raise ConfigurationError("--state", str(error), f"use one of {', '.join(TaskState)}") from error
+
+
+def _namespace(config: Path | None, namespace: str | None) -> str:
+    return sources.mesh_of(config, namespace=namespace).namespace
+
+
+async def _list(
+    databases: list[AgentSettings], namespace: str, agent: str | None, states: list[TaskState], limit: int
+) -> list[TaskSummary]:
+    from meshpoint.model.ids import agent_name
+    from meshpoint.wiring import open_store
+
+    name = None if agent is None else agent_name(agent)
+    tasks: list[TaskSummary] = []
+    for database in databases:
+        store = open_store(database, namespace)
+        await store.open()
+        try:
+            tasks += await store.tasks(agent=name, states=states, limit=limit)
+        finally:
+            await store.close()
+    return sorted(tasks, key=lambda task: task.checkpointed_at, reverse=True)[:limit]
+
+
+async def _find(
+    databases: list[AgentSettings], namespace: str, task_id: str
+) -> tuple[TaskSummary, list[CallSummary]] | None:
+    from meshpoint.model.ids import TaskId
+    from meshpoint.wiring import open_store
+
+    for database in databases:
+        store = open_store(database, namespace)
+        await store.open()
+        try:
+            found = await store.task(TaskId(task_id))
+        finally:
+            await store.close()
+        if found is not None:
+            return found
+    return None
+
+
+def _found(
+    found: tuple[TaskSummary, list[CallSummary]] | None, task_id: str
+) -> tuple[TaskSummary, list[CallSummary]]:
+    if found is None:
+        raise MeshpointError(f"there is no task {task_id} in the database; a task that never paused has no row")
+    return found
