@@ -41,7 +41,11 @@ class Options:
     response_prefetch: int = 100
     checkpoint_retry_time: timedelta = timedelta(seconds=5)  # how long a first checkpoint is tried before memory
     reply_retry_time: timedelta = timedelta(seconds=30)  # how long an unroutable reply is tried
+    incompatible_pause: timedelta = timedelta(seconds=5)  # before a state that could not be read is offered again
     drain_timeout: timedelta = timedelta(seconds=30)
+    release_timeout: timedelta = timedelta(seconds=5)  # after it, for giving tasks back
+    startup_timeout: timedelta = timedelta(seconds=30)
+    begin_at_delivery: int = 3  # from this delivery on, a task is written as running before it runs
     ack_policy: AckPolicy = AckPolicy.AT_CHECKPOINT
     on_checkpoint_failure: OnCheckpointFailure = OnCheckpointFailure.KEEP_IN_MEMORY
     app_version: str | None = None

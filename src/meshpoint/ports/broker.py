@@ -62,6 +62,10 @@ OnDelivery = Callable[[Delivery], None]
 class Broker(Protocol):
     """A message broker. All methods raise `BrokerUnavailable` when it cannot be reached in time."""
 
+    @property
+    def connected(self) -> bool:
+        """Whether it can be reached now, as far as is known. While not, no deadline is enforced."""
+
     async def open(self) -> None:
         """Connect."""
 

@@ -1,0 +1,160 @@
+"""Ask an agent from outside the mesh: a script, a test, the command line."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from types import TracebackType
+from typing import Self
+
+from pydantic import JsonValue
+
+from meshpoint.errors import BrokerUnavailable, MeshpointError, PoisonMessage
+from meshpoint.model.bodies import A2AMessage, Part, RequestBody, ResponseBody, parse
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId, agent_name, new_id
+from meshpoint.model.letters import cancel_message
+from meshpoint.model.messages import Header, HeaderValue, Message, MessageType, private_of, requests_of, responses_of
+from meshpoint.model.outcomes import Outcome
+from meshpoint.ports.broker import Broker, Delivery, Published, Subscription
+
+
+class UnknownAgent(MeshpointError):
+    """No replica of the agent ever declared its queues in this namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The one answer to a request, and the agent that gave it."""
+
+    task_id: TaskId
+    outcome: Outcome
+    agent: str
+
+
+class Client:
+    """Sends requests and waits for their replies, on a broker that it opens and closes.
+
+    Replies come to a queue of this client's own; a reply to a client that is gone is dropped by the agent after
+    `reply_retry_time`. Replies are matched by task id, and a second one to the same task is counted in
+    `duplicates` and dropped.
+    """
+
+    def __init__(self, broker: Broker, name: str = "client") -> None:
+        self._broker = broker
+        self._name: AgentName = agent_name(name)
+        self._id = ReplicaId(new_id())
+        self._waiting: dict[TaskId, asyncio.Future[Reply]] = {}
+        self._agents: dict[TaskId, str] = {}
+        self._subscription: Subscription | None = None
+        self._settling: set[asyncio.Task[bool]] = set()
+        self.duplicates = 0
+
+    async def __aenter__(self) -> Self:
+        await self._broker.open()
+        await self._broker.declare(self._name, self._id)
+        self._subscription = await self._broker.consume(private_of(self._name, self._id), 100, self._receive)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*self._settling, return_exceptions=True)
+        await self._broker.close()
+
+    async def send(
+        self,
+        agent: str,
+        input_: JsonValue,
+        *,
+        timeout: timedelta | None = None,
+        task_id: TaskId | None = None,
+        context_id: str | None = None,
+    ) -> asyncio.Future[Reply]:
+        """Send a request; the future of its reply. `timeout` becomes the task's deadline.
+
+        Raises:
+            UnknownAgent: nobody ever served `agent` here.
+            BrokerUnavailable: the broker did not take the request; sending again with the same `task_id` is safe.
+        """
+        name = agent_name(agent)
+        task_id = task_id or TaskId(new_id())
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[task_id], self._agents[task_id] = reply, name
+        (word,) = await self._broker.publish(
+            [(requests_of(name), self._request(input_, task_id, timeout, context_id))]
+        )
+        match word:
+            case Published.ACCEPTED:
+                return reply
+            case Published.UNROUTABLE:
+                raise UnknownAgent(f"no agent {agent!r} in this mesh: start one with `meshpoint run`")
+            case Published.OVERLOADED:
+                raise BrokerUnavailable(f"the queue of agent {agent!r} is full")
+
+    async def ask(self, agent: str, input_: JsonValue, *, timeout: timedelta | None = None) -> Outcome:
+        """Send a request and wait for its outcome.
+
+        Raises:
+            TimeoutError: no reply within `timeout` and a little more; the task may still end.
+        """
+        waiting = await self.send(agent, input_, timeout=timeout)
+        limit = None if timeout is None else (timeout + timedelta(seconds=5)).total_seconds()
+        async with asyncio.timeout(limit):
+            return (await waiting).outcome
+
+    async def cancel(self, agent: str, task_id: TaskId) -> None:
+        """Ask `agent` to end a task as cancelled; its requester hears the outcome.
+
+        Raises:
+            UnknownAgent: nobody ever served `agent` here.
+        """
+        letter = (responses_of(agent_name(agent)), cancel_message(self._name, task_id))
+        (word,) = await self._broker.publish([letter])
+        if word is Published.UNROUTABLE:
+            raise UnknownAgent(f"no agent {agent!r} in this mesh: start one with `meshpoint run`")
+
+    def _request(
+        self, input_: JsonValue, task_id: TaskId, timeout: timedelta | None, context_id: str | None
+    ) -> Message:
+        said = A2AMessage(
+            message_id=new_id(),
+            role="ROLE_USER",
+            parts=[Part(text=input_) if isinstance(input_, str) else Part(data=input_)],
+            task_id=task_id,
+            context_id=context_id,
+        )
+        headers: dict[str, HeaderValue] = {Header.CALL_DEPTH.value: 0}
+        if timeout is not None:
+            headers[Header.DEADLINE.value] = (datetime.now(UTC) + timeout).timestamp()
+        return Message(
+            type=MessageType.REQUEST,
+            body=RequestBody(message=said).to_bytes(),
+            message_id=task_id,
+            correlation_id=task_id,
+            app_id=self._name,
+            reply_to=private_of(self._name, self._id),
+            headers=headers,
+            timestamp=datetime.now(UTC),
+        )
+
+    def _receive(self, delivery: Delivery) -> None:
+        message = delivery.message
+        task_id = TaskId(message.correlation_id)
+        waiting = self._waiting.get(task_id)
+        if message.type is MessageType.RESPONSE and waiting is not None and message.app_id == self._agents[task_id]:
+            self._answer(waiting, task_id, message)
+        settling = asyncio.ensure_future(delivery.ack())
+        self._settling.add(settling)
+        settling.add_done_callback(self._settling.discard)
+
+    def _answer(self, waiting: asyncio.Future[Reply], task_id: TaskId, message: Message) -> None:
+        if waiting.done():
+            self.duplicates += 1
+            return
+        try:
+            outcome = parse(ResponseBody, message.body).outcome()
+        except PoisonMessage as error:
+            waiting.set_exception(error)
+        else:
+            waiting.set_result(Reply(task_id, outcome, message.app_id))

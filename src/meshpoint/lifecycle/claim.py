@@ -1,0 +1,66 @@
+"""Room 5: record outcomes, each once. The claim that meets a join takes the task.
+
+Whatever takes tasks here takes a slot first, so that no task is owned that cannot run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from meshpoint.lifecycle.site import Site
+from meshpoint.model.checkpoint import AllArrived, Arrival, Claim, Expired, Replica, Resumable
+from meshpoint.model.events import Step
+from meshpoint.ports.home import Home
+
+
+async def claim(home: Home, claims: Sequence[Claim], site: Site) -> list[Arrival]:
+    """Record `claims`, however long the database is away. Each `AllArrived` holds a slot."""
+    with site.steps.step(Step.CLAIM, [claim.task_id for claim in claims]):
+        granted = site.slots.take(len(claims))
+        used = 0
+        try:
+            arrivals = await site.patience.until_answered(lambda: home.store.claim(claims, site.replica, granted))
+            used = sum(isinstance(arrival, AllArrived) for arrival in arrivals)
+        finally:
+            site.slots.give_back(granted - used)
+    return arrivals
+
+
+async def expire(home: Home, site: Site) -> list[Expired]:
+    """End calls and joins whose deadline has passed. Each `AllArrived` holds a slot."""
+    granted = site.slots.take(site.options.sweep_batch)
+    used = 0
+    try:
+        expired = await home.store.expire(site.replica, site.options.sweep_batch, granted)
+        used = sum(isinstance(each.then, AllArrived) for each in expired)
+    finally:
+        site.slots.give_back(granted - used)
+    if expired:
+        site.steps.note(Step.EXPIRE, *[each.task_id for each in expired])
+    return expired
+
+
+async def take_ready(home: Home, site: Site) -> list[Resumable]:
+    """Own ready tasks, one for each free slot."""
+    return await _take(home.store.take, Step.TAKE, site)
+
+
+async def take_over(home: Home, site: Site) -> list[Resumable]:
+    """Own tasks whose replica let its lease expire, one for each free slot."""
+    return await _take(home.store.take_over, Step.TAKE_OVER, site)
+
+
+async def _take(
+    take: Callable[[Replica, int], Awaitable[list[Resumable]]], step: Step, site: Site
+) -> list[Resumable]:
+    granted = site.slots.take(site.slots.free)
+    if not granted:
+        return []
+    taken: list[Resumable] = []
+    try:
+        taken = await take(site.replica, granted)
+    finally:
+        site.slots.give_back(granted - len(taken))
+    if taken:
+        site.steps.note(step, *[task.run.task_id for task in taken])
+    return taken

@@ -1,0 +1,117 @@
+"""Room 4: send what was committed, then mark it sent. The rows are the outbox."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshpoint.errors import BrokerUnavailable, Unavailable
+from meshpoint.lifecycle.site import Site
+from meshpoint.model.checkpoint import CancelNotice, Claim, Dispatch, Reply, Send
+from meshpoint.model.events import Step
+from meshpoint.model.ids import RunId, TaskId, new_id
+from meshpoint.model.letters import Letter, cancel_letter, reply_letter, request_letter
+from meshpoint.model.outcomes import Failed, FailureKind
+from meshpoint.ports.broker import Published
+from meshpoint.ports.home import Home
+
+_STEP = {Dispatch: Step.DISPATCH, CancelNotice: Step.CANCEL_NOTICE, Reply: Step.REPLY}
+
+
+class Outgoing:
+    """Sends committed requests, cancels and replies, and marks them.
+
+    Whatever fails here stays due in its home: the sweeper sends it again, under the same ids.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+
+    async def send(self, home: Home, sends: Sequence[Send]) -> tuple[list[Claim], list[TaskId]]:
+        """Publish and mark; the calls that turned out undeliverable, and the tasks whose reply is settled."""
+        settled: list[Send] = []
+        undeliverable: list[Claim] = []
+        for kind, step in _STEP.items():
+            of_kind = [send for send in sends if isinstance(send, kind)]
+            if of_kind:
+                for send, published in await self._publish(home, of_kind, step):
+                    match send, published:
+                        case (_, Published.ACCEPTED) | (CancelNotice(), Published.UNROUTABLE):
+                            settled.append(send)
+                        case Dispatch(), Published.UNROUTABLE:
+                            undeliverable.append(_undeliverable(send))
+                        case Reply(), Published.UNROUTABLE if self._give_up(send):
+                            settled.append(send)
+                        case _:
+                            pass  # still due: the sweeper tries again
+        await self._mark(home, settled)
+        return undeliverable, [send.task_id for send in settled if isinstance(send, Reply)]
+
+    async def _publish(self, home: Home, sends: Sequence[Send], step: Step) -> list[tuple[Send, Published]]:
+        addressed = [(send, self._letter(home, send)) for send in sends]
+        nobody_asked = [(send, Published.ACCEPTED) for send, letter in addressed if letter is None]
+        letters = [(send, letter) for send, letter in addressed if letter is not None]
+        if not letters:
+            return nobody_asked
+        try:
+            with self._site.steps.step(step, [send.task_id for send, _ in letters]):
+                published = await self._site.broker.publish([letter for _, letter in letters])
+        except Unavailable as error:
+            self._site.patience.note_away(error)
+            return nobody_asked
+        return nobody_asked + [(send, word) for (send, _), word in zip(letters, published, strict=True)]
+
+    def _letter(self, home: Home, send: Send) -> Letter | None:
+        match send:
+            case Dispatch():
+                return request_letter(send, home.reply_to, self._site.options.deadline_margin)
+            case CancelNotice():
+                return cancel_letter(send)
+            case Reply():
+                return reply_letter(send)
+
+    def _give_up(self, reply: Reply) -> bool:
+        if reply.age < self._site.options.reply_retry_time:
+            return False
+        self._site.steps.note(Step.REPLY_UNROUTABLE, reply.task_id, reply_to=reply.requester.reply_to)
+        return True
+
+    async def _mark(self, home: Home, settled: Sequence[Send]) -> None:
+        if not settled:
+            return
+        try:
+            with self._site.steps.step(Step.MARK, [send.task_id for send in settled]):
+                await home.store.mark_sent(settled)
+        except Unavailable as error:  # losing a mark only sends again
+            self._site.patience.note_away(error)
+
+    async def deliver(self, letter: Letter | None, task_id: TaskId) -> None:
+        """Publish a reply that no row keeps: repeat until the broker has it, or give up on its address."""
+        if letter is None:
+            return
+        give_up_at = self._site.clock.now() + self._site.options.reply_retry_time
+
+        async def attempt() -> bool:
+            (word,) = await self._site.broker.publish([letter])
+            if word is Published.ACCEPTED:
+                return True
+            if word is Published.UNROUTABLE and self._site.clock.now() >= give_up_at:
+                return False
+            raise BrokerUnavailable(f"the reply of task {task_id} to {letter[0]} is {word.name.lower()}")
+
+        with self._site.steps.step(Step.REPLY, [task_id]):
+            delivered = await self._site.patience.until_answered(attempt)
+        if not delivered:
+            self._site.steps.note(Step.REPLY_UNROUTABLE, task_id, reply_to=letter[0])
+
+    async def tell(self, letter: Letter | None) -> None:
+        """Publish something advisory: lost when the broker is away."""
+        if letter is not None:
+            try:
+                await self._site.broker.publish([letter])
+            except Unavailable as error:
+                self._site.patience.note_away(error)
+
+
+def _undeliverable(call: Dispatch) -> Claim:
+    message = f"no replica of agent {call.peer!r} ever declared its queue"
+    return Claim(RunId(new_id()), call.task_id, call.sub_task_id, Failed(FailureKind.UNDELIVERABLE, message), None)

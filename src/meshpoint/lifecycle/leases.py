@@ -1,0 +1,100 @@
+"""Keeps leases alive from a thread of its own, so that agent code which blocks the event loop keeps its task."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+from meshpoint.errors import Unavailable
+from meshpoint.model.checkpoint import Replica, Run
+from meshpoint.model.events import Step
+from meshpoint.model.ids import TaskId
+from meshpoint.ports.observer import Steps
+from meshpoint.ports.store import CheckpointStore
+
+
+class LeaseKeeper:
+    """Renews the leases of the runs it is given, through a store connection of its own.
+
+    `on_lost` is called on the worker's event loop with each run whose task another replica owns now.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], CheckpointStore],
+        replica: Replica,
+        interval: timedelta,
+        steps: Steps,
+        on_lost: Callable[[Run], None],
+    ) -> None:
+        self._open_store = open_store
+        self._replica = replica
+        self._interval = interval.total_seconds()
+        self._steps = steps
+        self._on_lost = on_lost
+        self._runs: dict[TaskId, Run] = {}
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to renew; call on the worker's event loop."""
+        worker_loop = asyncio.get_running_loop()
+        self._loop = asyncio.new_event_loop()
+        runner = asyncio.Runner(loop_factory=lambda: self._loop or asyncio.new_event_loop())
+
+        def renew() -> None:
+            with runner:
+                runner.run(self._renew_until_stopped(worker_loop))
+
+        self._thread = threading.Thread(target=renew, name="meshpoint leases", daemon=True)
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Stop renewing."""
+        if self._thread is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
+
+    def keep(self, run: Run) -> None:
+        """Renew the lease of `run` from now on."""
+        with self._lock:
+            self._runs[run.task_id] = run
+
+    def let_go(self, run: Run) -> None:
+        """Renew it no longer."""
+        with self._lock:
+            if self._runs.get(run.task_id) == run:
+                del self._runs[run.task_id]
+
+    async def _renew_until_stopped(self, worker_loop: asyncio.AbstractEventLoop) -> None:
+        store = self._open_store()
+        try:
+            while not await self._stopped_within_interval():
+                for run in await self._renew(store):
+                    self.let_go(run)
+                    worker_loop.call_soon_threadsafe(self._on_lost, run)
+        finally:
+            await store.close()
+
+    async def _stopped_within_interval(self) -> bool:
+        try:
+            async with asyncio.timeout(self._interval):
+                return await self._stop.wait()
+        except TimeoutError:
+            return False
+
+    async def _renew(self, store: CheckpointStore) -> list[Run]:
+        with self._lock:
+            runs = list(self._runs.values())
+        if not runs:
+            return []
+        try:
+            with self._steps.step(Step.RENEW, [run.task_id for run in runs]):
+                return await store.renew(runs, self._replica)
+        except Unavailable:
+            return []  # told as a failed step; the next turn tries again, the fence decides in the end

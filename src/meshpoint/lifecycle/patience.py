@@ -1,0 +1,75 @@
+"""Wait for a database or broker that is away: nothing is answered, nothing is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import TypeVar
+
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, stop_never, wait_random_exponential
+from tenacity.stop import stop_base
+
+from meshpoint.errors import BrokerUnavailable, StoreUnavailable, Unavailable
+from meshpoint.model.events import Step
+from meshpoint.ports.clock import Clock
+from meshpoint.ports.observer import Steps
+
+T = TypeVar("T")
+
+_BACK_OFF = wait_random_exponential(multiplier=0.1, max=2.0)
+
+
+class Patience:
+    """Repeats what failed because something is away, and remembers whether the database is.
+
+    What is repeated must be safe to repeat: store methods are, with the same ids; so are publishes, whose
+    message ids are stable.
+    """
+
+    def __init__(self, clock: Clock, steps: Steps) -> None:
+        self._clock = clock
+        self._steps = steps
+        self.store_away = False
+
+    async def until_answered(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """The result of `attempt`, however long the outage."""
+        return await self._repeat(attempt, stop_never)
+
+    async def for_a_while(self, attempt: Callable[[], Awaitable[T]], limit: timedelta) -> T:
+        """The result of `attempt`, or its last `Unavailable` after about `limit`."""
+        return await self._repeat(attempt, stop_after_delay(limit.total_seconds()))
+
+    async def _repeat(self, attempt: Callable[[], Awaitable[T]], stop: stop_base) -> T:
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(Unavailable),
+            wait=_BACK_OFF,
+            stop=stop,
+            sleep=lambda seconds: self._clock.sleep(timedelta(seconds=seconds)),
+            reraise=True,
+        )
+        async for trial in retrying:
+            with trial:
+                try:
+                    result = await attempt()
+                except Unavailable as error:
+                    self.note_away(error)
+                    raise
+                return result
+        raise AssertionError("tenacity re-raises")
+
+    def note_away(self, error: Unavailable) -> None:
+        """Tell that something is away, once per outage."""
+        if isinstance(error, StoreUnavailable):
+            if not self.store_away:
+                self._steps.note(Step.STORE_AWAY, error=str(error))
+            self.store_away = True
+        elif isinstance(error, BrokerUnavailable):
+            self._steps.note(Step.BROKER_AWAY, error=str(error))
+
+    def note_back(self) -> bool:
+        """Tell that the database answers again; whether it had been away."""
+        if not self.store_away:
+            return False
+        self.store_away = False
+        self._steps.note(Step.STORE_BACK)
+        return True

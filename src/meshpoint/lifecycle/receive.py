@@ -1,0 +1,208 @@
+"""Room 1: read what arrived. A message that nothing can read is refused here, with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from pydantic import JsonValue
+
+from meshpoint.errors import PoisonMessage
+from meshpoint.model.bodies import CancelBody, RequestBody, ResponseBody, StatusBody, TaskState, parse
+from meshpoint.model.checkpoint import Claim, Progress, Requester
+from meshpoint.model.context import A2AContext, Report, TaskExecutionContext
+from meshpoint.model.ids import RunId, TaskId, new_id
+from meshpoint.model.messages import Header, Message, MessageType
+from meshpoint.model.options import Options
+from meshpoint.model.outcomes import Failed, FailureKind
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A readable request: the agent's input, and all that its context starts with."""
+
+    task_id: TaskId
+    input: JsonValue
+    requester: Requester
+    a2a_context: A2AContext
+    security_context: dict[str, JsonValue]
+    trace_context: dict[str, JsonValue]
+    message: Message
+
+    def context(self, report: Report) -> TaskExecutionContext:
+        """The context of the first segment."""
+        return TaskExecutionContext(
+            task_id=self.task_id,
+            a2a_context=self.a2a_context,
+            security_context=self.security_context,
+            trace_context=self.trace_context,
+            report=report,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StatusNews:
+    """A peer's status update, and what it said."""
+
+    progress: Progress
+    data: JsonValue
+
+
+def requester_of(message: Message) -> Requester:
+    """Who asked, from the envelope alone.
+
+    Raises:
+        PoisonMessage: a header has a wrong type.
+    """
+    deadline = _number(message, Header.DEADLINE)
+    idle = _number(message, Header.IDLE_TIMEOUT)
+    parent = message.headers.get(Header.PARENT_TASK)
+    return Requester(
+        reply_to=message.reply_to,
+        app_id=message.app_id or None,
+        parent_task_id=str(parent) if parent is not None else None,
+        deadline=_instant(deadline) if deadline is not None else None,
+        idle_timeout=timedelta(seconds=idle) if idle is not None else None,
+    )
+
+
+def request(message: Message, options: Options) -> Request:
+    """The request in `message`.
+
+    Raises:
+        PoisonMessage: too large, not JSON, a field or header is missing or of a wrong type.
+    """
+    if message.type is not MessageType.REQUEST:
+        raise PoisonMessage(f"a {message.type} message does not belong on a request queue")
+    body = parse(RequestBody, _within(options, message))
+    task_id = message.correlation_id or body.message.task_id
+    if not task_id:
+        raise PoisonMessage("correlation_id: a request must name its task")
+    if body.message.task_id not in {None, task_id}:
+        raise PoisonMessage(f"message.taskId: {body.message.task_id!r} is not the correlation id {task_id!r}")
+    requester = requester_of(message)
+    return Request(
+        task_id=TaskId(task_id),
+        input=body.input(),
+        requester=requester,
+        a2a_context=_a2a_context(message, body, requester),
+        security_context=_dict(body, "securityContext"),
+        trace_context={k: v for k, v in message.headers.items() if k == Header.TRACEPARENT.value},
+        message=message,
+    )
+
+
+def claim(message: Message, options: Options) -> Claim:
+    """The outcome in a response.
+
+    Raises:
+        PoisonMessage: not a readable response, or its sender or its call is not named.
+    """
+    body = parse(ResponseBody, _within(options, message))
+    if not message.app_id:
+        raise PoisonMessage("app_id: a response must name its sender")
+    return Claim(
+        id=RunId(new_id()),
+        task_id=_parent_task(message),
+        sub_task_id=TaskId(message.correlation_id or body.task.id),
+        outcome=body.outcome(),
+        sender=message.app_id,
+    )
+
+
+def unreadable_claim(message: Message, reason: str) -> Claim | None:
+    """The outcome of a call whose peer sent what nobody can read; None when its envelope names no call."""
+    parent = message.headers.get(Header.PARENT_TASK)
+    if not (parent and message.correlation_id and message.app_id):
+        return None
+    failed = Failed(FailureKind.INVALID, f"the response cannot be read: {reason}")
+    return Claim(RunId(new_id()), TaskId(str(parent)), TaskId(message.correlation_id), failed, message.app_id)
+
+
+def status(message: Message, options: Options) -> StatusNews:
+    """The news in a status update.
+
+    Raises:
+        PoisonMessage: not readable.
+    """
+    body = parse(StatusBody, _within(options, message))
+    said = body.status_update.status
+    if said.state not in {TaskState.SUBMITTED, TaskState.WORKING}:
+        raise PoisonMessage(f"statusUpdate.status.state: {said.state} ends a task; send a response")
+    part = said.message.parts[0] if said.message else None
+    data = None if part is None else part.text if part.text is not None else part.data
+    progress = Progress(_parent_task(message), TaskId(message.correlation_id), message.app_id)
+    return StatusNews(progress, data)
+
+
+def cancelled_task(message: Message, options: Options) -> TaskId:
+    """The task that a cancel names.
+
+    Raises:
+        PoisonMessage: not readable.
+    """
+    return TaskId(parse(CancelBody, _within(options, message)).id)
+
+
+def _within(options: Options, message: Message) -> bytes:
+    if len(message.body) > options.max_message_bytes:
+        raise PoisonMessage(
+            f"the body has {len(message.body)} bytes; max_message_bytes is {options.max_message_bytes}"
+        )
+    return message.body
+
+
+def _parent_task(message: Message) -> TaskId:
+    parent = message.headers.get(Header.PARENT_TASK)
+    if not parent:
+        raise PoisonMessage(f"{Header.PARENT_TASK}: the header must echo the requester's task id")
+    return TaskId(str(parent))
+
+
+def _a2a_context(message: Message, body: RequestBody, requester: Requester) -> A2AContext:
+    metadata = body.metadata
+    known = {"userId", "sessionId", "userConfig", "securityContext"}
+    return A2AContext(
+        context_id=body.message.context_id,
+        session_id=_text(body, "sessionId"),
+        user_id=_text(body, "userId"),
+        reply_to=requester.reply_to,
+        requester=requester.app_id,
+        parent_task_id=requester.parent_task_id,
+        call_depth=int(_number(message, Header.CALL_DEPTH) or 0),
+        deadline=requester.deadline,
+        idle_timeout=requester.idle_timeout,
+        user_config=_dict(body, "userConfig"),
+        metadata={key: value for key, value in metadata.items() if key not in known},
+    )
+
+
+def _text(body: RequestBody, key: str) -> str | None:
+    value = body.metadata.get(key)
+    if value is not None and not isinstance(value, str):
+        raise PoisonMessage(f"metadata.{key}: must be a string")
+    return value
+
+
+def _dict(body: RequestBody, key: str) -> dict[str, JsonValue]:
+    value = body.metadata.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise PoisonMessage(f"metadata.{key}: must be an object")
+    return value or {}
+
+
+def _number(message: Message, header: Header) -> float | None:
+    value = message.headers.get(header)
+    if value is None:
+        return None
+    try:
+        return float(value)
+    except ValueError as error:
+        raise PoisonMessage(f"{header}: {value!r} is not a number") from error
+
+
+def _instant(seconds: float) -> datetime:
+    try:
+        return datetime.fromtimestamp(seconds, UTC)
+    except (ValueError, OverflowError, OSError) as error:
+        raise PoisonMessage(f"{Header.DEADLINE}: {seconds!r} is not an instant") from error

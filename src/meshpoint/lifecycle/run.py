@@ -1,0 +1,121 @@
+"""Room 2: run agent code for one segment, and turn whatever it does into a value."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+from meshpoint.agents.protocol import DurableAgent
+from meshpoint.errors import AgentFailed, IncompatibleState, InvalidInput
+from meshpoint.lifecycle.segment import Segment, Stop
+from meshpoint.model.calls import Done, Paused
+from meshpoint.model.checkpoint import Resumable
+from meshpoint.model.events import Step
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes
+from meshpoint.ports.observer import Steps
+
+log = logging.getLogger("meshpoint.run")
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The code was stopped from outside before it came to an end."""
+
+    why: Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """This replica's agent cannot read the state."""
+
+    reason: str
+
+
+SegmentResult: TypeAlias = Paused | Outcome | Stopped | Unreadable
+
+
+async def first_segment(
+    agent: DurableAgent[Any, Any], segment: Segment, input_: object, steps: Steps
+) -> SegmentResult:
+    """Run `agent` on a new request."""
+    assert segment.context is not None
+    return await _run(agent.start(segment.context, input_), segment, steps)
+
+
+async def next_segment(
+    agent: DurableAgent[Any, Any], segment: Segment, task: Resumable, outcomes: Outcomes, steps: Steps
+) -> SegmentResult:
+    """Run `agent` on from a checkpoint."""
+    assert segment.context is not None
+    return await _run(agent.resume(segment.context, task.state, outcomes), segment, steps)
+
+
+async def _run(code: Coroutine[Any, Any, Paused | Done[Any]], segment: Segment, steps: Steps) -> SegmentResult:
+    """Run agent code in a task of its own, so that it can be stopped without stopping the room around it."""
+    run = segment.run
+    if segment.stopped is not None:
+        code.close()
+        return Stopped(segment.stopped)
+    with steps.step(Step.SEGMENT, [run.task_id], generation=run.generation):
+        segment.code = asyncio.create_task(_guarded(code, segment), name=f"segment {run.task_id}")
+        try:
+            return await segment.code
+        except asyncio.CancelledError:
+            if not segment.code.cancelled():
+                segment.code.cancel()
+                raise
+            if segment.stopped is not None:
+                return Stopped(segment.stopped)
+            return Failed(FailureKind.ERROR, "the agent's code cancelled itself")
+        finally:
+            segment.code = None
+
+
+async def _guarded(code: Coroutine[Any, Any, Paused | Done[Any]], segment: Segment) -> SegmentResult:
+    # The consumer edge: whatever agent code raises becomes an answer, SystemExit included, which would
+    # otherwise end the replica and every task beside this one.
+    try:
+        return _result(await code, segment)
+    except IncompatibleState as error:
+        return Unreadable(str(error))
+    except InvalidInput as error:
+        return _failed(FailureKind.INVALID, str(error), segment)
+    except AgentFailed as error:
+        return _failed(FailureKind.ERROR, str(error), segment)
+    except (Exception, SystemExit) as error:
+        log.warning("task %s: agent code raised", segment.run.task_id, exc_info=True)
+        return _failed(FailureKind.ERROR, f"{type(error).__name__}: {error}", segment)
+
+
+def _result(returned: object, segment: Segment) -> SegmentResult:
+    match returned:
+        case Paused():
+            return returned
+        case Done(output=output, artifacts=artifacts):
+            try:
+                value = to_jsonable_python(output)
+            except PydanticSerializationError as error:
+                return _failed(FailureKind.ERROR, f"the agent's output is not JSON: {error}", segment)
+            return Ok(value, _artifacts(segment, artifacts), _usage(segment))
+        case _:
+            kind = type(returned).__name__
+            return _failed(FailureKind.ERROR, f"the agent returned {kind}; it must return Paused or Done", segment)
+
+
+def _artifacts(segment: Segment, more: tuple[Any, ...]) -> tuple[Any, ...]:
+    assert segment.context is not None
+    return (*segment.context.produced_artifacts.to_plain(), *more)
+
+
+def _usage(segment: Segment) -> Any:
+    assert segment.context is not None
+    return segment.context.token_usage.model_copy(deep=True)
+
+
+def _failed(kind: FailureKind, message: str, segment: Segment) -> Failed:
+    return Failed(kind, message, _usage(segment))

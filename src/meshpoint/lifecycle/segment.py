@@ -1,0 +1,49 @@
+"""One live segment: what a replica holds in memory while agent code runs."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from meshpoint.model.checkpoint import Requester, Run
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.ports.broker import Delivery
+from meshpoint.ports.home import Home
+
+
+class Stop(Enum):
+    """Why running code was stopped from outside."""
+
+    CANCELLED = auto()  # somebody cancelled the task
+    DRAINING = auto()  # the replica ends; another one goes on
+    LOST = auto()  # another replica owns the task
+
+
+@dataclass(eq=False, slots=True)
+class Segment:
+    """A task between its trigger and its next pause or end.
+
+    `home` is None until the first checkpoint chooses one. `deliveries` are the un-acked requests of the task:
+    more than one when a request was sent again. `request` is kept for the row that the first pause writes.
+    `dead_reason` is set when the task ends because its runs keep killing their process.
+    """
+
+    run: Run
+    requester: Requester
+    context: TaskExecutionContext | None = None
+    home: Home | None = None
+    request: bytes | None = None
+    deliveries: list[Delivery] = field(default_factory=list)
+    code: asyncio.Task[object] | None = None
+    stopped: Stop | None = None
+    dead_reason: str | None = None
+
+    def stop(self, why: Stop) -> None:
+        """Cancel the code at its next await. The first reason counts, but a lost lease overrules all."""
+        if self.stopped is None or why is Stop.LOST:
+            self.stopped = why
+        if self.context is not None:
+            self.context.cancelled.set()
+        if self.code is not None:
+            self.code.cancel()

@@ -1,0 +1,49 @@
+"""What all rooms of one worker share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from meshpoint.lifecycle.patience import Patience
+from meshpoint.lifecycle.slots import Slots
+from meshpoint.model.checkpoint import Replica
+from meshpoint.model.ids import AgentName
+from meshpoint.model.options import Options
+from meshpoint.ports.broker import Broker
+from meshpoint.ports.clock import Clock
+from meshpoint.ports.home import Home
+from meshpoint.ports.observer import Steps
+
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+"""Runs a step beside the others, in the worker's task group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One agent in one replica: its homes, its broker, its limits.
+
+    `durable` is the home of paused tasks, None when they stay in memory.
+    """
+
+    replica: Replica
+    broker: Broker
+    durable: Home | None
+    memory: Home
+    options: Options
+    clock: Clock
+    slots: Slots
+    patience: Patience
+    steps: Steps
+
+    @property
+    def agent(self) -> AgentName:
+        """The agent that is served."""
+        return self.replica.agent
+
+    @property
+    def homes(self) -> tuple[Home, ...]:
+        """Where tasks may be kept, the preferred one first."""
+        return (self.memory,) if self.durable is None else (self.durable, self.memory)

@@ -1,0 +1,37 @@
+"""How many segments run at a time in one replica. Paused tasks hold no slot."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Slots:
+    """A counter of free slots that can be waited for."""
+
+    def __init__(self, limit: int) -> None:
+        self._free = limit
+        self._some_free = asyncio.Event()
+        self._some_free.set()
+
+    @property
+    def free(self) -> int:
+        """Slots nobody holds."""
+        return self._free
+
+    def take(self, wanted: int) -> int:
+        """Take up to `wanted` slots; how many were taken."""
+        taken = min(wanted, self._free)
+        self._free -= taken
+        if self._free == 0:
+            self._some_free.clear()
+        return taken
+
+    def give_back(self, count: int = 1) -> None:
+        """Return slots that were taken."""
+        if count:
+            self._free += count
+            self._some_free.set()
+
+    async def some_free(self) -> None:
+        """Return when there is a free slot; somebody else may take it first."""
+        await self._some_free.wait()

@@ -1,0 +1,129 @@
+"""The messages a replica sends, built from committed values. Message ids are stable over re-sends."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+
+from pydantic import JsonValue
+
+from meshpoint.model.bodies import (
+    A2AMessage,
+    CancelBody,
+    Part,
+    StatusBody,
+    StatusUpdate,
+    TaskState,
+    TaskStatus,
+    response_body,
+)
+from meshpoint.model.checkpoint import CancelNotice, Dispatch, Reply, Requester
+from meshpoint.model.ids import AgentName, TaskId, new_id
+from meshpoint.model.messages import Address, Header, Message, MessageType, requests_of, responses_of
+from meshpoint.model.outcomes import Outcome
+
+Letter = tuple[Address, Message]
+
+
+def request_letter(call: Dispatch, reply_to: Address, margin: timedelta) -> Letter:
+    """A peer request. The peer gets the call's deadline less `margin`, so that its answer can still arrive."""
+    headers = {
+        **call.headers,
+        Header.PARENT_TASK.value: call.task_id,
+        Header.DEADLINE.value: (call.deadline - margin).timestamp(),
+        Header.ATTEMPT.value: call.attempt,
+    }
+    message = Message(
+        type=MessageType.REQUEST,
+        body=call.body,
+        message_id=call.sub_task_id,
+        correlation_id=call.sub_task_id,
+        app_id=call.agent,
+        reply_to=reply_to,
+        headers=headers,
+    )
+    return requests_of(call.peer), message
+
+
+def cancel_letter(notice: CancelNotice) -> Letter:
+    """A word to a peer that its task is no longer needed."""
+    return responses_of(notice.peer), cancel_message(notice.agent, notice.sub_task_id)
+
+
+def cancel_message(sender: AgentName, task_id: TaskId, reason: str | None = None) -> Message:
+    """A wish that `task_id` end as cancelled."""
+    return Message(
+        type=MessageType.CANCEL,
+        body=CancelBody(id=task_id, reason=reason).to_bytes(),
+        message_id=f"{task_id}.cancel",
+        correlation_id=task_id,
+        app_id=sender,
+    )
+
+
+def reply_letter(reply: Reply) -> Letter | None:
+    """The one answer to a request; None when nobody asked for one."""
+    if reply.requester.reply_to is None:
+        return None
+    message = Message(
+        type=MessageType.RESPONSE,
+        body=reply.body,
+        message_id=f"{reply.task_id}.reply",
+        correlation_id=reply.task_id,
+        app_id=reply.agent,
+        headers=_parent(reply.requester),
+    )
+    return reply.requester.reply_to, message
+
+
+def status_letter(
+    agent: AgentName, task_id: TaskId, requester: Requester, data: JsonValue, context_id: str | None = None
+) -> Letter | None:
+    """A status update to the requester of `task_id`; None when nobody listens."""
+    if requester.reply_to is None:
+        return None
+    said = A2AMessage(message_id=new_id(), role="ROLE_AGENT", parts=[Part(data=data)], task_id=task_id)
+    status = TaskStatus(state=TaskState.WORKING, message=said, timestamp=datetime.now(UTC).isoformat())
+    body = StatusBody(status_update=StatusUpdate(task_id=task_id, context_id=context_id, status=status))
+    message = Message(
+        type=MessageType.STATUS,
+        body=body.to_bytes(),
+        message_id=new_id(),
+        correlation_id=task_id,
+        app_id=agent,
+        headers=_parent(requester),
+    )
+    return requester.reply_to, message
+
+
+def wake_message(agent: AgentName) -> Message:
+    """A broadcast: a task is ready and its finder had no free slot."""
+    return Message(type=MessageType.WAKE, body=b"{}", message_id=new_id(), correlation_id="", app_id=agent)
+
+
+def reply_bytes(task_id: TaskId, context_id: str | None, outcome: Outcome) -> bytes:
+    """The body of the reply that carries `outcome`."""
+    return response_body(task_id, context_id, outcome, timestamp=datetime.now(UTC).isoformat()).to_bytes()
+
+
+def _parent(requester: Requester) -> dict[str, str | int | float]:
+    return {Header.PARENT_TASK.value: requester.parent_task_id} if requester.parent_task_id else {}
+
+
+def pack(message: Message) -> bytes:
+    """`message` as bytes to keep: one line of JSON for the envelope, then the body."""
+    envelope = {
+        "message_id": message.message_id,
+        "correlation_id": message.correlation_id,
+        "app_id": message.app_id,
+        "reply_to": message.reply_to,
+        "user_id": message.user_id,
+        "headers": message.headers,
+    }
+    return json.dumps(envelope, separators=(",", ":")).encode() + b"\n" + message.body
+
+
+def unpack(kept: bytes) -> Message:
+    """The request that `pack` kept."""
+    envelope, _, body = kept.partition(b"\n")
+    return Message(type=MessageType.REQUEST, body=body, **json.loads(envelope))

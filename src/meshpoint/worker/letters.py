@@ -1,0 +1,157 @@
+"""What comes back: responses, status updates, cancels and wake-ups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import assert_never
+
+from meshpoint.errors import PoisonMessage
+from meshpoint.lifecycle import cancel, receive
+from meshpoint.lifecycle.dispatch import Outgoing
+from meshpoint.lifecycle.refuse import Refusals
+from meshpoint.lifecycle.site import Site
+from meshpoint.model.checkpoint import (
+    CancelBeforeRequest,
+    CancelledNow,
+    CancelRequested,
+    CancelTooLate,
+    Claim,
+    WrongSender,
+)
+from meshpoint.model.events import Step
+from meshpoint.model.ids import TaskId
+from meshpoint.model.letters import cancel_message, status_letter
+from meshpoint.model.messages import MessageType
+from meshpoint.ports.broker import Delivery
+from meshpoint.ports.home import Home
+from meshpoint.worker.segments import Segments
+
+
+class Letters:
+    """Takes in what is not a request. `poke` asks for a look at what is due."""
+
+    def __init__(
+        self, site: Site, segments: Segments, outgoing: Outgoing, refusals: Refusals, poke: Callable[[], None]
+    ) -> None:
+        self._site = site
+        self._segments = segments
+        self._outgoing = outgoing
+        self._refusals = refusals
+        self._poke = poke
+
+    async def on_letters(self, deliveries: Sequence[Delivery], home: Home, *, shared: bool) -> None:
+        """Take in what is not a request. `shared` tells the agent's queue from this replica's own."""
+        of_type: dict[MessageType, list[Delivery]] = {kind: [] for kind in MessageType}
+        for delivery in deliveries:
+            of_type[delivery.message.type].append(delivery)
+        await self.on_cancels(of_type[MessageType.CANCEL], shared=shared)
+        await self.on_responses(of_type[MessageType.RESPONSE], home)
+        await self.on_status(of_type[MessageType.STATUS], home)
+        for delivery in of_type[MessageType.WAKE]:
+            self._segments.ready_somewhere.set()
+            self._poke()
+            await delivery.ack()
+        for delivery in of_type[MessageType.REQUEST]:
+            await self._refusals.dead_letter(delivery, "a request does not belong on a response queue")
+
+    async def on_responses(self, deliveries: Sequence[Delivery], home: Home) -> None:
+        """Record outcomes together, go on with the tasks whose join they meet, then ack."""
+        readable: list[tuple[Delivery, Claim, str | None]] = []
+        for delivery in deliveries:
+            try:
+                readable.append((delivery, receive.claim(delivery.message, self._site.options), None))
+            except PoisonMessage as error:
+                failed = receive.unreadable_claim(delivery.message, str(error))
+                if failed is None:
+                    await self._refusals.dead_letter(delivery, str(error))
+                else:
+                    readable.append((delivery, failed, str(error)))
+        if not readable:
+            return
+        arrivals = await self._segments.claim(home, [each for _, each, _ in readable])
+        with self._site.steps.step(Step.ACK, [each.task_id for _, each, _ in readable]):
+            for (delivery, _, unreadable), arrival in zip(readable, arrivals, strict=True):
+                if isinstance(arrival, WrongSender):
+                    reason = (
+                        f"the response came from {delivery.message.app_id!r}, the call went to {arrival.expected!r}"
+                    )
+                    await self._refusals.dead_letter(delivery, reason)
+                elif unreadable is not None:
+                    await self._refusals.dead_letter(delivery, unreadable)
+                else:
+                    await delivery.ack()
+
+    async def on_status(self, deliveries: Sequence[Delivery], home: Home) -> None:
+        """Extend idle deadlines, and forward what peers say to our own requesters."""
+        news: list[receive.StatusNews] = []
+        for delivery in deliveries:
+            try:
+                news.append(receive.status(delivery.message, self._site.options))
+            except PoisonMessage as error:
+                await self._refusals.dead_letter(delivery, str(error))
+            else:
+                await delivery.ack()
+        if not news:
+            return
+        updates = [each.progress for each in news]
+        noted = await self._site.patience.until_answered(lambda: home.store.progress(updates))
+        for each, forward in zip(news, noted, strict=True):
+            if forward is not None:
+                await self._outgoing.tell(
+                    status_letter(self._site.agent, forward.task_id, forward.requester, each.data)
+                )
+
+    async def on_cancels(self, deliveries: Sequence[Delivery], *, shared: bool) -> None:
+        """Cancel tasks: in the database when the wish came by the shared queue, in memory when by broadcast."""
+        wished: dict[TaskId, list[Delivery]] = {}
+        for delivery in deliveries:
+            try:
+                wished.setdefault(receive.cancelled_task(delivery.message, self._site.options), []).append(delivery)
+            except PoisonMessage as error:
+                await self._refusals.dead_letter(delivery, str(error))
+        if not wished:
+            return
+        if shared:
+            await self._cancel_everywhere(list(wished))
+        else:
+            await self._cancel_here(list(wished))
+        for received in wished.values():
+            for delivery in received:
+                await delivery.ack()
+
+    async def _cancel_everywhere(self, task_ids: Sequence[TaskId]) -> None:
+        if self._site.durable is None:
+            await self._broadcast_cancel(task_ids)
+            return
+        results = await cancel.cancel(self._site.durable, task_ids, self._site)
+        for task_id, result in zip(task_ids, results, strict=True):
+            match result:
+                case CancelledNow(reply=reply, cancels=cancels):
+                    await self._segments.send(self._site.durable, [reply, *cancels])
+                case CancelRequested() | CancelBeforeRequest():
+                    await self._broadcast_cancel([task_id])
+                case CancelTooLate():
+                    pass
+                case _:
+                    assert_never(result)
+
+    async def _broadcast_cancel(self, task_ids: Sequence[TaskId]) -> None:
+        async def tell_all() -> None:
+            for task_id in task_ids:
+                await self._site.broker.broadcast(self._site.agent, cancel_message(self._site.agent, task_id))
+
+        await self._site.patience.until_answered(tell_all)
+
+    async def _cancel_here(self, task_ids: Sequence[TaskId]) -> None:
+        waiting = []
+        for task_id in task_ids:
+            if self._segments.cancel(task_id):
+                continue
+            if task_id in self._segments.held or self._site.durable is None:
+                waiting.append(task_id)
+        if not waiting:
+            return
+        results = await cancel.cancel(self._site.memory, waiting, self._site)
+        for result in results:
+            if isinstance(result, CancelledNow):
+                await self._segments.send(self._site.memory, [result.reply, *result.cancels])

@@ -1,0 +1,160 @@
+"""Requests: begin the first segment of each new task, and see to those that arrived before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import assert_never
+
+from meshpoint.errors import PoisonMessage
+from meshpoint.lifecycle import finish, receive
+from meshpoint.lifecycle.cancel import CANCELLED
+from meshpoint.lifecycle.dispatch import Outgoing
+from meshpoint.lifecycle.refuse import Refusals, refusal
+from meshpoint.lifecycle.segment import Segment
+from meshpoint.lifecycle.site import Site, Spawn
+from meshpoint.model.checkpoint import Begin, Begun, CancelFound, Fenced, Known, Run, TaskState
+from meshpoint.model.events import Step
+from meshpoint.model.ids import RunId, TaskId, new_id
+from meshpoint.model.letters import pack, reply_letter
+from meshpoint.model.options import AckPolicy
+from meshpoint.model.outcomes import Failed, FailureKind
+from meshpoint.ports.broker import Delivery
+from meshpoint.ports.home import Home
+from meshpoint.worker.segments import Segments
+
+
+class Requests:
+    """Takes requests in. `poke` asks for a look at what is due."""
+
+    def __init__(
+        self,
+        site: Site,
+        segments: Segments,
+        outgoing: Outgoing,
+        refusals: Refusals,
+        spawn: Spawn,
+        poke: Callable[[], None],
+    ) -> None:
+        self._site = site
+        self._segments = segments
+        self._outgoing = outgoing
+        self._refusals = refusals
+        self._spawn = spawn
+        self._poke = poke
+
+    async def on_requests(self, deliveries: Sequence[Delivery]) -> None:
+        """Begin the first segment of each new task; settle requests that arrived before. Takes a slot for each."""
+        arrived: list[tuple[Segment, receive.Request, Delivery]] = []
+        for delivery in deliveries:
+            segment_of = await self._read(delivery)
+            if segment_of is None:
+                self._site.slots.give_back()
+            else:
+                arrived.append((*segment_of, delivery))
+        known = await self._lookup([request.task_id for _, request, _ in arrived])
+        for segment, request, delivery in arrived:
+            begun = await self._admit(segment, request, delivery, known.get(request.task_id))
+            if begun:
+                self._segments.start(segment, request)
+            else:
+                self._site.slots.give_back()
+
+    async def _read(self, delivery: Delivery) -> tuple[Segment, receive.Request] | None:
+        try:
+            request = receive.request(delivery.message, self._site.options)
+        except PoisonMessage as error:
+            await self._refusals.dead_letter(delivery, str(error))
+            return None
+        if self._segments.adopt(request.task_id, delivery):
+            return None
+        run = Run(request.task_id, self._site.agent, RunId(new_id()))
+        segment = Segment(run=run, requester=request.requester, request=pack(delivery.message), deliveries=[delivery])
+        self._segments.arrive(segment)
+        return segment, request
+
+    async def _lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, tuple[Home, Known]]:
+        found: dict[TaskId, tuple[Home, Known]] = {}
+        if task_ids:
+            with self._site.steps.step(Step.RECEIVE, task_ids):
+                for home in self._site.homes:
+                    rows = await self._site.patience.until_answered(partial(home.store.lookup, task_ids))
+                    found.update({task_id: (home, row) for task_id, row in rows.items()})
+        return found
+
+    async def _admit(
+        self, segment: Segment, request: receive.Request, delivery: Delivery, known: tuple[Home, Known] | None
+    ) -> bool:
+        """Whether the task is to run here now. If not, its request is settled, or soon will be."""
+        if known is not None:
+            self._spawn(self._again(segment, *known))
+            return False
+        if refused := self._refusal(segment, request, delivery.count):
+            self._spawn(self._refuse(segment, refused))
+            return False
+        if self._site.durable is None or (
+            self._site.options.ack_policy is AckPolicy.AT_CHECKPOINT
+            and delivery.count < self._site.options.begin_at_delivery
+        ):
+            return True
+        return await self._write_first(segment, self._site.durable)
+
+    def _refusal(self, segment: Segment, request: receive.Request, count: int) -> Failed | None:
+        options = self._site.options
+        if self._site.durable is None and count >= options.begin_at_delivery + options.max_attempts:
+            segment.dead_reason = f"it was delivered {count} times and no run of it came to an end"
+            return Failed(FailureKind.ERROR, segment.dead_reason)
+        return refusal(request, options, self._site.clock.now())
+
+    async def _write_first(self, segment: Segment, home: Home) -> bool:
+        """Write the task as running and ack its request: from here on the lease owns the run, not the broker."""
+        assert segment.request is not None
+        begin = Begin(segment.run, self._site.replica, segment.requester, segment.request)
+        with self._site.steps.step(Step.BEGIN, [segment.run.task_id]):
+            (result,) = await self._site.patience.until_answered(lambda: home.store.begin([begin]))
+        match result:
+            case Begun(run=run):
+                segment.run, segment.home = run, home
+                await self._segments.ack(run.task_id, segment.deliveries)
+                segment.deliveries = []
+                return True
+            case Fenced():
+                self._spawn(self._settled(segment))
+            case CancelFound():
+                self._spawn(self._refuse(segment, CANCELLED))
+            case _:
+                assert_never(result)
+        return False
+
+    async def _again(self, segment: Segment, home: Home, known: Known) -> None:
+        """A request that arrived before. What it still needs is seen to; nothing runs twice."""
+        if known.agent != self._site.agent:
+            message = f"the task id names a task of agent {known.agent!r}"
+            await self._refuse(segment, Failed(FailureKind.ERROR, message))
+        elif known.reply is not None:
+            # The tombstone of a cancel that came first does not know the requester; this request does.
+            reply = replace(known.reply, requester=segment.requester)
+            await self._outgoing.deliver(reply_letter(reply), known.task_id)
+            await self._settled(segment)
+        elif home.durable:
+            if known.state is TaskState.WAITING:
+                self._poke()  # what is due for dispatch is sent again
+            await self._settled(segment)
+        else:
+            self._segments.held.hold(known.task_id, segment.deliveries)
+            self._segments.leave(segment)
+
+    async def _refuse(self, segment: Segment, refused: Failed) -> None:
+        reply = finish.reply_for(segment, refused, self._site.options)
+        await self._outgoing.deliver(reply_letter(reply), segment.run.task_id)
+        await self._settled(segment)
+
+    async def _settled(self, segment: Segment) -> None:
+        if segment.dead_reason is None:
+            await self._segments.ack(segment.run.task_id, segment.deliveries)
+        else:
+            self._site.steps.note(Step.DEAD_TASK, segment.run.task_id, reason=segment.dead_reason)
+            for delivery in segment.deliveries:
+                await self._refusals.dead_letter(delivery, segment.dead_reason)
+        self._segments.leave(segment)

@@ -1,0 +1,375 @@
+"""The live segments of one replica: each is carried from its trigger to its checkpoint or its end.
+
+`start` and `resume` begin one, `_live` carries it, `_settle` commits what its code came to, and the `_after_…`
+steps publish and ack. Nothing is published that is not committed, nothing acked that is not published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeAlias, assert_never
+
+from pydantic import JsonValue
+
+from meshpoint.agents.protocol import DurableAgent
+from meshpoint.errors import IncompatibleState, Unavailable
+from meshpoint.lifecycle import checkpoint, claim, finish, receive, run
+from meshpoint.lifecycle.cancel import CANCELLED
+from meshpoint.lifecycle.dispatch import Outgoing
+from meshpoint.lifecycle.held import Held
+from meshpoint.lifecycle.leases import LeaseKeeper
+from meshpoint.lifecycle.restore import restore
+from meshpoint.lifecycle.segment import Segment, Stop
+from meshpoint.lifecycle.site import Site, Spawn
+from meshpoint.model.calls import Paused
+from meshpoint.model.checkpoint import (
+    AllArrived,
+    Arrival,
+    CancelFound,
+    Claim,
+    Committed,
+    Duplicate,
+    Ended,
+    Fenced,
+    MadeReady,
+    PastDeadline,
+    Release,
+    Reply,
+    Requester,
+    Resumable,
+    Run,
+    Send,
+    StillWaiting,
+    TaskState,
+    Unknown,
+    WrongSender,
+)
+from meshpoint.model.context import Report
+from meshpoint.model.events import Step
+from meshpoint.model.ids import TaskId
+from meshpoint.model.letters import reply_letter, status_letter, unpack, wake_message
+from meshpoint.model.outcomes import Failed, FailureKind, Ok
+from meshpoint.ports.broker import Delivery
+from meshpoint.ports.home import Home
+
+log = logging.getLogger("meshpoint.segments")
+
+Agent: TypeAlias = DurableAgent[Any, Any]
+Afterwards: TypeAlias = Callable[[], Awaitable[None]]
+"""What is left to do when a segment has committed and its slot is free again: publish, then ack."""
+
+
+class Segments:
+    """Runs agent code in slots and settles what it comes to. `make_room` adapts prefetch to the tasks held."""
+
+    def __init__(
+        self,
+        site: Site,
+        agent: Agent,
+        outgoing: Outgoing,
+        leases: LeaseKeeper | None,
+        spawn: Spawn,
+        make_room: Callable[[], None],
+    ) -> None:
+        self._site = site
+        self._agent = agent
+        self._outgoing = outgoing
+        self._leases = leases
+        self._spawn = spawn
+        self._make_room = make_room
+        self.live: dict[TaskId, Segment] = {}
+        self.held = Held()
+        self._carried: set[asyncio.Task[None]] = set()
+        self._none_left = asyncio.Event()
+        self.ready_somewhere = asyncio.Event()
+
+    # ── into a segment ─────────────────────────────────────────────────────────────────────────────
+
+    def arrive(self, segment: Segment) -> None:
+        """Know a task from the moment its request is looked up, so that a cancel finds it."""
+        self.live[segment.run.task_id] = segment
+
+    def adopt(self, task_id: TaskId, delivery: Delivery) -> bool:
+        """Keep a request that arrived again for a task this process has in memory; whether it has."""
+        if task_id in self.live:
+            self.live[task_id].deliveries.append(delivery)
+        elif task_id in self.held:
+            self.held.hold(task_id, [delivery])
+        else:
+            return False
+        return True
+
+    def leave(self, segment: Segment) -> None:
+        """Forget a task that came to nothing here."""
+        if self.live.get(segment.run.task_id) is segment:
+            del self.live[segment.run.task_id]
+        if not self.live and not self.held:
+            self._none_left.set()
+
+    def start(self, segment: Segment, request: receive.Request) -> None:
+        """Run the first segment of an arrived task. The caller's slot passes to it."""
+        segment.context = request.context(self.report_to(request.task_id, request.requester))
+        self._begin(segment, run.first_segment(self._agent, segment, request.input, self._site.steps))
+
+    def resume(self, home: Home, task: Resumable) -> None:
+        """Run the next segment of a task this replica owns now. The caller's slot passes to it."""
+        segment = Segment(run=task.run, requester=task.requester, home=home)
+        self.arrive(segment)
+        if task.cancel_requested:
+            self._begin(segment, _already(run.Stopped(Stop.CANCELLED)))
+        elif task.attempt > self._site.options.max_attempts:
+            reason = f"its segment was run {task.attempt - 1} times and each run ended with its process"
+            segment.dead_reason = reason
+            self._begin(segment, _already(Failed(FailureKind.ERROR, reason)))
+        elif task.run.generation == 0:
+            assert task.request is not None
+            self.start(segment, receive.request(unpack(task.request), self._site.options))
+        else:
+            self._begin(segment, self._restored(segment, home, task))
+
+    async def _restored(self, segment: Segment, home: Home, task: Resumable) -> run.SegmentResult:
+        try:
+            with self._site.steps.step(Step.RESTORE, [task.run.task_id], generation=task.run.generation):
+                context, outcomes = restore(task, self.report_to(task.run.task_id, task.requester))
+        except IncompatibleState as error:
+            return run.Unreadable(str(error))
+        segment.context = context
+        return await run.next_segment(self._agent, segment, task, outcomes, self._site.steps)
+
+    def _begin(self, segment: Segment, code: Coroutine[Any, Any, run.SegmentResult]) -> None:
+        if self._leases is not None and segment.home is not None and segment.home.durable:
+            self._leases.keep(segment.run)
+        carried = self._spawn(self._live(segment, code))
+        self._carried.add(carried)
+        carried.add_done_callback(self._carried.discard)
+
+    # ── through it ─────────────────────────────────────────────────────────────────────────────────
+
+    async def _live(self, segment: Segment, code: Coroutine[Any, Any, run.SegmentResult]) -> None:
+        owned = segment.run
+        try:
+            try:
+                afterwards = await self._settle(segment, await code)
+            except Exception as error:  # the consumer edge: a defect here must not take the other tasks along
+                log.exception("task %s: its segment could not be settled", owned.task_id)
+                broken = Failed(FailureKind.ERROR, f"internal error: {type(error).__name__}: {error}")
+                afterwards = await self._settle(segment, broken)
+        finally:
+            if self._leases is not None:
+                self._leases.let_go(owned)
+            self._site.slots.give_back()
+        await afterwards()
+        self.leave(segment)
+
+    async def _settle(self, segment: Segment, result: run.SegmentResult) -> Afterwards:
+        """Commit what the code came to; what is left to publish and ack."""
+        match result:
+            case Paused():
+                return await self._pause(segment, result)
+            case Ok() | Failed():
+                return await self._end(segment, result)
+            case run.Stopped(why=why):
+                return await self._stopped(segment, why)
+            case run.Unreadable(reason=reason):
+                return await self._give_back(segment, reason)
+            case _:
+                assert_never(result)
+
+    async def _stopped(self, segment: Segment, why: Stop) -> Afterwards:
+        match why:
+            case Stop.CANCELLED:
+                self._site.steps.note(Step.CODE_CANCELLED, segment.run.task_id)
+                return await self._end(segment, CANCELLED)
+            case Stop.DRAINING:
+                return await self._give_back(segment, None)
+            case Stop.LOST:
+                return partial(self._ack, segment)
+            case _:
+                assert_never(why)
+
+    async def _pause(self, segment: Segment, paused: Paused) -> Afterwards:
+        pause = checkpoint.plan(segment, paused, self._agent.state_format, self._site.options)
+        home, saved = await checkpoint.save(pause, segment.home, self._site)
+        match saved:
+            case Committed():
+                return partial(self._after_pause, segment, home, saved)
+            case Fenced():
+                self._site.steps.note(Step.FENCED, segment.run.task_id, what="pause", fence=segment.run.fence)
+                return partial(self._ack, segment)
+            case CancelFound(run=still_ours):
+                if still_ours is None:
+                    return partial(self._answer, segment, finish.reply_for(segment, CANCELLED, self._site.options))
+                segment.run, segment.home = still_ours, home
+                return await self._end(segment, CANCELLED)
+            case PastDeadline():
+                return await self._end(segment, Failed(FailureKind.TIMEOUT, "the task's deadline has passed"))
+            case _:
+                assert_never(saved)
+
+    async def _end(self, segment: Segment, outcome: Ok[JsonValue] | Failed) -> Afterwards:
+        reply = finish.reply_for(segment, outcome, self._site.options)
+        if segment.home is None:
+            return partial(self._answer, segment, reply)
+        ended = await finish.end(segment, segment.home, reply, self._site)
+        match ended:
+            case Ended(reply=committed):
+                return partial(self._after_end, segment, segment.home, committed)
+            case Fenced():
+                return partial(self._ack, segment)
+            case _:
+                assert_never(ended)
+
+    async def _give_back(self, segment: Segment, unreadable: str | None) -> Afterwards:
+        """Let another replica go on: as `ready` when the task has a durable row, else through the broker."""
+        home = segment.home
+        if home is None or not home.durable:
+            return partial(self._requeue, segment)
+        not_before = self._site.options.incompatible_pause if unreadable else timedelta()
+        release = Release(segment.run, not_before, unreadable)
+        with self._site.steps.step(Step.RELEASE, [segment.run.task_id], reason=unreadable or "drain"):
+            await self._site.patience.until_answered(lambda: home.store.release([release]))
+        return self.wake_others
+
+    # ── out of it ──────────────────────────────────────────────────────────────────────────────────
+
+    async def _after_pause(self, segment: Segment, home: Home, saved: Committed) -> None:
+        if not home.durable:
+            self.held.hold(segment.run.task_id, segment.deliveries)
+            segment.deliveries = []
+            self.leave(segment)
+            self._make_room()
+        await self.send(home, saved.dispatches)
+        if saved.state is TaskState.READY:
+            self.ready_somewhere.set()
+        await self._ack(segment)
+
+    async def _after_end(self, segment: Segment, home: Home, reply: Reply) -> None:
+        await self.send(home, [reply])
+        await self._ack(segment)
+
+    async def _answer(self, segment: Segment, reply: Reply) -> None:
+        """Answer a task that has no row of its own: the broker confirms the reply, then the request is acked."""
+        await self._outgoing.deliver(reply_letter(reply), segment.run.task_id)
+        await self._ack(segment)
+
+    async def _ack(self, segment: Segment) -> None:
+        await self.ack(segment.run.task_id, segment.deliveries)
+        segment.deliveries = []
+
+    async def _requeue(self, segment: Segment) -> None:
+        for delivery in segment.deliveries:
+            await delivery.requeue()
+
+    async def ack(self, task_id: TaskId, deliveries: Iterable[Delivery]) -> None:
+        """Settle requests whose consequences are committed and sent."""
+        deliveries = list(deliveries)
+        if not deliveries:
+            return
+        with self._site.steps.step(Step.ACK, [task_id]):
+            for delivery in deliveries:
+                await delivery.ack()
+
+    # ── around it ──────────────────────────────────────────────────────────────────────────────────
+
+    async def send(self, home: Home, sends: Sequence[Send]) -> None:
+        """Send what a home committed. A call that nobody can receive is claimed as undeliverable at once."""
+        undeliverable, settled = await self._outgoing.send(home, sends)
+        for task_id in settled:
+            if deliveries := self.held.let_go(task_id):
+                await self.ack(task_id, deliveries)
+                self._make_room()
+        if undeliverable:
+            await self.claim(home, undeliverable)
+
+    async def claim(self, home: Home, claims: Sequence[Claim]) -> list[Arrival]:
+        """Record outcomes, and go on with the tasks whose join they meet."""
+        arrivals = await claim.claim(home, claims, self._site)
+        for arrival in arrivals:
+            self.arrived(home, arrival)
+        return arrivals
+
+    def arrived(self, home: Home, arrival: Arrival) -> None:
+        """Go on from one recorded (or refused) outcome."""
+        match arrival:
+            case AllArrived(task=task, cancels=cancels):
+                self.resume(home, task)
+                if cancels:
+                    self._spawn(self.send(home, cancels))
+            case MadeReady(cancels=cancels):
+                self.ready_somewhere.set()
+                self._spawn(self.wake_others())
+                if cancels:
+                    self._spawn(self.send(home, cancels))
+            case StillWaiting():
+                pass
+            case Duplicate():
+                self._site.steps.note(Step.DUPLICATE, arrival.task_id, sub_task_id=arrival.sub_task_id)
+            case Unknown():
+                self._site.steps.note(Step.LATE, arrival.task_id, sub_task_id=arrival.sub_task_id)
+            case WrongSender():
+                pass  # the delivery goes to the dead letters, with this as its reason
+            case _:
+                assert_never(arrival)
+
+    def cancel(self, task_id: TaskId) -> bool:
+        """Stop the code of a live task, or keep it from starting; whether there is one."""
+        segment = self.live.get(task_id)
+        if segment is not None:
+            segment.stop(Stop.CANCELLED)
+        return segment is not None
+
+    def lose(self, run: Run) -> None:
+        """Stop the code of a run whose task another replica owns."""
+        segment = self.live.get(run.task_id)
+        if segment is not None and segment.run == run:
+            self._site.steps.note(Step.LEASE_LOST, run.task_id, fence=run.fence)
+            segment.stop(Stop.LOST)
+
+    async def drain(self) -> None:
+        """Return when no task is left: ended, paused in the database, or given back after `drain_timeout`."""
+        if not await self._none_left_within(self._site.options.drain_timeout):
+            for segment in list(self.live.values()):
+                segment.stop(Stop.DRAINING)
+            for delivery in self.held.let_all_go():
+                await delivery.requeue()
+            await self._none_left_within(self._site.options.release_timeout)
+        for carried in self._carried:
+            carried.cancel()  # the database or the broker is away: leases and un-acked requests bring them back
+
+    async def _none_left_within(self, limit: timedelta) -> bool:
+        self._none_left.clear()
+        if not self.live and not self.held:
+            return True
+        try:
+            async with asyncio.timeout(limit.total_seconds()):
+                return await self._none_left.wait()
+        except TimeoutError:
+            return False
+
+    async def wake_others(self) -> None:
+        """Tell all replicas that a task is ready. Losing it costs one sweep interval."""
+        try:
+            await self._site.broker.broadcast(self._site.agent, wake_message(self._site.agent))
+        except Unavailable as error:
+            self._site.patience.note_away(error)
+
+    def report_to(self, task_id: TaskId, requester: Requester) -> Report:
+        """What `ctx.status` calls: a status update to the requester, lost when the broker is away."""
+
+        async def report(data: JsonValue) -> None:
+            letter = status_letter(self._site.agent, task_id, requester, data)
+            if letter is not None:
+                try:
+                    await self._site.broker.publish([letter])
+                except Unavailable as error:
+                    self._site.patience.note_away(error)
+
+        return report
+
+
+async def _already(result: run.SegmentResult) -> run.SegmentResult:
+    return result

@@ -1,0 +1,203 @@
+"""The corridor: what happens to a request, to a response, to a cancel, and to what time makes due.
+
+One rule orders everything: commit, publish, ack.
+
+- `requests.Requests.on_requests` begins the first segment of each new task;
+- `segments.Segments` carries a segment to its checkpoint or its end;
+- `letters.Letters.on_letters` records outcomes, and the last one of a join begins the next segment;
+- `sweeper.Sweeper.look` finds what time alone makes due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from meshpoint.agents.protocol import readable_formats
+from meshpoint.errors import Unavailable
+from meshpoint.lifecycle.dispatch import Outgoing
+from meshpoint.lifecycle.inbox import Inbox
+from meshpoint.lifecycle.leases import LeaseKeeper
+from meshpoint.lifecycle.patience import Patience
+from meshpoint.lifecycle.refuse import Refusals
+from meshpoint.lifecycle.site import Site
+from meshpoint.lifecycle.slots import Slots
+from meshpoint.model.checkpoint import Replica, Run
+from meshpoint.model.events import Step
+from meshpoint.model.ids import AgentName, ReplicaId, new_id
+from meshpoint.model.messages import private_of, requests_of, responses_of
+from meshpoint.model.options import Options
+from meshpoint.ports.broker import Broker, Subscription
+from meshpoint.ports.clock import Clock
+from meshpoint.ports.home import Home
+from meshpoint.ports.observer import Observer, Steps
+from meshpoint.ports.store import CheckpointStore
+from meshpoint.worker.letters import Letters
+from meshpoint.worker.requests import Requests
+from meshpoint.worker.segments import Agent, Segments
+from meshpoint.worker.sweeper import Sweeper
+
+_BATCH = 256
+
+
+class Worker:
+    """One agent in one process. `run` serves it until told to stop.
+
+    `durable` is the database, or None with `stateless_checkpointing: false`; `memory` is the other home.
+    `lease_store` opens a second connection, for the thread that renews leases.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        *,
+        broker: Broker,
+        memory: CheckpointStore,
+        durable: CheckpointStore | None,
+        lease_store: Callable[[], CheckpointStore] | None,
+        clock: Clock,
+        observer: Observer,
+        options: Options,
+        replica_id: ReplicaId | None = None,
+    ) -> None:
+        name = AgentName(agent.name)
+        replica = Replica(replica_id or ReplicaId(new_id()), name, readable_formats(agent), options.lease)
+        steps = Steps(observer, name, replica.id)
+        patience = Patience(clock, steps)
+        self.site = site = Site(
+            replica=replica,
+            broker=broker,
+            durable=Home(durable, responses_of(name)) if durable is not None else None,
+            memory=Home(memory, private_of(name, replica.id)),
+            options=options,
+            clock=clock,
+            slots=Slots(options.max_concurrency),
+            patience=patience,
+            steps=steps,
+        )
+        self._leases = (
+            LeaseKeeper(lease_store, replica, options.renew_interval, steps, self._lease_lost)
+            if lease_store
+            else None
+        )
+        outgoing = Outgoing(site)
+        refusals = Refusals(site)
+        self.segments = Segments(site, agent, outgoing, self._leases, self._spawn, self._make_room)
+        self._requests = Requests(site, self.segments, outgoing, refusals, self._spawn, self._poke)
+        self._letters = Letters(site, self.segments, outgoing, refusals, self._poke)
+        self._sweeper = Sweeper(site, self.segments, outgoing, self._spawn)
+        self._request_inbox, self._shared_inbox, self._private_inbox = Inbox(), Inbox(), Inbox()
+        self._subscriptions: dict[str, Subscription] = {}
+        self._poked = asyncio.Event()
+        self._room = 0
+        self._tasks: asyncio.TaskGroup | None = None
+
+    # ── serving ────────────────────────────────────────────────────────────────────────────────────
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set, then drain.
+
+        Raises:
+            Unavailable: the broker or the database did not answer within `startup_timeout`.
+            ConfigurationError: the database is not migrated, or a queue exists with other arguments.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            await self._start()
+            shared_home = self.site.durable or self.site.memory
+            requests = tasks.create_task(self._serve_requests())
+            shared = tasks.create_task(self._serve_letters(self._shared_inbox, shared_home, shared=True))
+            private = tasks.create_task(self._serve_letters(self._private_inbox, self.site.memory, shared=False))
+            due = tasks.create_task(self._serve_due())
+            await stop.wait()
+            await self._drain(entrances=(requests, shared, due), private=private)
+
+    async def _start(self) -> None:
+        async def open_all() -> None:
+            for home in self.site.homes:
+                await home.store.open()
+            await self.site.broker.declare(self.site.agent, self.site.replica.id)
+
+        await self.site.patience.for_a_while(open_all, self.site.options.startup_timeout)
+        if self._leases is not None:
+            self._leases.start()
+        self._sweeper.begin_grace()
+        agent, options = self.site.agent, self.site.options
+        for name, address, inbox, prefetch in (
+            ("shared", responses_of(agent), self._shared_inbox, options.response_prefetch),
+            ("private", self.site.memory.reply_to, self._private_inbox, options.response_prefetch),
+            ("requests", requests_of(agent), self._request_inbox, options.max_concurrency),
+        ):
+            self._subscriptions[name] = await self.site.broker.consume(address, prefetch, inbox.put)
+        self.site.steps.note(Step.STARTED)
+
+    async def _serve_requests(self) -> None:
+        slots = self.site.slots
+        while True:
+            await self._request_inbox.some()
+            await slots.some_free()
+            await self._sweeper.take_ready()  # a freed slot serves ready tasks before new requests
+            if granted := slots.take(len(self._request_inbox)):
+                await self._requests.on_requests(self._request_inbox.take(granted))
+
+    async def _serve_letters(self, inbox: Inbox, home: Home, *, shared: bool) -> None:
+        while True:
+            await inbox.some()
+            await self._letters.on_letters(inbox.take(_BATCH), home, shared=shared)
+
+    async def _serve_due(self) -> None:
+        while True:
+            self._poked.clear()
+            await self._sweeper.look()
+            await self._poked_or_interval()
+
+    async def _poked_or_interval(self) -> None:
+        poked = asyncio.ensure_future(self._poked.wait())
+        interval = asyncio.ensure_future(self.site.clock.sleep(self.site.options.sweep_interval))
+        try:
+            await asyncio.wait({poked, interval}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            poked.cancel()
+            interval.cancel()
+
+    def _poke(self) -> None:
+        self._poked.set()
+
+    def _spawn(self, step: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        assert self._tasks is not None
+        return self._tasks.create_task(step)
+
+    def _lease_lost(self, run: Run) -> None:
+        self.segments.lose(run)
+
+    def _make_room(self) -> None:
+        room = self.segments.held.room(self.site.options.max_in_memory)
+        if room != self._room:
+            self._room = room
+            self._spawn(self._subscriptions["requests"].resize(self.site.options.max_concurrency + room))
+
+    # ── draining ───────────────────────────────────────────────────────────────────────────────────
+
+    async def _drain(self, entrances: Sequence[asyncio.Task[None]], private: asyncio.Task[None]) -> None:
+        """Stop consuming, let segments come to a pause or an end, give the rest back."""
+        await self._unsubscribe("requests", self._request_inbox)
+        await self._unsubscribe("shared", self._shared_inbox)
+        for entrance in entrances:
+            entrance.cancel()
+        await self.segments.drain()
+        await self._unsubscribe("private", self._private_inbox)
+        private.cancel()
+        if self._leases is not None:
+            await self._leases.close()
+        for home in self.site.homes:
+            await home.store.close()
+        self.site.steps.note(Step.DRAINED)
+
+    async def _unsubscribe(self, name: str, inbox: Inbox) -> None:
+        try:
+            await self._subscriptions[name].cancel()
+            for delivery in inbox.take(len(inbox)):
+                await delivery.requeue()
+        except Unavailable as error:  # what is un-acked is given back when the connection closes
+            self.site.patience.note_away(error)
