@@ -1,0 +1,190 @@
+"""The broker that needs no server: durable queues in a SQLite file that several processes share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+from meshpoint.adapters.sqlite_queue.content import to_row
+from meshpoint.adapters.sqlite_queue.jobs import Consumer, Job
+from meshpoint.adapters.sqlite_queue.queues import Claimed, Queues
+from meshpoint.adapters.sqlite_queue.session import Session, Tuning
+from meshpoint.adapters.sqlite_queue.thread import QueueThread
+from meshpoint.errors import BrokerUnavailable, ConfigurationError
+from meshpoint.model.ids import AgentName, ReplicaId
+from meshpoint.model.messages import Address, Message
+from meshpoint.ports.broker import OnDelivery, Published
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class SqliteBroker:
+    """A `Broker` over the file at `path`, which must be on a disk of this host.
+
+    Args:
+        path: created if need be; may be the file of the task tables.
+        namespace: meshes with different namespaces do not see each other.
+        lease: how long the process may stand still before others get what it holds.
+        delivery_limit: a message given back after so many deliveries goes to the dead letters.
+        private_ttl: how long a private queue outlives its broker.
+        poll_interval: how long a message from another process may lie unseen.
+        busy_timeout: how long to wait for other writers before `BrokerUnavailable`.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        namespace: str,
+        lease: timedelta = timedelta(seconds=5),
+        delivery_limit: int = 20,
+        private_ttl: timedelta = timedelta(minutes=30),
+        poll_interval: timedelta = timedelta(milliseconds=10),
+        busy_timeout: timedelta = timedelta(seconds=5),
+    ) -> None:
+        self.path, self._namespace = Path(path).absolute(), namespace
+        self._tuning = Tuning(
+            lease=lease.total_seconds(),
+            private_ttl=private_ttl.total_seconds(),
+            poll_interval=poll_interval.total_seconds(),
+            busy_timeout=busy_timeout.total_seconds(),
+            delivery_limit=delivery_limit,
+        )
+        self._thread: QueueThread | None = None
+        self._session: Session | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the last transaction worked."""
+        return self._thread is not None and self._thread.connected
+
+    async def open(self) -> None:
+        """Open the file and begin to beat.
+
+        Raises:
+            ConfigurationError: the folder is not there, or the file has queues of another version.
+            BrokerUnavailable: the file cannot be opened or written.
+        """
+        if self._thread is None:
+            thread = QueueThread(self.path, self._namespace, self._tuning)
+            self._session = await thread.start()
+            self._thread = thread
+
+    async def close(self) -> None:
+        """Settle what was asked before, give the rest back, close the file."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            await thread.stop()
+
+    async def declare(self, agent: AgentName, replica: ReplicaId | None = None) -> None:
+        """Make the queues of `agent`, and the private one of `replica`, exist."""
+        session = self._session
+
+        def declare(queues: Queues, holder: int) -> None:
+            queues.declare(agent)
+            if replica is not None and session is not None:
+                queues.declare_private(agent, replica, holder)
+                session.own(agent, replica)
+
+        await self._do(declare, durable=True)
+
+    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+        """Append each message to its queue, if there is one; it is on the disk when this returns."""
+        rows = [(address, to_row(message)) for address, message in messages]
+        return await self._do(lambda queues, _: queues.publish(rows), durable=True) if rows else []
+
+    async def broadcast(self, agent: AgentName, message: Message) -> None:
+        """Append `message` to the private queues of `agent`."""
+        row = to_row(message)
+        await self._do(lambda queues, _: queues.broadcast(agent, row), durable=True)
+
+    async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> SqliteSubscription:
+        """Deliver messages of `address` until cancelled.
+
+        Raises:
+            ConfigurationError: nobody declared `address`.
+        """
+        if await self.depth(address) is None:
+            raise ConfigurationError("broker", f"there is no queue {address!r}", "declare its agent first")
+        thread = self._reach()
+        subscription = SqliteSubscription(thread, address, prefetch, on_delivery)
+        await thread.attach(subscription.consumer)
+        return subscription
+
+    async def depth(self, address: Address) -> int | None:
+        """Messages that no consumer holds; None when there is no such queue."""
+        return await self._do(lambda queues, _: queues.depth(address))
+
+    async def _do(self, run: Callable[[Queues, int], T], *, durable: bool = False) -> T:
+        thread = self._reach()
+        job = Job(run, asyncio.get_running_loop().create_future(), durable=durable)
+        return await thread.do(job)
+
+    def _reach(self) -> QueueThread:
+        if self._thread is None:
+            raise BrokerUnavailable(f"{self.path}: the broker is not open")
+        return self._thread
+
+
+class SqliteSubscription:
+    """A running consumer."""
+
+    def __init__(self, thread: QueueThread, address: Address, prefetch: int, on_delivery: OnDelivery) -> None:
+        self._thread, self._on_delivery, self._cancelled = thread, on_delivery, False
+        self._returning: set[asyncio.Task[bool]] = set()
+        self.consumer = Consumer(address, prefetch, self._deliver)
+
+    async def resize(self, prefetch: int) -> None:
+        """Let up to `prefetch` deliveries be unsettled at a time."""
+        await self._thread.resize(self.consumer, prefetch)
+
+    async def cancel(self) -> None:
+        """Take no more deliveries; those unsettled can still be settled."""
+        self._cancelled = True
+        await self._thread.detach(self.consumer)
+
+    def _deliver(self, claimed: Claimed) -> None:
+        delivery = SqliteDelivery(self._thread, self.consumer, claimed)
+        if self._cancelled:  # it was claimed just before
+            task = asyncio.ensure_future(delivery.requeue())
+            self._returning.add(task)
+            task.add_done_callback(self._returning.discard)
+            return
+        try:
+            self._on_delivery(delivery)
+        except Exception:
+            _log.exception("on_delivery failed; message %s stays unsettled", claimed.message.message_id)
+
+
+class SqliteDelivery:
+    """One message handed to one consumer."""
+
+    def __init__(self, thread: QueueThread, consumer: Consumer, claimed: Claimed) -> None:
+        self._thread, self._consumer, self._claimed = thread, consumer, claimed
+        self.message, self.address, self.count = claimed.message, consumer.address, claimed.count
+
+    async def ack(self) -> bool:
+        """Settle it: done."""
+        return await self._settle(lambda queues: queues.ack(self._claimed))
+
+    async def requeue(self) -> bool:
+        """Give it back for another consumer; raises its count."""
+        return await self._settle(lambda queues: queues.requeue(self._claimed))
+
+    async def dead_letter(self, reason: str) -> bool:
+        """Move it to its agent's dead letters."""
+        return await self._settle(lambda queues: queues.dead_letter(self._claimed, reason))
+
+    async def _settle(self, how: Callable[[Queues], bool]) -> bool:
+        def run(queues: Queues, holder: int) -> bool:
+            self._consumer.held.discard(self._claimed.key)
+            return holder == self._claimed.holder and how(queues)
+
+        job = Job(run, asyncio.get_running_loop().create_future(), settles=True)
+        return await self._thread.do(job)

@@ -1,0 +1,110 @@
+"""The queue's tables, and how a connection to them is opened.
+
+They may share a file with the task tables; all names begin with `meshpoint_queue`. A message's state and its
+content are two rows, so that a claim rewrites a few bytes and never the body.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshpoint.errors import ConfigurationError
+
+VERSION = 1
+
+_TABLES = (
+    "CREATE TABLE meshpoint_queue_schema (version INTEGER NOT NULL)",
+    # One row per open broker. Its beat rises while the process lives; ids are never used again.
+    "CREATE TABLE meshpoint_queue_holder (id INTEGER PRIMARY KEY AUTOINCREMENT, beat INTEGER NOT NULL DEFAULT 0)",
+    # A private queue names the holder that declared it, and when that holder went.
+    """CREATE TABLE meshpoint_queue (
+        name TEXT PRIMARY KEY, agent TEXT NOT NULL, dead_letters TEXT NOT NULL,
+        private INTEGER NOT NULL, holder INTEGER, left_at REAL) WITHOUT ROWID""",
+    # holder: the broker that holds it unsettled; deliveries: how often it was handed out.
+    """CREATE TABLE meshpoint_queue_message (
+        id INTEGER PRIMARY KEY AUTOINCREMENT, queue TEXT NOT NULL, holder INTEGER,
+        deliveries INTEGER NOT NULL DEFAULT 0, dead_reason TEXT)""",
+    "CREATE INDEX meshpoint_queue_ready ON meshpoint_queue_message (queue, id) WHERE holder IS NULL",
+    "CREATE INDEX meshpoint_queue_held ON meshpoint_queue_message (holder) WHERE holder IS NOT NULL",
+    """CREATE TABLE meshpoint_queue_content (
+        id INTEGER PRIMARY KEY, type TEXT NOT NULL, message_id TEXT NOT NULL, correlation_id TEXT NOT NULL,
+        app_id TEXT NOT NULL, reply_to TEXT, user_id TEXT, headers TEXT NOT NULL, timestamp TEXT,
+        body BLOB NOT NULL)""",
+)
+
+
+def connect(path: Path, busy_timeout: float) -> sqlite3.Connection:
+    """An autocommit connection to the queues in `path`, created if they are not there.
+
+    Several processes may do this at once.
+
+    Raises:
+        ConfigurationError: the folder does not exist, or another version of Meshpoint made the queues.
+        sqlite3.Error: the file cannot be opened, or stayed locked for `busy_timeout` seconds.
+    """
+    if not path.parent.is_dir():
+        raise ConfigurationError("broker_url", f"there is no folder {path.parent}", "create it")
+    db = sqlite3.connect(path, timeout=busy_timeout, isolation_level=None, check_same_thread=False)
+    try:
+        _use_wal(db, busy_timeout)
+        if not _has_schema(db):
+            _create(db)
+        _check(db, path)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """One write transaction: committed at the end, rolled back by an exception."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+
+
+def _use_wal(db: sqlite3.Connection, busy_timeout: float) -> None:
+    # SQLite does not apply its busy timeout to a change of the journal mode.
+    give_up = time.monotonic() + busy_timeout
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(0.01)
+
+
+def _has_schema(db: sqlite3.Connection) -> bool:
+    row = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meshpoint_queue_schema'").fetchone()
+    return row is not None
+
+
+def _create(db: sqlite3.Connection) -> None:
+    with transaction(db):
+        if _has_schema(db):  # another process was faster
+            return
+        for statement in _TABLES:
+            db.execute(statement)
+        db.execute("INSERT INTO meshpoint_queue_schema VALUES (?)", (VERSION,))
+
+
+def _check(db: sqlite3.Connection, path: Path) -> None:
+    (version,) = db.execute("SELECT version FROM meshpoint_queue_schema").fetchone()
+    if version != VERSION:
+        raise ConfigurationError(
+            "broker_url",
+            f"the queues in {path} have version {version}, this Meshpoint reads version {VERSION}",
+            "use the Meshpoint that made them, or another file",
+        )

@@ -1,0 +1,46 @@
+"""The SQLite broker keeps the promises of the broker port."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from meshpoint.adapters.sqlite_queue import SqliteBroker
+from meshpoint.adapters.sqlite_queue.queues import Queues
+from meshpoint.adapters.sqlite_queue.schema import connect, transaction
+from meshpoint.conformance.broker import BrokerSuite
+from meshpoint.ports.broker import Broker
+
+
+class TestSqliteBroker(BrokerSuite):
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        return tmp_path / "mesh.db"
+
+    @pytest.fixture
+    async def broker(self, path: Path) -> AsyncIterator[Broker]:
+        broker = SqliteBroker(path, namespace="demo", lease=timedelta(seconds=1))
+        await broker.open()
+        yield broker
+        await broker.close()
+
+    @pytest.fixture
+    async def other(self, path: Path, broker: Broker) -> AsyncIterator[Broker]:
+        other = SqliteBroker(path, namespace="demo", lease=timedelta(seconds=1))
+        await other.open()
+        yield other
+        await other.close()
+
+    async def break_connection(self, broker: Broker) -> None:
+        """Take it for dead, as another process does after a lease."""
+        assert isinstance(broker, SqliteBroker)
+        db = connect(broker.path, 5)
+        try:
+            with transaction(db):
+                (oldest,) = db.execute("SELECT min(id) FROM meshpoint_queue_holder").fetchone()
+                Queues(db, "demo", 20).dissolve(oldest)
+        finally:
+            db.close()
