@@ -1,0 +1,180 @@
+"""Drive an agent in memory, and check that it keeps the contract of `DurableAgent`.
+
+No broker and no database: what a worker and its peers would do happens here, in one coroutine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+from pydantic import JsonValue
+from pydantic_core import to_jsonable_python
+
+from meshpoint.agents.protocol import DurableAgent, readable_formats
+from meshpoint.errors import IncompatibleState, InvalidInput
+from meshpoint.model.calls import Call, Done, Paused
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.ids import TaskId, agent_name, new_id
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes, decode_outcome, encode_outcome
+
+Out = TypeVar("Out")
+
+Answer = Callable[[Call], Outcome]
+"""Plays all peers: what becomes of a call."""
+
+
+async def run_agent(
+    agent: DurableAgent[Any, Out],
+    request: object,
+    answer: Answer,
+    *,
+    ctx: TaskExecutionContext | None = None,
+    max_pauses: int = 1000,
+) -> Out:
+    """The output of `agent` for `request`, with every pause taken through what a checkpoint keeps.
+
+    Args:
+        agent: what to run.
+        request: its input; made JSON first, as it would travel.
+        answer: the peers. It is asked in call order, until the join is met; the other calls are closed.
+        ctx: the task's context; changed by nobody but the first segment.
+        max_pauses: fail when the agent pauses more often.
+
+    Raises:
+        Exception: whatever the agent raised.
+    """
+    current = ctx if ctx is not None else TaskExecutionContext(TaskId(new_id()))
+    result = await agent.start(current, to_jsonable_python(request))
+    for _ in range(max_pauses):
+        if isinstance(result, Done):
+            to_jsonable_python(result.output)
+            return result.output
+        outcomes = answered(result, answer)
+        current = restored(current, result, outcomes)
+        result = await agent.resume(current, result.state, outcomes)
+    raise AssertionError(f"{agent.name} has paused {max_pauses} times and is not done")
+
+
+def answered(paused: Paused, answer: Answer) -> Outcomes:
+    """The outcomes with which `paused` is resumed, each taken through its stored form."""
+    outcomes: dict[str, Outcome] = {}
+    for call in paused.calls:
+        succeeded = sum(isinstance(outcome, Ok) for outcome in outcomes.values())
+        if paused.join.met(total=len(paused.calls), completed=len(outcomes), succeeded=succeeded):
+            outcomes[call.id] = Failed(FailureKind.CANCELLED, "no longer needed")
+        else:
+            outcomes[call.id] = decode_outcome(encode_outcome(answer(call)))
+    return Outcomes(outcomes)
+
+
+def restored(ctx: TaskExecutionContext, paused: Paused, outcomes: Outcomes) -> TaskExecutionContext:
+    """The context as another replica rebuilds it after `paused`, the peers' tokens counted in."""
+    rebuilt = TaskExecutionContext.from_checkpoint_dict(ctx.to_checkpoint_dict())
+    for call in paused.calls:
+        rebuilt.token_usage.merge(outcomes[call.id].usage, source=call.peer)
+    return rebuilt
+
+
+class DurableAgentSuite(ABC):
+    """What every agent must do. Subclass it as `Test…`, say which agent, and pytest-asyncio runs the tests."""
+
+    @abstractmethod
+    def agent(self) -> DurableAgent[Any, Any]:
+        """The agent; a new one, as a new replica would make it."""
+
+    @abstractmethod
+    def request(self) -> JsonValue:
+        """An input with which the agent pauses at least once, and comes to an end."""
+
+    @abstractmethod
+    def answer(self, call: Call) -> Outcome:
+        """What the peers say; the same whenever they are asked."""
+
+    def wrong_request(self) -> JsonValue:
+        """An input that the agent must refuse; an agent that takes anything skips `test_wrong_input_is_refused`."""
+        return {"no such field": [None]}
+
+    async def test_name_and_formats_can_be_used(self) -> None:
+        agent = self.agent()
+        assert isinstance(agent, DurableAgent)
+        agent_name(agent.name)
+        assert agent.state_format in readable_formats(agent)
+
+    async def test_it_comes_to_an_end_in_ever_new_replicas(self) -> None:
+        results = await self._segments()
+        assert isinstance(results[0], Paused), "request() must make the agent pause"
+        assert isinstance(results[-1], Done)
+
+    async def test_start_is_repeatable(self) -> None:
+        first = await self.agent().start(_context(), self.request())
+        assert await self.agent().start(_context(), self.request()) == first
+
+    async def test_resume_is_a_pure_function_of_state_and_outcomes(self) -> None:
+        ctx = _context()
+        result = await self.agent().start(ctx, self.request())
+        while isinstance(result, Paused):
+            outcomes = answered(result, self.answer)
+            ctx, twin = restored(ctx, result, outcomes), restored(ctx, result, outcomes)
+            again = await self.agent().resume(twin, bytes(bytearray(result.state)), outcomes)
+            result = await self.agent().resume(ctx, result.state, outcomes)
+            assert result == again
+            assert ctx.to_checkpoint_dict() == twin.to_checkpoint_dict()
+
+    async def test_one_instance_serves_tasks_side_by_side(self) -> None:
+        shared = self.agent()
+        ctx, other_ctx = _context(), _context()
+        result = await shared.start(ctx, self.request())
+        await shared.start(other_ctx, self.request())
+        for expected in (await self._segments())[1:]:
+            assert isinstance(result, Paused)
+            outcomes = answered(result, self.answer)
+            ctx = restored(ctx, result, outcomes)
+            result = await shared.resume(ctx, result.state, outcomes)
+            assert result == expected
+
+    @pytest.mark.parametrize("kind", list(FailureKind))
+    async def test_a_failure_of_its_peers_ends_in_a_result_or_an_exception(self, kind: FailureKind) -> None:
+        def refuse(call: Call) -> Outcome:
+            return Failed(kind, f"no {call.peer} today")
+
+        try:
+            await run_agent(self.agent(), self.request(), refuse)
+        except (IncompatibleState, AssertionError):
+            raise
+        except Exception as error:
+            # The task fails, and its requester reads this text.
+            said = str(error)
+            assert said
+
+    @pytest.mark.parametrize("state", [b"", b"{", b"{}", b"[]", b"null", b"\x80\x04N.", b"\xff\x00"])
+    async def test_an_unreadable_state_is_incompatible(self, state: bytes) -> None:
+        result = await self.agent().start(_context(), self.request())
+        assert isinstance(result, Paused)
+        with pytest.raises(IncompatibleState):
+            await self.agent().resume(_context(), state, answered(result, self.answer))
+
+    async def test_a_truncated_state_is_incompatible(self) -> None:
+        result = await self.agent().start(_context(), self.request())
+        assert isinstance(result, Paused)
+        with pytest.raises(IncompatibleState):
+            await self.agent().resume(_context(), result.state[:-1], answered(result, self.answer))
+
+    async def test_wrong_input_is_refused(self) -> None:
+        with pytest.raises(InvalidInput):
+            await self.agent().start(_context(), self.wrong_request())
+
+    async def _segments(self) -> list[Paused | Done[Any]]:
+        ctx = _context()
+        results = [await self.agent().start(ctx, self.request())]
+        while isinstance(paused := results[-1], Paused):
+            outcomes = answered(paused, self.answer)
+            ctx = restored(ctx, paused, outcomes)
+            results.append(await self.agent().resume(ctx, paused.state, outcomes))
+        return results
+
+
+def _context() -> TaskExecutionContext:
+    return TaskExecutionContext(TaskId("a-task-of-the-suite"))
