@@ -150,9 +150,12 @@ def _scalars(detail: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
 
 def _rich_handler(stream: TextIO) -> logging.Handler:
     from rich.console import Console
+    from rich.highlighter import NullHighlighter
     from rich.logging import RichHandler
 
-    return RichHandler(console=Console(file=stream), show_path=False, log_time_format="[%X]", markup=False)
+    # Ids are no numbers: without a highlighter they keep one colour.
+    console, plain = Console(file=stream), NullHighlighter()
+    return RichHandler(console=console, show_path=False, log_time_format="[%X]", highlighter=plain)
 
 
 def _quieten(level: str) -> None:

@@ -1,0 +1,461 @@
+"""The commands, against stubs of what they compose: arguments in, lines and exit codes out."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import meshpoint
+from meshpoint.cli import main
+from meshpoint.cli.db import without_password
+from meshpoint.cli.output import span
+from meshpoint.cli.send import parse_input
+from meshpoint.errors import BrokerUnavailable, ConfigurationError, MeshpointError
+from meshpoint.model.checkpoint import CallState, CallSummary, TaskState, TaskSummary
+from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.settings import AgentSettings, MeshSettings, Settings
+
+CONFIG = """
+mesh: {namespace: demo, broker_url: 'sqlite:///mesh.db'}
+agents:
+- {name: travel, entrypoint: 'm:a', session_service: sql, session_db_url: 'sqlite:///tasks.db'}
+- {name: flights, entrypoint: 'm:b', session_service: sql, session_db_url: 'sqlite:///tasks.db'}
+- {name: echo, entrypoint: 'm:c'}
+"""
+NOW = datetime.now(UTC)
+WAITING = TaskSummary(
+    TaskId("t-1"),
+    AgentName("travel"),
+    TaskState.WAITING,
+    generation=1,
+    fence=1,
+    attempt=0,
+    owner=None,
+    completed=2,
+    expected=3,
+    checkpointed_at=NOW - timedelta(minutes=5),
+    wake_at=NOW + timedelta(hours=3),
+)
+CALL = CallSummary(
+    TaskId("s-1"), "flight", AgentName("flights"), 1, CallState.DONE, "ok", NOW, NOW + timedelta(minutes=9)
+)
+
+
+@dataclass
+class Run:
+    """What a command printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Cli = Callable[..., Run]
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "mesh.yaml").write_text(CONFIG, encoding="utf-8")
+
+    def run(*arguments: str) -> Run:
+        with pytest.raises(SystemExit) as exited:
+            main(arguments)
+        captured = capsys.readouterr()
+        return Run(int(exited.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+@dataclass
+class Mesh:
+    """Stands for the composition root and the client."""
+
+    outcome: Outcome = field(default_factory=lambda: Ok({"total": 3}))
+    error: MeshpointError | None = None
+    silent: bool = False
+    tasks: list[TaskSummary] = field(default_factory=lambda: [WAITING])
+    seen: dict[str, Any] = field(default_factory=dict)
+    opened: int = 0
+    closed: int = 0
+
+    # wiring
+
+    def make_broker(self, mesh: MeshSettings) -> MeshSettings:
+        self.seen["mesh"] = mesh
+        return mesh
+
+    def open_store(self, agent: AgentSettings, namespace: str) -> Mesh:
+        self.seen.setdefault("databases", []).append((agent.session_db_url, namespace))
+        return self
+
+    async def sweep_once(self, settings: Settings) -> dict[str, int]:
+        return {"expired": len(settings.agents), "taken": 0}
+
+    async def serve(self, settings: Settings, *, observer: object = None, stop: asyncio.Event | None = None) -> None:
+        assert stop is not None
+        self.seen["served"] = [agent.name for agent in settings.agents]
+        if self.error:
+            raise self.error
+
+    # client
+
+    def client(self, broker: object) -> Mesh:
+        return self
+
+    async def __aenter__(self) -> Mesh:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def send(self, agent: str, value: Any, *, timeout: timedelta | None, wait: bool) -> Any:
+        self.seen["sent"] = (agent, value, timeout, wait)
+        if self.error:
+            raise self.error
+        if self.silent:
+            await asyncio.Event().wait()
+        return SimpleNamespace(task_id="t-9", outcome=self.outcome)
+
+    async def cancel(self, agent: str, task_id: str) -> None:
+        self.seen["cancelled"] = (agent, task_id)
+
+    # store
+
+    async def open(self) -> None:
+        self.opened += 1
+
+    async def close(self) -> None:
+        self.closed += 1
+
+    async def tasks_of(self, *, agent: str | None, states: Sequence[TaskState], limit: int) -> list[TaskSummary]:
+        self.seen["filter"] = (agent, list(states), limit)
+        return self.tasks
+
+    async def task(self, task_id: str) -> tuple[TaskSummary, list[CallSummary]] | None:
+        return next(((task, [CALL]) for task in self.tasks if task.task_id == task_id), None)
+
+
+@pytest.fixture
+def mesh(monkeypatch: pytest.MonkeyPatch) -> Mesh:
+    mesh = Mesh()
+
+    def open_store(agent: AgentSettings, namespace: str) -> object:
+        mesh.open_store(agent, namespace)
+        return SimpleNamespace(open=mesh.open, close=mesh.close, tasks=mesh.tasks_of, task=mesh.task)
+
+    wiring = {"make_broker": mesh.make_broker, "open_store": open_store, "serve": mesh.serve}
+    stub(monkeypatch, "wiring", sweep_once=mesh.sweep_once, **wiring)
+    stub(monkeypatch, "client", Client=mesh.client)
+    return mesh
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: object) -> None:
+    module = ModuleType(f"meshpoint.{name}")
+    module.__dict__.update(attributes)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(meshpoint, name, module, raising=False)
+
+
+# The frame
+
+
+def test_help_and_version_are_quick_to_import() -> None:
+    heavy = "{'rich', 'sqlalchemy', 'aio_pika', 'yaml', 'alembic'}"
+    code = f"import sys, meshpoint.cli; sys.exit(str(found) if (found := {heavy} & sys.modules.keys()) else 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["run"], ["send"], ["sweep"], ["demo"], *(["tasks", c] for c in ("list", "show", "cancel"))]
+    + [["db", c] for c in ("upgrade", "check", "sql")],
+    ids=" ".join,
+)
+def test_each_command_shows_examples(cli: Cli, command: list[str]) -> None:
+    shown = cli(*command, "--help")
+    assert shown.code == 0
+    assert f"Examples:\n    meshpoint {' '.join(command)}" in shown.out
+
+
+def test_the_version_is_printed(cli: Cli) -> None:
+    assert cli("--version").out.startswith("meshpoint ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigurationError("agent.name", "is wrong", "change it"), 2),
+        (BrokerUnavailable("no broker at 127.0.0.1"), 3),
+        (MeshpointError("no agent named travel\nanywhere"), 1),
+    ],
+)
+def test_errors_are_one_line_without_colour_and_an_exit_code(
+    cli: Cli, mesh: Mesh, error: MeshpointError, code: int
+) -> None:
+    mesh.error = error
+    ended = cli("send", "travel", "x")
+    assert (ended.code, ended.out) == (code, "")
+    assert ended.err == f"error: {' '.join(str(error).split())}\n"
+
+
+def test_interrupting_exits_with_130(cli: Cli, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    stub(monkeypatch, "wiring", make_broker=interrupt)
+    assert cli("send", "travel", "x").code == 130
+
+
+# send
+
+
+def test_send_prints_the_value_as_json(cli: Cli, mesh: Mesh) -> None:
+    answered = cli("send", "travel", '{"city": "Rome"}', "--config", "mesh.yaml")
+    assert (answered.code, answered.json) == (0, {"total": 3})
+    assert mesh.seen["sent"] == ("travel", {"city": "Rome"}, None, True)
+    assert mesh.seen["mesh"].namespace == "demo"
+
+
+def test_send_prints_text_as_it_is(cli: Cli, mesh: Mesh) -> None:
+    mesh.outcome = Ok("[bold]Rome[/bold]: fine")
+    assert cli("send", "travel", "hello").out == "[bold]Rome[/bold]: fine\n"
+    assert mesh.seen["sent"][1] == "hello"
+
+
+def test_send_reads_standard_input(cli: Cli, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("[1, 2]"))
+    cli("send", "travel", "-")
+    assert mesh.seen["sent"][1] == [1, 2]
+
+
+@pytest.mark.parametrize(("text", "value"), [("7", 7), ("NaN", "NaN"), ("{", "{"), ('"7"', "7"), ("", "")])
+def test_input_is_json_or_text(text: str, value: object) -> None:
+    assert parse_input(text) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "status"),
+    [(FailureKind.ERROR, 4, "failed"), (FailureKind.TIMEOUT, 4, "failed"), (FailureKind.CANCELLED, 5, "cancelled")],
+)
+def test_send_tells_a_failure_by_its_exit_code(
+    cli: Cli, mesh: Mesh, kind: FailureKind, code: int, status: str
+) -> None:
+    mesh.outcome = Failed(kind, "no seats")
+    ended = cli("send", "travel", "x")
+    assert (ended.code, ended.out, ended.err) == (code, "", f"error: task t-9 {status} ({kind}): no seats\n")
+    ended = cli("send", "travel", "x", "--json")
+    assert (ended.code, ended.json["status"], ended.json["message"]) == (code, status, "no seats")
+
+
+def test_send_without_an_answer_in_time_exits_with_6(cli: Cli, mesh: Mesh) -> None:
+    mesh.silent = True
+    ended = cli("send", "travel", "x", "--wait", "0")
+    assert (ended.code, ended.out) == (6, "")
+    assert "no answer from travel" in ended.err
+    assert cli("send", "travel", "x", "--wait", "0", "--json").json["status"] == "no_answer"
+
+
+def test_send_without_waiting_prints_the_task(cli: Cli, mesh: Mesh) -> None:
+    ended = cli("send", "travel", "x", "--no-wait", "--timeout", "90")
+    assert (ended.code, ended.out) == (0, "t-9\n")
+    assert mesh.seen["sent"] == ("travel", "x", timedelta(seconds=90), False)
+
+
+def test_send_takes_the_broker_from_its_options(cli: Cli, mesh: Mesh) -> None:
+    cli("send", "travel", "x", "--config", "mesh.yaml", "--broker", "amqp://h/", "--namespace", "other")
+    assert (mesh.seen["mesh"].broker_url, mesh.seen["mesh"].namespace) == ("amqp://h/", "other")
+
+
+def test_send_refuses_to_wait_and_not_to_wait(cli: Cli, mesh: Mesh) -> None:
+    assert cli("send", "travel", "x", "--wait", "1", "--no-wait").code == 2
+    assert not mesh.seen
+
+
+# tasks
+
+
+def test_tasks_are_listed_as_a_table(cli: Cli, mesh: Mesh) -> None:
+    listed = cli("tasks", "list", "--config", "mesh.yaml", "--agent", "travel", "--state", "waiting", "--limit", "5")
+    assert listed.code == 0
+    row = next(line for line in listed.out.splitlines() if line.split()[:1] == ["t-1"])
+    assert row.split() == ["t-1", "travel", "waiting", "2", "of", "3", "1", "5", "min", "in", "3", "h", "-"]
+    assert mesh.seen["filter"] == ("travel", [TaskState.WAITING], 5)
+
+
+def test_a_database_shared_by_agents_is_read_once_and_closed(cli: Cli, mesh: Mesh, tmp_path: Path) -> None:
+    cli("tasks", "list", "--config", "mesh.yaml")
+    assert mesh.seen["databases"] == [(f"sqlite:///{tmp_path}/tasks.db", "demo")]
+    assert (mesh.opened, mesh.closed) == (1, 1)
+
+
+def test_tasks_are_listed_as_json_from_a_named_database(cli: Cli, mesh: Mesh) -> None:
+    mesh.tasks = [replace(WAITING, task_id=TaskId("old"), checkpointed_at=NOW - timedelta(days=1)), WAITING]
+    listed = cli("tasks", "list", "--db", "postgresql://h/mesh", "--json")
+    assert [task["task_id"] for task in listed.json] == ["t-1", "old"], "newest first"
+    assert listed.json[0]["checkpointed_at"] == WAITING.checkpointed_at.isoformat()
+    assert mesh.seen["databases"] == [("postgresql://h/mesh", "meshpoint")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "--config: no database is named; give --config FILE or --db URL"),
+        (["--db", "mysql://h/d"], "--db: MySQL is not supported"),
+        (
+            ["--db", "sqlite:///a.db", "--state", "asleep"],
+            "--state: 'asleep' is not a valid TaskState; use one of run",
+        ),
+    ],
+)
+def test_a_database_that_is_not_named_is_asked_for(cli: Cli, mesh: Mesh, arguments: list[str], said: str) -> None:
+    ended = cli("tasks", "list", *arguments)
+    assert ended.code == 2
+    assert said in ended.err
+
+
+def test_a_config_without_databases_lists_nothing(cli: Cli, mesh: Mesh, tmp_path: Path) -> None:
+    (tmp_path / "mesh.yaml").write_text("agent: {name: a, entrypoint: 'm:a'}", encoding="utf-8")
+    ended = cli("tasks", "list", "--config", "mesh.yaml")
+    assert (ended.code, "add session_service: sql" in ended.err) == (2, True)
+
+
+def test_a_task_is_shown_with_its_calls(cli: Cli, mesh: Mesh) -> None:
+    mesh.tasks = [replace(WAITING, dead_reason="died 5 times")]
+    shown = cli("tasks", "show", "t-1", "--config", "mesh.yaml")
+    assert shown.code == 0
+    for part in ("waiting 2 of 3", "flight", "flights", "done", "s-1", "died 5 times"):
+        assert part in shown.out
+    assert cli("tasks", "show", "t-1", "--config", "mesh.yaml", "--json").json["calls"][0]["call_id"] == "flight"
+
+
+def test_a_task_that_is_not_there_is_an_error(cli: Cli, mesh: Mesh) -> None:
+    ended = cli("tasks", "show", "t-0", "--config", "mesh.yaml")
+    assert (ended.code, ended.err.startswith("error: there is no task t-0 in the database")) == (1, True)
+    assert (mesh.opened, mesh.closed) == (1, 1)
+
+
+def test_a_cancel_goes_to_the_agent_that_the_database_names(cli: Cli, mesh: Mesh) -> None:
+    asked = cli("tasks", "cancel", "t-1", "--config", "mesh.yaml")
+    assert (asked.code, asked.out) == (0, "asked travel to cancel t-1\n")
+    assert mesh.seen["cancelled"] == ("travel", "t-1")
+
+
+def test_a_cancel_of_an_ended_task_is_refused(cli: Cli, mesh: Mesh) -> None:
+    mesh.tasks = [replace(WAITING, state=TaskState.COMPLETED)]
+    asked = cli("tasks", "cancel", "t-1", "--config", "mesh.yaml")
+    assert (asked.code, asked.err) == (1, "error: task t-1 has already completed\n")
+    assert "cancelled" not in mesh.seen
+
+
+def test_a_cancel_with_its_agent_needs_no_database(cli: Cli, mesh: Mesh) -> None:
+    asked = cli("tasks", "cancel", "t-7", "--agent", "echo", "--broker", "amqp://h/", "--json")
+    assert (asked.code, mesh.seen["cancelled"], mesh.opened) == (0, ("echo", "t-7"), 0)
+    assert asked.json == {"task_id": "t-7", "agent": "echo", "status": "cancel_sent"}
+
+
+# db
+
+
+def test_the_schema_of_each_database_is_upgraded(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    upgraded: list[str] = []
+    import meshpoint.adapters.sql as package
+
+    module = ModuleType("meshpoint.adapters.sql.migrations")
+    module.__dict__.update(upgrade=upgraded.append, check=upgraded.append, sql=lambda url: "CREATE TABLE t ();")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(package, "migrations", module, raising=False)
+    assert cli("db", "upgrade", "--config", "mesh.yaml").out == f"sqlite:///{tmp_path}/tasks.db: upgraded\n"
+    assert upgraded == [f"sqlite:///{tmp_path}/tasks.db"]
+    checked = cli("db", "check", "--db", "postgresql://u:secret@h/mesh", "--json")
+    assert checked.json == {"database": "postgresql://u@h/mesh", "status": "up to date"}
+    assert cli("db", "sql", "--config", "mesh.yaml").out == "CREATE TABLE t ();\n"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://u:p@ss@h:5432/d", "postgresql://u@h:5432/d"),
+        ("postgresql://h/d", "postgresql://h/d"),
+        ("sqlite:////a/b.db", "sqlite:////a/b.db"),
+    ],
+)
+def test_a_password_is_never_printed(url: str, shown: str) -> None:
+    assert without_password(url) == shown
+
+
+# sweep, demo, run
+
+
+def test_a_sweep_tells_what_it_did(cli: Cli, mesh: Mesh) -> None:
+    swept = cli("sweep", "mesh.yaml")
+    assert (swept.code, "expired" in swept.out, "taken" in swept.out) == (0, True, False)
+    assert cli("sweep", "mesh.yaml", "--json").json == {"expired": 3, "taken": 0}
+
+
+def test_the_demo_gets_its_options_and_gives_its_exit_code(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def run(**options: Any) -> int:
+        seen.update(options)
+        return 4
+
+    stub(monkeypatch, "demo", run=run)
+    assert cli("demo", "--requests", "3", "--seed", "7", "--json").code == 4
+    assert seen == {"broker_url": None, "db_url": None, "requests": 3, "seed": 7, "as_json": True}
+
+
+def test_run_serves_all_agents_in_this_process(cli: Cli, mesh: Mesh, tmp_path: Path) -> None:
+    ended = cli("run", "mesh.yaml")
+    assert (ended.code, mesh.seen["served"]) == (0, ["travel", "flights", "echo"])
+    assert sys.path[0] == str(tmp_path), "agents may stand in the working directory"
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "said"),
+    [
+        ("mesh: {namespace: demo}\n", [], "agents: none in mesh.yaml; add a section 'agent:'"),
+        (
+            "mesh: {broker_url: 'memory://'}\nagent: {name: a, entrypoint: 'm:a'}\n",
+            ["-n", "2"],
+            "processes cannot share",
+        ),
+        (
+            "agent: {name: a, entrypoint: 'm:a'}\n",
+            ["--log-level", "loud"],
+            "--log-level: 'loud' is no level; use one of",
+        ),
+    ],
+)
+def test_run_refuses_what_cannot_be_served(
+    cli: Cli, mesh: Mesh, tmp_path: Path, content: str, arguments: list[str], said: str
+) -> None:
+    (tmp_path / "mesh.yaml").write_text(content, encoding="utf-8")
+    ended = cli("run", "mesh.yaml", *arguments)
+    assert (ended.code, "served" in mesh.seen) == (2, False)
+    assert said in ended.err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1, "0 ms"), (0.25, "250 ms"), (12, "12 s"), (119, "119 s"), (180, "3 min"), (7200, "2 h"), (172_800, "2 d")],
+)
+def test_spans_are_for_people(seconds: float, text: str) -> None:
+    assert span(seconds) == text

@@ -1,0 +1,125 @@
+"""Logs: which events matter, and what of them is told."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from pydantic import JsonValue
+
+from meshpoint.adapters.logging_observer import LoggingObserver, level_of, logging_to
+from meshpoint.model.events import Event, Phase, Step
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId
+
+
+def event(step: Step, phase: Phase = Phase.NOTED, *tasks: str, **detail: JsonValue) -> Event:
+    return Event(step, phase, AgentName("travel"), ReplicaId("replica-1234abcd"), tuple(map(TaskId, tasks)), detail)
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def stream() -> io.StringIO:
+    return io.StringIO()
+
+
+@contextmanager
+def logs(stream: io.StringIO, level: str = "info", *, as_json: bool = False) -> Iterator[LoggingObserver]:
+    with logging_to(stream, level, as_json=as_json):
+        yield LoggingObserver()
+
+
+@pytest.mark.parametrize(
+    ("told", "level"),
+    [
+        *((event(step), logging.WARNING) for step in (Step.FENCED, Step.DEGRADED, Step.DEAD_LETTER, Step.DEAD_TASK)),
+        *((event(step), logging.WARNING) for step in (Step.LEASE_LOST, Step.STORE_AWAY, Step.BROKER_AWAY)),
+        *((event(step), logging.WARNING) for step in (Step.PARKED, Step.REPLY_UNROUTABLE, Step.CODE_CANCELLED)),
+        *((event(step), logging.INFO) for step in (Step.STARTED, Step.DRAINED, Step.STORE_BACK)),
+        *((event(step, Phase.AFTER, "t"), logging.INFO) for step in (Step.CHECKPOINT, Step.RESTORE, Step.END)),
+        (event(Step.TAKE_OVER, Phase.AFTER), logging.DEBUG),
+        (event(Step.TAKE_OVER, Phase.AFTER, "t"), logging.INFO),
+        (event(Step.CHECKPOINT, Phase.BEFORE, "t"), logging.DEBUG),
+        (event(Step.DUPLICATE, Phase.NOTED, "t"), logging.DEBUG),
+        (event(Step.CLAIM, Phase.FAILED, "t", error="StoreUnavailable: away"), logging.WARNING),
+        (event(Step.SEGMENT, Phase.FAILED, "t", error="CancelledError: "), logging.DEBUG),
+    ],
+    ids=str,
+)
+def test_events_have_levels(told: Event, level: int) -> None:
+    assert level_of(told) == level
+
+
+def test_a_pipe_gets_one_json_object_per_line(stream: io.StringIO) -> None:
+    with logs(stream) as observer:
+        observer.emit(event(Step.CHECKPOINT, Phase.AFTER, "t-1", "t-2", calls=3))
+        logging.getLogger("my_agents").info("%d seats", 2)
+    checkpoint, other = map(json.loads, stream.getvalue().splitlines())
+    assert checkpoint.pop("time").endswith("+00:00")
+    assert checkpoint == {
+        "level": "info",
+        "logger": "meshpoint.events",
+        "step": "checkpoint",
+        "phase": "after",
+        "agent": "travel",
+        "replica": "replica-1234abcd",
+        "task_ids": ["t-1", "t-2"],
+        "detail": {"calls": 3},
+    }
+    assert (other["logger"], other["message"]) == ("my_agents", "2 seats")
+
+
+def test_a_terminal_gets_a_line_for_people() -> None:
+    stream = Terminal()
+    with logs(stream) as observer:
+        observer.emit(event(Step.DEGRADED, Phase.NOTED, "t-1", "t-2", "t-3", "t-4", reason="away"))
+    line = " ".join(re.sub(r"\x1b\[[\d;]*m", "", stream.getvalue()).split())
+    assert "WARNING" in line
+    assert "travel 1234abcd degraded t-1, t-2, t-3 and 1 more reason=away" in line
+
+
+def test_a_terminal_gets_json_when_asked() -> None:
+    stream = Terminal()
+    with logs(stream, as_json=True) as observer:
+        observer.emit(event(Step.STARTED))
+    assert json.loads(stream.getvalue())["step"] == "started"
+
+
+def test_the_level_is_kept(stream: io.StringIO) -> None:
+    with logs(stream, "warning") as observer:
+        observer.emit(event(Step.STARTED))
+        observer.emit(event(Step.FENCED))
+    assert [json.loads(line)["step"] for line in stream.getvalue().splitlines()] == ["fenced"]
+
+
+def test_payloads_are_not_told(stream: io.StringIO) -> None:
+    with logs(stream) as observer:
+        observer.emit(event(Step.FENCED, Phase.NOTED, "t-1", input={"card": "4111"}, items=[1], text="x" * 5000))
+    assert json.loads(stream.getvalue())["detail"] == {"text": "x" * 200}
+
+
+def test_an_error_with_its_traceback_is_one_line(stream: io.StringIO) -> None:
+    with logs(stream):
+        try:
+            raise ValueError("odd")
+        except ValueError:
+            logging.getLogger("my_agents").exception("failed")
+    (line,) = stream.getvalue().splitlines()
+    assert "ValueError: odd" in json.loads(line)["message"]
+
+
+def test_logging_ends_with_its_block(stream: io.StringIO) -> None:
+    before = (logging.getLogger().level, list(logging.getLogger().handlers))
+    with logs(stream, "debug"):
+        pass
+    assert (logging.getLogger().level, list(logging.getLogger().handlers)) == before
