@@ -65,8 +65,13 @@ class Sweeper:
             )
         self._looks += 1
         if self._looks % _PURGE_EVERY == 0:
-            with self._site.steps.step(Step.PURGE):
-                await store.purge(self._site.agent, batch)
+            await self.purge(home)
+
+    async def purge(self, home: Home) -> None:
+        """Delete tombstones whose time has come."""
+        purged = await home.store.purge(self._site.agent, self._site.options.sweep_batch)
+        if purged:
+            self._site.steps.note(Step.PURGE, purged=purged)
 
     async def _expire(self, home: Home) -> None:
         for expired in await claim.expire(home, self._site):

@@ -113,6 +113,17 @@ class Worker:
             await stop.wait()
             await self._drain(entrances=(requests, shared, due), private=private)
 
+    async def look_once(self) -> None:
+        """Look once for what is due, and end when what was found is seen to."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            for home in self.site.homes:
+                await home.store.open()
+            await self._sweeper.look()
+            await self._sweeper.purge(self.site.homes[0])
+        for home in self.site.homes:
+            await home.store.close()
+
     async def _start(self) -> None:
         async def open_all() -> None:
             for home in self.site.homes:

@@ -1,0 +1,147 @@
+"""The composition root: the only place that knows every adapter. Drivers are imported when they are needed.
+
+`serve` runs all agents of a configuration in this process, on one broker connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from datetime import timedelta
+from typing import ClassVar
+from urllib.parse import urlsplit
+
+from meshpoint.adapters.logging_observer import LoggingObserver
+from meshpoint.adapters.memory.broker import MemoryBroker
+from meshpoint.adapters.memory.exchange import MemoryExchange
+from meshpoint.adapters.memory.store import MemoryCheckpointStore
+from meshpoint.adapters.sqlite_queue import SqliteBroker
+from meshpoint.adapters.system_clock import SystemClock
+from meshpoint.agents.protocol import load_agent
+from meshpoint.errors import ConfigurationError
+from meshpoint.model.events import Event, Phase, Step
+from meshpoint.model.options import Options
+from meshpoint.ports.broker import Broker
+from meshpoint.ports.observer import Observer
+from meshpoint.ports.store import CheckpointStore
+from meshpoint.settings import AgentSettings, MeshSettings, Settings
+from meshpoint.worker import Worker
+
+_CLOCK = SystemClock()
+_EXCHANGES: dict[str, MemoryExchange] = {}
+
+
+def make_broker(mesh: MeshSettings) -> Broker:
+    """The broker of a mesh, not yet open."""
+    scheme = urlsplit(mesh.broker_url).scheme
+    if scheme == "memory":
+        return MemoryBroker(_EXCHANGES.setdefault(mesh.namespace, MemoryExchange()))
+    if scheme == "sqlite":
+        return SqliteBroker(
+            mesh.broker_url.removeprefix("sqlite:///"),
+            namespace=mesh.namespace,
+            delivery_limit=mesh.delivery_limit,
+            private_ttl=mesh.private_queue_ttl,
+        )
+    from meshpoint.adapters.rabbitmq import RabbitMqBroker
+
+    return RabbitMqBroker(
+        mesh.broker_url,
+        namespace=mesh.namespace,
+        publish_timeout=mesh.publish_timeout,
+        private_ttl=mesh.private_queue_ttl,
+        delivery_limit=mesh.delivery_limit,
+    )
+
+
+def open_store(agent: AgentSettings, namespace: str) -> CheckpointStore:
+    """The database of an agent; `await store.open()` connects."""
+    from meshpoint.adapters.sql import SqlCheckpointStore
+
+    return SqlCheckpointStore(
+        agent.session_db_url, namespace=namespace, timings=agent.timings(), pool_size=agent.db_pool_size
+    )
+
+
+def make_worker(agent: AgentSettings, namespace: str, broker: Broker, observer: Observer, options: Options) -> Worker:
+    """One agent of a configuration, ready to `run` on `broker`.
+
+    Raises:
+        ConfigurationError: the entrypoint is no agent, or is one of another name.
+    """
+    served = load_agent(agent.entrypoint)
+    if served.name != agent.name:
+        problem = f"{agent.name!r} is configured, but {agent.entrypoint!r} is called {served.name!r}"
+        raise ConfigurationError("agent.name", problem, f"write name: {served.name}")
+    durable = agent.stateless_checkpointing
+    return Worker(
+        served,
+        broker=broker,
+        memory=MemoryCheckpointStore(_CLOCK, timings=agent.timings()),
+        durable=open_store(agent, namespace) if durable else None,
+        lease_store=(lambda: open_store(agent, namespace)) if durable else None,
+        clock=_CLOCK,
+        observer=observer,
+        options=options,
+    )
+
+
+async def serve(settings: Settings, *, observer: Observer | None = None, stop: asyncio.Event | None = None) -> None:
+    """Run all agents of `settings` until `stop` is set; then drain.
+
+    Raises:
+        ConfigurationError: something in `settings` cannot work; names the key and the fix.
+        Unavailable: the broker or a database did not answer within `startup_timeout`.
+    """
+    stop, observer = stop or asyncio.Event(), observer or LoggingObserver()
+    broker, mesh = make_broker(settings.mesh), settings.mesh
+    workers = [make_worker(each, mesh.namespace, broker, observer, each.options()) for each in settings.agents]
+    try:
+        await broker.open()
+        async with asyncio.TaskGroup() as agents:
+            for worker in workers:
+                agents.create_task(worker.run(stop))
+    except BaseExceptionGroup as group:
+        raise first_of(group) from group
+    finally:
+        await broker.close()
+
+
+def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first plain error in a group, which is the cause; the others are its consequences."""
+    error = group.exceptions[0]
+    return first_of(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+async def sweep_once(settings: Settings) -> dict[str, int]:
+    """One look for what time alone makes due, without running agent code; what was done, by name."""
+    counts = _Counts()
+    broker = make_broker(settings.mesh)
+    await broker.open()
+    try:
+        for agent in settings.agents:
+            by_hand = replace(agent.options(), max_concurrency=0, settle_time=timedelta())
+            await make_worker(agent, settings.mesh.namespace, broker, counts, by_hand).look_once()
+    finally:
+        await broker.close()
+    return counts.done
+
+
+class _Counts:
+    """Counts what a look does."""
+
+    _NAMES: ClassVar = {
+        Step.EXPIRE: "tasks past a deadline",
+        Step.DISPATCH: "requests sent",
+        Step.CANCEL_NOTICE: "cancels sent",
+        Step.REPLY: "replies sent",
+        Step.PURGE: "tombstones purged",
+    }
+
+    def __init__(self) -> None:
+        self.done: dict[str, int] = dict.fromkeys(self._NAMES.values(), 0)
+
+    def emit(self, event: Event) -> None:
+        if event.phase in {Phase.AFTER, Phase.NOTED} and (name := self._NAMES.get(event.step)):
+            purged = event.detail.get("purged")
+            self.done[name] += purged if isinstance(purged, int) else len(event.task_ids)
