@@ -150,6 +150,8 @@ class SqliteSubscription:
         await self._thread.detach(self.consumer)
 
     def _deliver(self, claimed: Claimed) -> None:
+        if self._thread.closing:  # all is given back at the end
+            return
         delivery = SqliteDelivery(self._thread, self.consumer, claimed)
         if self._cancelled:  # it was claimed just before
             task = asyncio.ensure_future(delivery.requeue())

@@ -43,14 +43,14 @@ def connect(path: Path, busy_timeout: float) -> sqlite3.Connection:
     Several processes may do this at once.
 
     Raises:
-        ConfigurationError: the folder does not exist, or another version of Meshpoint made the queues.
+        ConfigurationError: this can never be a queue file: no folder, no database, no local disk, another version.
         sqlite3.Error: the file cannot be opened, or stayed locked for `busy_timeout` seconds.
     """
     if not path.parent.is_dir():
         raise ConfigurationError("broker_url", f"there is no folder {path.parent}", "create it")
-    db = sqlite3.connect(path, timeout=busy_timeout, isolation_level=None, check_same_thread=False)
+    db = sqlite3.connect(path, timeout=busy_timeout, isolation_level=None)
     try:
-        _use_wal(db, busy_timeout)
+        _use_wal(db, path, busy_timeout)
         if not _has_schema(db):
             _create(db)
         _check(db, path)
@@ -73,17 +73,21 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _use_wal(db: sqlite3.Connection, busy_timeout: float) -> None:
+def _use_wal(db: sqlite3.Connection, path: Path, busy_timeout: float) -> None:
     # SQLite does not apply its busy timeout to a change of the journal mode.
     give_up = time.monotonic() + busy_timeout
     while True:
         try:
-            db.execute("PRAGMA journal_mode = WAL")
-            return
+            (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
+            break
         except sqlite3.OperationalError:
             if time.monotonic() > give_up:
                 raise
             time.sleep(0.01)
+        except sqlite3.DatabaseError as error:
+            raise ConfigurationError("broker_url", f"{path}: {error}", "name another file") from error
+    if mode != "wal":
+        raise ConfigurationError("broker_url", f"{path} cannot be shared by processes", "put it on a local disk")
 
 
 def _has_schema(db: sqlite3.Connection) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from meshpoint.adapters.sqlite_queue.jobs import Consumer, Control, Failure, Job, Turn
 from meshpoint.adapters.sqlite_queue.session import Session, Tuning
-from meshpoint.errors import BrokerUnavailable, ConfigurationError
+from meshpoint.errors import BrokerUnavailable
 
 T = TypeVar("T")
 
@@ -40,6 +40,7 @@ class QueueThread:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._inbox: SimpleQueue[Job[Any] | Control] = SimpleQueue()
         self.connected = False
+        self.closing = False
         # From here on the thread's own.
         self._stopping = False
         self._consumers: list[Consumer] = []
@@ -56,7 +57,11 @@ class QueueThread:
             BrokerUnavailable: it cannot be used now.
         """
         self._thread.start()
-        return await self._started
+        try:
+            return await self._started
+        except asyncio.CancelledError:
+            self._submit(Control(self._stop, self._loop.create_future()))
+            raise
 
     async def do(self, job: Job[T]) -> T:
         """The result of `job`, once committed. It is done even if the caller is cancelled meanwhile."""
@@ -83,6 +88,7 @@ class QueueThread:
 
     async def stop(self) -> None:
         """Finish what was asked, give everything back, close the file."""
+        self.closing = True
         await self.control(self._stop)
         await asyncio.shield(self._ended)
         self._thread.join()
@@ -109,8 +115,8 @@ class QueueThread:
     def _main(self) -> None:
         try:
             self._session = Session(self._path, self._namespace, self._tuning)
-        except (sqlite3.Error, ConfigurationError) as error:
-            failure = error if isinstance(error, ConfigurationError) else self._unavailable(error)
+        except Exception as error:
+            failure = self._unavailable(error) if isinstance(error, sqlite3.Error) else error
             self._tell(Turn(failures=[(self._started, failure)]).arrive)
             self._tell(self._end)
             return
