@@ -19,7 +19,7 @@ In_contra = TypeVar("In_contra", contravariant=True)
 Out_co = TypeVar("Out_co", covariant=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # with slots, PeerCall[int](...) raises: typing cannot note the parameter
 class PeerCall(Generic[Out_co]):
     """A request to a peer that was not sent yet; made by calling a `Peer`.
 

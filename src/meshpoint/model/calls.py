@@ -92,7 +92,7 @@ class Paused:
             raise AgentMisbehaved(f"Paused.state must be bytes, not {type(self.state).__name__}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # with slots, Done[int](...) raises: typing cannot note the parameter
 class Done(Generic[T_co]):
     """The task ended with `output`."""
 

@@ -24,7 +24,7 @@ class FailureKind(StrEnum):
     INVALID = "invalid"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # with slots, Ok[int](...) raises: typing cannot note the parameter
 class Ok(Generic[T_co]):
     """A peer's result, with the artifacts it produced and the tokens it used."""
 

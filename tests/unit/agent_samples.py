@@ -1,0 +1,73 @@
+"""Peers and contexts for the tests of agents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from pydantic import BaseModel
+
+from meshpoint import (
+    Call,
+    Failed,
+    FailureKind,
+    FunctionAgent,
+    Ok,
+    Outcome,
+    Paused,
+    Peer,
+    TaskExecutionContext,
+    agent,
+)
+from meshpoint.conformance.agent import answered
+from meshpoint.model.ids import TaskId
+
+
+class Quote(BaseModel):
+    price: int
+
+
+double = Peer("double", int, Quote, timeout=timedelta(seconds=30))
+shout = Peer("shout", str, str)
+
+
+def obliging(call: Call) -> Outcome:
+    """Peers that answer everything."""
+    match call.peer, call.input:
+        case "double", int() as number:
+            return Ok({"price": 2 * number})
+        case "shout", str() as text:
+            return Ok(text.upper())
+    raise AssertionError(f"unexpected {call}")
+
+
+def refusing(kind: FailureKind = FailureKind.ERROR, peer: str | None = None) -> Callable[[Call], Outcome]:
+    """Peers of which one, or each, fails."""
+    return lambda call: Failed(kind, "sorry") if peer in (None, call.peer) else obliging(call)
+
+
+def a_context() -> TaskExecutionContext:
+    return TaskExecutionContext(TaskId("t"))
+
+
+async def paused(tested: FunctionAgent[Any, Any], request: Any = 1) -> Paused:
+    result = await tested.start(a_context(), request)
+    assert isinstance(result, Paused)
+    return result
+
+
+async def resumed(tested: FunctionAgent[Any, Any], state: Paused, answer: Any = obliging) -> Any:
+    return await tested.resume(a_context(), state.state, answered(state, answer))
+
+
+@agent("travel", version="3")
+async def travel(ctx: TaskExecutionContext, days: int) -> str:
+    """Several pauses: in a loop, in a branch, and for two peers at a time."""
+    total = 0
+    for day in range(days):
+        total += (await ctx.call(double(day))).price
+    if total > 2:
+        quote, text = await ctx.gather(double(total), shout("dear"))
+        return f"{text} {quote.price}"
+    return await ctx.call(shout("cheap"))

@@ -1,0 +1,96 @@
+"""Function agents: the context in a part that runs again."""
+
+from __future__ import annotations
+
+import pytest
+from agent_samples import a_context, double, obliging
+
+from meshpoint import (
+    AgentMisbehaved,
+    Ok,
+    Paused,
+    TaskExecutionContext,
+    Tokens,
+    TokenUsage,
+    agent,
+)
+from meshpoint.conformance.agent import answered, restored, run_agent
+from meshpoint.model.ids import TaskId
+
+
+async def test_what_a_repeated_part_sets_on_the_context_is_not_there_twice() -> None:
+    seen: list[tuple[str, bool]] = []
+
+    @agent("writer")
+    async def writer(ctx: TaskExecutionContext, number: int) -> str:
+        for _ in range(number):
+            ctx.response_buffer += "x"
+            ctx.produced_artifacts.append({"name": "page"})
+            ctx.flags["pages"] = len(ctx.produced_artifacts)
+            ctx.token_usage.record(Tokens(output=5), model="m")
+            seen.append((ctx.response_buffer, ctx.replaying))
+            await ctx.call(double(1))
+        usage = ctx.token_usage
+        return f"{ctx.response_buffer} {ctx.flags['pages']} {usage.total.output} {usage.by_source['double'].output}"
+
+    peer_usage = TokenUsage(total=Tokens(output=100))
+    output = await run_agent(writer, 3, lambda call: Ok({"price": 1}, usage=peer_usage))
+    assert output == "xxx 3 315 300"
+    assert seen == [
+        ("x", False),
+        ("x", True), ("xx", False),
+        ("x", True), ("xx", True), ("xxx", False),
+        ("x", True), ("xx", True), ("xxx", True),
+    ]  # fmt: skip
+
+
+async def test_a_decision_on_the_tokens_used_is_the_same_when_repeated() -> None:
+    @agent("thrifty")
+    async def thrifty(ctx: TaskExecutionContext, budget: int) -> int:
+        rounds = 0
+        while ctx.token_usage.total.input < budget:
+            ctx.token_usage.record(Tokens(input=1), model="m")
+            await ctx.call(double(ctx.token_usage.total.input))
+            rounds += 1
+        return rounds
+
+    usage = TokenUsage(total=Tokens(input=10))
+    assert await run_agent(thrifty, 30, lambda call: Ok({"price": 1}, usage=usage)) == 3
+
+
+async def test_a_flag_set_by_the_request_is_seen_again_by_each_run() -> None:
+    @agent("flagged")
+    async def flagged(ctx: TaskExecutionContext, number: int) -> str:
+        first_time = ctx.flags.pop("new", False)
+        await ctx.call(double(1 if first_time else 2))
+        return f"{first_time} {'new' in ctx.flags}"
+
+    ctx = TaskExecutionContext(TaskId("t"), flags={"new": True})
+    assert await run_agent(flagged, 1, obliging, ctx=ctx) == "True False"
+
+
+async def test_an_exception_in_a_repeated_part_does_not_lose_the_tokens_used() -> None:
+    runs: list[int] = []
+
+    @agent("unlucky")
+    async def unlucky(ctx: TaskExecutionContext, number: int) -> int:
+        runs.append(1)
+        if len(runs) > 1:
+            raise OSError("no network")
+        ctx.token_usage.record(Tokens(input=8), model="m")
+        return (await ctx.call(double(number))).price
+
+    ctx = a_context()
+    pause = await unlucky.start(ctx, 1)
+    assert isinstance(pause, Paused)
+    outcomes = answered(pause, obliging)
+    ctx = restored(ctx, pause, outcomes)
+    with pytest.raises(OSError, match="no network"):
+        await unlucky.resume(ctx, pause.state, outcomes)
+    assert ctx.token_usage.total.input == 8
+
+
+async def test_call_and_gather_are_for_function_agents() -> None:
+    for name, asking in (("ctx.call", a_context().call(double(1))), ("ctx.gather", a_context().gather(double(1)))):
+        with pytest.raises(AgentMisbehaved, match=f"{name} is for function agents.*self.ask.*Paused"):
+            await asking

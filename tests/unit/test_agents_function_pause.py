@@ -1,0 +1,169 @@
+"""Function agents: what a function must not do with a pause."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from agent_samples import a_context, double, obliging, shout
+
+from meshpoint import (
+    AgentMisbehaved,
+    Done,
+    TaskExecutionContext,
+    agent,
+)
+from meshpoint.conformance.agent import run_agent
+
+
+async def test_finally_blocks_run_at_each_pause() -> None:
+    closed: list[str] = []
+
+    @agent("tidy")
+    async def tidy(ctx: TaskExecutionContext, number: int) -> int:
+        try:
+            return (await ctx.call(double(number))).price
+        finally:
+            closed.append("closed")
+
+    assert await run_agent(tidy, 1, obliging) == 2
+    assert closed == ["closed", "closed"]
+
+
+async def test_except_exception_does_not_see_a_pause() -> None:
+    @agent("careful")
+    async def careful(ctx: TaskExecutionContext, number: int) -> int:
+        try:
+            return (await ctx.call(double(number))).price
+        except Exception:
+            return -1
+
+    assert await run_agent(careful, 1, obliging) == 2
+
+
+async def test_a_swallowed_pause_is_told() -> None:
+    @agent("greedy")
+    async def greedy(ctx: TaskExecutionContext, number: int) -> int:
+        try:
+            return (await ctx.call(double(number))).price
+        except BaseException:
+            return -1
+
+    with pytest.raises(AgentMisbehaved, match=r"greedy swallowed a pause: .*except BaseException"):
+        await greedy.start(a_context(), 1)
+
+
+async def test_failing_while_pausing_is_told() -> None:
+    @agent("clumsy")
+    async def clumsy(ctx: TaskExecutionContext, number: int) -> int:
+        try:
+            return (await ctx.call(double(number))).price
+        finally:
+            raise OSError("disk full")
+
+    with pytest.raises(AgentMisbehaved, match="clumsy raised OSError: disk full while it was pausing"):
+        await clumsy.start(a_context(), 1)
+
+
+async def test_calling_while_pausing_is_told() -> None:
+    @agent("tenacious")
+    async def tenacious(ctx: TaskExecutionContext, number: int) -> int:
+        try:
+            return (await ctx.call(double(number))).price
+        finally:
+            with suppress(Exception):
+                await ctx.call(shout("clean up"))
+
+    with pytest.raises(AgentMisbehaved, match="called a peer while it was pausing"):
+        await tenacious.start(a_context(), 1)
+
+
+async def in_gather(ctx: TaskExecutionContext) -> None:
+    await asyncio.gather(ctx.call(double(1)), ctx.call(shout("x")))
+
+
+async def in_gather_with_exceptions_as_values(ctx: TaskExecutionContext) -> None:
+    await asyncio.gather(ctx.call(double(1)), ctx.call(shout("x")), return_exceptions=True)
+
+
+async def in_a_task_group(ctx: TaskExecutionContext) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(ctx.call(double(1)))
+
+
+async def in_a_task(ctx: TaskExecutionContext) -> None:
+    await asyncio.create_task(ctx.call(double(1)))
+
+
+@pytest.mark.parametrize("body", [in_gather, in_gather_with_exceptions_as_values, in_a_task_group, in_a_task])
+async def test_calls_in_other_asyncio_tasks_are_refused(body: Any) -> None:
+    @agent("parallel")
+    async def parallel(ctx: TaskExecutionContext, number: int) -> str:
+        await body(ctx)
+        return "came to a result"
+
+    with pytest.raises(AgentMisbehaved, match=r"parallel called a peer in another asyncio task.*ctx\.gather"):
+        await parallel.start(a_context(), 1)
+
+
+async def test_a_task_group_around_a_call_is_closed_at_the_pause() -> None:
+    ends: list[str] = []
+
+    async def beside(started: asyncio.Event) -> None:
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            ends.append("cancelled")
+
+    @agent("grouped")
+    async def grouped(ctx: TaskExecutionContext, number: int) -> int:
+        async with asyncio.TaskGroup() as group:
+            started = asyncio.Event()
+            task = group.create_task(beside(started))
+            await started.wait()
+            price = (await ctx.call(double(number))).price
+            task.cancel()
+        return price
+
+    assert await run_agent(grouped, 1, obliging) == 2
+    assert ends == ["cancelled", "cancelled"]
+
+
+async def test_a_task_left_behind_can_call_nobody() -> None:
+    left: list[asyncio.Task[Any]] = []
+    go_on = asyncio.Event()
+
+    @agent("forgetful")
+    async def forgetful(ctx: TaskExecutionContext, number: int) -> int:
+        async def later() -> None:
+            await go_on.wait()
+            await ctx.call(double(1))
+
+        left.append(asyncio.create_task(later()))
+        return number
+
+    assert await forgetful.start(a_context(), 1) == Done(1)
+    go_on.set()
+    with pytest.raises(AgentMisbehaved, match="a task that forgetful left behind"):
+        await left[0]
+
+
+async def test_a_cancelled_segment_is_cancelled_and_not_a_misbehaviour() -> None:
+    reached = asyncio.Event()
+
+    @agent("slow")
+    async def slow(ctx: TaskExecutionContext, number: int) -> int:
+        try:
+            return (await ctx.call(double(number))).price
+        finally:
+            reached.set()
+            await asyncio.Event().wait()
+
+    segment = asyncio.create_task(slow.start(a_context(), 1))
+    await reached.wait()
+    segment.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await segment

@@ -1,0 +1,96 @@
+"""Function agents: another path than the recorded one is never a result."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from agent_samples import Quote, double, paused, resumed, shout
+
+from meshpoint import (
+    ALL,
+    FIRST,
+    Done,
+    FunctionAgent,
+    Peer,
+    ReplayMismatch,
+    TaskExecutionContext,
+    agent,
+)
+
+
+def wandering(second_run: Callable[[TaskExecutionContext], Any]) -> FunctionAgent[int, str]:
+    """An agent that calls double(1) in its first run and does something else in each later one."""
+    runs: list[int] = []
+
+    @agent("wandering")
+    async def function(ctx: TaskExecutionContext, number: int) -> str:
+        runs.append(1)
+        if len(runs) == 1:
+            await ctx.call(double(1))
+        else:
+            await second_run(ctx)
+        return "came to a result"
+
+    return function
+
+
+async def nothing(ctx: TaskExecutionContext) -> None:
+    """Call nobody."""
+
+
+async def swallowing(ctx: TaskExecutionContext) -> None:
+    """Ask for something else, and pretend that nothing happened."""
+    try:
+        await ctx.call(double(2))
+    except Exception:
+        return
+
+
+@pytest.mark.parametrize(
+    ("second_run", "complaint"),
+    [
+        (lambda ctx: ctx.call(shout("x")), "call 1 differs: recorded was a call of double; now it calls shout"),
+        (
+            lambda ctx: ctx.call(double(2)),
+            r"the call of double \(double.0\) was recorded with another input",
+        ),
+        (lambda ctx: ctx.gather(double(1), double(1)), "recorded was a call of double; now it calls double, double"),
+        (lambda ctx: ctx.gather(double(1), join=FIRST), r"recorded was join ALL; now it is join AT_LEAST\(1\)"),
+        (lambda ctx: ctx.gather(double(1), join=ALL.within(timedelta(seconds=9))), "now it is join ALL within 9.0 s"),
+        (nothing, "ended after 0 of 1 recorded calls"),
+        (swallowing, "recorded with another input"),
+    ],
+)
+async def test_another_path_is_a_mismatch_and_never_a_result(second_run: Any, complaint: str) -> None:
+    tested = wandering(second_run)
+    pause = await paused(tested)
+    with pytest.raises(ReplayMismatch, match=complaint) as caught:
+        await resumed(tested, pause)
+    assert "wandering" in str(caught.value)
+    assert "version=" in str(caught.value)
+
+
+async def test_the_same_call_with_another_timeout_is_the_same_call() -> None:
+    patient = Peer("double", int, Quote, timeout=timedelta(hours=1))
+    tested = wandering(lambda ctx: ctx.call(patient(1)))
+    assert await resumed(tested, await paused(tested)) == Done("came to a result")
+
+
+def test_a_set_in_an_input_is_the_same_in_every_process() -> None:
+    code = (
+        "from meshpoint import Peer; tags = Peer('tags', dict[str, set[str]], str)\n"
+        "print(tags({'a': {'x', 'y', 'z', 'v', 'w'}}).input)"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, check=True, capture_output=True
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert seen == {b"{'a': ['v', 'w', 'x', 'y', 'z']}\n"}
