@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import JsonValue
 
 import meshpoint
 from meshpoint.cli import main
@@ -88,7 +89,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 class Mesh:
     """Stands for the composition root and the client."""
 
-    outcome: Outcome = field(default_factory=lambda: Ok({"total": 3}))
+    outcome: Outcome = field(default_factory=lambda: Ok[JsonValue]({"total": 3}))
     error: MeshpointError | None = None
     silent: bool = False
     tasks: list[TaskSummary] = field(default_factory=lambda: [WAITING])
@@ -125,13 +126,17 @@ class Mesh:
 
     async def __aexit__(self, *_: object) -> None: ...
 
-    async def send(self, agent: str, value: Any, *, timeout: timedelta | None, wait: bool) -> Any:
-        self.seen["sent"] = (agent, value, timeout, wait)
+    async def send(
+        self, agent: str, value: JsonValue, *, timeout: timedelta | None, task_id: TaskId
+    ) -> asyncio.Future[Any]:
+        self.seen["sent"] = (agent, value, timeout)
+        self.seen["task_id"] = task_id
         if self.error:
             raise self.error
-        if self.silent:
-            await asyncio.Event().wait()
-        return SimpleNamespace(task_id="t-9", outcome=self.outcome)
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if not self.silent:
+            reply.set_result(SimpleNamespace(task_id=task_id, outcome=self.outcome))
+        return reply
 
     async def cancel(self, agent: str, task_id: str) -> None:
         self.seen["cancelled"] = (agent, task_id)
@@ -230,7 +235,7 @@ def test_interrupting_exits_with_130(cli: Cli, mesh: Mesh, monkeypatch: pytest.M
 def test_send_prints_the_value_as_json(cli: Cli, mesh: Mesh) -> None:
     answered = cli("send", "travel", '{"city": "Rome"}', "--config", "mesh.yaml")
     assert (answered.code, answered.json) == (0, {"total": 3})
-    assert mesh.seen["sent"] == ("travel", {"city": "Rome"}, None, True)
+    assert mesh.seen["sent"] == ("travel", {"city": "Rome"}, None)
     assert mesh.seen["mesh"].namespace == "demo"
 
 
@@ -260,7 +265,11 @@ def test_send_tells_a_failure_by_its_exit_code(
 ) -> None:
     mesh.outcome = Failed(kind, "no seats")
     ended = cli("send", "travel", "x")
-    assert (ended.code, ended.out, ended.err) == (code, "", f"error: task t-9 {status} ({kind}): no seats\n")
+    assert (ended.code, ended.out, ended.err) == (
+        code,
+        "",
+        f"error: task {mesh.seen['task_id']} {status} ({kind}): no seats\n",
+    )
     ended = cli("send", "travel", "x", "--json")
     assert (ended.code, ended.json["status"], ended.json["message"]) == (code, status, "no seats")
 
@@ -270,13 +279,15 @@ def test_send_without_an_answer_in_time_exits_with_6(cli: Cli, mesh: Mesh) -> No
     ended = cli("send", "travel", "x", "--wait", "0")
     assert (ended.code, ended.out) == (6, "")
     assert "no answer from travel" in ended.err
-    assert cli("send", "travel", "x", "--wait", "0", "--json").json["status"] == "no_answer"
+    assert mesh.seen["task_id"] in ended.err
+    told = cli("send", "travel", "x", "--wait", "0", "--json").json
+    assert told == {"task_id": mesh.seen["task_id"], "status": "no_answer"}
 
 
 def test_send_without_waiting_prints_the_task(cli: Cli, mesh: Mesh) -> None:
     ended = cli("send", "travel", "x", "--no-wait", "--timeout", "90")
-    assert (ended.code, ended.out) == (0, "t-9\n")
-    assert mesh.seen["sent"] == ("travel", "x", timedelta(seconds=90), False)
+    assert (ended.code, ended.out) == (0, mesh.seen["task_id"] + "\n")
+    assert mesh.seen["sent"] == ("travel", "x", timedelta(seconds=90))
 
 
 def test_send_takes_the_broker_from_its_options(cli: Cli, mesh: Mesh) -> None:

@@ -280,6 +280,7 @@ def test_agents_take_the_message_limit_of_the_mesh(write: Write) -> None:
             "mesh.broker_url: the scheme 'kafka' is not supported; use amqp",
         ),
         ("mesh: {broker_url: 'redis://u:secret@h'}\n", "mesh.broker_url: Redis is not supported"),
+        ("mesh: {broker_url: 'sqlite:///a.db?mode=ro'}\n", "mesh.broker_url: takes no options after '?'"),
         ("mesh: {namespace: a.b}\n", "mesh.namespace: 'a.b' is not a valid namespace"),
         ("mesh: {delivery_limit: 3}\n", "mesh.delivery_limit: must be greater than or equal to 10, not 3"),
         (TRAVEL + "  lease_seconds: 0\n", "agent.lease_seconds: must be greater than 0, not 0"),
@@ -291,6 +292,10 @@ def test_agents_take_the_message_limit_of_the_mesh(write: Write) -> None:
         (
             TRAVEL + "  max_message_bytes: 20000000\n",
             "agent.max_message_bytes: 20000000 is above mesh.max_message_bytes",
+        ),
+        (
+            TRAVEL + "  begin_at_delivery: 20\n",
+            "agent.begin_at_delivery: 20 is not below mesh.delivery_limit",
         ),
         ("agent: {name: a b, entrypoint: 'm:a'}\n", "agent.name: 'a b' is not a valid agent name"),
         ("agent: {name: a, entrypoint: m.a}\n", "agent.entrypoint: 'm.a' is not an entrypoint"),

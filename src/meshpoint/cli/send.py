@@ -15,7 +15,6 @@ from meshpoint.cli.exits import ExitCode
 from meshpoint.cli.output import print_error, print_json, print_note, print_text, span
 
 if TYPE_CHECKING:
-    from meshpoint.client import Reply
     from meshpoint.model.outcomes import Outcome
     from meshpoint.settings import MeshSettings
 
@@ -59,29 +58,40 @@ def send(
     """
     if no_wait and wait is not None:
         raise typer.BadParameter("--wait and --no-wait exclude each other")
+    from meshpoint.model.ids import new_id
+
     mesh = sources.mesh_of(config, broker, namespace)
     patience = wait if wait is not None else _DEFAULT_WAIT if timeout is None else timeout + _REPLY_TIME
     deadline = None if timeout is None else timedelta(seconds=timeout)
     value = parse_input(sys.stdin.read() if text == "-" else text)
-    try:
-        reply = asyncio.run(_send(mesh, agent, value, deadline, None if no_wait else patience))
-    except TimeoutError:
-        _no_answer(agent, patience, as_json)
+    task_id = new_id()
+    outcome = asyncio.run(_send(mesh, agent, value, task_id, deadline, None if no_wait else patience))
+    if outcome is not None:
+        raise typer.Exit(show(task_id, outcome, as_json=as_json))
     if no_wait:
-        print_json({"task_id": reply.task_id, "status": "sent"}) if as_json else print_text(reply.task_id)
+        print_json({"task_id": task_id, "status": "sent"}) if as_json else print_text(task_id)
         return
-    raise typer.Exit(show(reply.task_id, reply.outcome, as_json=as_json))
+    if as_json:
+        print_json({"task_id": task_id, "status": "no_answer"})
+    else:
+        print_note(f"no answer from {agent} in {span(patience)}; task {task_id} may still end")
+    raise typer.Exit(ExitCode.NO_ANSWER)
 
 
 async def _send(
-    mesh: MeshSettings, agent: str, value: Any, timeout: timedelta | None, patience: float | None
-) -> Reply:
+    mesh: MeshSettings, agent: str, value: Any, task_id: str, timeout: timedelta | None, patience: float | None
+) -> Outcome | None:
+    """The outcome; None when there was none in time, or when `patience` is None: it is not waited for."""
     from meshpoint.client import Client
-    from meshpoint.model.ids import agent_name
+    from meshpoint.model.ids import TaskId
     from meshpoint.wiring import make_broker
 
-    async with Client(make_broker(mesh)) as client, asyncio.timeout(patience):
-        return await client.send(agent_name(agent), value, timeout=timeout, wait=patience is not None)
+    async with Client(make_broker(mesh)) as client:
+        reply = await client.send(agent, value, timeout=timeout, task_id=TaskId(task_id))
+        if patience is None:
+            return None
+        done, _ = await asyncio.wait({reply}, timeout=patience)
+        return (await reply).outcome if done else None
 
 
 def parse_input(text: str) -> Any:
@@ -117,11 +127,3 @@ def show(task_id: str, outcome: Outcome, *, as_json: bool) -> ExitCode:
     else:
         print_json(outcome.value)
     return code
-
-
-def _no_answer(agent: str, patience: float, as_json: bool) -> NoReturn:
-    if as_json:
-        print_json({"task_id": None, "status": "no_answer"})
-    else:
-        print_note(f"no answer from {agent} in {span(patience)}; the task may still end")
-    raise typer.Exit(ExitCode.NO_ANSWER)

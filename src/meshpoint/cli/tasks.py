@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="See tasks, and cancel them.", no_args_is_help=True)
 
-TaskId = Annotated[str, typer.Argument(metavar="TASK_ID", help="Id of the task.")]
+TaskIdArgument = Annotated[str, typer.Argument(metavar="TASK_ID", help="Id of the task.")]
 Agent = Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Agent of the task.")]
 
 _LIST = """\b
@@ -64,7 +64,7 @@ def list_tasks(
 
 @app.command("show", epilog=_SHOW)
 def show_task(
-    task_id: TaskId,
+    task_id: TaskIdArgument,
     *,
     config: sources.Config = None,
     database: sources.Database = None,
@@ -89,7 +89,7 @@ def show_task(
 
 @app.command("cancel", epilog=_CANCEL)
 def cancel_task(
-    task_id: TaskId,
+    task_id: TaskIdArgument,
     *,
     config: sources.Config = None,
     database: sources.Database = None,
@@ -99,7 +99,7 @@ def cancel_task(
     as_json: sources.AsJson = False,
 ) -> None:
     """Ask the task's agent to cancel it. Without --agent, the agent is looked up in the database."""
-    from meshpoint.model.ids import agent_name
+    from meshpoint.model.ids import TaskId
 
     mesh = sources.mesh_of(config, broker, namespace)
     if agent is None:
@@ -114,7 +114,7 @@ def cancel_task(
         from meshpoint.wiring import make_broker
 
         async with Client(make_broker(mesh)) as client:
-            await client.cancel(agent_name(agent), task_id)
+            await client.cancel(agent, TaskId(task_id))
 
     asyncio.run(cancel())
     told = {"task_id": task_id, "agent": agent, "status": "cancel_sent"}

@@ -3,7 +3,9 @@
 `load` is the way in. Whatever is wrong ends as one `ConfigurationError` that names the key and the fix.
 """
 
+from meshpoint.settings.agent import AgentSettings
 from meshpoint.settings.loading import load
-from meshpoint.settings.models import AgentSettings, MeshSettings, Settings
+from meshpoint.settings.mesh import MeshSettings
+from meshpoint.settings.root import Settings
 
 __all__ = ["AgentSettings", "MeshSettings", "Settings", "load"]

@@ -8,7 +8,8 @@ from typing import Any
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from meshpoint.errors import ConfigurationError
-from meshpoint.settings.models import AgentSettings, MeshSettings
+from meshpoint.settings.agent import AgentSettings
+from meshpoint.settings.mesh import MeshSettings
 
 PREFIX = "MESHPOINT_"
 

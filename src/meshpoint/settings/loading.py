@@ -12,7 +12,9 @@ from pydantic import BaseModel
 
 from meshpoint.errors import ConfigurationError
 from meshpoint.settings import environment, files, problems
-from meshpoint.settings.models import AgentSettings, MeshSettings, Settings
+from meshpoint.settings.agent import AgentSettings
+from meshpoint.settings.mesh import MeshSettings
+from meshpoint.settings.root import Settings
 
 _SECTIONS = ("mesh", "agent", "agents")
 

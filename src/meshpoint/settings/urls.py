@@ -33,6 +33,8 @@ def broker_url(url: str, key: str) -> str:
         ConfigurationError: no broker that Meshpoint knows.
     """
     scheme = _scheme(url, key, _BROKERS, _BROKER_FIX)
+    if scheme == "sqlite" and "?" in url:
+        raise ConfigurationError(key, "takes no options after '?'", "write sqlite:///meshpoint.db")
     return _with_absolute_file(url, key) if scheme == "sqlite" else url
 
 

@@ -1,87 +1,21 @@
-"""The sections of a configuration, each key with its unit and its default."""
+"""The section `agent`, each key with its unit and its default."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.ids import agent_name
 from meshpoint.model.options import AckPolicy, OnCheckpointFailure, Options
 from meshpoint.settings import urls
+from meshpoint.settings.section import DEFAULT, EMBEDDED, Bytes, Count, Seconds, SecondsOrZero, Section
 
-TEN_YEARS = 315_360_000
-
-Seconds = Annotated[float, Field(gt=0, le=TEN_YEARS, allow_inf_nan=False)]
-SecondsOrZero = Annotated[float, Field(ge=0, le=TEN_YEARS, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, le=1_000_000)]
-Bytes = Annotated[int, Field(ge=1024)]
-
-_EMBEDDED = "sqlite:///meshpoint.db"
-_DEFAULT = Options()
-_NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _ENTRYPOINT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, and unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-
-class MeshSettings(Section):
-    """What all agents of a mesh share."""
-
-    namespace: str = Field(
-        default="meshpoint", description="prefix of every queue; meshes of different names never meet"
-    )
-    broker_url: str = Field(
-        default=_EMBEDDED,
-        description="amqp:// or amqps:// for RabbitMQ, sqlite:/// for one host, memory:// for tests",
-    )
-    publish_timeout_seconds: Seconds = Field(
-        default=10, description="how long the broker may take to confirm a message"
-    )
-    max_message_bytes: Bytes = Field(
-        default=_DEFAULT.max_message_bytes, description="bytes of the largest body that is sent or accepted"
-    )
-    delivery_limit: int = Field(
-        default=20,
-        ge=10,
-        le=1000,
-        description="deliveries of one message before it goes to the dead letters, at least 10",
-    )
-    private_queue_ttl_seconds: Seconds = Field(
-        default=3600, description="how long the private queue of a replica outlives its last use"
-    )
-
-    @field_validator("namespace")
-    @classmethod
-    def _check_namespace(cls, value: str) -> str:
-        if not _NAMESPACE.fullmatch(value):
-            fix = "use letters, digits, '_' and '-' (63 at most)"
-            raise ConfigurationError("mesh.namespace", f"{value!r} is not a valid namespace", fix)
-        return value
-
-    @field_validator("broker_url")
-    @classmethod
-    def _check_broker_url(cls, value: str) -> str:
-        urls.require_driver(value, "mesh.broker_url")
-        return urls.broker_url(value, "mesh.broker_url")
-
-    @property
-    def publish_timeout(self) -> timedelta:
-        """How long the broker may take to confirm a message."""
-        return timedelta(seconds=self.publish_timeout_seconds)
-
-    @property
-    def private_queue_ttl(self) -> timedelta:
-        """How long the private queue of a replica outlives its last use."""
-        return timedelta(seconds=self.private_queue_ttl_seconds)
 
 
 @dataclass(slots=True)
@@ -99,79 +33,91 @@ class AgentSettings(Section):
     name: str = Field(description="name in the mesh: letters, digits, '_' and '-', 63 at most")
     entrypoint: str = Field(description="where the agent is, as module:attribute; the module must be importable")
     stateless_checkpointing: bool = Field(
-        default=_DEFAULT.stateless_checkpointing,
+        default=DEFAULT.stateless_checkpointing,
         description="keep paused tasks in the database, so that any replica resumes them; needs session_service: sql",
     )
     session_service: Literal["memory", "sql"] = Field(
         default="memory", description="where tasks are kept: memory or sql"
     )
-    session_db_url: str = Field(default=_EMBEDDED, description="postgresql:// in production, sqlite:/// for one host")
+    session_db_url: str = Field(default=EMBEDDED, description="postgresql:// in production, sqlite:/// for one host")
     db_pool_size: Count = Field(default=5, description="database connections of one replica")
     max_concurrency: Count = Field(
-        default=_DEFAULT.max_concurrency,
+        default=DEFAULT.max_concurrency,
         description="segments that run at a time in one replica; paused tasks do not count",
     )
     max_in_memory: Count = Field(
-        default=_DEFAULT.max_in_memory, description="paused tasks that one replica holds in memory without a database"
+        default=DEFAULT.max_in_memory, description="paused tasks that one replica holds in memory without a database"
     )
     max_call_depth: Count = Field(
-        default=_DEFAULT.max_call_depth, description="agents that may call one another in a chain"
+        default=DEFAULT.max_call_depth, description="agents that may call one another in a chain"
     )
     max_attempts: Count = Field(
-        default=_DEFAULT.max_attempts, description="runs of one segment that may end in the death of their process"
+        default=DEFAULT.max_attempts, description="runs of one segment that may end in the death of their process"
     )
     max_message_bytes: Bytes = Field(
-        default=_DEFAULT.max_message_bytes,
+        default=DEFAULT.max_message_bytes,
         description="bytes of the largest body that this agent sends or accepts; a file may leave it to the mesh",
     )
     peer_timeout_seconds: Seconds = Field(
-        default=_DEFAULT.peer_timeout.total_seconds(),
+        default=DEFAULT.peer_timeout.total_seconds(),
         description="how long a peer may take when its call names no timeout",
     )
     deadline_margin_seconds: SecondsOrZero = Field(
-        default=_DEFAULT.deadline_margin.total_seconds(),
+        default=DEFAULT.deadline_margin.total_seconds(),
         description="how much earlier a peer's deadline is than its agent's",
     )
     lease_seconds: Seconds = Field(
-        default=_DEFAULT.lease.total_seconds(), description="how long a replica owns a running task without renewing"
+        default=DEFAULT.lease.total_seconds(), description="how long a replica owns a running task without renewing"
     )
     renew_interval_seconds: Seconds = Field(
-        default=_DEFAULT.renew_interval.total_seconds(),
+        default=DEFAULT.renew_interval.total_seconds(),
         description="between renewals of a lease; at most half of the lease",
     )
     dispatch_lease_seconds: Seconds = Field(
         default=5, description="how long a replica has to send what it committed before another sends it too"
     )
     sweep_interval_seconds: Seconds = Field(
-        default=_DEFAULT.sweep_interval.total_seconds(), description="between looks for what time alone makes due"
+        default=DEFAULT.sweep_interval.total_seconds(), description="between looks for what time alone makes due"
     )
-    sweep_batch: Count = Field(default=_DEFAULT.sweep_batch, description="tasks that one look takes at most")
+    sweep_batch: Count = Field(default=DEFAULT.sweep_batch, description="tasks that one look takes at most")
     settle_time_seconds: SecondsOrZero = Field(
-        default=_DEFAULT.settle_time.total_seconds(),
+        default=DEFAULT.settle_time.total_seconds(),
         description="after a start or an outage, how long queued responses are let in before deadlines are enforced",
     )
     response_prefetch: Count = Field(
-        default=_DEFAULT.response_prefetch, description="responses that one replica takes from the broker at a time"
+        default=DEFAULT.response_prefetch, description="responses that one replica takes from the broker at a time"
     )
     checkpoint_retry_time_seconds: Seconds = Field(
-        default=_DEFAULT.checkpoint_retry_time.total_seconds(),
+        default=DEFAULT.checkpoint_retry_time.total_seconds(),
         description="how long a first checkpoint is tried before on_checkpoint_failure applies",
     )
     on_checkpoint_failure: OnCheckpointFailure = Field(
-        default=_DEFAULT.on_checkpoint_failure,
+        default=DEFAULT.on_checkpoint_failure,
         description="keep_in_memory: go on without the database; wait: until the database is back",
     )
     reply_retry_time_seconds: Seconds = Field(
-        default=_DEFAULT.reply_retry_time.total_seconds(),
+        default=DEFAULT.reply_retry_time.total_seconds(),
         description="how long a reply that nobody can receive is tried",
     )
+    startup_timeout_seconds: Seconds = Field(
+        default=DEFAULT.startup_timeout.total_seconds(),
+        description="how long the broker and the database may take to answer at the start",
+    )
     drain_timeout_seconds: Seconds = Field(
-        default=_DEFAULT.drain_timeout.total_seconds(),
+        default=DEFAULT.drain_timeout.total_seconds(),
         description="how long running segments may take to end at shutdown",
     )
+    release_timeout_seconds: Seconds = Field(
+        default=DEFAULT.release_timeout.total_seconds(),
+        description="how long giving tasks back may take after the drain",
+    )
     ack_policy: AckPolicy = Field(
-        default=_DEFAULT.ack_policy,
+        default=DEFAULT.ack_policy,
         description="at_checkpoint: ack a request when its first segment ends; on_receipt: when its row is written",
+    )
+    begin_at_delivery: Count = Field(
+        default=DEFAULT.begin_at_delivery,
+        description="from this delivery of a request on, its task is written before it runs; below delivery_limit",
     )
     tombstone_ttl_seconds: Seconds = Field(
         default=86_400, description="how long an ended task is remembered, so that an old duplicate finds it"
@@ -179,8 +125,12 @@ class AgentSettings(Section):
     incompatible_state_limit_seconds: Seconds = Field(
         default=3600, description="how long a task whose state no replica can read is offered before it is parked"
     )
+    incompatible_pause_seconds: Seconds = Field(
+        default=DEFAULT.incompatible_pause.total_seconds(),
+        description="before a task whose state could not be read is offered again",
+    )
     app_version: str | None = Field(
-        default=_DEFAULT.app_version,
+        default=DEFAULT.app_version,
         description="version of the agent's code, written beside each checkpoint; unset: none",
     )
 
@@ -223,7 +173,7 @@ class AgentSettings(Section):
         return Options(**{field.name: self._option(field.name) for field in fields(Options)})
 
     def _option(self, name: str) -> Any:
-        if isinstance(getattr(_DEFAULT, name), timedelta):
+        if isinstance(getattr(DEFAULT, name), timedelta):
             return timedelta(seconds=getattr(self, f"{name}_seconds"))
         return getattr(self, name)
 
@@ -234,24 +184,3 @@ class AgentSettings(Section):
             tombstone_ttl=timedelta(seconds=self.tombstone_ttl_seconds),
             incompatible_limit=timedelta(seconds=self.incompatible_state_limit_seconds),
         )
-
-
-class Settings(Section):
-    """A mesh, and the agents that one process serves."""
-
-    mesh: MeshSettings = Field(default_factory=MeshSettings)
-    agents: tuple[AgentSettings, ...] = ()
-
-    @model_validator(mode="after")
-    def _check_agents(self) -> Settings:
-        names: set[str] = set()
-        for index, agent in enumerate(self.agents):
-            if agent.name in names:
-                problem = f"two agents are called {agent.name!r}"
-                raise ConfigurationError(f"agents[{index}].name", problem, "give each agent a name of its own")
-            names.add(agent.name)
-            if agent.max_message_bytes > self.mesh.max_message_bytes:
-                problem = f"{agent.max_message_bytes} is above mesh.max_message_bytes"
-                fix = f"use at most {self.mesh.max_message_bytes}, or raise mesh.max_message_bytes"
-                raise ConfigurationError(f"agents[{index}].max_message_bytes", problem, fix)
-        return self

@@ -1,0 +1,65 @@
+"""The section `mesh`, each key with its unit and its default."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+from pydantic import Field, field_validator
+
+from meshpoint.errors import ConfigurationError
+from meshpoint.settings import urls
+from meshpoint.settings.section import DEFAULT, EMBEDDED, Bytes, Seconds, Section
+
+_NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+
+
+class MeshSettings(Section):
+    """What all agents of a mesh share."""
+
+    namespace: str = Field(
+        default="meshpoint", description="prefix of every queue; meshes of different names never meet"
+    )
+    broker_url: str = Field(
+        default=EMBEDDED,
+        description="amqp:// or amqps:// for RabbitMQ, sqlite:/// for one host, memory:// for tests",
+    )
+    publish_timeout_seconds: Seconds = Field(
+        default=10, description="how long the broker may take to confirm a message"
+    )
+    max_message_bytes: Bytes = Field(
+        default=DEFAULT.max_message_bytes, description="bytes of the largest body that is sent or accepted"
+    )
+    delivery_limit: int = Field(
+        default=20,
+        ge=10,
+        le=1000,
+        description="deliveries of one message before it goes to the dead letters, at least 10",
+    )
+    private_queue_ttl_seconds: Seconds = Field(
+        default=3600, description="how long the private queue of a replica outlives its last use"
+    )
+
+    @field_validator("namespace")
+    @classmethod
+    def _check_namespace(cls, value: str) -> str:
+        if not _NAMESPACE.fullmatch(value):
+            fix = "use letters, digits, '_' and '-' (63 at most)"
+            raise ConfigurationError("mesh.namespace", f"{value!r} is not a valid namespace", fix)
+        return value
+
+    @field_validator("broker_url")
+    @classmethod
+    def _check_broker_url(cls, value: str) -> str:
+        urls.require_driver(value, "mesh.broker_url")
+        return urls.broker_url(value, "mesh.broker_url")
+
+    @property
+    def publish_timeout(self) -> timedelta:
+        """How long the broker may take to confirm a message."""
+        return timedelta(seconds=self.publish_timeout_seconds)
+
+    @property
+    def private_queue_ttl(self) -> timedelta:
+        """How long the private queue of a replica outlives its last use."""
+        return timedelta(seconds=self.private_queue_ttl_seconds)

@@ -1,0 +1,68 @@
+"""The tables of `docs/configuration.md`, from the settings themselves.
+
+`python -m meshpoint.settings.reference docs/configuration.md` writes them between the marks in that page.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from meshpoint.settings.agent import AgentSettings
+from meshpoint.settings.environment import variable
+from meshpoint.settings.mesh import MeshSettings
+
+_SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (("mesh", MeshSettings), ("agent", AgentSettings))
+
+
+def written(page: str) -> str:
+    """`page` with the table of each section between its marks."""
+    for section, model in _SECTIONS:
+        start, end = f"<!-- {section} -->\n", f"<!-- end of {section} -->\n"
+        before, rest = page.split(start)
+        _, after = rest.split(end)
+        page = before + start + table(section, model) + end + after
+    return page
+
+
+def table(section: str, model: type[BaseModel]) -> str:
+    """The keys of one section: default, unit and meaning, and the variable that overrides each."""
+    lines = ["| Key | Default | Unit | Meaning |", "|---|---|---|---|"]
+    lines += [
+        f"| `{key}` | {_default(field)} | {_unit(key, field)} | {field.description} |"
+        for key, field in model.model_fields.items()
+    ]
+    example = variable(section, next(reversed(model.model_fields)))
+    return "\n".join([*lines, "", f"A variable such as `{example}` overrides a key.", ""])
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.default.value if isinstance(field.default, Enum) else field.default
+    match value:
+        case None:
+            return "unset"
+        case bool():
+            return f"`{str(value).lower()}`"
+        case int() | float():
+            return f"`{value:g}`" if value < 10_000 else f"`{value:_.0f}`"
+        case _:
+            return f"`{value}`"
+
+
+def _unit(key: str, field: FieldInfo) -> str:
+    if key.endswith("_seconds"):
+        return "seconds"
+    if key.endswith("_bytes"):
+        return "bytes"
+    return "count" if field.annotation is int else ""
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    target.write_text(written(target.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,38 @@
+"""The configuration page and the example files agree with the settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshpoint.settings import AgentSettings, MeshSettings, load
+from meshpoint.settings.reference import written
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "configuration.md"
+VARIABLES = {
+    "BROKER_URL": "amqps://mesh:secret@broker.example/",
+    "DATABASE_URL": "postgresql://mesh:secret@db.example/mesh",
+}
+
+
+def test_the_page_holds_the_tables_of_the_settings() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == written(page), "run: python -m meshpoint.settings.reference docs/configuration.md"
+
+
+@pytest.mark.parametrize("key", [*MeshSettings.model_fields, *AgentSettings.model_fields])
+def test_every_key_is_on_the_page(key: str) -> None:
+    (line, *_) = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{key}` |")]
+    _, _, default, _, meaning, _ = line.split("|")
+    assert default.strip()
+    assert len(meaning.strip()) > 10
+
+
+@pytest.mark.parametrize("name", ["travel.yaml", "production.yaml"])
+def test_the_examples_can_be_loaded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = load([ROOT / "config" / name], env=VARIABLES)
+    assert settings.agents
+    assert all(agent.stateless_checkpointing for agent in settings.agents)
