@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from pydantic import JsonValue
 
+from meshpoint.adapters.memory.clock import FakeClock
 from meshpoint.model.calls import ALL, Join
 from meshpoint.model.checkpoint import (
     AllArrived,
@@ -17,6 +18,7 @@ from meshpoint.model.checkpoint import (
     Begun,
     CallSummary,
     Cancel,
+    CancelNotice,
     Checkpoint,
     Claim,
     Committed,
@@ -47,7 +49,7 @@ TIMEOUT = 60 * SECOND
 """How long a call may take unless a test says otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Timings:
     """Durations that a store applies."""
 
@@ -200,9 +202,11 @@ async def answered(
     return (await store.claim([a_claim(pause, call_id) for call_id in ids], replica, slots))[-1]
 
 
-async def resumed(store: CheckpointStore, pause: Pause | None = None, *, replica: Replica = HERE) -> Resumable:
-    """A task that `replica` runs after its peers have answered."""
-    arrival = await answered(store, pause or await paused(store), replica=replica)
+async def resumed(
+    store: CheckpointStore, pause: Pause | None = None, *call_ids: str, replica: Replica = HERE
+) -> Resumable:
+    """A task that `replica` runs, resumed by responses to these calls, by default to all."""
+    arrival = await answered(store, pause or await paused(store), *call_ids, replica=replica)
     assert isinstance(arrival, AllArrived)
     return arrival.task
 
@@ -219,6 +223,18 @@ async def ended(store: CheckpointStore, **values: object) -> Run:
     run = (await resumed(store)).run
     await store.end([an_end(run, **values)])  # type: ignore[arg-type]
     return run
+
+
+async def taken_over(store: CheckpointStore, clock: FakeClock) -> Resumable:
+    """The only running task, now that its lease has expired, owned by `THERE`."""
+    clock.advance(LEASE + SECOND)
+    return one(await store.take_over(THERE, 10))
+
+
+async def cancels_to_send(store: CheckpointStore, clock: FakeClock) -> list[TaskId]:
+    """The calls whose peers are still to be told, once whoever closed them has had time to do so."""
+    clock.advance(TIMINGS.dispatch_lease + SECOND)
+    return [send.sub_task_id for send in await store.unsent(AGENT, 100) if isinstance(send, CancelNotice)]
 
 
 async def row(store: CheckpointStore, task_id: TaskId) -> tuple[TaskSummary, list[CallSummary]]:

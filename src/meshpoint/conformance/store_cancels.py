@@ -1,0 +1,177 @@
+"""Cancels, whatever the state of the task."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from meshpoint.adapters.memory.clock import FakeClock
+from meshpoint.conformance.build import (
+    AGENT,
+    HERE,
+    PEER,
+    SECOND,
+    THERE,
+    TIMINGS,
+    a_begin,
+    a_cancel,
+    a_claim,
+    a_pause,
+    a_release,
+    a_requester,
+    a_run,
+    an_end,
+    begun,
+    cancels_to_send,
+    ended,
+    one,
+    paused,
+    ready,
+    resumed,
+    row,
+    state_of,
+    sub,
+    taken_over,
+)
+from meshpoint.model.calls import FIRST
+from meshpoint.model.checkpoint import (
+    CancelBeforeRequest,
+    CancelFound,
+    CancelledNow,
+    CancelNotice,
+    CancelRequested,
+    CancelTooLate,
+    Duplicate,
+    Ended,
+    Reply,
+    TaskState,
+    Unknown,
+)
+from meshpoint.model.ids import TaskId, new_id
+from meshpoint.ports.store import CheckpointStore
+
+
+class CancelSuite:
+    """One transaction ends what waits; a flag stops what runs; a tombstone stands for what has not come yet."""
+
+    async def test_a_waiting_task_ends_at_once_and_its_open_calls_are_closed(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        pause = await paused(store, "a", "b", "c")
+        task_id = pause.run.task_id
+        await store.claim([a_claim(pause, "b")], HERE, 1)
+        reply = Reply(AGENT, task_id, TaskState.CANCELLED, b"cancelled", a_requester(), timedelta())
+        notices = tuple(CancelNotice(AGENT, task_id, sub(pause, call), PEER) for call in ("a", "c"))
+        assert await store.cancel([a_cancel(task_id)]) == [CancelledNow(reply, notices)]
+        assert (await store.lookup([task_id]))[task_id].reply == reply
+        assert await cancels_to_send(store, clock) == [sub(pause, "a"), sub(pause, "c")]
+
+    async def test_responses_to_a_cancelled_task_change_nothing(self, store: CheckpointStore) -> None:
+        pause = await paused(store, "a", "b")
+        await store.cancel([a_cancel(pause.run.task_id)])
+        before = await row(store, pause.run.task_id)
+        late = await store.claim([a_claim(pause, "a"), a_claim(pause, "b")], HERE, 1)
+        assert all(isinstance(arrival, Unknown | Duplicate) for arrival in late)
+        assert await row(store, pause.run.task_id) == before
+
+    async def test_a_ready_task_ends_at_once(self, store: CheckpointStore) -> None:
+        task_id = (await ready(store)).run.task_id
+        assert isinstance(one(await store.cancel([a_cancel(task_id)])), CancelledNow)
+        assert await state_of(store, task_id) is TaskState.CANCELLED
+        assert await store.take(HERE, 10) == []
+
+    async def test_a_parked_task_ends_at_once(self, store: CheckpointStore, clock: FakeClock) -> None:
+        run = (await resumed(store)).run
+        await store.release([a_release(run, incompatible="travel/9")])
+        clock.advance(TIMINGS.incompatible_limit + SECOND)
+        await store.release([a_release(one(await store.take(HERE, 1)).run, incompatible="travel/9")])
+        assert await state_of(store, run.task_id) is TaskState.PARKED
+        assert isinstance(one(await store.cancel([a_cancel(run.task_id)])), CancelledNow)
+
+    async def test_a_running_task_gets_a_flag(self, store: CheckpointStore) -> None:
+        resumed_run, begun_run = (await resumed(store)).run, await begun(store, THERE)
+        cancels = [a_cancel(resumed_run.task_id), a_cancel(begun_run.task_id)]
+        assert await store.cancel(cancels) == [CancelRequested(HERE.id), CancelRequested(THERE.id)]
+        assert await store.cancel(cancels) == [CancelRequested(HERE.id), CancelRequested(THERE.id)]
+        assert await state_of(store, resumed_run.task_id) is TaskState.RUNNING
+        assert await store.renew([resumed_run, begun_run], HERE) == []
+
+    async def test_a_pause_finds_the_flag_and_its_run_ends_the_task(self, store: CheckpointStore) -> None:
+        for run in ((await resumed(store)).run, await begun(store)):
+            await store.cancel([a_cancel(run.task_id)])
+            found = one(await store.pause([a_pause(run=run)]))
+            assert found == CancelFound(run)
+            assert await state_of(store, run.task_id) is TaskState.RUNNING
+            assert isinstance(one(await store.end([an_end(run, TaskState.CANCELLED)])), Ended)
+
+    async def test_a_take_over_finds_the_flag(self, store: CheckpointStore, clock: FakeClock) -> None:
+        run = (await resumed(store)).run
+        await store.cancel([a_cancel(run.task_id)])
+        assert (await taken_over(store, clock)).cancel_requested
+
+    async def test_whoever_takes_a_released_task_finds_the_flag(self, store: CheckpointStore) -> None:
+        run = (await resumed(store)).run
+        await store.cancel([a_cancel(run.task_id)])
+        await store.release([a_release(run)])
+        assert one(await store.take(THERE, 10)).cancel_requested
+
+    async def test_an_ended_task_keeps_its_reply(self, store: CheckpointStore) -> None:
+        run = await ended(store, reply=b"answer")
+        reply = Reply(AGENT, run.task_id, TaskState.COMPLETED, b"answer", a_requester(), timedelta())
+        assert await store.cancel([a_cancel(run.task_id)]) == [CancelTooLate(reply)]
+
+    async def test_a_repeated_cancel_gets_the_cancelled_reply(self, store: CheckpointStore) -> None:
+        cancel = a_cancel((await paused(store)).run.task_id)
+        first = one(await store.cancel([cancel]))
+        assert isinstance(first, CancelledNow)
+        assert await store.cancel([cancel]) == [CancelTooLate(first.reply)]
+        assert await store.cancel([a_cancel(cancel.task_id)]) == [CancelTooLate(first.reply)]
+
+    async def test_an_unknown_task_gets_a_tombstone(self, store: CheckpointStore) -> None:
+        cancel = a_cancel(TaskId(new_id()))
+        assert await store.cancel([cancel]) == [CancelBeforeRequest()]
+        known = (await store.lookup([cancel.task_id]))[cancel.task_id]
+        assert known.state is TaskState.CANCELLED
+        assert known.reply is not None
+        assert known.reply.body == cancel.reply
+        assert isinstance(one(await store.cancel([cancel])), CancelBeforeRequest | CancelTooLate)
+        assert isinstance(one(await store.cancel([a_cancel(cancel.task_id)])), CancelTooLate)
+
+    @pytest.mark.parametrize("known", [True, False], ids=["waiting", "unknown"])
+    async def test_a_request_after_its_cancel_is_not_run(self, store: CheckpointStore, known: bool) -> None:
+        task_id = (await paused(store)).run.task_id if known else TaskId(new_id())
+        await store.cancel([a_cancel(task_id)])
+        before = await row(store, task_id)
+        assert await store.begin([a_begin(a_run(task_id))]) == [CancelFound(None)]
+        assert await store.pause([a_pause(run=a_run(task_id))]) == [CancelFound(None)]
+        assert await row(store, task_id) == before
+
+    async def test_a_cancel_does_not_close_calls_twice(self, store: CheckpointStore, clock: FakeClock) -> None:
+        pause = await paused(store, "a", "b", join=FIRST)
+        await store.claim([a_claim(pause, "a")], HERE, 0)
+        cancelled = one(await store.cancel([a_cancel(pause.run.task_id)]))
+        assert isinstance(cancelled, CancelledNow)
+        assert await cancels_to_send(store, clock) == [sub(pause, "b")]
+
+    async def test_cancelled_tasks_stand_in_the_order_of_the_arguments(self, store: CheckpointStore) -> None:
+        tasks = [await ended(store), (await resumed(store)).run, (await paused(store)).run, a_run()]
+        results = await store.cancel([a_cancel(run.task_id) for run in tasks])
+        assert [type(result) for result in results] == [
+            CancelTooLate,
+            CancelRequested,
+            CancelledNow,
+            CancelBeforeRequest,
+        ]
+
+    async def test_a_zombie_of_a_cancelled_task_changes_nothing(self, store: CheckpointStore) -> None:
+        run = (await resumed(store)).run
+        await store.release([a_release(run)])
+        await store.cancel([a_cancel(run.task_id)])
+        before = await row(store, run.task_id)
+        await store.end([an_end(run)])
+        await store.pause([a_pause(run=replace(run))])
+        assert await store.renew([run], HERE) == [run]
+        assert await store.release([a_release(run)]) == [False]
+        assert await row(store, run.task_id) == before

@@ -1,0 +1,32 @@
+"""The memory store does what every store must."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+
+from meshpoint.adapters.memory.clock import FakeClock
+from meshpoint.adapters.memory.store import MemoryCheckpointStore
+from meshpoint.conformance.build import TIMINGS
+from meshpoint.conformance.store import CheckpointStoreSuite
+from meshpoint.ports.store import CheckpointStore
+
+
+class TestMemoryCheckpointStore(CheckpointStoreSuite):
+    @pytest.fixture
+    async def store(self, clock: FakeClock) -> AsyncIterator[CheckpointStore]:
+        store = MemoryCheckpointStore(clock, timings=TIMINGS)
+        await store.open()
+        yield store
+        await store.close()
+
+
+def test_a_task_in_memory_ends_with_the_process() -> None:
+    assert not MemoryCheckpointStore(FakeClock(), timings=TIMINGS).durable
+
+
+def test_no_section_of_the_suite_hides_a_test_of_another() -> None:
+    names = Counter(name for section in CheckpointStoreSuite.__bases__ for name in vars(section) if "test" in name)
+    assert [name for name, times in names.items() if times > 1] == []
