@@ -15,10 +15,11 @@ from pydantic_core import to_jsonable_python
 from meshpoint.agents.journal import Journal, complete_last, read_journal
 from meshpoint.agents.replay import Replay, snapshot
 from meshpoint.agents.typed import DoesNotFit, Typed
-from meshpoint.errors import ConfigurationError, IncompatibleState, InvalidInput, InvalidOutput
+from meshpoint.errors import ConfigurationError, IncompatibleState, InvalidInput, InvalidOutput, NotJson
 from meshpoint.model.calls import Done, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.ids import agent_name
+from meshpoint.model.json_values import check_json
 from meshpoint.model.outcomes import Outcomes
 
 In = TypeVar("In")
@@ -94,7 +95,11 @@ class FunctionAgent(Generic[In, Out]):
     async def start(self, ctx: TaskExecutionContext, request: In | JsonValue) -> Paused | Done[Out]:
         """Begin a task; see `DurableAgent`."""
         received = self._read(request)
-        journal = Journal(format=self.state_format, input=to_jsonable_python(request), context=snapshot(ctx))
+        try:
+            kept = check_json(to_jsonable_python(request), "input")
+        except NotJson as error:
+            raise InvalidInput(f"{self.name}: {error}") from error
+        journal = Journal(format=self.state_format, input=kept, context=snapshot(ctx))
         return await self._run(ctx, journal, received)
 
     async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Paused | Done[Out]:

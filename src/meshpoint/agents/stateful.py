@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NoReturn, TypeAlias, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Generic, NoReturn, Self, TypeAlias, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
@@ -77,7 +77,7 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
         super().__init_subclass__(**options)
         cls._types = _declared(cls)
 
-    def __new__(cls, *args: Any, **options: Any) -> Any:
+    def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse a class that cannot serve."""
         if not isinstance(getattr(cls, "name", None), str):
             raise ConfigurationError("agent.name", f"{cls.__name__} has no name", 'write `name = "…"` in the class')

@@ -75,7 +75,7 @@ class Typed(Generic[T]):
                 checked, mode="json", by_alias=True, warnings="error", round_trip=round_trip
             )
             python = self._adapter.dump_python(checked, by_alias=True, warnings=False, round_trip=round_trip)
-            return check_json(_sets_sorted(dumped, python), self.name)
+            return check_json(_faithful(dumped, python), self.name)
         except (PydanticSerializationError, NotJson) as error:
             raise DoesNotFit(f"{self.name}: {str(error).splitlines()[-1].strip()}") from error
 
@@ -87,16 +87,21 @@ def first_problem(error: ValidationError) -> str:
     return f"{where}: {first['msg']}" if where else first["msg"]
 
 
-def _sets_sorted(dumped: Any, python: Any) -> Any:
-    """`dumped` with the members of sets in one order: hashes differ from process to process, and a call is
-    recognised after a pause by its input."""
+def _faithful(dumped: Any, python: Any) -> Any:
+    """`dumped` as every process would dump `python`, and without loss.
+
+    The members of a set come in one order: hashes differ from process to process, and a call is recognised after
+    a pause by its input. A float that JSON cannot hold stays one, to be refused; pydantic would make it null.
+    """
     match dumped, python:
+        case None, float():
+            return python
         case list(), set() | frozenset():
             return sorted(dumped, key=lambda member: json.dumps(member, sort_keys=True))
         case list(), list() | tuple() if len(dumped) == len(python):
-            return [_sets_sorted(a, b) for a, b in zip(dumped, python, strict=True)]
+            return [_faithful(a, b) for a, b in zip(dumped, python, strict=True)]
         case dict(), dict() if len(dumped) == len(python):
-            return {key: _sets_sorted(a, b) for (key, a), b in zip(dumped.items(), python.values(), strict=True)}
+            return {key: _faithful(a, b) for (key, a), b in zip(dumped.items(), python.values(), strict=True)}
     return dumped
 
 
