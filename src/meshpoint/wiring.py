@@ -58,8 +58,14 @@ def open_store(agent: AgentSettings, namespace: str) -> CheckpointStore:
     """The database of an agent; `await store.open()` connects."""
     from meshpoint.adapters.sql import SqlCheckpointStore
 
+    timings = agent.timings()
     return SqlCheckpointStore(
-        agent.session_db_url, namespace=namespace, timings=agent.timings(), pool_size=agent.db_pool_size
+        agent.session_db_url,
+        namespace=namespace,
+        dispatch_lease=timings.dispatch_lease,
+        tombstone_ttl=timings.tombstone_ttl,
+        incompatible_limit=timings.incompatible_limit,
+        pool_size=agent.db_pool_size,
     )
 
 

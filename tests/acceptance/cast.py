@@ -1,0 +1,96 @@
+"""Agents that the acceptance tests run in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from meshpoint.agents.function import agent
+from meshpoint.agents.peer import Peer
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.outcomes import Failed
+
+
+class Work(BaseModel):
+    """What `root` does: ask the peer once per number, `rounds` times over. `trace` collects a line per segment."""
+
+    numbers: list[int]
+    rounds: int = 1
+    timeout: float = 60
+    trace: str | None = None
+    hang: str | None = None
+
+
+peer = Peer("peer", int, int)
+
+
+def note(trace: str | None, what: str) -> None:
+    if trace:
+        with Path(trace).open("a") as file:
+            file.write(f"{os.getpid()} {what}\n")
+
+
+@agent("root", version="1")
+async def root(ctx: TaskExecutionContext, work: Work) -> list[int | str]:
+    """Sums of the peer's answers, or the kind of its failure, per number."""
+    note(work.trace, f"{ctx.task_id} segment")
+    results: list[int | str] = []
+    asked = Peer("peer", int, int, timeout=timedelta(seconds=work.timeout))
+    for _ in range(work.rounds):
+        answers = await ctx.gather(*[asked(number) for number in work.numbers], return_errors=True)
+        results = [answer.kind.value if isinstance(answer, Failed) else answer for answer in answers]
+    if work.hang == "resumed":
+        await asyncio.Event().wait()
+    return results
+
+
+class Level(BaseModel):
+    """How much deeper to go."""
+
+    below: int
+    trace: str | None = None
+
+
+@agent("top", version="1")
+async def top(ctx: TaskExecutionContext, level: Level) -> str:
+    return await ctx.call(Peer("middle", Level, str)(level))
+
+
+@agent("middle", version="1")
+async def middle(ctx: TaskExecutionContext, level: Level) -> str:
+    return await ctx.call(Peer("bottom", Level, str)(level))
+
+
+@agent("bottom", version="1")
+async def bottom(ctx: TaskExecutionContext, level: Level) -> str:
+    return str(await ctx.call(peer(1)))
+
+
+@agent("sleeper", version="1")
+async def sleeper(ctx: TaskExecutionContext, trace: str) -> str:
+    """Waits for ever at an await; says when its code was cancelled."""
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        note(trace, "code cancelled")
+        raise
+    return "never"
+
+
+@agent("poison", version="1")
+async def poison(ctx: TaskExecutionContext, deadly: bool) -> str:
+    """Kills its process when asked to."""
+    if deadly:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "alive"
+
+
+@agent("selfish", version="1")
+async def selfish(ctx: TaskExecutionContext, below: int) -> int:
+    """Calls itself."""
+    return 0 if below == 0 else 1 + await ctx.call(Peer("selfish", int, int)(below - 1))

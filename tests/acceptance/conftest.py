@@ -1,0 +1,33 @@
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from .kit import Mesh, Rung
+
+
+@pytest.fixture
+def embedded(tmp_path: Path, namespace: str) -> Rung:
+    """SQLite files for the broker and the database."""
+    return Rung(f"sqlite:///{tmp_path}/broker.db", f"sqlite:///{tmp_path}/tasks.db", namespace, tmp_path)
+
+
+@pytest.fixture
+def production(tmp_path: Path, namespace: str, amqp_url: str, postgres_url: str) -> Rung:
+    """RabbitMQ and PostgreSQL."""
+    return Rung(amqp_url, postgres_url, namespace, tmp_path)
+
+
+@pytest.fixture(params=["embedded", pytest.param("production", marks=pytest.mark.servers)])
+def rung(request: pytest.FixtureRequest) -> Rung:
+    """Each rung in turn."""
+    chosen: Rung = request.getfixturevalue(request.param)
+    return chosen
+
+
+@pytest.fixture
+async def mesh(rung: Rung) -> AsyncIterator[Mesh]:
+    """A mesh on each rung."""
+    running = Mesh(rung)
+    yield running
+    await running.close()

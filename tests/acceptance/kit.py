@@ -1,0 +1,265 @@
+"""Real replicas, real brokers, real databases; peers that the test plays itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import JsonValue
+
+from meshpoint import wiring
+from meshpoint.client import Client
+from meshpoint.model.bodies import RequestBody, parse
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
+from meshpoint.model.letters import reply_bytes
+from meshpoint.model.messages import Address, Header, Message, MessageType, requests_of, responses_of
+from meshpoint.model.outcomes import Ok, Outcome
+from meshpoint.ports.broker import Broker, Delivery
+from meshpoint.settings import Settings, load
+
+HERE = Path(__file__).parent
+PATIENCE = 60
+"""Seconds after which a test that waits has failed: far more than anything here takes."""
+
+Told = dict[str, Any]
+
+
+@dataclass
+class Rung:
+    """Where a mesh runs: a broker and a database."""
+
+    broker_url: str
+    db_url: str
+    namespace: str
+    folder: Path
+
+    def config(self, *agents: str, **options: Any) -> Path:
+        """A configuration file that serves `agents` of the cast, quick to notice what time makes due."""
+        quick = {
+            "lease_seconds": 2,
+            "renew_interval_seconds": 0.5,
+            "sweep_interval_seconds": 0.2,
+            "settle_time_seconds": 1,
+            "dispatch_lease_seconds": 1,
+            "drain_timeout_seconds": 5,
+            "stateless_checkpointing": True,
+            "session_service": "sql",
+            "session_db_url": self.db_url,
+        }
+        mesh = {"namespace": self.namespace, "broker_url": self.broker_url}
+        config = {
+            "mesh": mesh,
+            "agents": [{"name": name, "entrypoint": f"cast:{name}", **quick, **options} for name in agents],
+        }
+        path = self.folder / f"{new_id()}.yaml"
+        path.write_text(yaml.safe_dump(config))
+        return path
+
+    def settings(self, config: Path) -> Settings:
+        return load([config])
+
+
+@dataclass
+class Process:
+    """One replica's process and the events it told."""
+
+    process: asyncio.subprocess.Process
+    events: list[Told] = field(default_factory=list)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _reading: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, config: Path, *arguments: str) -> Self:
+        environment = {**os.environ, "PYTHONPATH": str(HERE)}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(HERE / "replica.py"),
+            str(config),
+            *arguments,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment,
+            limit=1 << 24,
+        )
+        started = cls(process)
+        started._reading = asyncio.create_task(started._read())
+        return started
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            self.events.append(json.loads(line))
+            self._changed.set()
+        await self.process.wait()
+        self._changed.set()
+
+    def of(self, at: str, **detail: Any) -> list[Told]:
+        step, _, phase = at.partition(":")
+        return [
+            event
+            for event in self.events
+            if event["step"] == step
+            and phase in {"", event["phase"]}
+            and all(event["detail"].get(name, event.get(name)) == value for name, value in detail.items())
+        ]
+
+    async def wait(self, at: str, count: int = 1, **detail: Any) -> list[Told]:
+        """The events of `step:phase`, once there are `count`."""
+        async with asyncio.timeout(PATIENCE):
+            while len(found := self.of(at, **detail)) < count:
+                if self.process.returncode is not None:
+                    raise AssertionError(f"the replica ended ({self.process.returncode}) before {at}")
+                self._changed.clear()
+                await self._changed.wait()
+        return found
+
+    async def ended(self) -> int:
+        async with asyncio.timeout(PATIENCE):
+            code = await self.process.wait()
+            assert self._reading is not None
+            await self._reading
+        return code
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.process.returncode is None:
+            self.process.send_signal(number)
+
+    async def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        await self.ended()
+
+
+@dataclass
+class Asked:
+    """A request that reached the peer played by the test."""
+
+    delivery: Delivery
+    peer: AgentName
+    broker: Broker
+
+    @property
+    def input(self) -> JsonValue:
+        return parse(RequestBody, self.delivery.message.body).input()
+
+    @property
+    def sub_task_id(self) -> TaskId:
+        return TaskId(self.delivery.message.correlation_id)
+
+    async def answer(self, value: JsonValue, *, sender: str | None = None) -> None:
+        """Send a response, then ack the request."""
+        await self.respond(Ok(value), sender=sender)
+        await self.delivery.ack()
+
+    async def respond(self, outcome: Outcome, *, sender: str | None = None) -> None:
+        asked = self.delivery.message
+        assert asked.reply_to is not None
+        message = Message(
+            type=MessageType.RESPONSE,
+            body=reply_bytes(self.sub_task_id, None, outcome),
+            message_id=new_id(),
+            correlation_id=self.sub_task_id,
+            app_id=sender or self.peer,
+            headers={Header.PARENT_TASK.value: asked.headers[Header.PARENT_TASK.value]},
+        )
+        await self.broker.publish([(asked.reply_to, message)])
+
+
+class PlayedPeer:
+    """A peer whose every request and cancel the test sees, and answers when it likes."""
+
+    def __init__(self, broker: Broker, name: str = "peer") -> None:
+        self.name = AgentName(name)
+        self.broker = broker
+        self.requests: asyncio.Queue[Asked] = asyncio.Queue()
+        self.cancels: asyncio.Queue[Delivery] = asyncio.Queue()
+
+    async def open(self) -> None:
+        await self.broker.open()
+        await self.broker.declare(self.name, ReplicaId(new_id()))
+        await self.broker.consume(requests_of(self.name), 1000, self._asked)
+        await self.broker.consume(responses_of(self.name), 1000, self.cancels.put_nowait)
+
+    def _asked(self, delivery: Delivery) -> None:
+        self.requests.put_nowait(Asked(delivery, self.name, self.broker))
+
+    async def asked(self, count: int = 1) -> list[Asked]:
+        """The next `count` requests."""
+        async with asyncio.timeout(PATIENCE):
+            return [await self.requests.get() for _ in range(count)]
+
+    async def answer_all(self, answer: Callable[[JsonValue], JsonValue] = lambda value: int(str(value)) * 10) -> None:
+        """Answer every request as it comes, until cancelled."""
+        while True:
+            asked = await self.requests.get()
+            await asked.answer(answer(asked.input))
+
+
+class Mesh:
+    """What one test runs; everything is ended with it."""
+
+    def __init__(self, rung: Rung) -> None:
+        self.rung = rung
+        self.processes: list[Process] = []
+        self.clients: list[Client] = []
+        self.peers: list[PlayedPeer] = []
+
+    async def replica(self, config: Path, *arguments: str, started: int = 1) -> Process:
+        """A replica that consumes already. `started`: how many agents it serves."""
+        process = await Process.start(config, *arguments)
+        self.processes.append(process)
+        await process.wait("started", started)
+        return process
+
+    def broker(self) -> Broker:
+        return wiring.make_broker(self.rung.settings(self.rung.config("root")).mesh)
+
+    async def client(self) -> Client:
+        client = await Client(self.broker()).__aenter__()
+        self.clients.append(client)
+        return client
+
+    async def peer(self, name: str = "peer") -> PlayedPeer:
+        peer = PlayedPeer(self.broker(), name)
+        await peer.open()
+        self.peers.append(peer)
+        return peer
+
+    async def rows(self, *tables: str) -> dict[str, int]:
+        """How many rows the tables hold."""
+        store = wiring.open_store(self.rung.settings(self.rung.config("root")).agents[0], self.rung.namespace)
+        await store.open()
+        try:
+            tasks = await store.tasks(limit=10_000)
+            calls = 0
+            for task in tasks:
+                shown = await store.task(task.task_id)
+                calls += len(shown[1]) if shown else 0
+            return {"tasks": len(tasks), "calls": calls, "open": sum(not task.state.ended for task in tasks)}
+        finally:
+            await store.close()
+
+    async def close(self) -> None:
+        for process in self.processes:
+            process.signal(signal.SIGCONT)
+            await process.kill()
+        for client in self.clients:
+            await client.__aexit__(None, None, None)
+        for peer in self.peers:
+            await peer.broker.close()
+
+
+async def within(future: asyncio.Future[Any], seconds: float = PATIENCE) -> Any:
+    """What `future` brings."""
+    async with asyncio.timeout(seconds):
+        return await future
+
+
+def queue_of(agent: str) -> Address:
+    return requests_of(AgentName(agent))

@@ -1,0 +1,68 @@
+"""One replica as a process of its own: `python replica.py CONFIG [--at STEP:PHASE --do kill|freeze [--agent NAME]]`.
+
+Prints every event as a line of JSON. At the named event it kills or freezes itself, exactly there: between two
+awaits, with no chance to clean up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from meshpoint import wiring
+from meshpoint.errors import MeshpointError
+from meshpoint.model.events import Event
+from meshpoint.settings import load
+
+_SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
+
+
+class Reporter:
+    """Prints events, and ends or stops this process at one of them."""
+
+    def __init__(self, at: str | None, do: str, agent: str | None, skip: int) -> None:
+        self._at, self._do, self._agent, self._skip = at, do, agent, skip
+
+    def emit(self, event: Event) -> None:
+        told = {
+            "step": event.step.value,
+            "phase": event.phase.value,
+            "agent": event.agent,
+            "replica": event.replica,
+            "pid": os.getpid(),
+            "task_ids": list(event.task_ids),
+            "detail": dict(event.detail),
+        }
+        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.flush()
+        if self._at == f"{event.step}:{event.phase}" and self._agent in {None, event.agent}:
+            self._skip -= 1
+            if self._skip < 0:
+                self._at = None
+                os.kill(os.getpid(), _SIGNALS[self._do])
+
+
+async def main() -> None:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("config", type=Path)
+    arguments.add_argument("--at")
+    arguments.add_argument("--do", choices=_SIGNALS, default="kill")
+    arguments.add_argument("--agent")
+    arguments.add_argument("--skip", type=int, default=0)
+    options = arguments.parse_args()
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    reporter = Reporter(options.at, options.do, options.agent, options.skip)
+    try:
+        await wiring.serve(load([options.config]), observer=reporter, stop=stop)
+    except MeshpointError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,53 @@
+"""Any replica goes on: the peers' answers find whoever lives."""
+
+import signal
+
+from meshpoint.model.outcomes import Ok
+
+from .kit import Mesh, within
+
+
+async def test_the_answers_of_a_killed_replica_go_to_another(mesh: Mesh) -> None:
+    config = mesh.rung.config("root")
+    peer, client = await mesh.peer(), await mesh.client()
+    first = await mesh.replica(config)
+    reply = await client.send("root", {"numbers": [1, 2, 3], "rounds": 2})
+    calls = await peer.asked(3)
+    await first.wait("ack:after")
+    await first.kill()
+    second = await mesh.replica(config)
+    for call in calls:
+        await call.answer(int(str(call.input)) * 10)
+    for call in await peer.asked(3):
+        await call.answer(int(str(call.input)) * 100)
+    assert (await within(reply)).outcome == Ok([100, 200, 300])
+    assert len(await second.wait("segment:after")) == 2
+    assert client.duplicates == 0
+
+
+async def test_a_response_that_arrives_between_commit_and_ack_is_not_lost(mesh: Mesh) -> None:
+    config = mesh.rung.config("root")
+    peer, client = await mesh.peer(), await mesh.client()
+    slow = await mesh.replica(config, "--at", "ack:before", "--do", "freeze")
+    reply = await client.send("root", {"numbers": [7]})
+    (call,) = await peer.asked()
+    other = await mesh.replica(config)  # the request is still un-acked by the frozen one
+    await call.answer(70)
+    assert (await within(reply)).outcome == Ok([70])
+    assert await other.wait("claim:after")
+    slow.signal(signal.SIGCONT)
+    await slow.wait("ack:after")
+    assert client.duplicates == 0
+    assert peer.requests.empty()
+
+
+async def test_two_replicas_share_the_answers_of_one_task(mesh: Mesh) -> None:
+    config = mesh.rung.config("root")
+    peer, client = await mesh.peer(), await mesh.client()
+    replicas = [await mesh.replica(config) for _ in range(2)]
+    reply = await client.send("root", {"numbers": list(range(40))})
+    for call in await peer.asked(40):
+        await call.answer(call.input)
+    assert (await within(reply)).outcome == Ok(list(range(40)))
+    resumed = [event for replica in replicas for event in replica.of("segment:after", generation=1)]
+    assert len(resumed) == 1

@@ -1,0 +1,81 @@
+"""Cancel: wherever the task is, and through the death of a replica."""
+
+from pathlib import Path
+
+import pytest
+
+from meshpoint.model.ids import TaskId, new_id
+from meshpoint.model.outcomes import Failed, FailureKind
+
+from .kit import Mesh, within
+
+LEVELS = ("top", "middle", "bottom")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+async def test_cancel_of_a_task_three_levels_deep(mesh: Mesh, killed: bool) -> None:
+    config = mesh.rung.config(*LEVELS)
+    peer, client = await mesh.peer(), await mesh.client()
+    crash = ("--at", "cancel:after", "--agent", "top") if killed else ()
+    replica = await mesh.replica(config, *crash, started=3)
+    reply = await client.send("top", {"below": 3})
+    (call,) = await peer.asked()
+    await replica.wait("ack:after", 3)
+    assert await mesh.rows() == {"tasks": 3, "calls": 3, "open": 3}
+    await client.cancel("top", TaskId(await _task_of(replica, "top")))
+    if killed:
+        assert await replica.ended() < 0
+        replica = await mesh.replica(config, started=3)
+    outcome = (await within(reply)).outcome
+    assert isinstance(outcome, Failed)
+    assert outcome.kind is FailureKind.CANCELLED
+    cancel = await within_queue(peer.cancels)
+    assert cancel.message.correlation_id == call.sub_task_id
+    await replica.wait("cancel_notice:after", 3 if not killed else 2)
+    await _until_no_calls(mesh, replica)
+    assert await mesh.rows() == {"tasks": 3, "calls": 0, "open": 0}
+
+
+async def _task_of(replica: object, agent: str) -> str:
+    events = await replica.wait("checkpoint:after", agent=agent)  # type: ignore[attr-defined]
+    return str(events[0]["task_ids"][0])
+
+
+async def within_queue(queue: object) -> object:
+    import asyncio
+
+    async with asyncio.timeout(60):
+        return await queue.get()  # type: ignore[attr-defined]
+
+
+async def _until_no_calls(mesh: Mesh, replica: object) -> None:
+    marks = 0
+    while (await mesh.rows())["calls"]:
+        marks += 1
+        await replica.wait("mark:after", marks)  # type: ignore[attr-defined]
+
+
+async def test_cancel_of_running_code(mesh: Mesh, tmp_path: Path) -> None:
+    client = await mesh.client()
+    replica = await mesh.replica(mesh.rung.config("sleeper"))
+    reply = await client.send("sleeper", str(tmp_path / "trace"))
+    (segment,) = await replica.wait("segment:before")
+    await client.cancel("sleeper", TaskId(segment["task_ids"][0]))
+    outcome = (await within(reply)).outcome
+    assert isinstance(outcome, Failed)
+    assert outcome.kind is FailureKind.CANCELLED
+    assert "code cancelled" in (tmp_path / "trace").read_text()
+
+
+async def test_a_cancel_that_overtakes_its_request(mesh: Mesh, tmp_path: Path) -> None:
+    client = await mesh.client()
+    replica = await mesh.replica(mesh.rung.config("root"))
+    task_id = TaskId(new_id())
+    await client.cancel("root", task_id)
+    await replica.wait("cancel:after")
+    reply = await client.send("root", {"numbers": [1], "trace": str(tmp_path / "trace")}, task_id=task_id)
+    outcome = (await within(reply)).outcome
+    assert isinstance(outcome, Failed)
+    assert outcome.kind is FailureKind.CANCELLED
+    assert not (tmp_path / "trace").exists()
+    assert replica.of("segment:before") == []

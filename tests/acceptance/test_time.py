@@ -1,0 +1,68 @@
+"""Deadlines, leases and frozen replicas."""
+
+import signal
+import time
+
+from meshpoint.model.outcomes import Ok
+
+from .kit import Mesh, within
+
+
+async def test_a_peer_that_never_answers_ends_as_a_timeout(mesh: Mesh) -> None:
+    config = mesh.rung.config("root", sweep_interval_seconds=1)
+    peer, client = await mesh.peer(), await mesh.client()
+    replica = await mesh.replica(config)
+    reply = await client.send("root", {"numbers": [1, 2], "timeout": 3})
+    first, _ = await peer.asked(2)
+    await first.answer(10)
+    assert (await within(reply)).outcome == Ok([10, "timeout"]) or (await within(reply)).outcome == Ok(
+        ["timeout", 20]
+    )
+    assert replica.of("expire:noted")
+    cancelled = await peer.cancels.get()
+    assert cancelled.message.correlation_id != first.sub_task_id
+
+
+async def test_a_deadline_that_passed_while_no_replica_lived(mesh: Mesh) -> None:
+    config = mesh.rung.config("root", sweep_interval_seconds=1)
+    peer, client = await mesh.peer(), await mesh.client()
+    first = await mesh.replica(config)
+    late = await client.send("root", {"numbers": [1], "timeout": 1})
+    answered = await client.send("root", {"numbers": [2], "timeout": 1})
+    calls = {call.input: call for call in await peer.asked(2)}
+    await first.wait("ack:after", 2)
+    await first.kill()
+    deadline = calls[1].delivery.message.headers["x-deadline"]
+    await calls[2].answer(20)  # waits in the queue, and then wins over the timeout
+    while time.time() < float(deadline) + 1:
+        await peer.broker.depth(queue_of_root())
+    await mesh.replica(config)
+    assert (await within(answered)).outcome == Ok([20])
+    assert (await within(late)).outcome == Ok(["timeout"])
+
+
+def queue_of_root() -> object:
+    from .kit import queue_of
+
+    return queue_of("root")
+
+
+async def test_a_frozen_replica_that_lost_its_lease_changes_nothing(mesh: Mesh) -> None:
+    config = mesh.rung.config("root")
+    peer, client = await mesh.peer(), await mesh.client()
+    first = await mesh.replica(config)
+    reply = await client.send("root", {"numbers": [1]})
+    (call,) = await peer.asked()
+    await first.wait("ack:after")
+    await first.kill()
+    frozen = await mesh.replica(config, "--at", "end:before", "--do", "freeze")
+    await call.answer(10)
+    await frozen.wait("end:before")
+    other = await mesh.replica(config)
+    assert (await within(reply)).outcome == Ok([10])
+    assert await other.wait("take_over:noted")
+    frozen.signal(signal.SIGCONT)
+    told = await frozen.wait("fenced:noted")
+    assert told[0]["detail"]["what"] == "end"
+    assert client.duplicates == 0
+    assert (await mesh.rows())["open"] == 0
