@@ -1,0 +1,110 @@
+"""The command line for real: replicas in processes of their own, on one SQLite file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+AGENT = """
+from meshpoint import agent
+
+@agent("shout", version="1")
+async def shout(ctx, text: str) -> str:
+    return text.upper()
+"""
+CONFIG = "agent: {name: shout, entrypoint: 'my_agents:shout'}\n"
+MESHPOINT = [sys.executable, "-m", "meshpoint.cli"]
+PATIENCE = 60
+
+
+class Replicas:
+    """`meshpoint run --replicas 2` and its log."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [*MESHPOINT, "run", "mesh.yaml", "--replicas", "2"]
+        self.process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+        self.pids: list[int] = []
+
+    def started(self, count: int) -> None:
+        """Return when `count` more replicas consume."""
+        assert self.process.stderr is not None
+        while count:
+            line: dict[str, Any] = json.loads(self.process.stderr.readline())
+            self.pids += [int(pid) for pid in re.findall(r"runs as process (\d+)", line.get("message", ""))]
+            count -= line.get("step") == "started"
+
+    def rest(self) -> list[dict[str, Any]]:
+        """The log to its end, which comes when the last process that writes it has ended."""
+        assert self.process.stderr is not None
+        return [json.loads(line) for line in self.process.stderr.read().splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mesh.yaml").write_text(CONFIG, encoding="utf-8")
+    (tmp_path / "my_agents.py").write_text(AGENT, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def replicas(folder: Path) -> Iterator[Replicas]:
+    replicas = Replicas(folder)
+    yield replicas
+    replicas.process.kill()
+    replicas.rest()  # replicas end by themselves when their supervisor is gone
+    replicas.process.communicate()
+
+
+def send(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*MESHPOINT, "send", *arguments, "--config", "mesh.yaml"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_killed_replica_is_replaced_and_a_signal_drains_all(
+    folder: Path, replicas: Replicas, number: signal.Signals
+) -> None:
+    replicas.started(2)
+    answered = send(folder, "shout", "hello")
+    assert (answered.returncode, answered.stdout) == (0, "HELLO\n")
+    os.kill(replicas.pids[0], signal.SIGKILL)
+    replicas.started(1)
+    assert len(set(replicas.pids)) == 3
+    replicas.process.send_signal(number)
+    assert replicas.process.wait(PATIENCE) == 0
+    assert [line["step"] for line in replicas.rest() if "step" in line] == ["drained", "drained"]
+
+
+def test_replicas_drain_when_their_supervisor_is_killed(replicas: Replicas) -> None:
+    replicas.started(2)
+    replicas.process.kill()
+    assert [line["step"] for line in replicas.rest() if "step" in line] == ["drained", "drained"]
+
+
+def test_an_agent_that_cannot_be_imported_stops_all_with_one_reason(folder: Path) -> None:
+    (folder / "other.yaml").write_text(CONFIG.replace("my_agents", "no_agents"), encoding="utf-8")
+    command = [*MESHPOINT, "run", "other.yaml", "--replicas", "2", "--log-level", "error"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 2
+    assert {line.partition(":")[0] for line in done.stderr.splitlines()} == {"error"}
+    assert "no_agents" in done.stderr
+
+
+def test_failures_are_told_by_exit_codes(folder: Path, replicas: Replicas) -> None:
+    replicas.started(2)
+    refused = send(folder, "shout", '{"not": "text"}')
+    assert (refused.returncode, "failed (invalid)" in refused.stderr) == (4, True)
+    unknown = send(folder, "nobody", "hello")
+    assert (unknown.returncode, unknown.stderr.count("\n")) == (1, 1)
+    assert "nobody" in unknown.stderr
