@@ -1,0 +1,55 @@
+"""Runs the migrations: for `meshpoint db …` on the connection it opened, for `alembic …` on `-x url=…`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from alembic import context
+from sqlalchemy import Connection
+from sqlalchemy.engine import URL
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from meshpoint.adapters.sql.engine import async_url
+from meshpoint.adapters.sql.tables import VERSION_TABLE, metadata
+
+
+def migrate(connection: Connection) -> None:
+    """Run the migrations, all in one transaction, with the caller's commit."""
+    context.configure(
+        connection=connection,
+        target_metadata=metadata,
+        version_table=VERSION_TABLE,
+        render_as_batch=True,
+        include_object=lambda thing, name, kind, *rest: kind != "table" or name in metadata.tables,
+    )
+    with context.begin_transaction():
+        context.run_migrations()
+
+
+def write(dialect_name: str) -> None:
+    """Write the statements instead of running them."""
+    context.configure(dialect_name=dialect_name, version_table=VERSION_TABLE, literal_binds=True)
+    with context.begin_transaction():
+        context.run_migrations()
+
+
+async def migrate_url() -> None:
+    """Run the migrations on the database that the command line names."""
+    engine = create_async_engine(url_argument())
+    async with engine.begin() as connection:
+        await connection.run_sync(migrate)
+    await engine.dispose()
+
+
+def url_argument() -> URL:
+    """The database that `-x url=…` names."""
+    return async_url(context.get_x_argument(as_dictionary=True).get("url", "sqlite:///meshpoint.db"))
+
+
+attributes = context.config.attributes
+if context.is_offline_mode():
+    write(attributes.get("dialect_name") or url_argument().get_backend_name())
+elif attributes.get("connection") is not None:
+    migrate(attributes["connection"])
+else:
+    asyncio.run(migrate_url())

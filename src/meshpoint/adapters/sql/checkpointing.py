@@ -1,0 +1,287 @@
+"""Begin and pause: a task's row comes to be, and its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Row
+
+from meshpoint.adapters.sql import statements as sql
+from meshpoint.adapters.sql.codec import pack
+from meshpoint.adapters.sql.database import Transaction
+from meshpoint.adapters.sql.locking import LockedTasks, Terms, in_rounds, lock_tasks, seconds_of
+from meshpoint.adapters.sql.rows import (
+    Columns,
+    by_task,
+    context_columns,
+    dispatch_of,
+    instant,
+    outcome_column,
+    requester_columns,
+)
+from meshpoint.model.checkpoint import (
+    Begin,
+    BeginResult,
+    Begun,
+    CallState,
+    CancelFound,
+    Committed,
+    Dispatch,
+    Fenced,
+    PastDeadline,
+    Pause,
+    PauseResult,
+    PlannedCall,
+    Run,
+    TaskState,
+)
+from meshpoint.model.outcomes import Failed, FailureKind
+
+NOT_NEEDED = Failed(FailureKind.CANCELLED, "the join no longer needed it")
+
+KEEP_ALIVES_PER_TIMEOUT = 3  # so that a requester misses two before it gives up
+
+
+async def begin(tx: Transaction, begins: Sequence[tuple[Begin, bytes | None]], terms: Terms) -> list[BeginResult]:
+    """Write tasks as running, each with its packed request."""
+
+    async def turn(each: list[tuple[Begin, bytes | None]]) -> list[BeginResult]:
+        locked = await lock_tasks(tx, [wish.run.task_id for wish, _ in each])
+        fresh = [pair for pair in each if pair[0].run.task_id not in locked.rows]
+        await tx.each(sql.INSERT_BEGUN, [_begun_columns(wish, request, locked.now, terms) for wish, request in fresh])
+        return [_begin_result(wish.run, locked.rows.get(wish.run.task_id)) for wish, _ in each]
+
+    return await in_rounds(begins, lambda pair: pair[0].run.task_id, turn)
+
+
+def _begin_result(run: Run, row: Row[Any] | None) -> BeginResult:
+    begun = Begun(Run(run.task_id, run.agent, run.id, fence=1, generation=0))
+    if row is None:
+        return begun
+    if row.status == TaskState.CANCELLED:
+        return CancelFound(None)
+    found_itself = (row.status, row.run_id, row.fence, row.generation) == (TaskState.RUNNING, run.id, 1, 0)
+    return begun if found_itself else Fenced()
+
+
+def _begun_columns(wish: Begin, request: bytes | None, now: float, terms: Terms) -> Columns:
+    return {
+        "task_id": wish.run.task_id,
+        "agent": terms.names.qualified(wish.run.agent),
+        "run_id": wish.run.id,
+        "owner": wish.replica.id,
+        "wake_at": now + wish.replica.lease.total_seconds(),
+        "request": request,
+        "now": now,
+        **requester_columns(wish.requester),
+    }
+
+
+# ── pause ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPause:
+    """A pause whose bytes are ready to be written, so that no lock is held while they are compressed."""
+
+    pause: Pause
+    columns: Columns
+    bodies: tuple[bytes | None, ...]
+    outcomes: tuple[bytes | None, ...]
+
+    @classmethod
+    async def of(cls, pause: Pause) -> PackedPause:
+        """`pause`, packed."""
+        columns = {
+            **await context_columns(pause.context),
+            "state": await pack(pause.state),
+            "state_format": pause.state_format,
+            "app_version": pause.app_version,
+            "framework": pause.framework,
+        }
+        met = _met_at_once(pause)
+        kept = [call.outcome or (NOT_NEEDED if met else None) for call in pause.calls]
+        return cls(
+            pause,
+            columns,
+            bodies=tuple([await pack(call.body) for call in pause.calls]),
+            outcomes=tuple([None if outcome is None else await outcome_column(outcome) for outcome in kept]),
+        )
+
+
+async def pause(
+    tx: Transaction, pauses: Sequence[tuple[PackedPause, bytes | None]], terms: Terms
+) -> list[PauseResult]:
+    """Write checkpoints, each with the packed request of its task."""
+
+    async def turn(each: list[tuple[PackedPause, bytes | None]]) -> list[PauseResult]:
+        locked = await lock_tasks(tx, [packed.pause.run.task_id for packed, _ in each])
+        results = {packed.pause.run.task_id: _judge(packed.pause, locked) for packed, _ in each}
+        await _write([pair for pair in each if results[pair[0].pause.run.task_id] is None], locked, tx, terms)
+        await _find_again(results, tx, terms)
+        return [
+            results[packed.pause.run.task_id] or _committed(packed.pause, locked.now, terms) for packed, _ in each
+        ]
+
+    return await in_rounds(pauses, lambda pair: pair[0].pause.run.task_id, turn)
+
+
+def _judge(pause: Pause, locked: LockedTasks) -> PauseResult | None:
+    """Why `pause` is not to be written; None: write it. A `Committed` without dispatches has found itself."""
+    run, row = pause.run, locked.rows.get(pause.run.task_id)
+    late = pause.requester.deadline is not None and pause.requester.deadline.timestamp() <= locked.now
+    if row is None:
+        if run.fence != 0:
+            return Fenced()
+        return PastDeadline() if late else None
+    if row.status == TaskState.CANCELLED:
+        return CancelFound(None)
+    paused = row.status in {TaskState.WAITING, TaskState.READY}
+    if paused and row.run_id == run.id and row.generation == run.generation + 1:
+        return Committed(TaskState(row.status), ())
+    if row.status != TaskState.RUNNING or row.fence != run.fence:
+        return Fenced()
+    if row.cancel_requested:
+        return CancelFound(run)
+    return PastDeadline() if late else None
+
+
+async def _write(
+    each: list[tuple[PackedPause, bytes | None]], locked: LockedTasks, tx: Transaction, terms: Terms
+) -> None:
+    each = sorted(each, key=lambda pair: pair[0].pause.run.task_id)
+    fresh = [pair for pair in each if pair[0].pause.run.task_id not in locked.rows]
+    known = [packed for packed, _ in each if packed.pause.run.task_id in locked.rows]
+    await tx.each(
+        sql.INSERT_PAUSED,
+        [
+            {
+                **_task_columns(packed, locked.now, terms),
+                "request": request,
+                **requester_columns(packed.pause.requester),
+            }
+            for packed, request in fresh
+        ],
+    )
+    if known:
+        ids = [packed.pause.run.task_id for packed in known]
+        await tx.each(sql.UPDATE_PAUSED, [_task_columns(packed, locked.now, terms) for packed in known])
+        await tx.run(sql.DELETE_DONE_CALLS, ids=ids)
+        await tx.run(sql.DELETE_JOINS, ids=ids)
+    await tx.each(sql.INSERT_CALL, [row for packed, _ in each for row in _call_columns(packed, locked.now, terms)])
+    await tx.each(sql.INSERT_JOIN, [_join_columns(packed.pause, locked.now) for packed, _ in each])
+
+
+async def _find_again(results: dict[Any, PauseResult | None], tx: Transaction, terms: Terms) -> None:
+    again = {task_id: found for task_id, found in results.items() if isinstance(found, Committed)}
+    if again:
+        rows = by_task(await tx.rows(sql.READ_DISPATCHES, ids=sorted(again)))
+        for task_id, found in again.items():
+            sends = [await dispatch_of(row, terms.names, attempt=1) for row in rows.get(task_id, [])]
+            results[task_id] = Committed(found.state, tuple(sends))
+
+
+def _committed(pause: Pause, now: float, terms: Terms) -> Committed:
+    if _met_at_once(pause):
+        return Committed(TaskState.READY, ())
+    return Committed(
+        TaskState.WAITING,
+        tuple(
+            Dispatch(
+                agent=pause.run.agent,
+                task_id=pause.run.task_id,
+                sub_task_id=call.sub_task_id,
+                peer=call.peer,
+                body=call.body,
+                headers=call.headers,
+                deadline=instant(_absolute_deadline(pause, call, now)),
+            )
+            for call in pause.calls
+            if call.outcome is None
+        ),
+    )
+
+
+def _met_at_once(pause: Pause) -> bool:
+    failed = sum(call.outcome is not None for call in pause.calls)
+    return pause.join.met(total=len(pause.calls), completed=failed, succeeded=0)
+
+
+def _absolute_deadline(pause: Pause, call: PlannedCall, now: float) -> float:
+    own = now + call.timeout.total_seconds()
+    task = pause.requester.deadline
+    return own if task is None else min(own, task.timestamp())
+
+
+def _effective_deadline(pause: Pause, call: PlannedCall, now: float) -> float:
+    absolute = _absolute_deadline(pause, call, now)
+    return absolute if call.idle_timeout is None else min(absolute, now + call.idle_timeout.total_seconds())
+
+
+def _join_deadline(pause: Pause, now: float) -> float | None:
+    return None if pause.join.deadline is None else now + pause.join.deadline.total_seconds()
+
+
+def _task_columns(packed: PackedPause, now: float, terms: Terms) -> dict[str, Any]:
+    pause, idle = packed.pause, packed.pause.requester.idle_timeout
+    met = _met_at_once(pause)
+    deadlines = [_effective_deadline(pause, call, now) for call in pause.calls if call.outcome is None]
+    join_deadline = _join_deadline(pause, now)
+    if join_deadline is not None:
+        deadlines.append(join_deadline)
+    return {
+        "task_id": pause.run.task_id,
+        "agent": terms.names.qualified(pause.run.agent),
+        "status": TaskState.READY.value if met else TaskState.WAITING.value,
+        "generation": pause.run.generation + 1,
+        "run_id": pause.run.id,
+        "wake_at": now if met else min(deadlines),
+        "keep_alive_at": None if idle is None else now + idle.total_seconds() / KEEP_ALIVES_PER_TIMEOUT,
+        "now": now,
+        **packed.columns,
+    }
+
+
+def _call_columns(packed: PackedPause, now: float, terms: Terms) -> list[Columns]:
+    pause, met = packed.pause, _met_at_once(packed.pause)
+    rows: list[Columns] = []
+    for seq, (call, body, outcome) in enumerate(zip(pause.calls, packed.bodies, packed.outcomes, strict=True)):
+        sent = call.outcome is None and not met
+        rows.append(
+            {
+                "task_id": pause.run.task_id,
+                "sub_task_id": call.sub_task_id,
+                "agent": terms.names.qualified(pause.run.agent),
+                "generation": pause.run.generation + 1,
+                "seq": seq,
+                "call_id": call.call_id,
+                "peer": call.peer,
+                "headers": json.dumps(call.headers),
+                "request": body,
+                "status": CallState.PENDING.value if sent else CallState.DONE.value,
+                "outcome": outcome,
+                "send_due_at": now + terms.backoff(1) if sent else None,
+                "send_attempts": 1 if sent else 0,
+                "idle_timeout": seconds_of(call.idle_timeout),
+                "timeout_deadline": _effective_deadline(pause, call, now),
+                "absolute_deadline": _absolute_deadline(pause, call, now),
+                "now": now,
+            }
+        )
+    return rows
+
+
+def _join_columns(pause: Pause, now: float) -> Columns:
+    met, failed = _met_at_once(pause), sum(call.outcome is not None for call in pause.calls)
+    return {
+        "task_id": pause.run.task_id,
+        "generation": pause.run.generation + 1,
+        "total": len(pause.calls),
+        "completed": len(pause.calls) if met else failed,
+        "succeeded": 0,
+        "needed": pause.join.needed,
+        "join_deadline": _join_deadline(pause, now),
+    }

@@ -1,0 +1,48 @@
+"""How bytes rest in a column: one marker byte, then the bytes as they are or compressed.
+
+The marker leaves room for other forms, so a later release can seal what an earlier one wrote in the clear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import zstandard
+
+RAW = b"\x00"
+ZSTD = b"\x01"
+
+_COMPRESS_FROM = 1024
+_THREAD_FROM = 256 * 1024
+
+
+async def pack(value: bytes | None) -> bytes | None:
+    """`value` as it rests."""
+    if value is None or len(value) < _COMPRESS_FROM:
+        return None if value is None else RAW + value
+    if len(value) < _THREAD_FROM:
+        return _compress(value)
+    return await asyncio.to_thread(_compress, value)
+
+
+async def unpack(stored: bytes | None) -> bytes | None:
+    """The bytes that `pack` made `stored` of.
+
+    Raises:
+        ValueError: the marker is of no form this release knows.
+    """
+    if stored is None:
+        return None
+    marker, rest = stored[:1], stored[1:]
+    if marker == RAW:
+        return rest
+    if marker != ZSTD:
+        raise ValueError(f"a stored value begins with the unknown marker {marker!r}")
+    if len(rest) < _THREAD_FROM:
+        return zstandard.decompress(rest)
+    return await asyncio.to_thread(zstandard.decompress, rest)
+
+
+def _compress(value: bytes) -> bytes:
+    packed = zstandard.compress(value, 1)
+    return ZSTD + packed if len(packed) < len(value) else RAW + value

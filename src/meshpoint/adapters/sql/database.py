@@ -1,0 +1,133 @@
+"""Transactions: begun, repeated after a conflict, committed; and what a failure meant."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from sqlalchemy import Row
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from meshpoint.adapters.sql.dialect import Dialect
+from meshpoint.adapters.sql.engine import ATTEMPTS, engine_for
+from meshpoint.adapters.sql.failures import (
+    DRIVER_ERRORS,
+    Failure,
+    certainly_rolled_back,
+    failure,
+    is_duplicate,
+    is_stale,
+)
+from meshpoint.errors import CommitInDoubt, StoreUnavailable
+from meshpoint.ports.clock import Clock
+
+T = TypeVar("T")
+Values = Mapping[str, Any]
+
+
+class Transaction:
+    """One open transaction, or one autocommitted read."""
+
+    def __init__(self, connection: AsyncConnection, dialect: Dialect, clock: Clock | None) -> None:
+        self.connection = connection
+        self.dialect = dialect
+        self._clock = clock
+
+    async def rows(self, template: str, **values: Any) -> Sequence[Row[Any]]:
+        """What the statement returns."""
+        statement = self.dialect.statement(template)
+        bound = {name: self.dialect.bind(value) for name, value in values.items()}
+        return (await self.connection.execute(statement, bound | self._fake_now(template))).all()
+
+    async def run(self, template: str, **values: Any) -> None:
+        """Execute a statement that returns nothing."""
+        statement = self.dialect.statement(template)
+        bound = {name: self.dialect.bind(value) for name, value in values.items()}
+        await self.connection.execute(statement, bound | self._fake_now(template))
+
+    async def each(self, template: str, rows: Sequence[Values]) -> None:
+        """Execute a statement once for each of `rows`, in one round trip."""
+        if rows:
+            now = self._fake_now(template)
+            await self.connection.execute(self.dialect.statement(template), [{**row, **now} for row in rows])
+
+    def _fake_now(self, template: str) -> dict[str, float]:
+        asks = "{clock}" in template or "{instant}" in template
+        return {"clock_now": self._clock.now().timestamp()} if self._clock and asks else {}
+
+
+class Database:
+    """The connections of one store."""
+
+    def __init__(self, url: str, *, command_timeout: timedelta, pool_size: int, clock: Clock | None) -> None:
+        self.engine = engine_for(url, command_timeout=command_timeout, pool_size=pool_size)
+        self.dialect = Dialect(self.engine.dialect.name, fake_clock=clock is not None)
+        self._clock = clock
+
+    async def close(self) -> None:
+        """Release every connection."""
+        await self.engine.dispose()
+
+    async def read(self, body: Callable[[Transaction], Awaitable[T]]) -> T:
+        """What `body` reads, each statement on its own."""
+        return await self._repeat(lambda connection: body(self._on(connection)))
+
+    async def write(self, body: Callable[[Transaction], Awaitable[T]]) -> T:
+        """What `body` returned, after its transaction has committed.
+
+        `body` may run several times: a conflict with another transaction rolls it back and repeats it.
+
+        Raises:
+            StoreUnavailable: nothing was written.
+            CommitInDoubt: COMMIT was sent, and no answer came.
+        """
+        return await self._repeat(lambda connection: self._commit(connection, body))
+
+    async def _commit(self, connection: AsyncConnection, body: Callable[[Transaction], Awaitable[T]]) -> T:
+        await connection.exec_driver_sql("BEGIN IMMEDIATE" if self.dialect.is_sqlite else "BEGIN")
+        result = await body(self._on(connection))
+        try:
+            await connection.exec_driver_sql("COMMIT")
+        except DRIVER_ERRORS as error:
+            if certainly_rolled_back(error):
+                raise
+            raise CommitInDoubt(f"the answer to COMMIT was lost: {_brief(error)}") from error
+        return result
+
+    async def _repeat(self, attempt: Callable[[AsyncConnection], Awaitable[T]]) -> T:
+        for number in range(1, ATTEMPTS + 1):
+            try:
+                return await self._connected(attempt)
+            except DRIVER_ERRORS as error:
+                match failure(error):
+                    case Failure.BUG:
+                        raise
+                    case Failure.RETRY if number < ATTEMPTS:
+                        await asyncio.sleep(random.uniform(0.001, 0.02) * number)
+                    case Failure.RETRY if is_duplicate(error):
+                        raise
+                    case Failure.AWAY if number == 1 and is_stale(error):
+                        pass  # the server was restarted since this connection was last used: take a new one
+                    case _:
+                        raise StoreUnavailable(_brief(error)) from error
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _connected(self, attempt: Callable[[AsyncConnection], Awaitable[T]]) -> T:
+        async with self.engine.connect() as connection:
+            try:
+                return await attempt(connection)
+            except BaseException:
+                # Whatever state it is in, nobody else may get it: closing it also rolls it back.
+                await connection.invalidate()
+                raise
+
+    def _on(self, connection: AsyncConnection) -> Transaction:
+        return Transaction(connection, self.dialect, self._clock)
+
+
+def _brief(error: BaseException) -> str:
+    cause = getattr(error, "orig", None) or error
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]

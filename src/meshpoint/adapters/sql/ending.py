@@ -1,0 +1,210 @@
+"""End, release and cancel: a run gives its task up, or somebody else ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import Row
+
+from meshpoint.adapters.sql import statements as sql
+from meshpoint.adapters.sql.claiming import close_pending
+from meshpoint.adapters.sql.database import Transaction
+from meshpoint.adapters.sql.locking import LockedTasks, Terms, in_rounds, lock_tasks
+from meshpoint.adapters.sql.rows import FAR_FUTURE, Columns, reply_of, requester_of
+from meshpoint.model.checkpoint import (
+    Cancel,
+    CancelBeforeRequest,
+    CancelledNow,
+    CancelNotice,
+    CancelRequested,
+    CancelResult,
+    CancelTooLate,
+    End,
+    Ended,
+    EndResult,
+    Fenced,
+    Release,
+    Reply,
+    Run,
+    TaskState,
+)
+from meshpoint.model.ids import ReplicaId
+
+Packed = bytes | None
+
+
+async def end(tx: Transaction, ends: Sequence[tuple[End, Packed]], terms: Terms) -> list[EndResult]:
+    """Turn tasks into tombstones, each with its packed reply."""
+
+    async def turn(each: list[tuple[End, Packed]]) -> list[EndResult]:
+        locked = await lock_tasks(tx, [wish.run.task_id for wish, _ in each])
+        owned = [pair for pair in each if _owns(pair[0].run, locked)]
+        await _bury(tx, [_end_columns(wish, reply, locked, terms) for wish, reply in owned])
+        return [_end_result(wish, locked, terms) for wish, _ in each]
+
+    return await in_rounds(ends, lambda pair: pair[0].run.task_id, turn)
+
+
+def _owns(run: Run, locked: LockedTasks) -> bool:
+    row = locked.rows.get(run.task_id)
+    return row is not None and row.status == TaskState.RUNNING and row.fence == run.fence
+
+
+def _end_columns(wish: End, reply: Packed, locked: LockedTasks, terms: Terms) -> Columns:
+    row = locked.rows[wish.run.task_id]
+    return {
+        **_tombstone(row, wish.state, reply, locked.now, terms),
+        "run_id": wish.run.id,
+        "dead_reason": wish.dead_reason,
+        "keep_request": wish.dead_reason is not None,
+    }
+
+
+def _end_result(wish: End, locked: LockedTasks, terms: Terms) -> EndResult:
+    row = locked.rows.get(wish.run.task_id)
+    if row is None:
+        return Fenced()
+    found_itself = TaskState(row.status).ended and (row.run_id, row.fence) == (wish.run.id, wish.run.fence)
+    if not (_owns(wish.run, locked) or found_itself):
+        return Fenced()
+    ended_at = row.ended_at if found_itself else locked.now
+    return Ended(_new_reply(row, wish.state, wish.reply, timedelta(seconds=locked.now - ended_at), terms))
+
+
+def _tombstone(row: Row[Any], state: TaskState, reply: Packed, now: float, terms: Terms) -> Columns:
+    return {
+        "task_id": row.logical_task_id,
+        "status": state.value,
+        "wake_at": now + terms.backoff(1),
+        "reply": reply,
+        "now": now,
+        # An old duplicate of the request finds the tombstone, or is past its deadline.
+        "expires_at": max(now, row.task_deadline or now) + terms.tombstone_ttl,
+    }
+
+
+def _new_reply(row: Row[Any], state: TaskState, body: bytes, age: timedelta, terms: Terms) -> Reply:
+    agent = terms.names.plain(row.agent_name)
+    return Reply(agent, row.logical_task_id, state, body, requester_of(row), age)
+
+
+async def _bury(tx: Transaction, tombstones: Sequence[Columns]) -> None:
+    if tombstones:
+        ids = [columns["task_id"] for columns in tombstones]
+        await tx.each(sql.UPDATE_ENDED, tombstones)
+        await tx.run(sql.DELETE_DONE_CALLS, ids=ids)
+        await tx.run(sql.DELETE_JOINS, ids=ids)
+
+
+# ── release ────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def release(tx: Transaction, releases: Sequence[Release], terms: Terms) -> list[bool]:
+    """Make running tasks ready again, or park those that nobody could read for too long."""
+
+    async def turn(each: list[Release]) -> list[bool]:
+        locked = await lock_tasks(tx, [wish.run.task_id for wish in each])
+        owned = [wish for wish in each if _owns(wish.run, locked)]
+        await tx.each(sql.UPDATE_RELEASED, [_released(wish, locked, terms) for wish in owned])
+        return [wish in owned or _found_released(wish.run, locked) for wish in each]
+
+    return await in_rounds(releases, lambda wish: wish.run.task_id, turn)
+
+
+def _found_released(run: Run, locked: LockedTasks) -> bool:
+    row = locked.rows.get(run.task_id)
+    # A pause of the same run would have raised the generation.
+    return (
+        row is not None
+        and row.status in {TaskState.READY, TaskState.PARKED}
+        and (row.run_id, row.fence, row.generation) == (run.id, run.fence, run.generation)
+    )
+
+
+def _released(wish: Release, locked: LockedTasks, terms: Terms) -> Columns:
+    row, now = locked.rows[wish.run.task_id], locked.now
+    since = row.incompatible_since
+    if wish.incompatible is not None and since is None:
+        since = now
+    parked = wish.incompatible is not None and now - since >= terms.incompatible_limit
+    return {
+        "task_id": wish.run.task_id,
+        "status": TaskState.PARKED.value if parked else TaskState.READY.value,
+        "run_id": wish.run.id,
+        "wake_at": FAR_FUTURE if parked else now + wish.not_before.total_seconds(),
+        "incompatible_since": since,
+        "dead_reason": wish.incompatible if parked else None,
+    }
+
+
+# ── cancel ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def cancel(tx: Transaction, cancels: Sequence[tuple[Cancel, Packed]], terms: Terms) -> list[CancelResult]:
+    """Cancel tasks, each with its packed reply."""
+
+    async def turn(each: list[tuple[Cancel, Packed]]) -> list[CancelResult]:
+        locked = await lock_tasks(tx, [wish.task_id for wish, _ in each])
+        idle = [pair for pair in each if _can_end_now(pair[0], locked, terms)]
+        notices = await close_pending(tx, [wish.task_id for wish, _ in idle], locked.now, terms)
+        await _bury(tx, [_cancel_columns(wish, reply, locked, terms) for wish, reply in idle])
+        await tx.each(
+            sql.INSERT_TOMBSTONE,
+            [_early(*pair, locked, terms) for pair in each if pair[0].task_id not in locked.rows],
+        )
+        running = [row.logical_task_id for row in locked.rows.values() if row.status == TaskState.RUNNING]
+        if running:
+            await tx.run(sql.RAISE_CANCEL_FLAG, ids=running)
+        ended = [row.logical_task_id for row in locked.rows.values() if TaskState(row.status).ended]
+        late = {row.logical_task_id: row for row in await tx.rows(sql.LOOKUP, ids=ended)} if ended else {}
+        return [await _cancel_result(wish, locked, late, notices, terms) for wish, _ in each]
+
+    return await in_rounds(cancels, lambda pair: pair[0].task_id, turn)
+
+
+def _can_end_now(wish: Cancel, locked: LockedTasks, terms: Terms) -> bool:
+    row = locked.rows.get(wish.task_id)
+    return row is not None and row.status in {TaskState.WAITING, TaskState.READY, TaskState.PARKED}
+
+
+def _cancel_columns(wish: Cancel, reply: Packed, locked: LockedTasks, terms: Terms) -> Columns:
+    row = locked.rows[wish.task_id]
+    return {
+        **_tombstone(row, TaskState.CANCELLED, reply, locked.now, terms),
+        "run_id": wish.run_id,
+        "dead_reason": None,
+        "keep_request": False,
+    }
+
+
+def _early(wish: Cancel, reply: Packed, locked: LockedTasks, terms: Terms) -> Columns:
+    return {
+        "task_id": wish.task_id,
+        "agent": terms.names.qualified(wish.agent),
+        "run_id": wish.run_id,
+        "reply": reply,
+        "now": locked.now,
+        "expires_at": locked.now + terms.tombstone_ttl,
+    }
+
+
+async def _cancel_result(
+    wish: Cancel,
+    locked: LockedTasks,
+    late: dict[str, Row[Any]],
+    notices: dict[str, tuple[CancelNotice, ...]],
+    terms: Terms,
+) -> CancelResult:
+    row = locked.rows.get(wish.task_id)
+    if row is None:
+        return CancelBeforeRequest()
+    if row.status == TaskState.RUNNING:
+        return CancelRequested(None if row.owner is None else ReplicaId(row.owner))
+    if not TaskState(row.status).ended:
+        reply = _new_reply(row, TaskState.CANCELLED, wish.reply, timedelta(), terms)
+        return CancelledNow(reply, notices.get(wish.task_id, ()))
+    if row.fence == 0 and row.run_id == wish.run_id:
+        return CancelBeforeRequest()  # the same cancel again: its broadcast may not have been sent
+    return CancelTooLate(await reply_of(late[wish.task_id], locked.now, terms.names))

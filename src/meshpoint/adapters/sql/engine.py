@@ -1,0 +1,87 @@
+"""Engines for the databases that a store runs on."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import event
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from meshpoint.errors import ConfigurationError
+
+ATTEMPTS = 5
+"""How often a transaction is tried that others stand in the way of."""
+
+_FIX = "use postgresql://user@host/name, or sqlite:///meshpoint.db on one host"
+_DRIVERS = {"postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg", "sqlite": "sqlite+aiosqlite"}
+
+
+def async_url(url: str) -> URL:
+    """`url` with the driver that Meshpoint uses.
+
+    Raises:
+        ConfigurationError: neither PostgreSQL nor a SQLite file.
+    """
+    try:
+        parsed = make_url(url)
+    except ArgumentError as error:
+        raise ConfigurationError("session_db_url", "is not a database URL", _FIX) from error
+    name = parsed.drivername
+    if name not in {*_DRIVERS, *_DRIVERS.values()}:
+        raise ConfigurationError("session_db_url", f"{name!r} is not supported", _FIX)
+    if name.startswith("sqlite") and (parsed.database or ":memory:") == ":memory:":
+        raise ConfigurationError("session_db_url", "names no file", _FIX)
+    return parsed.set(drivername=_DRIVERS.get(name, name))
+
+
+def engine_for(url: str, *, command_timeout: timedelta, pool_size: int) -> AsyncEngine:
+    """An engine whose connections are in autocommit: the store sends BEGIN and COMMIT itself.
+
+    So it knows when COMMIT was sent, and returning a connection costs no ROLLBACK.
+    """
+    parsed = async_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        return _sqlite(parsed, command_timeout)
+    return _postgres(parsed, command_timeout, pool_size)
+
+
+def _postgres(url: URL, command_timeout: timedelta, pool_size: int) -> AsyncEngine:
+    seconds = command_timeout.total_seconds()
+    return create_async_engine(
+        url,
+        isolation_level="AUTOCOMMIT",
+        pool_size=pool_size,
+        max_overflow=0,
+        pool_timeout=seconds,
+        pool_reset_on_return=None,
+        skip_autocommit_rollback=True,
+        pool_use_lifo=True,
+        connect_args={"timeout": min(seconds, 10.0), "command_timeout": seconds},
+    )
+
+
+def _sqlite(url: URL, command_timeout: timedelta) -> AsyncEngine:
+    # One connection: SQLite has one writer, and a queue in this process is fairer than its busy-waiting.
+    engine = create_async_engine(
+        url,
+        isolation_level="AUTOCOMMIT",
+        pool_size=1,
+        max_overflow=0,
+        pool_timeout=command_timeout.total_seconds(),
+        pool_reset_on_return=None,
+        skip_autocommit_rollback=True,
+    )
+    busy_ms = math.ceil(command_timeout / ATTEMPTS / timedelta(milliseconds=1))
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def prepare(connection: Any, record: object) -> None:
+        cursor = connection.cursor()
+        for pragma in (f"busy_timeout = {busy_ms}", "journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    return engine

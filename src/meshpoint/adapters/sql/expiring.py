@@ -1,0 +1,159 @@
+"""Expire: what the passing of time does to waiting tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Row
+
+from meshpoint.adapters.sql import statements as sql
+from meshpoint.adapters.sql.claiming import close_pending
+from meshpoint.adapters.sql.database import Transaction
+from meshpoint.adapters.sql.locking import Terms
+from meshpoint.adapters.sql.owning import OwnedTasks, given_to, made_ready, new_owner, read_owned
+from meshpoint.adapters.sql.rows import Columns, Names, by_task, notice_of, outcome_column
+from meshpoint.model.calls import Join
+from meshpoint.model.checkpoint import AllArrived, CancelNotice, Expired, MadeReady, Replica, StillWaiting
+from meshpoint.model.ids import TaskId, new_id
+from meshpoint.model.outcomes import Failed, FailureKind
+
+_TIMED_OUT = Failed(FailureKind.TIMEOUT, "the peer did not answer in time")
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """One locked waiting task at the present instant."""
+
+    row: Row[Any]
+    join: Row[Any]
+    pending: Sequence[Row[Any]]
+
+    @property
+    def timed_out(self) -> list[Row[Any]]:
+        """The calls that end now: those past their deadline, or all when the join is past its own."""
+        if self.join.join_deadline is not None and self.join.join_deadline <= self.row.now:
+            return list(self.pending)
+        return [call for call in self.pending if call.timeout_deadline <= self.row.now]
+
+    @property
+    def completed(self) -> int:
+        completed: int = self.join.completed_count
+        return completed + len(self.timed_out)
+
+    @property
+    def met(self) -> bool:
+        join = Join(self.join.needed)
+        return join.met(total=self.join.total_expected, completed=self.completed, succeeded=self.join.succeeded_count)
+
+    @property
+    def next_deadline(self) -> float:
+        """When to look again."""
+        closed = {call.sub_task_id for call in self.timed_out}
+        deadlines = [call.timeout_deadline for call in self.pending if call.sub_task_id not in closed]
+        join_deadline = [] if self.join.join_deadline is None else [self.join.join_deadline]
+        return float(min(deadlines + join_deadline))
+
+
+@dataclass(frozen=True, slots=True)
+class Expiries:
+    """Expired tasks; those that were taken are still to be decoded."""
+
+    waiting: list[Expired]
+    ready: list[Expired]
+    taken: list[tuple[TaskId, tuple[TaskId, ...], tuple[CancelNotice, ...]]]
+    owned: OwnedTasks
+
+    async def decoded(self, names: Names) -> list[Expired]:
+        """All of them, with the tasks that were taken."""
+        taken = [
+            Expired(task_id, ids, AllArrived(task_id, ids[-1], await self.owned.resumable(task_id, names)), cancels)
+            for task_id, ids, cancels in self.taken
+        ]
+        return [*self.waiting, *self.ready, *taken]
+
+
+async def expire(tx: Transaction, replica: Replica, limit: int, slots: int, terms: Terms) -> Expiries:
+    """Close what is past its deadline, count it, and take the tasks whose join it meets."""
+    agent = terms.names.qualified(replica.agent)
+    rows = {row.logical_task_id: row for row in await tx.rows(sql.PICK_EXPIRED, agent=agent, limit=limit)}
+    if not rows:
+        return Expiries([], [], [], OwnedTasks())
+    ids = sorted(rows)
+    pending = by_task(await tx.rows(sql.READ_PENDING, ids=ids))
+    joins = {row.logical_task_id: row for row in await tx.rows(sql.READ_JOINS, ids=ids)}
+    tasks = [_Waiting(rows[task_id], joins[task_id], pending.get(task_id, [])) for task_id in ids]
+    cancels = await _close(tx, tasks, terms)
+    return await _go_on(tx, [task for task in tasks if task.timed_out], cancels, replica, slots)
+
+
+async def _close(tx: Transaction, tasks: Sequence[_Waiting], terms: Terms) -> dict[str, tuple[CancelNotice, ...]]:
+    """Write the timeouts and their counts, and when to look again; by task, which peers to tell."""
+    outcome = await outcome_column(_TIMED_OUT)
+    await tx.each(sql.UPDATE_TIMED_OUT, [row for task in tasks for row in _timeouts(task, outcome, terms)])
+    await tx.each(sql.UPDATE_JOIN, [_counters(task) for task in tasks if task.timed_out])
+    await tx.each(
+        sql.UPDATE_WAKE,
+        [{"task_id": task.row.logical_task_id, "wake_at": task.next_deadline} for task in tasks if not task.met],
+    )
+    met = [task for task in tasks if task.met and task.completed < task.join.total_expected]
+    no_longer_needed = await close_pending(
+        tx, [task.row.logical_task_id for task in met], max(task.row.now for task in tasks), terms
+    )
+    return {
+        task.row.logical_task_id: (
+            *(notice_of(call, terms.names) for call in task.timed_out),
+            *no_longer_needed.get(task.row.logical_task_id, ()),
+        )
+        for task in tasks
+    }
+
+
+def _timeouts(task: _Waiting, outcome: bytes | None, terms: Terms) -> list[Columns]:
+    due_at = task.row.now + terms.backoff(1)
+    return [
+        {
+            "task_id": task.row.logical_task_id,
+            "sub_task_id": call.sub_task_id,
+            "outcome": outcome,
+            "send_due_at": due_at,
+        }
+        for call in task.timed_out
+    ]
+
+
+def _counters(task: _Waiting) -> Columns:
+    return {
+        "task_id": task.row.logical_task_id,
+        "generation": task.row.generation,
+        "completed": task.join.total_expected if task.met else task.completed,
+        "succeeded": task.join.succeeded_count,
+    }
+
+
+async def _go_on(
+    tx: Transaction,
+    tasks: Sequence[_Waiting],
+    cancels: dict[str, tuple[CancelNotice, ...]],
+    replica: Replica,
+    slots: int,
+) -> Expiries:
+    expiries = Expiries([], [], [], OwnedTasks())
+    owners: list[Columns] = []
+    for task in tasks:
+        task_id = TaskId(task.row.logical_task_id)
+        ids = tuple(TaskId(call.sub_task_id) for call in task.timed_out)
+        run_id, now = new_id(), task.row.now
+        if not task.met:
+            expiries.waiting.append(Expired(task_id, ids, StillWaiting(task_id, ids[-1]), cancels[task_id]))
+        elif new_owner(replica, task.row, slots):
+            slots -= 1
+            owners.append(given_to(replica, task.row, run_id, attempt=1, now=now))
+            expiries.taken.append((task_id, ids, cancels[task_id]))
+        else:
+            owners.append(made_ready(task.row, run_id, now))
+            expiries.ready.append(Expired(task_id, ids, MadeReady(task_id, ids[-1]), cancels[task_id]))
+    await tx.each(sql.UPDATE_OWNER, owners)
+    owned = await read_owned(tx, [task_id for task_id, _, _ in expiries.taken])
+    return Expiries(expiries.waiting, expiries.ready, expiries.taken, owned)

@@ -1,0 +1,83 @@
+"""What a driver's error means for the caller."""
+
+from __future__ import annotations
+
+import sqlite3
+from enum import Enum, auto
+
+from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from meshpoint.errors import ConfigurationError
+
+DRIVER_ERRORS = (DBAPIError, PoolTimeout, OSError)
+"""What drivers and the pool raise; a timeout of the driver is an `OSError` too."""
+
+
+class Failure(Enum):
+    """What to do about an error."""
+
+    RETRY = auto()  # the database rolled back in favour of another transaction
+    AWAY = auto()  # no connection, or a server that cannot work now
+    BUG = auto()  # the statement is wrong
+
+
+# Classes of SQLSTATE: connection, resources, operator intervention, system error; a standby that cannot write.
+_AWAY = ("08", "53", "57", "58", "25006", "55P03")
+_RETRY = ("40001", "40P01", "23505")
+_AWAY_SQLITE = ("SQLITE_IOERR", "SQLITE_FULL", "SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PROTOCOL")
+_RETRY_SQLITE = ("SQLITE_BUSY", "SQLITE_LOCKED")
+# The names of wrong credentials, database or role.
+_REFUSED = ("28", "3D000", "42501")
+
+
+def failure(error: BaseException) -> Failure:
+    """What `error` means when it came before COMMIT was sent."""
+    if not isinstance(error, DBAPIError):
+        return Failure.AWAY
+    state, sqlite = _sqlstate(error), _sqlite_name(error)
+    # Two transactions wrote the first row of one task: the second finds it when it is repeated.
+    if state.startswith(_RETRY) or sqlite.startswith(_RETRY_SQLITE) or "cached statement plan" in str(error):
+        return Failure.RETRY
+    if error.connection_invalidated or state.startswith(_AWAY) or sqlite.startswith(_AWAY_SQLITE):
+        return Failure.AWAY
+    return Failure.BUG if state or sqlite or _is_misuse(error) else Failure.AWAY
+
+
+def is_duplicate(error: BaseException) -> bool:
+    """Whether a row with this key was there already."""
+    return isinstance(error, DBAPIError) and _sqlstate(error) == "23505"
+
+
+def is_stale(error: BaseException) -> bool:
+    """Whether the connection broke, as one does that was pooled while its server restarted."""
+    return isinstance(error, DBAPIError) and error.connection_invalidated
+
+
+def certainly_rolled_back(error: BaseException) -> bool:
+    """Whether an error that answered COMMIT is the database's word that nothing was written."""
+    if not isinstance(error, DBAPIError):
+        return False
+    state = _sqlstate(error)
+    conflict = state[:2] in {"40", "23"} and state != "40003"
+    return conflict or isinstance(error, IntegrityError) or _sqlite_name(error).startswith(_RETRY_SQLITE)
+
+
+def refused(error: BaseException) -> ConfigurationError | None:
+    """The database's refusal of who or what the URL names, as a word for whoever wrote the URL."""
+    if isinstance(error, DBAPIError) and _sqlstate(error).startswith(_REFUSED):
+        return ConfigurationError("session_db_url", f"the database refused: {error.orig}", "correct the URL")
+    return None
+
+
+def _is_misuse(error: DBAPIError) -> bool:
+    # A value that a driver could not encode; neither driver gives such errors a code.
+    return isinstance(getattr(error.orig, "__cause__", None), ValueError) or isinstance(error.orig, sqlite3.Error)
+
+
+def _sqlstate(error: DBAPIError) -> str:
+    return str(getattr(error.orig, "sqlstate", None) or "")
+
+
+def _sqlite_name(error: DBAPIError) -> str:
+    return str(getattr(error.orig, "sqlite_errorname", None) or "")

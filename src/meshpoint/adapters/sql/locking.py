@@ -1,0 +1,72 @@
+"""Locked tasks, and batches in which a task occurs more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from sqlalchemy import Row
+
+from meshpoint.adapters.sql import statements as sql
+from meshpoint.adapters.sql.database import Transaction
+from meshpoint.adapters.sql.rows import Names
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What every transition of one store goes by. Durations are in seconds."""
+
+    names: Names
+    dispatch_lease: float
+    tombstone_ttl: float
+    incompatible_limit: float
+
+    def backoff(self, attempts: int) -> float:
+        """How long whoever sends something for the `attempts`-th time has it for itself."""
+        return self.dispatch_lease * float(2 ** min(max(attempts - 1, 0), 6))
+
+
+@dataclass(frozen=True, slots=True)
+class LockedTasks:
+    """Tasks that no other transaction can change now, and the time since when."""
+
+    now: float
+    rows: dict[str, Row[Any]]
+
+
+async def lock_tasks(tx: Transaction, task_ids: Iterable[str]) -> LockedTasks:
+    """Lock tasks in order of id; those that do not exist are left out."""
+    rows = await tx.rows(sql.LOCK_TASKS, ids=sorted(set(task_ids)))
+    present = {row.logical_task_id: row for row in rows if row.logical_task_id is not None}
+    return LockedTasks(now=max(row.now for row in rows), rows=present)
+
+
+async def in_rounds(
+    items: Sequence[Item],
+    task_id: Callable[[Item], str],
+    turn: Callable[[list[Item]], Awaitable[list[Result]]],
+) -> list[Result]:
+    """Results of `turn` in the order of `items`.
+
+    A task occurs once in each turn, so that the next turn finds what this one wrote.
+    """
+    results: dict[int, Result] = {}
+    waiting = list(enumerate(items))
+    while waiting:
+        first: dict[str, tuple[int, Item]] = {}
+        for index, item in waiting:
+            first.setdefault(task_id(item), (index, item))
+        answers = await turn([item for _, item in first.values()])
+        results.update(zip((index for index, _ in first.values()), answers, strict=True))
+        waiting = [(index, item) for index, item in waiting if index not in results]
+    return [results[index] for index in range(len(items))]
+
+
+def seconds_of(duration: timedelta | None) -> float | None:
+    """A duration as the database has it."""
+    return None if duration is None else duration.total_seconds()

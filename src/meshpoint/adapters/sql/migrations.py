@@ -1,0 +1,91 @@
+"""Migrations, as the command line runs them. None of these may be called from a running event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from meshpoint.adapters.sql.engine import async_url
+from meshpoint.adapters.sql.failures import DRIVER_ERRORS, refused
+from meshpoint.adapters.sql.schema import recorded_revision
+from meshpoint.errors import ConfigurationError, StoreUnavailable
+
+_CONNECT_TIMEOUT = timedelta(seconds=10)
+
+
+def scripts() -> Path:
+    """The folder of migrations: inside the installed package, or at the root of a checkout."""
+    here = Path(__file__).resolve()
+    for folder in (here.parent / "alembic", here.parents[4] / "alembic"):
+        if (folder / "env.py").is_file():
+            return folder
+    raise ConfigurationError("session_db_url", "the migrations were not installed", "reinstall meshpoint")
+
+
+def upgrade(url: str) -> None:
+    """Bring the tables to this release's revision.
+
+    Raises:
+        ConfigurationError: the database refuses the URL's user or has no such name.
+        StoreUnavailable: the database does not answer.
+    """
+    _run(url, lambda connection: command.upgrade(_config(connection), "head"))
+
+
+def check(url: str) -> tuple[str | None, str]:
+    """The revision that the database has (None: no tables), and the one that this release brings.
+
+    Raises:
+        ConfigurationError, StoreUnavailable: as `upgrade`.
+    """
+    found: list[str | None] = []
+    _run(url, lambda connection: found.append(recorded_revision(connection)))
+    return found[0], newest_revision()
+
+
+def sql(url: str) -> str:
+    """The statements that `upgrade` runs on an empty database, for whoever runs them by hand."""
+    written = io.StringIO()
+    config = _config(output=written)
+    config.attributes["dialect_name"] = async_url(url).get_backend_name()
+    command.upgrade(config, "head", sql=True)
+    return written.getvalue()
+
+
+def newest_revision() -> str:
+    """The last of the migrations."""
+    head = ScriptDirectory.from_config(_config()).get_current_head()
+    assert head is not None
+    return head
+
+
+def _config(connection: Connection | None = None, output: io.StringIO | None = None) -> Config:
+    config = Config(output_buffer=output)
+    config.set_main_option("script_location", str(scripts()).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config
+
+
+def _run(url: str, work: Callable[[Connection], None]) -> None:
+    asyncio.run(_connected(url, work))
+
+
+async def _connected(url: str, work: Callable[[Connection], None]) -> None:
+    engine = create_async_engine(async_url(url), connect_args={"timeout": _CONNECT_TIMEOUT.total_seconds()})
+    try:
+        async with engine.begin() as connection:
+            await connection.run_sync(work)
+    except DRIVER_ERRORS as error:
+        away = StoreUnavailable(str(getattr(error, "orig", None) or error).splitlines()[0])
+        raise refused(error) or away from error
+    finally:
+        await engine.dispose()

@@ -1,0 +1,67 @@
+"""Tasks that change hands: what the new owner reads once they are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Row
+
+from meshpoint.adapters.sql import statements as sql
+from meshpoint.adapters.sql.database import Transaction
+from meshpoint.adapters.sql.rows import Columns, Names, by_task, resumable_of
+from meshpoint.model.checkpoint import Replica, Resumable, TaskState
+
+
+def given_to(replica: Replica, row: Row[Any], run_id: str, *, attempt: int, now: float) -> Columns:
+    """The owner columns of a task that `replica` runs from now on."""
+    return {
+        "task_id": row.logical_task_id,
+        "status": TaskState.RUNNING.value,
+        "fence": row.fence + 1,
+        "run_id": run_id,
+        "owner": replica.id,
+        "attempt": attempt,
+        "wake_at": now + replica.lease.total_seconds(),
+    }
+
+
+def made_ready(row: Row[Any], run_id: str, now: float) -> Columns:
+    """The owner columns of a task that any replica may run from now on."""
+    return {
+        "task_id": row.logical_task_id,
+        "status": TaskState.READY.value,
+        "fence": row.fence,
+        "run_id": run_id,
+        "owner": None,
+        "attempt": 0,
+        "wake_at": now,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedTasks:
+    """Rows of tasks that a replica owns, read after their locks were held. Decoded when no lock is held any more."""
+
+    tasks: dict[str, Row[Any]] = field(default_factory=dict)
+    calls: dict[str, list[Row[Any]]] = field(default_factory=dict)
+
+    async def resumable(self, task_id: str, names: Names) -> Resumable:
+        """One of them, decoded."""
+        return await resumable_of(self.tasks[task_id], self.calls.get(task_id, []), names)
+
+
+async def read_owned(tx: Transaction, task_ids: Sequence[str]) -> OwnedTasks:
+    """Read tasks that this transaction has locked."""
+    if not task_ids:
+        return OwnedTasks()
+    ids = sorted(task_ids)
+    rows = await tx.rows(sql.READ_TASKS, ids=ids)
+    calls = by_task(await tx.rows(sql.READ_OUTCOMES, ids=ids))
+    return OwnedTasks({row.logical_task_id: row for row in rows}, calls)
+
+
+def new_owner(replica: Replica, row: Row[Any], slots: int) -> bool:
+    """Whether `replica` can run the task at once."""
+    return slots > 0 and (row.generation == 0 or row.state_format in replica.formats)

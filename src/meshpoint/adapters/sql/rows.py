@@ -1,0 +1,222 @@
+"""Rows as values of the model, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Row
+
+from meshpoint.adapters.sql.codec import pack, unpack
+from meshpoint.model.checkpoint import (
+    CancelNotice,
+    Checkpoint,
+    Dispatch,
+    Known,
+    Reply,
+    Requester,
+    Resumable,
+    Run,
+    TaskState,
+)
+from meshpoint.model.ids import AgentName, RunId, TaskId
+from meshpoint.model.messages import Address
+from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
+
+FAR_FUTURE = 1e12  # seconds since the epoch: a parked task waits for a person, not for time
+
+_JSON_COLUMNS = (
+    "a2a_context",
+    "produced_artifacts",
+    "artifact_signals_to_return",
+    "response_buffer",
+    "flags",
+    "token_usage",
+)
+
+
+def instant(seconds: float) -> datetime:
+    """An instant of the database as the model has it."""
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def seconds(at: datetime | None) -> float | None:
+    """An instant of the model as the database has it."""
+    return None if at is None else at.timestamp()
+
+
+def pairs(keys: Sequence[tuple[str, str]]) -> str:
+    """Keys of calls, as the `pairs` fragment takes them."""
+    return json.dumps(keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Agents' names as they rest: behind the namespace."""
+
+    namespace: str
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.namespace}/"
+
+    def qualified(self, agent: AgentName) -> str:
+        """The name that rests."""
+        return self.prefix + agent
+
+    def plain(self, stored: str) -> AgentName:
+        """The agent's own name; that of another namespace's stays qualified, so that it equals none of ours."""
+        return AgentName(stored.removeprefix(self.prefix))
+
+
+# ── the context ────────────────────────────────────────────────────────────────────────────────────
+
+
+async def context_columns(context: Checkpoint) -> dict[str, Any]:
+    """`context` as the values of its columns."""
+    rest = {key: value for key, value in context.items() if key not in {*_JSON_COLUMNS, "security_context"}}
+    origin = context.get("a2a_context")
+    copied = {**(origin if isinstance(origin, dict) else {}), **context}
+    secret = json.dumps(context["security_context"]).encode() if "security_context" in context else None
+    return {
+        **{name: json.dumps(context[name]) if name in context else None for name in _JSON_COLUMNS},
+        "context_rest": json.dumps(rest),
+        "security_context": await pack(secret),
+        "effective_session_id": _word(copied.get("effective_session_id", copied.get("session_id"))),
+        "user_id": _word(copied.get("user_id")),
+        "current_invocation_id": _word(copied.get("current_invocation_id")),
+    }
+
+
+async def context_of(row: Row[Any]) -> Checkpoint:
+    """The context that `context_columns` took apart."""
+    columns = row._mapping
+    context: Checkpoint = json.loads(row.context_rest) if row.context_rest else {}
+    context |= {name: json.loads(columns[name]) for name in _JSON_COLUMNS if columns[name] is not None}
+    secret = await unpack(row.security_context)
+    if secret is not None:
+        context["security_context"] = json.loads(secret)
+    return context
+
+
+def _word(value: object) -> str | None:
+    # A character that PostgreSQL cannot keep must not fail a checkpoint for the sake of a copy.
+    return value.replace("\0", "") if isinstance(value, str) else None
+
+
+# ── requesters, replies, calls ─────────────────────────────────────────────────────────────────────
+
+
+def requester_columns(requester: Requester) -> dict[str, Any]:
+    """`requester` as the values of its columns."""
+    idle = requester.idle_timeout
+    return {
+        "reply_to": requester.reply_to,
+        "requester_app_id": requester.app_id,
+        "parent_task_id": requester.parent_task_id,
+        "task_deadline": seconds(requester.deadline),
+        "idle_timeout": None if idle is None else idle.total_seconds(),
+    }
+
+
+def requester_of(row: Row[Any]) -> Requester:
+    """The requester that a task's row names."""
+    return Requester(
+        reply_to=None if row.reply_to is None else Address(row.reply_to),
+        app_id=row.requester_app_id,
+        parent_task_id=row.parent_task_id,
+        deadline=None if row.task_deadline is None else instant(row.task_deadline),
+        idle_timeout=None if row.idle_timeout is None else timedelta(seconds=row.idle_timeout),
+    )
+
+
+async def reply_of(row: Row[Any], now: float, names: Names) -> Reply:
+    """The reply on an ended task's row."""
+    return Reply(
+        agent=names.plain(row.agent_name),
+        task_id=TaskId(row.logical_task_id),
+        state=TaskState(row.status),
+        body=await unpack(row.reply) or b"",
+        requester=requester_of(row),
+        age=timedelta(seconds=max(0.0, now - row.ended_at)),
+    )
+
+
+async def known_of(row: Row[Any], names: Names) -> Known:
+    """A task's row as a repeated request needs it."""
+    state = TaskState(row.status)
+    reply = await reply_of(row, row.now, names) if state.ended else None
+    return Known(TaskId(row.logical_task_id), names.plain(row.agent_name), state, reply)
+
+
+async def dispatch_of(row: Row[Any], names: Names, attempt: int) -> Dispatch:
+    """A pending call's row as a request to send."""
+    return Dispatch(
+        agent=names.plain(row.agent_name),
+        task_id=TaskId(row.logical_task_id),
+        sub_task_id=TaskId(row.sub_task_id),
+        peer=AgentName(row.peer_agent),
+        body=await unpack(row.request) or b"",
+        headers=json.loads(row.correlation_data),
+        deadline=instant(row.absolute_deadline),
+        attempt=attempt,
+    )
+
+
+def notice_of(row: Row[Any], names: Names) -> CancelNotice:
+    """A closed call's row as a cancel to send."""
+    return CancelNotice(
+        names.plain(row.agent_name), TaskId(row.logical_task_id), TaskId(row.sub_task_id), AgentName(row.peer_agent)
+    )
+
+
+# ── outcomes, tasks to resume ──────────────────────────────────────────────────────────────────────
+
+
+async def outcome_column(outcome: Outcome) -> bytes | None:
+    """`outcome` as it rests."""
+    return await pack(encode_outcome(outcome))
+
+
+async def outcome_of(row: Row[Any]) -> Outcome:
+    """The outcome on a call's row."""
+    stored = await unpack(row.outcome)
+    if stored is None:
+        return Failed(FailureKind.CANCELLED, "the call was closed")
+    return decode_outcome(stored)
+
+
+async def resumable_of(row: Row[Any], calls: Sequence[Row[Any]], names: Names) -> Resumable:
+    """A running task's row, and its calls in call order, as what its next segment needs."""
+    outcomes = [(call.call_id, AgentName(call.peer_agent), await outcome_of(call)) for call in calls]
+    return Resumable(
+        run=Run(
+            task_id=TaskId(row.logical_task_id),
+            agent=names.plain(row.agent_name),
+            id=RunId(row.run_id),
+            fence=row.fence,
+            generation=row.generation,
+        ),
+        requester=requester_of(row),
+        context=await context_of(row),
+        state=await unpack(row.state) or b"",
+        state_format=row.state_format or "",
+        outcomes=tuple(outcomes),
+        request=await unpack(row.request),
+        attempt=row.attempt,
+        cancel_requested=bool(row.cancel_requested),
+    )
+
+
+def by_task(rows: Sequence[Row[Any]]) -> dict[str, list[Row[Any]]]:
+    """Rows of calls, by their task."""
+    grouped: dict[str, list[Row[Any]]] = {}
+    for row in rows:
+        grouped.setdefault(row.logical_task_id, []).append(row)
+    return grouped
+
+
+Columns = Mapping[str, Any]

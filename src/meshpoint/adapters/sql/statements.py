@@ -1,0 +1,375 @@
+"""Every statement, with what it is for. Fragments in braces differ between databases: see `dialect`.
+
+Whoever changes a task, a call or a join first holds the lock of the task, and tasks are locked in order of id:
+so nothing deadlocks, and calls and joins need no locks of their own. (Only the sender's lease on a call is taken
+without its task; it waits for nobody.) LOCK statements wait for their rows; PICK statements skip rows that others
+hold. What a decision rests on is read by a later statement than the one that locks: the snapshot of a statement
+that waited for a lock is older than the lock.
+"""
+
+from __future__ import annotations
+
+# ── tasks ──────────────────────────────────────────────────────────────────────────────────────────
+
+# Lock tasks by id. Tells the time after the last lock, also when no such task exists (then in a row of NULLs).
+LOCK_TASKS = """
+WITH locked AS MATERIALIZED (
+  SELECT logical_task_id, agent_name, status, generation, fence, run_id, owner, attempt, cancel_requested,
+         state_format, reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, ended_at,
+         incompatible_since
+    FROM agent_paused_tasks WHERE logical_task_id {one_of:ids} ORDER BY logical_task_id {for_update})
+SELECT locked.*, {clock} AS now FROM (SELECT count(*) AS n FROM locked) AS counted LEFT JOIN locked ON counted.n > 0
+"""
+
+_REPLY = """logical_task_id, agent_name, status, fence, reply, reply_to, requester_app_id, parent_task_id,
+       task_deadline, idle_timeout, ended_at, reply_attempts"""
+
+# Look tasks up by id, without a lock: those that have ended bring their reply.
+LOOKUP = f"""
+SELECT {_REPLY}, {{instant}} AS now FROM agent_paused_tasks WHERE logical_task_id {{one_of:ids}}
+"""
+
+# Read tasks whole, to resume them.
+READ_TASKS = """
+SELECT * FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
+"""
+
+# Write a task as running, before its first segment.
+INSERT_BEGUN = """
+INSERT INTO agent_paused_tasks (
+  logical_task_id, agent_name, status, generation, fence, run_id, owner, attempt, wake_at, request,
+  reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, checkpointed_at)
+VALUES (
+  :task_id, :agent, 'running', 0, 1, :run_id, :owner, 1, :wake_at, :request,
+  :reply_to, :requester_app_id, :parent_task_id, :task_deadline, :idle_timeout, :now)
+"""
+
+# Write the first checkpoint of a task that has no row.
+INSERT_PAUSED = """
+INSERT INTO agent_paused_tasks (
+  logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, request,
+  reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, keep_alive_at, checkpointed_at,
+  a2a_context, effective_session_id, user_id, current_invocation_id, produced_artifacts,
+  artifact_signals_to_return, response_buffer, flags, security_context, token_usage, context_rest,
+  state, state_format, app_version, framework)
+VALUES (
+  :task_id, :agent, :status, :generation, 1, :run_id, 0, :wake_at, :request,
+  :reply_to, :requester_app_id, :parent_task_id, :task_deadline, :idle_timeout, :keep_alive_at, :now,
+  :a2a_context, :effective_session_id, :user_id, :current_invocation_id, :produced_artifacts,
+  :artifact_signals_to_return, :response_buffer, :flags, :security_context, :token_usage, :context_rest,
+  :state, :state_format, :app_version, :framework)
+"""
+
+# Write the checkpoint of a task that has a row. Its requester and request stand there already.
+UPDATE_PAUSED = """
+UPDATE agent_paused_tasks SET
+  status = :status, generation = :generation, run_id = :run_id, owner = NULL, attempt = 0, wake_at = :wake_at,
+  keep_alive_at = :keep_alive_at, checkpointed_at = :now, incompatible_since = NULL, dead_reason = NULL,
+  a2a_context = :a2a_context, effective_session_id = :effective_session_id, user_id = :user_id,
+  current_invocation_id = :current_invocation_id, produced_artifacts = :produced_artifacts,
+  artifact_signals_to_return = :artifact_signals_to_return, response_buffer = :response_buffer, flags = :flags,
+  security_context = :security_context, token_usage = :token_usage, context_rest = :context_rest,
+  state = :state, state_format = :state_format, app_version = :app_version, framework = :framework
+WHERE logical_task_id = :task_id
+"""
+
+# Give a task to a run, or make it ready for any replica.
+UPDATE_OWNER = """
+UPDATE agent_paused_tasks SET
+  status = :status, fence = :fence, run_id = :run_id, owner = :owner, attempt = :attempt, wake_at = :wake_at
+WHERE logical_task_id = :task_id
+"""
+
+# Set when a waiting task is to be looked at again.
+UPDATE_WAKE = """
+UPDATE agent_paused_tasks SET wake_at = :wake_at WHERE logical_task_id = :task_id
+"""
+
+# Give a running task back.
+UPDATE_RELEASED = """
+UPDATE agent_paused_tasks SET
+  status = :status, run_id = :run_id, owner = NULL, wake_at = :wake_at, incompatible_since = :incompatible_since,
+  dead_reason = :dead_reason
+WHERE logical_task_id = :task_id
+"""
+
+# Turn a task into a tombstone: what it held is wiped, its reply is due.
+UPDATE_ENDED = """
+UPDATE agent_paused_tasks SET
+  status = :status, run_id = :run_id, owner = NULL, wake_at = :wake_at, keep_alive_at = NULL,
+  reply = :reply, reply_sent = false, reply_attempts = 1, dead_reason = :dead_reason,
+  request = CASE WHEN :keep_request THEN request END,
+  ended_at = :now, expires_at = :expires_at,
+  a2a_context = NULL, effective_session_id = NULL, user_id = NULL, current_invocation_id = NULL,
+  produced_artifacts = NULL, artifact_signals_to_return = NULL, response_buffer = NULL, flags = NULL,
+  security_context = NULL, token_usage = NULL, context_rest = NULL, state = NULL
+WHERE logical_task_id = :task_id
+"""
+
+# Leave a tombstone for a task whose cancel came before its request. Nobody is known who waits for a reply.
+INSERT_TOMBSTONE = """
+INSERT INTO agent_paused_tasks (
+  logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, reply, reply_sent,
+  checkpointed_at, ended_at, expires_at)
+VALUES (:task_id, :agent, 'cancelled', 0, 0, :run_id, 0, :expires_at, :reply, true, :now, :now, :expires_at)
+"""
+
+# Tell a running task that it is to end.
+RAISE_CANCEL_FLAG = """
+UPDATE agent_paused_tasks SET cancel_requested = true WHERE logical_task_id {one_of:ids}
+"""
+
+# Extend the leases of running tasks.
+UPDATE_LEASES = """
+UPDATE agent_paused_tasks SET wake_at = :wake_at WHERE logical_task_id {one_of:ids}
+"""
+
+# ── what time makes due ────────────────────────────────────────────────────────────────────────────
+
+# Waiting tasks one of whose deadlines may have passed.
+PICK_EXPIRED = """
+SELECT logical_task_id, agent_name, generation, fence, run_id, attempt, state_format, {instant} AS now
+  FROM agent_paused_tasks
+ WHERE agent_name = :agent AND status = 'waiting' AND wake_at <= {instant}
+ ORDER BY wake_at LIMIT :limit {skip_locked}
+"""
+
+# Ready tasks, or running ones whose lease is over, that a replica can go on with.
+PICK_RUNNABLE = """
+SELECT logical_task_id, agent_name, generation, fence, attempt, {instant} AS now
+  FROM agent_paused_tasks
+ WHERE agent_name = :agent AND status = :status AND wake_at <= {instant}
+   AND (generation = 0 OR state_format {one_of:formats})
+ ORDER BY wake_at LIMIT :limit {skip_locked}
+"""
+
+# Paused tasks whose requester is to hear that they are alive.
+PICK_KEEP_ALIVES = """
+SELECT logical_task_id, reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, {instant} AS now
+  FROM agent_paused_tasks
+ WHERE agent_name = :agent AND keep_alive_at <= {instant} AND status IN ('waiting', 'ready')
+ ORDER BY keep_alive_at LIMIT :limit {skip_locked}
+"""
+
+# Set when the requester is to hear again.
+UPDATE_KEEP_ALIVE = """
+UPDATE agent_paused_tasks SET keep_alive_at = :keep_alive_at WHERE logical_task_id = :task_id
+"""
+
+# Tombstones whose time is over and of which nothing is left to send.
+PICK_PURGEABLE = """
+SELECT logical_task_id FROM agent_paused_tasks AS t
+ WHERE agent_name = :agent AND status IN ('completed', 'failed', 'cancelled') AND wake_at <= {instant}
+   AND expires_at <= {instant} AND reply_sent
+   AND NOT EXISTS (SELECT 1 FROM agent_peer_sub_tasks AS c
+                    WHERE c.logical_task_id = t.logical_task_id AND c.status = 'cancelling')
+ ORDER BY wake_at LIMIT :limit {for_delete_skip_locked}
+"""
+
+# Delete tasks, with what is left of their calls.
+DELETE_TASKS = """
+DELETE FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
+"""
+
+# ── calls ──────────────────────────────────────────────────────────────────────────────────────────
+
+# Write one call of a pause.
+INSERT_CALL = """
+INSERT INTO agent_peer_sub_tasks (
+  logical_task_id, sub_task_id, agent_name, invocation_id, seq, call_id, peer_agent, correlation_data, request,
+  status, outcome, send_due_at, send_attempts, idle_timeout, timeout_deadline, absolute_deadline, created_at)
+VALUES (
+  :task_id, :sub_task_id, :agent, :generation, :seq, :call_id, :peer, :headers, :request,
+  :status, :outcome, :send_due_at, :send_attempts, :idle_timeout, :timeout_deadline, :absolute_deadline, :now)
+"""
+
+# Read calls by key, with the counters of their join.
+READ_CALLS = """
+SELECT c.logical_task_id, c.sub_task_id, c.invocation_id, c.peer_agent, c.status, c.claim_id,
+       j.total_expected, j.completed_count, j.succeeded_count, j.needed
+  FROM {pairs} JOIN agent_peer_sub_tasks AS c
+    ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
+  LEFT JOIN agent_parallel_invocations AS j
+    ON j.logical_task_id = c.logical_task_id AND j.invocation_id = c.invocation_id
+"""
+
+# Read the calls of tasks that have no outcome, in call order.
+READ_PENDING = """
+SELECT logical_task_id, sub_task_id, agent_name, peer_agent, timeout_deadline FROM agent_peer_sub_tasks
+ WHERE logical_task_id {one_of:ids} AND status = 'pending' ORDER BY logical_task_id, seq
+"""
+
+# Record an outcome that a message brought.
+UPDATE_ANSWERED = """
+UPDATE agent_peer_sub_tasks SET status = 'done', outcome = :outcome, claim_id = :claim_id, send_due_at = NULL
+WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
+"""
+
+# Close a call whose deadline has passed; its peer is still to be told.
+UPDATE_TIMED_OUT = """
+UPDATE agent_peer_sub_tasks SET
+  status = 'cancelling', outcome = :outcome, send_due_at = :send_due_at, send_attempts = 1
+WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
+"""
+
+# Close the calls of tasks that still have no outcome; their peers are still to be told.
+CLOSE_PENDING = """
+UPDATE agent_peer_sub_tasks SET
+  status = 'cancelling', outcome = :outcome, send_due_at = :send_due_at, send_attempts = 1
+WHERE logical_task_id {one_of:ids} AND status = 'pending'
+RETURNING logical_task_id, sub_task_id, agent_name, peer_agent, seq
+"""
+
+# Read the outcomes of tasks, in call order.
+READ_OUTCOMES = """
+SELECT c.logical_task_id, c.call_id, c.peer_agent, c.outcome
+  FROM agent_peer_sub_tasks AS c JOIN agent_paused_tasks AS t
+    ON t.logical_task_id = c.logical_task_id AND t.generation = c.invocation_id
+ WHERE c.logical_task_id {one_of:ids} ORDER BY c.logical_task_id, c.seq
+"""
+
+# Read the calls of a pause that are still to be sent.
+READ_DISPATCHES = """
+SELECT c.* FROM agent_peer_sub_tasks AS c JOIN agent_paused_tasks AS t
+    ON t.logical_task_id = c.logical_task_id AND t.generation = c.invocation_id
+ WHERE c.logical_task_id {one_of:ids} AND c.status = 'pending' AND c.send_due_at IS NOT NULL
+ ORDER BY c.logical_task_id, c.seq
+"""
+
+# Delete calls that are done with; those whose peer is still to be told stay.
+DELETE_DONE_CALLS = """
+DELETE FROM agent_peer_sub_tasks WHERE logical_task_id {one_of:ids} AND status = 'done'
+"""
+
+# Read calls and their tasks' requesters, without a lock, for a status update.
+READ_PROGRESS = """
+SELECT c.logical_task_id, c.sub_task_id, c.peer_agent, c.idle_timeout AS call_idle_timeout, c.timeout_deadline,
+       c.absolute_deadline, t.reply_to, t.requester_app_id, t.parent_task_id, t.task_deadline, t.idle_timeout,
+       {instant} AS now
+  FROM {pairs} JOIN agent_peer_sub_tasks AS c
+    ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
+  JOIN agent_paused_tasks AS t ON t.logical_task_id = c.logical_task_id
+ WHERE c.status = 'pending'
+"""
+
+# Extend an idle deadline, if nobody has closed the call or extended it further.
+EXTEND_IDLE = """
+UPDATE agent_peer_sub_tasks SET timeout_deadline = :timeout_deadline
+WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'pending'
+  AND timeout_deadline < :timeout_deadline
+"""
+
+# ── joins ──────────────────────────────────────────────────────────────────────────────────────────
+
+# Write the join of a pause.
+INSERT_JOIN = """
+INSERT INTO agent_parallel_invocations (
+  logical_task_id, invocation_id, total_expected, completed_count, succeeded_count, needed, join_deadline)
+VALUES (:task_id, :generation, :total, :completed, :succeeded, :needed, :join_deadline)
+"""
+
+# Read the joins of tasks; the lock on the task covers them.
+READ_JOINS = """
+SELECT j.* FROM agent_parallel_invocations AS j JOIN agent_paused_tasks AS t
+    ON t.logical_task_id = j.logical_task_id AND t.generation = j.invocation_id
+ WHERE j.logical_task_id {one_of:ids}
+"""
+
+# Count outcomes.
+UPDATE_JOIN = """
+UPDATE agent_parallel_invocations SET completed_count = :completed, succeeded_count = :succeeded
+WHERE logical_task_id = :task_id AND invocation_id = :generation
+"""
+
+# Delete the joins of tasks that go on.
+DELETE_JOINS = """
+DELETE FROM agent_parallel_invocations WHERE logical_task_id {one_of:ids}
+"""
+
+# ── what is to be sent ─────────────────────────────────────────────────────────────────────────────
+
+# Calls whose request or cancel is due.
+PICK_UNSENT_CALLS = """
+SELECT c.*, {instant} AS now FROM agent_peer_sub_tasks AS c
+ WHERE agent_name = :agent AND send_due_at <= {instant} AND status IN ('pending', 'cancelling')
+ ORDER BY send_due_at LIMIT :limit {skip_locked}
+"""
+
+# Lease a call to whoever sends it now.
+LEASE_SEND = """
+UPDATE agent_peer_sub_tasks SET send_due_at = :due_at, send_attempts = :attempts
+WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
+"""
+
+# Ended tasks whose reply is due.
+PICK_UNSENT_REPLIES = f"""
+SELECT {_REPLY}, {{instant}} AS now FROM agent_paused_tasks
+ WHERE agent_name = :agent AND status IN ('completed', 'failed', 'cancelled') AND wake_at <= {{instant}}
+   AND NOT reply_sent
+ ORDER BY wake_at LIMIT :limit {{skip_locked}}
+"""
+
+# Lease a reply to whoever sends it now.
+LEASE_REPLY = """
+UPDATE agent_paused_tasks SET wake_at = :due_at, reply_attempts = :attempts WHERE logical_task_id = :task_id
+"""
+
+# Let PostgreSQL answer COMMIT before the disk does: marks may be lost, what they mark is then sent again.
+COMMIT_LAZILY = "SET LOCAL synchronous_commit TO OFF"
+
+# Mark a request as sent, unless it was answered or closed meanwhile.
+MARK_DISPATCHED = """
+UPDATE agent_peer_sub_tasks SET dispatched_at = {clock}, send_due_at = NULL
+WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'pending'
+"""
+
+# Mark a cancel as sent whose outcome the task still needs: it has neither ended nor gone on.
+MARK_CANCEL_SENT = """
+UPDATE agent_peer_sub_tasks SET status = 'done', send_due_at = NULL
+WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'cancelling'
+  AND invocation_id = (SELECT generation FROM agent_paused_tasks AS t
+                        WHERE t.logical_task_id = :task_id AND t.ended_at IS NULL)
+"""
+
+# Delete a call whose cancel was sent and whose task has ended or gone on.
+DELETE_CANCELLED_CALL = """
+DELETE FROM agent_peer_sub_tasks
+WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'cancelling'
+"""
+
+# Mark a reply as sent: the row stays as a tombstone.
+MARK_REPLIED = """
+UPDATE agent_paused_tasks SET reply_sent = true, wake_at = expires_at
+WHERE logical_task_id = :task_id AND ended_at IS NOT NULL AND NOT reply_sent
+"""
+
+# ── for people ─────────────────────────────────────────────────────────────────────────────────────
+
+_SUMMARY = """t.logical_task_id, t.agent_name, t.status, t.generation, t.fence, t.attempt, t.owner, t.wake_at,
+       t.checkpointed_at, t.dead_reason, j.completed_count, j.total_expected
+  FROM agent_paused_tasks AS t LEFT JOIN agent_parallel_invocations AS j
+    ON j.logical_task_id = t.logical_task_id AND j.invocation_id = t.generation"""
+
+# List tasks of one agent, newest first.
+LIST_OF_AGENT = f"""
+SELECT {_SUMMARY} WHERE t.agent_name = :agent AND t.status {{one_of:statuses}}
+ ORDER BY t.checkpointed_at DESC, t.logical_task_id DESC LIMIT :limit
+"""
+
+# List tasks of a whole namespace, newest first.
+LIST_ALL = f"""
+SELECT {_SUMMARY}
+ WHERE substr(t.agent_name, 1, length(CAST(:prefix AS text))) = CAST(:prefix AS text)
+   AND t.status {{one_of:statuses}}
+ ORDER BY t.checkpointed_at DESC, t.logical_task_id DESC LIMIT :limit
+"""
+
+# Show one task.
+SHOW_TASK = f"""
+SELECT {_SUMMARY} WHERE t.logical_task_id = :task_id
+"""
+
+# Show the calls of a task.
+SHOW_CALLS = """
+SELECT * FROM agent_peer_sub_tasks WHERE logical_task_id = :task_id ORDER BY invocation_id, seq
+"""

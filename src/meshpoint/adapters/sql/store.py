@@ -1,0 +1,232 @@
+"""The checkpoint store on PostgreSQL and SQLite: one transaction for each method of the port."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from meshpoint.adapters.sql import (
+    catalog,
+    checkpointing,
+    claiming,
+    due,
+    ending,
+    expiring,
+    outbox,
+    progress,
+    schema,
+)
+from meshpoint.adapters.sql import statements as sql
+from meshpoint.adapters.sql.codec import pack
+from meshpoint.adapters.sql.database import Database
+from meshpoint.adapters.sql.failures import DRIVER_ERRORS, refused
+from meshpoint.adapters.sql.locking import Terms
+from meshpoint.adapters.sql.rows import Names, known_of, outcome_column
+from meshpoint.errors import ConfigurationError
+from meshpoint.model.checkpoint import (
+    Arrival,
+    Begin,
+    BeginResult,
+    CallSummary,
+    Cancel,
+    CancelResult,
+    Claim,
+    End,
+    EndResult,
+    Expired,
+    KeepAlive,
+    Known,
+    Pause,
+    PauseResult,
+    Progress,
+    ProgressNoted,
+    Release,
+    Replica,
+    Resumable,
+    Run,
+    Send,
+    TaskState,
+    TaskSummary,
+)
+from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.ports.clock import Clock
+
+
+class SqlCheckpointStore:
+    """Tasks in a SQL database. See `meshpoint.ports.store` for what each method promises.
+
+    Args:
+        url: `postgresql://user@host/name` or `sqlite:///file`.
+        namespace: separates meshes that share a database.
+        dispatch_lease: how long whoever commits something to be sent has it for itself.
+        tombstone_ttl: how long an ended task's row stays after its end and its deadline.
+        incompatible_limit: how long a task is offered whose state no replica can read, before it is parked.
+        command_timeout: when a database that does not answer counts as away.
+        pool_size: connections to PostgreSQL; to SQLite there is one.
+        clock: for tests: replaces the database's clock.
+
+    Raises:
+        ConfigurationError: `url` names no database that Meshpoint runs on.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        namespace: str,
+        dispatch_lease: timedelta = timedelta(seconds=5),
+        tombstone_ttl: timedelta = timedelta(hours=24),
+        incompatible_limit: timedelta = timedelta(hours=1),
+        command_timeout: timedelta = timedelta(seconds=30),
+        pool_size: int = 5,
+        clock: Clock | None = None,
+    ) -> None:
+        self._database = Database(url, command_timeout=command_timeout, pool_size=pool_size, clock=clock)
+        self._terms = Terms(
+            names=Names(namespace),
+            dispatch_lease=dispatch_lease.total_seconds(),
+            tombstone_ttl=tombstone_ttl.total_seconds(),
+            incompatible_limit=incompatible_limit.total_seconds(),
+        )
+
+    @property
+    def durable(self) -> bool:
+        """A task kept here outlives the process."""
+        return True
+
+    async def open(self) -> None:
+        """Connect and check the schema. A SQLite file that is empty gets it."""
+        try:
+            if self._database.dialect.is_sqlite:
+                await self._database.write(lambda tx: tx.connection.run_sync(schema.create_if_empty))
+            revision = await self._database.read(lambda tx: tx.connection.run_sync(schema.recorded_revision))
+        except DRIVER_ERRORS as error:
+            raise refused(error) or error from error
+        if schema.behind(revision):
+            problem = f"the database's tables are at revision {revision or 'none'}"
+            raise ConfigurationError("session_db_url", problem, "run: meshpoint db upgrade")
+
+    async def close(self) -> None:
+        """Release every connection."""
+        await self._database.close()
+
+    # ── transitions ────────────────────────────────────────────────────────────────────────────────
+
+    async def lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, Known]:
+        """The rows that exist, by id."""
+        names, ids = self._terms.names, sorted(set(task_ids))
+        if not ids:
+            return {}
+        rows = await self._database.read(lambda tx: tx.rows(sql.LOOKUP, ids=ids))
+        return {TaskId(row.logical_task_id): await known_of(row, names) for row in rows}
+
+    async def begin(self, begins: Sequence[Begin]) -> list[BeginResult]:
+        """Write tasks as running, in generation 0."""
+        if not begins:
+            return []
+        packed = [(wish, await pack(wish.request)) for wish in begins]
+        return await self._database.write(lambda tx: checkpointing.begin(tx, packed, self._terms))
+
+    async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
+        """Write checkpoints."""
+        if not pauses:
+            return []
+        packed = [(await checkpointing.PackedPause.of(wish), await pack(wish.request)) for wish in pauses]
+        return await self._database.write(lambda tx: checkpointing.pause(tx, packed, self._terms))
+
+    async def claim(self, claims: Sequence[Claim], replica: Replica, slots: int) -> list[Arrival]:
+        """Record outcomes, one winner each."""
+        if not claims:
+            return []
+        packed = [(wish, await outcome_column(wish.outcome)) for wish in claims]
+        arrivals = await self._database.write(lambda tx: claiming.claim(tx, packed, replica, slots, self._terms))
+        return await arrivals.decoded(self._terms.names)
+
+    async def end(self, ends: Sequence[End]) -> list[EndResult]:
+        """Turn running tasks into tombstones with their reply."""
+        if not ends:
+            return []
+        packed = [(wish, await pack(wish.reply)) for wish in ends]
+        return await self._database.write(lambda tx: ending.end(tx, packed, self._terms))
+
+    async def release(self, releases: Sequence[Release]) -> list[bool]:
+        """Give running tasks back."""
+        if not releases:
+            return []
+        return await self._database.write(lambda tx: ending.release(tx, releases, self._terms))
+
+    async def cancel(self, cancels: Sequence[Cancel]) -> list[CancelResult]:
+        """Cancel tasks whatever their state."""
+        if not cancels:
+            return []
+        packed = [(wish, await pack(wish.reply)) for wish in cancels]
+        return await self._database.write(lambda tx: ending.cancel(tx, packed, self._terms))
+
+    async def progress(self, updates: Sequence[Progress]) -> list[ProgressNoted | None]:
+        """Extend idle deadlines, and tell whom to forward to."""
+        if not updates:
+            return []
+        calls = await self._database.read(lambda tx: progress.read(tx, updates))
+        deadlines = progress.extensions(calls)
+        if deadlines:
+            await self._database.write(lambda tx: progress.extend(tx, deadlines))
+        return [progress.noted(update, row) for update, row in zip(updates, calls, strict=True)]
+
+    # ── due work ───────────────────────────────────────────────────────────────────────────────────
+
+    async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
+        """Close calls and joins past their deadline."""
+        expiries = await self._database.write(lambda tx: expiring.expire(tx, replica, limit, slots, self._terms))
+        return await expiries.decoded(self._terms.names)
+
+    async def take(self, replica: Replica, limit: int) -> list[Resumable]:
+        """Own ready tasks."""
+        return await self._take(replica, limit, TaskState.READY)
+
+    async def take_over(self, replica: Replica, limit: int) -> list[Resumable]:
+        """Own running tasks whose lease is over."""
+        return await self._take(replica, limit, TaskState.RUNNING)
+
+    async def _take(self, replica: Replica, limit: int, status: TaskState) -> list[Resumable]:
+        owned = await self._database.write(lambda tx: due.take(tx, replica, limit, status, self._terms))
+        return await due.resumables(owned, self._terms.names)
+
+    async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
+        """Extend leases; the runs that have lost theirs."""
+        if not runs:
+            return []
+        return await self._database.write(lambda tx: due.renew(tx, runs, replica))
+
+    async def keep_alives(self, replica: Replica, limit: int) -> list[KeepAlive]:
+        """Paused tasks whose requester is due to hear of them."""
+        return await self._database.write(lambda tx: due.keep_alives(tx, replica, limit, self._terms))
+
+    async def purge(self, agent: AgentName, limit: int) -> int:
+        """Delete tombstones whose time is over; how many."""
+        name = self._terms.names.qualified(agent)
+        return await self._database.write(lambda tx: due.purge(tx, name, limit))
+
+    # ── outbox ─────────────────────────────────────────────────────────────────────────────────────
+
+    async def unsent(self, agent: AgentName, limit: int) -> list[Send]:
+        """What is due for sending, leased to the caller."""
+        leased = await self._database.write(lambda tx: outbox.unsent(tx, agent, limit, self._terms))
+        return await leased.decoded(self._terms.names)
+
+    async def mark_sent(self, sent: Sequence[Send]) -> None:
+        """The broker has them."""
+        if sent:
+            await self._database.write(lambda tx: outbox.mark_sent(tx, sent))
+
+    # ── catalog ────────────────────────────────────────────────────────────────────────────────────
+
+    async def tasks(
+        self, *, agent: AgentName | None = None, states: Sequence[TaskState] = (), limit: int = 100
+    ) -> list[TaskSummary]:
+        """Tasks, newest first."""
+        names, wanted = self._terms.names, [state.value for state in states]
+        return await self._database.read(lambda tx: catalog.list_tasks(tx, names, agent, wanted, limit))
+
+    async def task(self, task_id: TaskId) -> tuple[TaskSummary, list[CallSummary]] | None:
+        """One task and its calls in call order."""
+        return await self._database.read(lambda tx: catalog.show_task(tx, self._terms.names, task_id))

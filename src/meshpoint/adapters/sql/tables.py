@@ -1,0 +1,177 @@
+"""The three tables, as the migrations create them.
+
+Instants are seconds since the epoch, by the database's clock. `agent_name` is the namespace and the agent's name,
+so that several meshes share one database. `invocation_id` is the generation: the number of the pause.
+
+A call's key begins with its task, so all calls of a task lie together, and the tables can be partitioned by
+`logical_task_id`.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    Boolean,
+    Column,
+    Connection,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    event,
+    false,
+    text,
+)
+from sqlalchemy.dialects.postgresql import VARCHAR
+
+REVISION = "0001"
+"""The newest migration, which this code needs. A later one in the database is one this code can live with."""
+
+VERSION_TABLE = "meshpoint_alembic_version"
+
+metadata = MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    }
+)
+
+
+def _id() -> String:
+    # Compared byte by byte, as Python does: the order of locks is the same wherever it is computed.
+    return String().with_variant(VARCHAR(collation="C"), "postgresql")
+
+
+tasks = Table(
+    "agent_paused_tasks",
+    metadata,
+    Column("logical_task_id", _id(), primary_key=True),
+    Column("agent_name", String, nullable=False),
+    Column("status", String, nullable=False),
+    Column("generation", Integer, nullable=False),
+    Column("fence", Integer, nullable=False),
+    Column(
+        "run_id", String, nullable=False
+    ),  # of the run, claim or cancel that wrote last: a repetition finds itself
+    Column("owner", String),
+    Column("attempt", Integer, nullable=False),
+    # When time alone makes the task due. running: its lease ends; waiting: no deadline is earlier; ready: not
+    # before; ended: its reply is due for sending, later its row is due for deletion.
+    Column("wake_at", Float, nullable=False),
+    Column("cancel_requested", Boolean, nullable=False, server_default=false()),
+    # the context
+    Column("a2a_context", Text),
+    Column("effective_session_id", String),  # a copy, for people who look
+    Column("user_id", String),  # a copy, for people who look
+    Column("current_invocation_id", String),  # a copy, for people who look
+    Column("produced_artifacts", Text),
+    Column("artifact_signals_to_return", Text),
+    Column("response_buffer", Text),
+    Column("flags", Text),
+    Column("security_context", LargeBinary),
+    Column("token_usage", Text),
+    Column("context_rest", Text),  # what has no column of its own
+    # the state, opaque
+    Column("state", LargeBinary),
+    Column("state_format", String),
+    Column("app_version", String),
+    Column("framework", String),
+    # the request and its answer
+    Column("request", LargeBinary),
+    Column("reply", LargeBinary),
+    Column("reply_to", String),
+    Column("requester_app_id", String),
+    Column("parent_task_id", String),
+    Column("task_deadline", Float),
+    Column("idle_timeout", Float),
+    Column("keep_alive_at", Float),
+    Column("reply_sent", Boolean, nullable=False, server_default=false()),
+    Column("reply_attempts", Integer, nullable=False, server_default=text("0")),
+    # the end
+    Column("incompatible_since", Float),
+    Column("dead_reason", Text),
+    Column("checkpointed_at", Float, nullable=False),
+    Column("ended_at", Float),
+    Column("expires_at", Float),
+)
+
+calls = Table(
+    "agent_peer_sub_tasks",
+    metadata,
+    Column("logical_task_id", _id(), ForeignKey(tasks.c.logical_task_id, ondelete="CASCADE"), primary_key=True),
+    Column("sub_task_id", _id(), primary_key=True),
+    Column("agent_name", String, nullable=False),
+    Column("invocation_id", Integer, nullable=False),
+    Column("seq", Integer, nullable=False),
+    Column("call_id", String, nullable=False),
+    Column("peer_agent", String, nullable=False),
+    Column("correlation_data", Text, nullable=False),  # the message's headers
+    Column("request", LargeBinary, nullable=False),
+    Column("status", String, nullable=False),
+    Column("outcome", LargeBinary),
+    Column("claim_id", String),
+    Column("dispatched_at", Float),
+    Column("send_due_at", Float),  # a request or a cancel is to be sent, not before this; NULL: nothing to send
+    Column("send_attempts", Integer, nullable=False),
+    Column("idle_timeout", Float),
+    Column("timeout_deadline", Float, nullable=False),  # the earlier of the idle and the absolute one
+    Column("absolute_deadline", Float, nullable=False),
+    Column("created_at", Float, nullable=False),
+)
+
+joins = Table(
+    "agent_parallel_invocations",
+    metadata,
+    Column("logical_task_id", _id(), ForeignKey(tasks.c.logical_task_id, ondelete="CASCADE"), primary_key=True),
+    Column("invocation_id", Integer, primary_key=True, autoincrement=False),
+    Column("total_expected", Integer, nullable=False),
+    Column("completed_count", Integer, nullable=False),
+    Column("succeeded_count", Integer, nullable=False),
+    Column("needed", Integer),  # results that meet the join; NULL: an outcome of every call
+    Column("join_deadline", Float),
+)
+
+Index("ix_agent_paused_tasks_due", tasks.c.agent_name, tasks.c.status, tasks.c.wake_at)
+Index(
+    "ix_agent_paused_tasks_keep_alive",
+    tasks.c.agent_name,
+    tasks.c.keep_alive_at,
+    postgresql_where=tasks.c.keep_alive_at.is_not(None),
+    sqlite_where=tasks.c.keep_alive_at.is_not(None),
+)
+Index(
+    "ix_agent_peer_sub_tasks_unsent",
+    calls.c.agent_name,
+    calls.c.send_due_at,
+    postgresql_where=calls.c.send_due_at.is_not(None),
+    sqlite_where=calls.c.send_due_at.is_not(None),
+)
+
+POSTGRES_STORAGE = (
+    # The codec has compressed these already.
+    *(
+        f"ALTER TABLE agent_paused_tasks ALTER COLUMN {column} SET STORAGE EXTERNAL"
+        for column in ("state", "security_context", "request", "reply")
+    ),
+    *(
+        f"ALTER TABLE agent_peer_sub_tasks ALTER COLUMN {column} SET STORAGE EXTERNAL"
+        for column in ("request", "outcome")
+    ),
+    # Rows live for minutes: vacuum after a fiftieth of the table has changed, not after a fifth.
+    *(
+        f"ALTER TABLE {table} SET (autovacuum_vacuum_scale_factor = 0.02)"
+        for table in ("agent_paused_tasks", "agent_peer_sub_tasks", "agent_parallel_invocations")
+    ),
+)
+
+
+@event.listens_for(metadata, "after_create")
+def _set_storage(target: object, connection: Connection, **options: object) -> None:
+    if connection.dialect.name == "postgresql":
+        for statement in POSTGRES_STORAGE:
+            connection.exec_driver_sql(statement)
