@@ -42,7 +42,9 @@ class Join:
 
 
 ALL = Join()
+"""A join that an outcome of any kind from every call meets."""
 FIRST = Join(needed=1)
+"""A join that one result meets."""
 
 
 def AT_LEAST(k: int) -> Join:

@@ -1,0 +1,53 @@
+"""Every public name says what it is."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+
+import pytest
+
+import meshpoint
+
+
+def attribute_docstrings(module_name: str) -> dict[str, str]:
+    """The strings under the assignments of a module: constants and aliases have no `__doc__` of their own."""
+    body = ast.parse(inspect.getsource(importlib.import_module(module_name))).body
+    found: dict[str, str] = {}
+    for statement, following in zip(body, body[1:], strict=False):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            found |= {target.id: str(following.value.value) for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def home_of(name: str) -> str:
+    """The module that the package imports `name` from."""
+    for statement in ast.parse(inspect.getsource(meshpoint)).body:
+        if isinstance(statement, ast.ImportFrom) and name in {alias.name for alias in statement.names}:
+            assert statement.module is not None
+            return statement.module
+    raise AssertionError(f"{name} is imported from nowhere")
+
+
+@pytest.mark.parametrize("name", meshpoint.__all__)
+def test_public_names_have_docstrings(name: str) -> None:
+    public = getattr(meshpoint, name)
+    if inspect.isclass(public) or inspect.isfunction(public):
+        written = vars(public).get("__doc__") if inspect.isclass(public) else public.__doc__
+        assert written, f"{name} has no docstring"
+        assert not written.startswith(f"{name}("), f"{name} has only the docstring that dataclass makes"
+    else:
+        assert attribute_docstrings(home_of(name)).get(name), f"{name} has no string under it that says what it is"
+
+
+def test_what_is_imported_is_public() -> None:
+    imported = {
+        alias.name
+        for statement in ast.parse(inspect.getsource(meshpoint)).body
+        if isinstance(statement, ast.ImportFrom) and statement.module != "__future__"
+        for alias in statement.names
+    }
+    assert imported == set(meshpoint.__all__)
+    assert len(meshpoint.__all__) == len(set(meshpoint.__all__))
