@@ -4,6 +4,7 @@ from .find import ServersMissing
 from .fleet import KINDS, Fleet, NamedServer
 from .postgres import PostgresServer
 from .process import PrivateServer, ServerFailed
+from .proxy import Proxy
 from .rabbit import RabbitServer
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "NamedServer",
     "PostgresServer",
     "PrivateServer",
+    "Proxy",
     "RabbitServer",
     "ServerFailed",
     "ServersMissing",

@@ -1,0 +1,134 @@
+"""One connection to the broker that is made again when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from datetime import timedelta
+
+import aiormq
+from aiormq.abc import AbstractConnection
+from aiormq.exceptions import AMQPError, ChannelInvalidStateError
+from yarl import URL
+
+from meshpoint.errors import BrokerUnavailable
+
+log = logging.getLogger(__name__)
+
+_HEARTBEAT = "30"
+"""Seconds. A silent network is noticed after about three; an agent may block its event loop for two."""
+
+_FAREWELL = 5.0
+
+
+@contextmanager
+def translated(doing: str) -> Iterator[None]:
+    """Turn what a lost connection raises into `BrokerUnavailable`.
+
+    aiormq ends the waiters of a closed channel with `CancelledError`, although nobody cancelled them, and
+    those of a connection closed without a reason with a bare `Exception`.
+    """
+    try:
+        yield
+    except (AMQPError, ChannelInvalidStateError, OSError, TimeoutError) as error:
+        raise BrokerUnavailable(f"{doing}: {error or type(error).__name__}") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise BrokerUnavailable(f"{doing}: the channel was closed") from error
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise BrokerUnavailable(f"{doing}: the connection was closed") from error
+
+
+class Link:
+    """A connection on demand. Whoever finds it lost asks again; attempts are shared."""
+
+    def __init__(self, url: str, purpose: str, timeout: timedelta) -> None:
+        address = URL(url)
+        defaults = {"heartbeat": _HEARTBEAT, "name": f"meshpoint {purpose}"}
+        self._url = address.update_query({**defaults, **address.query})
+        self._timeout = timeout.total_seconds()
+        self._attempt: asyncio.Task[AbstractConnection] | None = None
+        self._closed = False
+
+    @property
+    def up(self) -> bool:
+        """Whether the connection stands, as far as is known here."""
+        return (
+            not self._closed and self._attempt is not None and self._attempt.done() and not self._over(self._attempt)
+        )
+
+    async def connection(self) -> AbstractConnection:
+        """The open connection.
+
+        Raises:
+            BrokerUnavailable: this attempt failed, or the link is closed.
+        """
+        if self._closed:
+            raise BrokerUnavailable("the broker is closed")
+        if self._attempt is None or self._over(self._attempt):
+            self._attempt = asyncio.create_task(self._connect())
+        with translated("connecting"):
+            return await asyncio.shield(self._attempt)
+
+    @asynccontextmanager
+    async def channel(self, *, confirms: bool = False) -> AsyncIterator[aiormq.Channel]:
+        """A channel for one purpose, closed at the end."""
+        channel = await self.open_channel(confirms=confirms)
+        try:
+            yield channel
+        finally:
+            await close_quietly(channel)
+
+    async def open_channel(self, *, confirms: bool = False) -> aiormq.Channel:
+        """A new channel on the open connection.
+
+        Raises:
+            BrokerUnavailable: there is no connection now.
+        """
+        connection = await self.connection()
+        with translated("opening a channel"):
+            try:
+                channel = await connection.channel(publisher_confirms=confirms, timeout=self._timeout)
+            except RuntimeError as error:  # closed between two awaits
+                raise BrokerUnavailable(f"opening a channel: {error}") from error
+        assert isinstance(channel, aiormq.Channel)
+        return channel
+
+    async def drop(self) -> None:
+        """Give up the present connection, which does not answer; the next use makes a new one."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return
+        if not attempt.done():
+            attempt.cancel()
+        with suppress(BrokerUnavailable), translated("closing"):
+            await close_quietly(await asyncio.shield(attempt))
+
+    async def close(self) -> None:
+        """Disconnect for good."""
+        self._closed = True
+        await self.drop()
+
+    async def _connect(self) -> AbstractConnection:
+        async with asyncio.timeout(self._timeout):
+            return await aiormq.connect(self._url)
+
+    @staticmethod
+    def _over(attempt: asyncio.Task[AbstractConnection]) -> bool:
+        if not attempt.done():
+            return False
+        return attempt.cancelled() or attempt.exception() is not None or not attempt.result().is_opened
+
+
+async def close_quietly(closable: aiormq.Channel | AbstractConnection) -> None:
+    """Close it; that it is lost already does not matter. What is queued on a channel is sent first."""
+    if not closable.is_closed:
+        with suppress(BrokerUnavailable), translated("closing"):
+            async with asyncio.timeout(_FAREWELL):
+                await closable.close(BrokerUnavailable("closed"))
