@@ -7,10 +7,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import yaml
 from pydantic import JsonValue
@@ -30,6 +30,7 @@ PATIENCE = 60
 """Seconds after which a test that waits has failed: far more than anything here takes."""
 
 Told = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass
@@ -231,7 +232,14 @@ class Mesh:
         self.peers.append(peer)
         return peer
 
-    async def rows(self, *tables: str) -> dict[str, int]:
+    async def declare(self, agent: str) -> None:
+        """Make the queues of an agent exist before it runs for the first time."""
+        broker = self.broker()
+        await broker.open()
+        await broker.declare(AgentName(agent))
+        await broker.close()
+
+    async def rows(self) -> dict[str, int]:
         """How many rows the tables hold."""
         store = wiring.open_store(self.rung.settings(self.rung.config("root")).agents[0], self.rung.namespace)
         await store.open()
@@ -255,9 +263,9 @@ class Mesh:
             await peer.broker.close()
 
 
-async def within(future: asyncio.Future[Any], seconds: float = PATIENCE) -> Any:
+async def within(future: Awaitable[T]) -> T:
     """What `future` brings."""
-    async with asyncio.timeout(seconds):
+    async with asyncio.timeout(PATIENCE):
         return await future
 
 

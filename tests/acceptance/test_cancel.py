@@ -7,7 +7,7 @@ import pytest
 from meshpoint.model.ids import TaskId, new_id
 from meshpoint.model.outcomes import Failed, FailureKind
 
-from .kit import Mesh, within
+from .kit import Mesh, Process, within
 
 LEVELS = ("top", "middle", "bottom")
 
@@ -22,37 +22,30 @@ async def test_cancel_of_a_task_three_levels_deep(mesh: Mesh, killed: bool) -> N
     (call,) = await peer.asked()
     await replica.wait("ack:after", 3)
     assert await mesh.rows() == {"tasks": 3, "calls": 3, "open": 3}
-    await client.cancel("top", TaskId(await _task_of(replica, "top")))
+    await client.cancel("top", await _task_of(replica, "top"))
     if killed:
         assert await replica.ended() < 0
         replica = await mesh.replica(config, started=3)
     outcome = (await within(reply)).outcome
     assert isinstance(outcome, Failed)
     assert outcome.kind is FailureKind.CANCELLED
-    cancel = await within_queue(peer.cancels)
+    cancel = await within(peer.cancels.get())
     assert cancel.message.correlation_id == call.sub_task_id
     await replica.wait("cancel_notice:after", 3 if not killed else 2)
     await _until_no_calls(mesh, replica)
     assert await mesh.rows() == {"tasks": 3, "calls": 0, "open": 0}
 
 
-async def _task_of(replica: object, agent: str) -> str:
-    events = await replica.wait("checkpoint:after", agent=agent)  # type: ignore[attr-defined]
-    return str(events[0]["task_ids"][0])
+async def _task_of(replica: Process, agent: str) -> TaskId:
+    events = await replica.wait("checkpoint:after", agent=agent)
+    return TaskId(events[0]["task_ids"][0])
 
 
-async def within_queue(queue: object) -> object:
-    import asyncio
-
-    async with asyncio.timeout(60):
-        return await queue.get()  # type: ignore[attr-defined]
-
-
-async def _until_no_calls(mesh: Mesh, replica: object) -> None:
+async def _until_no_calls(mesh: Mesh, replica: Process) -> None:
     marks = 0
     while (await mesh.rows())["calls"]:
         marks += 1
-        await replica.wait("mark:after", marks)  # type: ignore[attr-defined]
+        await replica.wait("mark:after", marks)
 
 
 async def test_cancel_of_running_code(mesh: Mesh, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """A process killed exactly at a step: one outcome, and no second set of calls."""
 
+import asyncio
+
 import pytest
 
 from meshpoint.model.outcomes import Ok
@@ -72,26 +74,17 @@ async def test_killed_after_its_reply(mesh: Mesh, step: str) -> None:
 async def test_a_request_that_kills_its_process_is_answered_as_failed(mesh: Mesh) -> None:
     config = mesh.rung.config("poison", max_attempts=2)
     client = await mesh.client()
+    await mesh.declare("poison")
     deadly = await client.send("poison", True)
     harmless = await client.send("poison", False)
     deaths = 0
     while not (deadly.done() and harmless.done()):
         replica = await mesh.replica(config)
-        ended = replica.process.wait()
-        import asyncio
-
-        waiting = {asyncio.ensure_future(ended), asyncio.ensure_future(_both(deadly, harmless))}
-        _, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in pending:
-            task.cancel()
-        deaths += replica.process.returncode is not None
+        ended, answered = asyncio.ensure_future(replica.process.wait()), asyncio.gather(deadly, harmless)
+        await asyncio.wait({ended, answered}, return_when=asyncio.FIRST_COMPLETED)
+        deaths += ended.done()
         assert deaths < 10
     failed = (await within(deadly)).outcome
     assert "each run ended with its process" in failed.message
     assert (await within(harmless)).outcome == Ok("alive")
     assert deaths == 4  # two deliveries, then two runs under a lease
-
-
-async def _both(*futures: object) -> None:
-    for future in futures:
-        await future  # type: ignore[misc]
