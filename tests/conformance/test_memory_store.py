@@ -9,8 +9,9 @@ import pytest
 
 from meshpoint.adapters.memory.clock import FakeClock
 from meshpoint.adapters.memory.store import MemoryCheckpointStore
-from meshpoint.conformance.build import TIMINGS
+from meshpoint.conformance.build import AGENT, SECOND, TIMINGS, an_end, paused, resumed
 from meshpoint.conformance.store import CheckpointStoreSuite
+from meshpoint.model.checkpoint import Requester
 from meshpoint.ports.store import CheckpointStore
 
 
@@ -30,3 +31,13 @@ def test_a_task_in_memory_ends_with_the_process() -> None:
 def test_no_section_of_the_suite_hides_a_test_of_another() -> None:
     names = Counter(name for section in CheckpointStoreSuite.__bases__ for name in vars(section) if "test" in name)
     assert [name for name, times in names.items() if times > 1] == []
+
+
+async def test_a_reply_that_has_no_address_is_not_offered() -> None:
+    clock = FakeClock()
+    store = MemoryCheckpointStore(clock, timings=TIMINGS)
+    pause = await paused(store, requester=Requester())
+    await store.end([an_end((await resumed(store, pause)).run)])
+    clock.advance(TIMINGS.tombstone_ttl + SECOND)
+    assert await store.unsent(AGENT, 10) == []
+    assert await store.purge(AGENT, 10) == 1

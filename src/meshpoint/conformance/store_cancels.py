@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -45,6 +44,7 @@ from meshpoint.model.checkpoint import (
     CancelTooLate,
     Duplicate,
     Ended,
+    Fenced,
     Reply,
     TaskState,
     Unknown,
@@ -170,8 +170,8 @@ class CancelSuite:
         await store.release([a_release(run)])
         await store.cancel([a_cancel(run.task_id)])
         before = await row(store, run.task_id)
-        await store.end([an_end(run)])
-        await store.pause([a_pause(run=replace(run))])
+        assert await store.end([an_end(run)]) == [Fenced()]
+        assert isinstance(one(await store.pause([a_pause(run=run)])), Fenced | CancelFound)
         assert await store.renew([run], HERE) == [run]
         assert await store.release([a_release(run)]) == [False]
         assert await row(store, run.task_id) == before

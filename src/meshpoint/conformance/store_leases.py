@@ -53,6 +53,16 @@ class LeaseSuite:
         assert task_ids(await store.take(THERE, 2)) == tasks[2:]
         assert await store.take(HERE, 2) == []
 
+    async def test_the_age_of_a_ready_task_is_that_of_its_latest_pause(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        first, second = await paused(store), await paused(store)
+        run = (await resumed(store, first)).run
+        await ready(store, second)
+        clock.advance(SECOND)
+        await ready(store, await paused(store, run=run))
+        assert task_ids(await store.take(HERE, 1)) == [second.run.task_id]
+
     async def test_only_ready_tasks_are_taken(self, store: CheckpointStore) -> None:
         await paused(store)
         await resumed(store)

@@ -15,6 +15,7 @@ from meshpoint.conformance.build import (
     PEER,
     SECOND,
     TIMEOUT,
+    TIMINGS,
     a_call,
     a_claim,
     a_pause,
@@ -119,6 +120,12 @@ class PauseSuite:
         assert await store.pause([a_pause("z", run=zombie)]) == [Fenced()]
         assert await row(store, zombie.task_id) == before
 
+    async def test_a_pause_after_the_end_of_its_own_run_is_fenced(self, store: CheckpointStore) -> None:
+        run = await ended(store)
+        before = await row(store, run.task_id)
+        assert await store.pause([a_pause(run=run)]) == [Fenced()]
+        assert await row(store, run.task_id) == before
+
     async def test_a_zombies_pause_after_its_successors_pause_changes_nothing(
         self, store: CheckpointStore, clock: FakeClock
     ) -> None:
@@ -164,14 +171,17 @@ class PauseSuite:
         assert not task.cancel_requested
 
     async def test_later_mutation_of_the_live_values_does_not_reach_the_checkpoint(
-        self, store: CheckpointStore
+        self, store: CheckpointStore, clock: FakeClock
     ) -> None:
         context = {"flags": {"list": [1]}}
         pause = await paused(store, context=context)
         context["flags"]["list"].append(2)
         pause.calls[0].headers["late"] = 1
-        task = await resumed(store, pause)
-        assert task.context == {"flags": {"list": [1]}}
+        clock.advance(TIMINGS.dispatch_lease + SECOND)
+        dispatch = one(await store.unsent(AGENT, 10))
+        assert isinstance(dispatch, Dispatch)
+        assert "late" not in dispatch.headers
+        assert (await resumed(store, pause)).context == {"flags": {"list": [1]}}
 
     async def test_a_call_that_failed_before_it_was_sent_is_not_dispatched(self, store: CheckpointStore) -> None:
         pause = a_pause(a_call("deep", outcome=error()), "b")

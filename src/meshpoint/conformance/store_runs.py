@@ -226,6 +226,13 @@ class ReleaseSuite:
         assert await store.release([a_release(zombie)]) == [False]
         assert await row(store, zombie.task_id) == before
 
+    async def test_only_running_tasks_are_released(self, store: CheckpointStore) -> None:
+        run, over = (await resumed(store)).run, await ended(store)
+        await paused(store, run=run)
+        before = await row(store, run.task_id)
+        assert await store.release([a_release(run), a_release(over), a_release(a_run())]) == [False, False, False]
+        assert await row(store, run.task_id) == before
+
     async def test_whoever_released_a_task_that_was_taken_is_fenced(self, store: CheckpointStore) -> None:
         run = (await resumed(store)).run
         await store.release([a_release(run)])

@@ -105,11 +105,11 @@ class MemoryDueWork:
             row.completed += 1
         timed_out = tuple(call.sub_task_id for call in late)
         notices = tuple(row.notice(call) for call in late)
-        if not (row.met or join_expired):
+        if not row.met:
             self._tables.put(row)
             return Expired(row.task_id, timed_out, StillWaiting(row.task_id, timed_out[-1]), notices)
         then = go_on(self._tables, row, late[-1], replica, run_id=RunId(new_id()), slots=slots)
-        return Expired(row.task_id, timed_out, then, notices + then.cancels)
+        return Expired(row.task_id, timed_out, then, notices)
 
     def _time_out(self, call: CallRow, now: datetime, message: str) -> None:
         call.close(FailureKind.TIMEOUT, message, now + self._tables.timings.dispatch_lease)

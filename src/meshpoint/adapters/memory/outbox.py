@@ -72,9 +72,7 @@ class MemoryCatalog:
 def _offers(row: TaskRow, now: datetime, lease: timedelta, limit: int) -> list[Send]:
     offers: list[Send] = []
     for call in row.calls.values():
-        # A request past its deadline is not worth sending: its call is about to expire.
-        hopeless = call.state is CallState.PENDING and call.due_at <= now
-        if call.unsent and call.send_at <= now and not hopeless and len(offers) < limit:
+        if call.unsent and call.send_at <= now and len(offers) < limit:
             call.postpone(now, lease)
             offers.append(row.dispatch(call) if call.state is CallState.PENDING else row.notice(call))
     owes_reply = row.state.ended and not row.reply_sent and row.send_at is not None and row.send_at <= now

@@ -150,10 +150,7 @@ class MemoryTransitions:
             if planned.outcome is not None:
                 row.record(call, planned.outcome, None)
         if row.met:
-            row.state = TaskState.READY
-            for call in row.pending:
-                call.close(FailureKind.CANCELLED, "the join was met before it was sent", now)
-                call.state = CallState.DONE
+            row.state = TaskState.READY  # failures alone meet a join only when no call is left
 
     def _call(self, planned: PlannedCall, row: TaskRow, now: datetime) -> CallRow:
         deadline = min(now + planned.timeout, row.requester.deadline or now + planned.timeout)

@@ -1,0 +1,60 @@
+"""Clocks."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, timedelta
+
+import pytest
+
+from meshpoint.adapters.memory.clock import FakeClock
+from meshpoint.adapters.system_clock import SystemClock
+
+SECOND = timedelta(seconds=1)
+
+
+async def test_a_fake_clock_wakes_those_whose_time_has_come_earliest_first() -> None:
+    clock, woken = FakeClock(), list[int]()
+
+    async def sleeper(seconds: int) -> None:
+        await clock.sleep(seconds * SECOND)
+        woken.append(seconds)
+
+    third, second, first = (asyncio.create_task(sleeper(seconds)) for seconds in (3, 2, 1))
+    await clock.sleepers(3)
+    clock.advance(2 * SECOND)
+    await asyncio.gather(second, first)
+    assert (woken, third.done()) == ([1, 2], False)
+    clock.advance(SECOND)
+    await third
+    assert woken == [1, 2, 3]
+
+
+async def test_a_fake_clock_stands_still_until_moved() -> None:
+    clock = FakeClock()
+    before = clock.now()
+    await clock.sleep(timedelta())
+    assert clock.now() == before
+    clock.advance(SECOND)
+    assert clock.now() == before + SECOND
+
+
+async def test_a_cancelled_sleeper_is_forgotten() -> None:
+    clock = FakeClock()
+    sleeper = asyncio.create_task(clock.sleep(SECOND))
+    await clock.sleepers()
+    sleeper.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sleeper
+    clock.advance(SECOND)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await clock.sleepers()
+
+
+async def test_the_system_clock_is_aware_and_moves() -> None:
+    clock = SystemClock()
+    before = clock.now()
+    await clock.sleep(timedelta(milliseconds=1))
+    assert clock.now() > before
+    assert before.tzinfo is UTC
