@@ -69,6 +69,17 @@ async def test_a_flag_set_by_the_request_is_seen_again_by_each_run() -> None:
     assert await run_agent(flagged, 1, obliging, ctx=ctx) == "True False"
 
 
+async def test_a_flag_set_before_a_pause_is_not_there_when_the_part_runs_again() -> None:
+    @agent("once")
+    async def once(ctx: TaskExecutionContext, number: int) -> str:
+        before = "begun" in ctx.flags
+        ctx.flags["begun"] = True
+        await ctx.call(double(number))
+        return f"{before} {ctx.flags['begun']}"
+
+    assert await run_agent(once, 1, obliging) == "False True"
+
+
 async def test_an_exception_in_a_repeated_part_does_not_lose_the_tokens_used() -> None:
     runs: list[int] = []
 

@@ -132,6 +132,26 @@ async def test_a_task_group_around_a_call_is_closed_at_the_pause() -> None:
     assert ends == ["cancelled", "cancelled"]
 
 
+async def test_a_task_that_fails_beside_a_pause_is_told() -> None:
+    async def beside(started: asyncio.Event) -> None:
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            raise OSError("disk full")
+
+    @agent("grouped")
+    async def grouped(ctx: TaskExecutionContext, number: int) -> int:
+        async with asyncio.TaskGroup() as group:
+            started = asyncio.Event()
+            group.create_task(beside(started))
+            await started.wait()
+            return (await ctx.call(double(number))).price
+
+    with pytest.raises(AgentMisbehaved, match=r"grouped raised .* while it was pausing"):
+        await grouped.start(a_context(), 1)
+
+
 async def test_a_task_left_behind_can_call_nobody() -> None:
     left: list[asyncio.Task[Any]] = []
     go_on = asyncio.Event()

@@ -17,11 +17,13 @@ from meshpoint import (
     FIRST,
     Done,
     FunctionAgent,
+    Ok,
     Peer,
     ReplayMismatch,
     TaskExecutionContext,
     agent,
 )
+from meshpoint.conformance.agent import run_agent
 
 
 def wandering(second_run: Callable[[TaskExecutionContext], Any]) -> FunctionAgent[int, str]:
@@ -80,6 +82,17 @@ async def test_the_same_call_with_another_timeout_is_the_same_call() -> None:
     patient = Peer("double", int, Quote, timeout=timedelta(hours=1))
     tested = wandering(lambda ctx: ctx.call(patient(1)))
     assert await resumed(tested, await paused(tested)) == Done("came to a result")
+
+
+async def test_the_order_of_keys_does_not_make_another_call() -> None:
+    orders = iter([{"a": 1, "b": 2}, {"b": 2, "a": 1}])
+    count = Peer("count", dict[str, int], int)
+
+    @agent("unordered")
+    async def unordered(ctx: TaskExecutionContext, number: int) -> int:
+        return await ctx.call(count(next(orders)))
+
+    assert await run_agent(unordered, 1, lambda call: Ok(2)) == 2
 
 
 def test_a_set_in_an_input_is_the_same_in_every_process() -> None:

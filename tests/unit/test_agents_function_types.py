@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from meshpoint import (
     TaskExecutionContext,
     agent,
 )
-from meshpoint.conformance.agent import run_agent
+from meshpoint.conformance.agent import answered, run_agent
 
 
 class Trip(BaseModel):
@@ -58,6 +59,25 @@ async def test_the_journal_of_another_version_is_incompatible() -> None:
     other = FunctionAgent(travel.function, "travel", version="4")
     with pytest.raises(IncompatibleState, match="travel/function/3, this agent is travel/function/4"):
         await resumed(other, pause)
+
+
+async def test_a_request_that_json_cannot_hold_is_refused() -> None:
+    @agent("measuring")
+    async def measuring(ctx: TaskExecutionContext, width: float) -> float:
+        return width
+
+    for request in (float("nan"), "\ud800", object()):
+        with pytest.raises(InvalidInput, match="measuring"):
+            await measuring.start(a_context(), request)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("entries", [0, 2])
+async def test_a_journal_that_is_not_at_a_pause_is_incompatible(entries: int) -> None:
+    pause = await paused(travel, 2)
+    journal = json.loads(pause.state)
+    journal["entries"] *= entries
+    with pytest.raises(IncompatibleState, match="it is not at a pause"):
+        await travel.resume(a_context(), json.dumps(journal).encode(), answered(pause, obliging))
 
 
 async def test_outcomes_of_another_pause_are_refused() -> None:

@@ -55,7 +55,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (package / "good.py").write_text(MODULE)
     (package / "needy.py").write_text("import nowhere_to_be_found.at_all")
     (package / "failing.py").write_text("1 / 0")
-    (package / "misconfigured.py").write_text("from meshpoint import agent\n@agent('x')\nasync def x(ctx, y): ...")
+    (package / "misconfigured.py").write_text("from meshpoint import agent\n@agent('an x')\nasync def x(ctx, y): ...")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "some_agents"]:
@@ -84,8 +84,8 @@ async def test_agents_of_every_kind_are_found(attribute: str, name: str) -> None
         ("some_agents.good:zzz", "has no 'zzz'", "write some_agents.good:travel"),
         ("some_agents.good:Plain", "is a class", "name an instance"),
         ("some_agents.good:Unfinished", "cannot be made without arguments", "complete the class"),
-        ("some_agents.good:number", "is no agent but a int", "name, state_format, start, resume"),
-        ("some_agents.good:function", "is no agent but a function", 'put @agent("function") above'),
+        ("some_agents.good:number", "is not an agent but of type int", "name, state_format, start, resume"),
+        ("some_agents.good:function", "is not an agent but of type function", 'put @agent("function") above'),
         ("some_agents.good:sync", "start is not an async method", "async def start"),
     ],
 )
@@ -98,7 +98,7 @@ def test_what_is_not_an_agent_is_explained(entrypoint: str, problem: str, fix: s
 
 
 def test_the_modules_own_complaint_is_not_hidden() -> None:
-    with pytest.raises(ConfigurationError, match=r"misconfigured\.x does not annotate 'y'"):
+    with pytest.raises(ConfigurationError, match=r"^agent\.name: 'an x' is not a valid agent name"):
         load_agent("some_agents.misconfigured:x")
     with pytest.raises(ConfigurationError, match=r"agent\.name"):
         load_agent("some_agents.good:spaced")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+from itertools import pairwise
 
 import pytest
 
@@ -15,7 +16,7 @@ def attribute_docstrings(module_name: str) -> dict[str, str]:
     """The strings under the assignments of a module: constants and aliases have no `__doc__` of their own."""
     body = ast.parse(inspect.getsource(importlib.import_module(module_name))).body
     found: dict[str, str] = {}
-    for statement, following in zip(body, body[1:], strict=False):
+    for statement, following in pairwise(body):
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             found |= {target.id: str(following.value.value) for target in targets if isinstance(target, ast.Name)}

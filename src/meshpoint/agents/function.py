@@ -44,8 +44,10 @@ def agent(
       it must be deterministic, and what it does there happens once per pause; put work that costs or changes
       something in `ctx.subtask`.
     - A pause unwinds it: `finally` blocks and context managers end at each pause. `except Exception` does not see it.
-    - It waits for one thing at a time: for several calls there is `ctx.gather`, not `asyncio.gather`.
-    - What a repeated part sets on `ctx` is not there twice. `ctx.replaying` tells whether a part is repeated.
+    - It waits for one thing at a time: for several calls there is `ctx.gather`, not `asyncio.gather`. An asyncio task
+      that it starts outlives a pause and is started again: let it end before the next call.
+    - What a repeated part sets on `ctx`, or counts into its `token_usage`, is not there twice. `ctx.replaying` tells
+      whether a part is repeated.
     - Its code may change freely within one version as long as tasks that are under way make the same calls. If not,
       give it a new `version`: replicas of the old one finish the old tasks.
 

@@ -50,7 +50,7 @@ class Entry(_Kept):
             calls=[RecordedCall.of(call) for call in calls],
             needed=join.needed,
             within_seconds=join.deadline.total_seconds() if join.deadline else None,
-            usage=usage.model_copy(deep=True),
+            usage=usage,
         )
 
     def difference(self, asked: Entry) -> str | None:

@@ -123,9 +123,9 @@ def _attribute(module: ModuleType, name: str) -> object:
     if hasattr(module, name):
         found: object = getattr(module, name)
         return found
-    agents = [key for key, value in vars(module).items() if isinstance(value, DurableAgent)]
-    public = [key for key in vars(module) if not key.startswith("_")]
-    near = difflib.get_close_matches(name, public, n=1) or agents[:1]
+    public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    near = difflib.get_close_matches(name, public, n=1)
+    near = near or [key for key, value in public.items() if isinstance(value, DurableAgent)]
     fix = f"write {module.__name__}:{near[0]}" if near else "write the name of the agent that the module defines"
     raise ConfigurationError(_KEY, f"module {module.__name__!r} has no {name!r}", fix)
 
@@ -136,7 +136,7 @@ def _as_agent(found: object, entrypoint: str) -> DurableAgent[Any, Any]:
     if isinstance(found, type):
         raise ConfigurationError(_KEY, f"{entrypoint!r} is a class", "name an instance of it, made in the module")
     if not isinstance(found, DurableAgent):
-        problem = f"{entrypoint!r} is no agent but a {type(found).__name__}"
+        problem = f"{entrypoint!r} is not an agent but of type {type(found).__name__}"
         raise ConfigurationError(_KEY, problem, _how_to_make_one(found))
     for method in (found.start, found.resume):
         if not inspect.iscoroutinefunction(method):
