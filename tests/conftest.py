@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 import asyncpg
 import pytest
+import pytest_asyncio
 
+from meshpoint.adapters.sql import migrations
 from meshpoint.model.ids import new_id
 from servers import KINDS, Fleet, NamedServer, PostgresServer, RabbitServer, ServersMissing
 
@@ -111,6 +114,21 @@ async def empty_postgres_url(postgres_server: NamedServer | PostgresServer) -> A
     """A database of the test's own, without tables."""
     async with _database(postgres_server.url, "template0") as url:
         yield url
+
+
+@pytest.fixture
+async def postgres_url(postgres_server: NamedServer | PostgresServer, _migrated: str) -> AsyncIterator[str]:
+    """A database of the test's own, with the tables."""
+    async with _database(postgres_server.url, _migrated) as url:
+        yield url
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def _migrated(postgres_server: NamedServer | PostgresServer) -> AsyncIterator[str]:
+    """The name of a database that was migrated once and is cloned for each test."""
+    async with _database(postgres_server.url, "template0") as url:
+        await asyncio.to_thread(migrations.upgrade, url)
+        yield urlsplit(url).path.strip("/")
 
 
 @asynccontextmanager

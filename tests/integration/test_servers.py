@@ -21,6 +21,17 @@ async def test_a_database_of_ones_own_is_empty(empty_postgres_url: str) -> None:
         await connection.close()
 
 
+@pytest.mark.parametrize("run", [1, 2])
+async def test_a_database_with_tables_holds_nothing_of_another_test(postgres_url: str, run: int) -> None:
+    connection = await asyncpg.connect(postgres_url)
+    try:
+        tables = await connection.fetch("SELECT tablename FROM pg_tables WHERE schemaname = 'public'")
+        assert len(tables) >= 3
+        await connection.execute("CREATE TABLE mine (n int)")
+    finally:
+        await connection.close()
+
+
 @pytest.mark.parametrize("stop", ["fast", "immediate", "kill"])
 async def test_postgres_keeps_what_was_committed(own_postgres: PostgresServer, stop: str) -> None:
     table = f"kept_{stop}"
