@@ -269,6 +269,10 @@ def test_agents_take_the_message_limit_of_the_mesh(write: Write) -> None:
             "agent.session_db_url: MySQL is not supported; use postg",
         ),
         (TRAVEL + "  session_db_url: postgresql+psycopg://h/d\n", "the scheme 'postgresql+psycopg' is not supported"),
+        (
+            TRAVEL + "  session_db_url: ['mysql://u:secret@h/d']\n",
+            "agent.session_db_url: must be a valid string; it is",
+        ),
         (TRAVEL + "  session_db_url: meshpoint.db\n", "agent.session_db_url: is not a URL; "),
         (
             TRAVEL + "  session_db_url: 'sqlite://meshpoint.db'\n",
