@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -385,19 +386,30 @@ def test_a_cancel_with_its_agent_needs_no_database(cli: Cli, mesh: Mesh) -> None
 # db
 
 
-def test_the_schema_of_each_database_is_upgraded(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    upgraded: list[str] = []
-    import meshpoint.adapters.sql as package
+def test_a_database_is_checked_upgraded_and_checked_again(cli: Cli, tmp_path: Path) -> None:
+    shown = f"sqlite:///{tmp_path}/tasks.db"
+    checked = cli("db", "check", "--config", "mesh.yaml")
+    assert (checked.code, checked.out) == (2, "")
+    assert checked.err.startswith(f"{shown}: has no tables, needs ")
+    assert cli("db", "upgrade", "--config", "mesh.yaml").out == f"{shown}: upgraded\n"
+    assert cli("db", "upgrade", "--config", "mesh.yaml").code == 0, "a second run changes nothing"
+    assert cli("db", "check", "--config", "mesh.yaml").code == 0
+    told = cli("db", "check", "--db", "sqlite:///tasks.db", "--json").json
+    assert (told["status"], told["revision"]) == ("up to date", told["newest"])
 
-    module = ModuleType("meshpoint.adapters.sql.migrations")
-    module.__dict__.update(upgrade=upgraded.append, check=upgraded.append, sql=lambda url: "CREATE TABLE t ();")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(package, "migrations", module, raising=False)
-    assert cli("db", "upgrade", "--config", "mesh.yaml").out == f"sqlite:///{tmp_path}/tasks.db: upgraded\n"
-    assert upgraded == [f"sqlite:///{tmp_path}/tasks.db"]
-    checked = cli("db", "check", "--db", "postgresql://u:secret@h/mesh", "--json")
-    assert checked.json == {"database": "postgresql://u@h/mesh", "status": "up to date"}
-    assert cli("db", "sql", "--config", "mesh.yaml").out == "CREATE TABLE t ();\n"
+
+def test_the_sql_of_an_upgrade_is_printed_and_not_run(cli: Cli, tmp_path: Path) -> None:
+    printed = cli("db", "sql", "--config", "mesh.yaml")
+    assert (printed.code, "CREATE TABLE" in printed.out) == (0, True)
+    assert "CREATE TABLE" in cli("db", "sql", "--db", "postgresql://h/mesh").out
+    assert not (tmp_path / "tasks.db").exists()
+
+
+def test_a_database_that_does_not_answer_exits_with_3(cli: Cli) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # held, and nobody listens
+        ended = cli("db", "check", "--db", f"postgresql://u:secret@127.0.0.1:{closed.getsockname()[1]}/mesh")
+    assert (ended.code, ended.err.count("\n"), "secret" in ended.err) == (3, 1, False)
 
 
 @pytest.mark.parametrize(

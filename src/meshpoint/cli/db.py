@@ -5,7 +5,8 @@ from __future__ import annotations
 import typer
 
 from meshpoint.cli import sources
-from meshpoint.cli.output import print_json, print_text
+from meshpoint.cli.exits import ExitCode
+from meshpoint.cli.output import print_json, print_note, print_text
 
 app = typer.Typer(help="Create and check the database schema.", no_args_is_help=True)
 
@@ -27,17 +28,30 @@ def upgrade(
 
     for agent in sources.databases_of(config, database):
         migrations.upgrade(agent.session_db_url)
-        _tell(agent.session_db_url, "upgraded", as_json)
+        shown = without_password(agent.session_db_url)
+        print_json({"database": shown, "status": "upgraded"}) if as_json else print_text(f"{shown}: upgraded")
 
 
 @app.command("check", epilog=_examples("check"))
 def check(config: sources.Config = None, database: sources.Database = None, as_json: sources.AsJson = False) -> None:
-    """Check that the schema is that of this release; exits with 2 when it is not."""
+    """Check that this release can work on the schema; exits with 2 when it cannot."""
     from meshpoint.adapters.sql import migrations
+    from meshpoint.adapters.sql.schema import behind
 
+    old = False
     for agent in sources.databases_of(config, database):
-        migrations.check(agent.session_db_url)
-        _tell(agent.session_db_url, "up to date", as_json)
+        revision, newest = migrations.check(agent.session_db_url)
+        status = "behind" if behind(revision) else "up to date"
+        old |= status == "behind"
+        shown = without_password(agent.session_db_url)
+        if as_json:
+            print_json({"database": shown, "status": status, "revision": revision, "newest": newest})
+        elif status == "behind":
+            print_note(f"{shown}: has {revision or 'no tables'}, needs {newest}; run: meshpoint db upgrade")
+        else:
+            print_text(f"{shown}: up to date ({revision})")
+    if old:
+        raise typer.Exit(ExitCode.CONFIGURATION)
 
 
 @app.command("sql", epilog=_examples("sql"))
@@ -55,8 +69,3 @@ def without_password(url: str) -> str:
     credentials, at, place = rest.rpartition("@")
     user = credentials.partition(":")[0]
     return f"{scheme}{mark}{user}{at}{place}"
-
-
-def _tell(url: str, status: str, as_json: bool) -> None:
-    shown = without_password(url)
-    print_json({"database": shown, "status": status}) if as_json else print_text(f"{shown}: {status}")

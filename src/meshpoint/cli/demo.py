@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
 def demo(
     broker: sources.Broker = None,
     database: sources.Database = None,
-    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests to send.")] = 12,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests to send.")] = 24,
     seed: Annotated[int | None, typer.Option("--seed", help="Repeat a run: the same input, the same kills.")] = None,
     as_json: sources.AsJson = False,
 ) -> None:
