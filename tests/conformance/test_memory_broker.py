@@ -66,3 +66,28 @@ async def test_a_private_queue_disappears_after_its_broker(exchange: MemoryExcha
     await gone.close()
     await until_depth(broker, address, None)
     await broker.close()
+
+
+async def test_what_is_lost_on_its_way_to_a_consumer_comes_once(exchange: MemoryExchange) -> None:
+    broker, inbox = MemoryBroker(exchange), Inbox()
+    await broker.open()
+    await broker.declare(AGENT)
+    await broker.consume(REQUESTS, 10, inbox)
+    await send(broker, REQUESTS, a_message())
+    broker.lose_connection()
+    assert (await inbox.next()).count == 2
+    assert inbox.empty()
+    await broker.close()
+
+
+async def test_what_is_on_its_way_to_a_cancelled_consumer_goes_back(exchange: MemoryExchange) -> None:
+    broker, late, inbox = MemoryBroker(exchange), Inbox(), Inbox()
+    await broker.open()
+    await broker.declare(AGENT)
+    subscription = await broker.consume(REQUESTS, 10, late)
+    await send(broker, REQUESTS, a_message())
+    await subscription.cancel()
+    await broker.consume(REQUESTS, 10, inbox)
+    assert (await inbox.next()).count == 2
+    assert late.empty()
+    await broker.close()

@@ -10,11 +10,13 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshpoint.adapters.sqlite_queue import SqliteBroker
 from meshpoint.adapters.sqlite_queue.holders import Pulse
+from meshpoint.adapters.sqlite_queue.jobs import Turn
 from meshpoint.adapters.sqlite_queue.queues import Queues
 from meshpoint.adapters.sqlite_queue.schema import connect, transaction
 from meshpoint.adapters.sqlite_queue.session import Session
@@ -169,6 +171,32 @@ async def test_a_dead_letter_keeps_its_first_reason(path: Path) -> None:
         assert (await dead.next()).message.headers[Header.DEAD_REASON] == "unreadable"
 
 
+async def test_what_is_claimed_while_its_consumer_is_cancelled_goes_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, claiming, transact = asyncio.get_running_loop(), asyncio.Event(), Session.transact
+
+    def tell(session: Session, *arguments: Any, **options: Any) -> Turn:
+        loop.call_soon_threadsafe(claiming.set)
+        return transact(session, *arguments, **options)
+
+    async with opened(path, lease=timedelta(days=1), busy_timeout=timedelta(seconds=PATIENCE)) as broker:
+        late, inbox = Inbox(), Inbox()
+        await broker.declare(AGENT)
+        subscription = await broker.consume(REQUESTS, 1, late)
+        with closing(connect(path, 5)) as bystander, transaction(bystander):
+            monkeypatch.setattr(Session, "transact", tell)
+            sent = asyncio.ensure_future(send(broker, REQUESTS, a_message()))
+            await claiming.wait()  # it waits for the file
+            cancelled = asyncio.ensure_future(subscription.cancel())
+            await asyncio.sleep(0)
+        await sent
+        await cancelled
+        await broker.consume(REQUESTS, 1, inbox)
+        assert (await inbox.next()).count == 2
+        assert late.empty()
+
+
 # Private queues.
 
 
@@ -303,21 +331,21 @@ async def test_what_no_transaction_could_settle_is_not_settled_at_close(
         assert not await settled
 
 
-async def test_after_a_commit_in_doubt_the_message_comes_again(
-    broker: SqliteBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether the claims of that transaction are held is unknown, so the broker gives up its holder."""
-    inbox = Inbox()
-    await broker.consume(REQUESTS, 1, inbox)
-    await send(broker, REQUESTS, a_message())
-    lost = await inbox.next()
-    fail_next_commit(monkeypatch)
-    with pytest.raises(BrokerUnavailable, match="disk I/O error"):
-        await broker.publish([(dead_letters_of(AGENT), a_message())])
-    again = await inbox.next()
-    assert again.count == 2
-    assert not await lost.ack()
-    assert await again.ack()
+async def test_after_a_commit_in_doubt_the_message_comes_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the claims of that transaction are held is unknown, so the broker gives up its holder, at once."""
+    async with opened(path, lease=timedelta(days=1)) as broker:
+        inbox = Inbox()
+        await broker.declare(AGENT)
+        await broker.consume(REQUESTS, 1, inbox)
+        await send(broker, REQUESTS, a_message())
+        lost = await inbox.next()
+        fail_next_commit(monkeypatch)
+        with pytest.raises(BrokerUnavailable, match="disk I/O error"):
+            await broker.publish([(dead_letters_of(AGENT), a_message())])
+        again = await inbox.next()
+        assert again.count == 2
+        assert not await lost.ack()
+        assert await again.ack()
 
 
 def fail_next_commit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,8 +110,9 @@ class PrefetchSuite(BrokerCase):
         await send(broker, REQUESTS, *(a_message() for _ in range(5)))
         await broker.consume(REQUESTS, 2, one)
         await one.take(2)
+        await send(broker, REQUESTS, a_message(), a_message())
         await other.consume(REQUESTS, 10, two)
-        await two.take(3)
+        await two.take(5)
         assert one.empty()
 
     async def test_settling_makes_room(self, broker: Broker) -> None:

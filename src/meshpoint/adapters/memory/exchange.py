@@ -51,7 +51,7 @@ class Consumer:
     @property
     def has_room(self) -> bool:
         """Whether it takes one more."""
-        return not self.cancelled and len(self.held) < self.prefetch
+        return len(self.held) < self.prefetch
 
 
 @dataclass(slots=True, eq=False)

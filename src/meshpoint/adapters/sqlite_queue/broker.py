@@ -184,9 +184,9 @@ class SqliteDelivery:
         return await self._settle(lambda queues: queues.dead_letter(self._claimed, reason))
 
     async def _settle(self, how: Callable[[Queues], bool]) -> bool:
-        def run(queues: Queues, holder: int) -> bool:
+        def run(queues: Queues, _: int) -> bool:
             self._consumer.held.discard(self._claimed.key)
-            return holder == self._claimed.holder and how(queues)
+            return how(queues)
 
         job = Job(run, asyncio.get_running_loop().create_future(), settles=True)
         return await self._thread.do(job)

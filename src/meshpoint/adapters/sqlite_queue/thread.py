@@ -132,7 +132,7 @@ class QueueThread:
     def _step(self) -> None:
         jobs = self._collect()
         beat = time.monotonic() >= self._next_beat
-        if jobs or beat or self._news():
+        if jobs or beat or not self.connected or self._news():
             self._transact(jobs, beat=beat)
 
     def _collect(self) -> list[Job[Any]]:
