@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sqlalchemy import Row
@@ -98,26 +98,56 @@ async def claim(
     tx: Transaction, claims: Sequence[tuple[Claim, bytes | None]], replica: Replica, slots: int, terms: Terms
 ) -> Arrivals:
     """Record outcomes, given packed beside their claims."""
-    locked = await lock_tasks(tx, [wish.task_id for wish, _ in claims])
-    keys = sorted({(wish.task_id, wish.sub_task_id) for wish, _ in claims})
-    calls = {(row.logical_task_id, row.sub_task_id): row for row in await tx.rows(sql.READ_CALLS, pairs=pairs(keys))}
-    agent = terms.names.qualified(replica.agent)
-    tallies = {task_id: _Tally(row) for task_id, row in locked.rows.items() if row.agent_name == agent}
-    verdicts = [
-        _judge(wish, outcome, tallies.get(wish.task_id), calls.get((wish.task_id, wish.sub_task_id)), replica)
-        for wish, outcome in claims
-    ]
-    slots -= sum(isinstance(verdict, Taken) for verdict in verdicts)
-    cancels = await _record(tx, [tally for tally in tallies.values() if tally.answered], locked.now, terms)
+    tallies, now = await _tallies(tx, claims, replica, terms)
+    calls = await _calls(tx, claims)
+    verdicts = _judge_all(claims, tallies, calls, replica)
+    taken_before = [each.task_id for each in verdicts if isinstance(each, Taken)]
+    met_before = [each.task_id for each in verdicts if isinstance(each, Taken | MadeReady)]
+    cancels = await _record(tx, [tally for tally in tallies.values() if tally.answered], now, terms)
+    cancels |= await _still_cancelling(tx, met_before, terms)
     met = {task_id: tally for task_id, tally in sorted(tallies.items()) if tally.met_by}
-    taken = _hand_out(met, replica, slots, locked.now)
-    await tx.each(sql.UPDATE_OWNER, [columns for columns, _ in taken.values()])
+    handed = _hand_out(met, replica, slots - len(taken_before), now)
+    await tx.each(sql.UPDATE_OWNER, [columns for columns, _ in handed.values()])
+    taken_now = [task_id for task_id, (_, here) in handed.items() if here]
     for index, (wish, _) in enumerate(claims):
-        if wish.task_id in met and met[wish.task_id].met_by is wish and isinstance(verdicts[index], StillWaiting):
-            here, notices = taken[wish.task_id][1], cancels.get(wish.task_id, ())
-            verdicts[index] = (Taken if here else MadeReady)(wish.task_id, wish.sub_task_id, notices)
-    owned = [verdict.task_id for verdict in verdicts if isinstance(verdict, Taken)]
-    return Arrivals(verdicts, await read_owned(tx, owned))
+        verdict, notices = verdicts[index], cancels.get(wish.task_id, ())
+        if isinstance(verdict, Taken | MadeReady):
+            verdicts[index] = replace(verdict, cancels=notices)
+        elif isinstance(verdict, StillWaiting) and wish.task_id in met and met[wish.task_id].met_by is wish:
+            kind = Taken if handed[wish.task_id][1] else MadeReady
+            verdicts[index] = kind(wish.task_id, wish.sub_task_id, notices)
+    return Arrivals(verdicts, await read_owned(tx, taken_before + taken_now))
+
+
+async def _tallies(
+    tx: Transaction, claims: Sequence[tuple[Claim, bytes | None]], replica: Replica, terms: Terms
+) -> tuple[dict[str, _Tally], float]:
+    locked = await lock_tasks(tx, [wish.task_id for wish, _ in claims])
+    agent = terms.names.qualified(replica.agent)
+    return {id_: _Tally(row) for id_, row in locked.rows.items() if row.agent_name == agent}, locked.now
+
+
+async def _calls(tx: Transaction, claims: Sequence[tuple[Claim, bytes | None]]) -> dict[tuple[str, str], Row[Any]]:
+    keys = sorted({(wish.task_id, wish.sub_task_id) for wish, _ in claims})
+    return {(row.logical_task_id, row.sub_task_id): row for row in await tx.rows(sql.READ_CALLS, pairs=pairs(keys))}
+
+
+def _judge_all(
+    claims: Sequence[tuple[Claim, bytes | None]],
+    tallies: dict[str, _Tally],
+    calls: dict[tuple[str, str], Row[Any]],
+    replica: Replica,
+) -> list[Arrival | Taken]:
+    verdicts: list[Arrival | Taken] = []
+    seen: set[str] = set()
+    for wish, outcome in claims:
+        if wish.id in seen:
+            verdicts.append(Duplicate(wish.task_id, wish.sub_task_id))
+            continue
+        seen.add(wish.id)
+        call = calls.get((wish.task_id, wish.sub_task_id))
+        verdicts.append(_judge(wish, outcome, tallies.get(wish.task_id), call, replica))
+    return verdicts
 
 
 def _judge(
@@ -157,6 +187,16 @@ async def _record(
     await tx.each(sql.UPDATE_JOIN, [tally.counters() for tally in tallies])
     early = [tally.row.logical_task_id for tally in tallies if tally.met_by and tally.completed < tally.total]
     return await close_pending(tx, early, now, terms)
+
+
+async def _still_cancelling(
+    tx: Transaction, task_ids: Sequence[str], terms: Terms
+) -> dict[str, tuple[CancelNotice, ...]]:
+    """By task, in call order, the peers that were to be told when these tasks' joins were met before."""
+    if not task_ids:
+        return {}
+    rows = by_task(await tx.rows(sql.READ_CANCELLING, ids=sorted(set(task_ids))))
+    return {task_id: tuple(notice_of(row, terms.names) for row in calls) for task_id, calls in rows.items()}
 
 
 async def close_pending(

@@ -26,7 +26,8 @@ from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
 
-FAR_FUTURE = 1e12  # seconds since the epoch: a parked task waits for a person, not for time
+FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
+"""When a parked task is due: it waits for a person, not for time."""
 
 _JSON_COLUMNS = (
     "a2a_context",

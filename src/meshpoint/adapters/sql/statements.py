@@ -220,6 +220,15 @@ WHERE logical_task_id {one_of:ids} AND status = 'pending'
 RETURNING logical_task_id, sub_task_id, agent_name, peer_agent, seq
 """
 
+# Read the calls of a pause whose peers are still to be told, in call order.
+READ_CANCELLING = """
+SELECT c.logical_task_id, c.sub_task_id, c.agent_name, c.peer_agent
+  FROM agent_peer_sub_tasks AS c JOIN agent_paused_tasks AS t
+    ON t.logical_task_id = c.logical_task_id AND t.generation = c.invocation_id
+ WHERE c.logical_task_id {one_of:ids} AND c.status = 'cancelling'
+ ORDER BY c.logical_task_id, c.seq
+"""
+
 # Read the outcomes of tasks, in call order.
 READ_OUTCOMES = """
 SELECT c.logical_task_id, c.call_id, c.peer_agent, c.outcome
@@ -288,10 +297,11 @@ DELETE FROM agent_parallel_invocations WHERE logical_task_id {one_of:ids}
 
 # ── what is to be sent ─────────────────────────────────────────────────────────────────────────────
 
-# Calls whose request or cancel is due.
+# Calls whose request or cancel is due. A request past its deadline is not worth sending: it is about to expire.
 PICK_UNSENT_CALLS = """
 SELECT c.*, {instant} AS now FROM agent_peer_sub_tasks AS c
- WHERE agent_name = :agent AND send_due_at <= {instant} AND status IN ('pending', 'cancelling')
+ WHERE agent_name = :agent AND send_due_at <= {instant}
+   AND (status = 'cancelling' OR status = 'pending' AND timeout_deadline > {instant})
  ORDER BY send_due_at LIMIT :limit {skip_locked}
 """
 

@@ -1,0 +1,56 @@
+"""The SQL store does what every store must, on both of its databases."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from meshpoint.adapters.memory.clock import FakeClock
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.conformance.build import TIMINGS
+from meshpoint.conformance.store import CheckpointStoreSuite
+from meshpoint.ports.store import CheckpointStore
+
+
+@asynccontextmanager
+async def opened(url: str, clock: FakeClock) -> AsyncIterator[SqlCheckpointStore]:
+    store = SqlCheckpointStore(
+        url,
+        namespace="test",
+        dispatch_lease=TIMINGS.dispatch_lease,
+        tombstone_ttl=TIMINGS.tombstone_ttl,
+        incompatible_limit=TIMINGS.incompatible_limit,
+        clock=clock,
+    )
+    await store.open()
+    yield store
+    await store.close()
+
+
+class SqlStoreSuite(CheckpointStoreSuite):
+    @pytest.fixture
+    async def store(self, clock: FakeClock, database_url: str) -> AsyncIterator[CheckpointStore]:
+        async with opened(database_url, clock) as store:
+            yield store
+
+    @pytest.fixture
+    async def other(
+        self, clock: FakeClock, database_url: str, store: CheckpointStore
+    ) -> AsyncIterator[CheckpointStore]:
+        async with opened(database_url, clock) as other:
+            yield other
+
+
+class TestOnPostgres(SqlStoreSuite):
+    @pytest.fixture
+    def database_url(self, postgres_url: str) -> str:
+        return postgres_url
+
+
+class TestOnSqlite(SqlStoreSuite):
+    @pytest.fixture
+    def database_url(self, tmp_path: Path) -> str:
+        return f"sqlite:///{tmp_path}/tasks.db"
