@@ -76,6 +76,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "mesh.yaml").write_text(CONFIG, encoding="utf-8")
+    (tmp_path / "tasks.db").touch()
 
     def run(*arguments: str) -> Run:
         with pytest.raises(SystemExit) as exited:
@@ -343,6 +344,12 @@ def test_a_database_that_is_not_named_is_asked_for(cli: Cli, mesh: Mesh, argumen
     assert said in ended.err
 
 
+def test_looking_makes_no_file(cli: Cli, mesh: Mesh, tmp_path: Path) -> None:
+    ended = cli("tasks", "list", "--db", "sqlite:///typo.db")
+    assert (ended.code, ended.err.startswith(f"error: there is no file {tmp_path}/typo.db")) == (1, True)
+    assert mesh.opened == 0
+
+
 def test_a_config_without_databases_lists_nothing(cli: Cli, mesh: Mesh, tmp_path: Path) -> None:
     (tmp_path / "mesh.yaml").write_text("agent: {name: a, entrypoint: 'm:a'}", encoding="utf-8")
     ended = cli("tasks", "list", "--config", "mesh.yaml")
@@ -402,7 +409,7 @@ def test_the_sql_of_an_upgrade_is_printed_and_not_run(cli: Cli, tmp_path: Path) 
     printed = cli("db", "sql", "--config", "mesh.yaml")
     assert (printed.code, "CREATE TABLE" in printed.out) == (0, True)
     assert "CREATE TABLE" in cli("db", "sql", "--db", "postgresql://h/mesh").out
-    assert not (tmp_path / "tasks.db").exists()
+    assert (tmp_path / "tasks.db").stat().st_size == 0
 
 
 def test_a_database_that_does_not_answer_exits_with_3(cli: Cli) -> None:

@@ -108,6 +108,27 @@ async def pause_of(world: World) -> timedelta:
     return slept
 
 
+async def test_a_process_that_cannot_be_made_is_tried_again() -> None:
+    clock, made = FakeClock(), asyncio.Event()
+    replica = Replica(1)
+    failures = [BlockingIOError("no process to spare")]
+
+    async def spawn() -> Replica:
+        if failures:
+            raise failures.pop()
+        made.set()
+        return replica
+
+    supervisor = Supervisor(spawn, 1, clock)
+    run = asyncio.create_task(supervisor.run())
+    await clock.sleepers()
+    clock.advance(FIRST_PAUSE)
+    await made.wait()
+    supervisor.stop()
+    replica.end(0)
+    assert await run is ExitCode.OK
+
+
 async def test_stopping_ends_a_pause() -> None:
     world = World(1)
     (replica,) = await world.start()

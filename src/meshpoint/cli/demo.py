@@ -25,7 +25,7 @@ def demo(
     broker: sources.Broker = None,
     database: sources.Database = None,
     requests: Annotated[int, typer.Option("--requests", min=1, help="Requests to send.")] = 24,
-    seed: Annotated[int | None, typer.Option("--seed", help="Repeat a run: the same input, the same kills.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Repeat how long the peers take.")] = None,
     as_json: sources.AsJson = False,
 ) -> None:
     """Kill replicas, and see every task answered.

@@ -80,7 +80,11 @@ class Supervisor:
         return code
 
     async def _run_once(self, number: int) -> int:
-        process = await self.spawn()
+        try:
+            process = await self.spawn()
+        except OSError as error:  # no memory or no process to spare: later, perhaps
+            log.warning("replica %d cannot be started: %s", number, error)
+            return ExitCode.ERROR
         self._running.add(process)
         if self._stop.is_set():
             _terminate(process)  # told to stop while the process was being made

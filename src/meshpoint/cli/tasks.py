@@ -168,6 +168,7 @@ async def _list(
     name = None if agent is None else agent_name(agent)
     tasks: list[TaskSummary] = []
     for database in databases:
+        _refuse_missing_file(database.session_db_url)
         store = open_store(database, namespace)
         await store.open()
         try:
@@ -184,6 +185,7 @@ async def _find(
     from meshpoint.wiring import open_store
 
     for database in databases:
+        _refuse_missing_file(database.session_db_url)
         store = open_store(database, namespace)
         await store.open()
         try:
@@ -193,6 +195,13 @@ async def _find(
         if found is not None:
             return found
     return None
+
+
+def _refuse_missing_file(url: str) -> None:
+    """Looking must not make a file: opening a store would."""
+    scheme, _, file = url.partition(":///")
+    if scheme.startswith("sqlite") and not Path(file.partition("?")[0]).exists():
+        raise MeshpointError(f"there is no file {file}: no replica has run on it yet")
 
 
 def _found(
