@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from meshpoint.agents.entrypoint import load_agent
 from meshpoint.agents.function import FunctionAgent, agent
 from meshpoint.agents.peer import Peer, PeerCall
-from meshpoint.agents.protocol import DurableAgent, load_agent
 from meshpoint.agents.replies import Replies
 from meshpoint.agents.stateful import StatefulAgent
 from meshpoint.errors import (
@@ -23,6 +23,7 @@ from meshpoint.model.calls import ALL, AT_LEAST, FIRST, Call, Done, Join, Paused
 from meshpoint.model.context import A2AContext, TaskExecutionContext
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes
 from meshpoint.model.usage import Tokens, TokenUsage
+from meshpoint.ports.agent import DurableAgent
 
 __all__ = [
     "ALL",

@@ -17,7 +17,7 @@ from meshpoint.adapters.memory.exchange import MemoryExchange
 from meshpoint.adapters.memory.store import MemoryCheckpointStore
 from meshpoint.adapters.sqlite_queue import SqliteBroker
 from meshpoint.adapters.system_clock import SystemClock
-from meshpoint.agents.protocol import load_agent
+from meshpoint.agents.entrypoint import load_agent
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.options import Options

@@ -21,7 +21,7 @@ class Work(BaseModel):
 
     numbers: list[int]
     rounds: int = 1
-    timeout: float = 60
+    timeout: float = 600
     trace: str | None = None
     hang: str | None = None
 

@@ -14,8 +14,8 @@ def embedded(tmp_path: Path, namespace: str) -> Rung:
 
 @pytest.fixture
 def production(tmp_path: Path, namespace: str, amqp_url: str, postgres_url: str) -> Rung:
-    """RabbitMQ and PostgreSQL."""
-    return Rung(amqp_url, postgres_url, namespace, tmp_path)
+    """RabbitMQ and PostgreSQL. The heartbeat bounds how long a frozen replica keeps its messages."""
+    return Rung(f"{amqp_url}?heartbeat=5", postgres_url, namespace, tmp_path)
 
 
 @pytest.fixture(params=["embedded", pytest.param("production", marks=pytest.mark.servers)])

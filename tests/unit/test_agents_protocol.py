@@ -10,7 +10,7 @@ import pytest
 from agent_samples import a_context, travel
 
 from meshpoint import ConfigurationError, Done, DurableAgent, Outcomes, Paused, TaskExecutionContext, load_agent
-from meshpoint.agents.protocol import readable_formats
+from meshpoint.ports.agent import readable_formats
 
 MODULE = """
 from typing import Any

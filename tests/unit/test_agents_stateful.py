@@ -33,8 +33,8 @@ from meshpoint import (
     StatefulAgent,
     TaskExecutionContext,
 )
-from meshpoint.agents.protocol import readable_formats
 from meshpoint.conformance.agent import DurableAgentSuite, answered, run_agent
+from meshpoint.ports.agent import readable_formats
 
 
 class Trip(BaseModel):

@@ -42,7 +42,7 @@ def agent(
 
     - It runs from the top at each resume, and finished calls return their recorded answers. So between its calls
       it must be deterministic, and what it does there happens once per pause; put work that costs or changes
-      something in `ctx.subtask`.
+      a peer call.
     - A pause unwinds it: `finally` blocks and context managers end at each pause. `except Exception` does not see it.
     - It waits for one thing at a time: for several calls there is `ctx.gather`, not `asyncio.gather`. An asyncio task
       that it starts outlives a pause and is started again: let it end before the next call.

@@ -13,12 +13,12 @@ import pytest
 from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
 
-from meshpoint.agents.protocol import DurableAgent, readable_formats
 from meshpoint.errors import IncompatibleState, InvalidInput
 from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.ids import TaskId, agent_name, new_id
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes, decode_outcome, encode_outcome
+from meshpoint.ports.agent import DurableAgent, readable_formats
 
 Out = TypeVar("Out")
 

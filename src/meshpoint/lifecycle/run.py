@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from meshpoint.agents.protocol import DurableAgent
 from meshpoint.errors import AgentFailed, IncompatibleState, InvalidInput
 from meshpoint.lifecycle.segment import Segment, Stop
 from meshpoint.model.calls import Done, Paused
 from meshpoint.model.checkpoint import Resumable
 from meshpoint.model.events import Step
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes
+from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.observer import Steps
 
 log = logging.getLogger("meshpoint.run")

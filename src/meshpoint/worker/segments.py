@@ -15,7 +15,6 @@ from typing import Any, TypeAlias, assert_never
 
 from pydantic import JsonValue
 
-from meshpoint.agents.protocol import DurableAgent
 from meshpoint.errors import IncompatibleState, Unavailable
 from meshpoint.lifecycle import checkpoint, claim, finish, receive, run
 from meshpoint.lifecycle.cancel import CANCELLED
@@ -53,6 +52,7 @@ from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
 from meshpoint.model.letters import reply_letter, status_letter, unpack, wake_message
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
+from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.broker import Delivery
 from meshpoint.ports.home import Home
 

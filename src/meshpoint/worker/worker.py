@@ -14,7 +14,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from meshpoint.agents.protocol import readable_formats
 from meshpoint.errors import Unavailable
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.inbox import Inbox
@@ -28,6 +27,7 @@ from meshpoint.model.events import Step
 from meshpoint.model.ids import AgentName, ReplicaId, new_id
 from meshpoint.model.messages import private_of, requests_of, responses_of
 from meshpoint.model.options import Options
+from meshpoint.ports.agent import readable_formats
 from meshpoint.ports.broker import Broker, Subscription
 from meshpoint.ports.clock import Clock
 from meshpoint.ports.home import Home
