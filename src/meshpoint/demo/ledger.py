@@ -1,0 +1,50 @@
+"""What the demonstration comes to, as numbers that must be right."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """The account at the end.
+
+    `duplicated` counts tasks that came to more than one end. `repeated` counts answers that were delivered again,
+    which the requester drops: it changes nothing, and is shown so that nothing is hidden.
+    """
+
+    requests: int
+    answers: int
+    failed: int  # answers that are errors
+    duplicated: int
+    repeated: int
+    paused_in_killed: int  # tasks that were paused by the first replica when it was killed
+    running_in_killed: int  # segments of tasks that were running in the second when it was killed
+    resumed_elsewhere: int  # tasks that one replica paused and another one went on with
+    taken_over: int  # tasks whose replica died in the middle of a segment
+    seconds: float
+
+    @property
+    def lost(self) -> int:
+        """Requests without an answer."""
+        return self.requests - self.answers
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """The names of the numbers that are not what they must be."""
+        none_of = ("lost", "failed", "duplicated")
+        some_of = ("requests", "paused_in_killed", "running_in_killed", "resumed_elsewhere", "taken_over")
+        return (
+            *(name for name in none_of if getattr(self, name) != 0),
+            *(name for name in some_of if getattr(self, name) < 1),
+        )
+
+    @property
+    def ok(self) -> bool:
+        """Whether every number is what it must be."""
+        return not self.wrong
+
+    def to_dict(self) -> dict[str, Any]:
+        """The account for scripts."""
+        return {"ok": self.ok, **asdict(self), "lost": self.lost, "wrong": list(self.wrong)}

@@ -1,0 +1,94 @@
+"""Replicas as processes: started, heard, killed, ended. None outlives the demonstration."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+from meshpoint.demo.story import Told
+from meshpoint.errors import MeshpointError
+from meshpoint.model.events import Phase, Step
+from meshpoint.settings import Settings
+
+_LONGEST_LINE = 1 << 20
+_FAREWELL = 5.0
+"""Seconds that a replica has to drain at the end."""
+
+
+class ReplicaFailed(MeshpointError):
+    """A replica ended before it served; says what it said last."""
+
+
+class ReplicaProcess:
+    """One replica's process."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name, self.pid, self._process = name, process.pid, process
+        self._last_words: deque[str] = deque(maxlen=20)
+        self._listening = asyncio.create_task(self._listen())
+
+    @classmethod
+    async def start(cls, name: str, settings: Settings) -> ReplicaProcess:
+        """Start a replica with `settings`. It is not serving yet."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "meshpoint.demo.replica",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_LONGEST_LINE,
+            start_new_session=True,  # Ctrl-C is for the parent, which ends its replicas itself
+        )
+        assert process.stdin is not None
+        process.stdin.write(settings.model_dump_json().encode() + b"\n")
+        return cls(name, process)
+
+    async def events(self) -> AsyncIterator[Told]:
+        """Everything the replica tells, to its end."""
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            with suppress(ValueError):  # the line that a SIGKILL cut short
+                yield _told(line)
+        await self._process.wait()
+        await self._listening
+
+    def failed(self) -> ReplicaFailed:
+        """Why it ended, in one line."""
+        said = next((line for line in reversed(self._last_words) if line.strip()), "without a word")
+        return ReplicaFailed(f"replica {self.name} did not start: {said.strip()}")
+
+    def kill(self) -> None:
+        """Send SIGKILL: no farewell, no cleaning up."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Let it drain for a while, then kill it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(_FAREWELL):
+                await self._process.wait()
+        except TimeoutError:
+            pass
+        finally:
+            if self._process.returncode is None:
+                self.kill()
+        await self._process.wait()
+
+    async def _listen(self) -> None:
+        assert self._process.stderr is not None
+        async for line in self._process.stderr:
+            self._last_words.append(line.decode(errors="replace"))
+
+
+def _told(line: bytes) -> Told:
+    told = json.loads(line)
+    return Told(Step(told["step"]), Phase(told["phase"]), told["agent"], told["task_ids"], told["detail"], told["at"])

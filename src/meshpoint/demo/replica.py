@@ -1,0 +1,86 @@
+"""One replica of the demonstration: `python -m meshpoint.demo.replica`, started by `processes`.
+
+Its settings come as one line of JSON on standard input, so that no password is seen in the list of processes.
+Events go out as lines of JSON. It drains when standard input closes, which also happens when its parent dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import threading
+import time
+
+from meshpoint import wiring
+from meshpoint.errors import MeshpointError
+from meshpoint.model.events import Event, Phase, Step
+from meshpoint.settings import Settings
+
+_STDIN, _STDOUT = 0, 1
+_TOLD = {
+    (Step.STARTED, Phase.NOTED),
+    (Step.SEGMENT, Phase.BEFORE),
+    (Step.SEGMENT, Phase.AFTER),
+    (Step.SEGMENT, Phase.FAILED),
+    (Step.CHECKPOINT, Phase.AFTER),
+    (Step.ACK, Phase.AFTER),
+    (Step.TAKE_OVER, Phase.NOTED),
+    (Step.END, Phase.AFTER),
+    (Step.FENCED, Phase.NOTED),
+    (Step.DEGRADED, Phase.NOTED),
+    (Step.STORE_AWAY, Phase.NOTED),
+    (Step.BROKER_AWAY, Phase.NOTED),
+    (Step.STORE_BACK, Phase.NOTED),
+}
+
+
+class Reporter:
+    """Writes events to standard output. Leases are renewed, and told of, on a thread of their own."""
+
+    def __init__(self) -> None:
+        self._writing = threading.Lock()
+
+    def emit(self, event: Event) -> None:
+        """Write `event` if the picture needs it."""
+        if (event.step, event.phase) not in _TOLD:
+            return
+        told = {
+            "step": event.step.value,
+            "phase": event.phase.value,
+            "agent": event.agent,
+            "task_ids": list(event.task_ids),
+            "detail": dict(event.detail),
+            "at": time.monotonic(),
+        }
+        line = memoryview(json.dumps(told).encode() + b"\n")
+        with self._writing:
+            while line:
+                line = line[os.write(_STDOUT, line) :]
+
+
+async def _serve(settings: Settings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def closed() -> None:
+        loop.remove_reader(_STDIN)
+        stop.set()
+
+    loop.add_reader(_STDIN, closed)  # nothing comes after the settings, so it is readable when it ends
+    await wiring.serve(settings, observer=Reporter(), stop=stop)
+
+
+def main() -> None:
+    """Serve until standard input closes."""
+    with open(_STDIN, "rb", buffering=0, closefd=False) as stdin:
+        settings = Settings.model_validate_json(stdin.readline())
+    try:
+        asyncio.run(_serve(settings))
+    except MeshpointError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
