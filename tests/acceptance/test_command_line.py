@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,3 +109,13 @@ def test_failures_are_told_by_exit_codes(folder: Path, replicas: Replicas) -> No
     unknown = send(folder, "nobody", "hello")
     assert (unknown.returncode, unknown.stderr.count("\n")) == (1, 1)
     assert "nobody" in unknown.stderr
+
+
+def test_a_broker_that_is_away_is_one_line(folder: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # held, and nobody listens
+        broker = f"amqp://u:secret@127.0.0.1:{closed.getsockname()[1]}/"
+        ended = send(folder, "shout", "hello", "--broker", broker)
+    assert (ended.returncode, ended.stderr.count("\n")) == (3, 1)
+    assert ended.stderr.startswith("error: ")
+    assert "secret" not in ended.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -30,6 +31,8 @@ demo.register(app)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with one of `ExitCode`; an error is one line on standard error."""
+    # Libraries that log an error and raise it would tell it twice. `run` adds a handler of its own.
+    logging.getLogger().addHandler(logging.NullHandler())
     try:
         app(args=arguments)
     except MeshpointError as error:
