@@ -19,7 +19,8 @@ To test a broker of your own with pytest (and pytest-asyncio, with `asyncio_mode
         async def break_connection(self, broker: Broker) -> None:
             ...  # make `broker` lose its connection, or what stands for one
 
-Every test needs empty queues: give each its own file, namespace or exchange.
+Every test needs empty queues: give each its own file, namespace or exchange. A broker that itself vouches for the
+sender names the login of `broker` in `verified_user`.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def connect(path: Path, busy_timeout: float) -> sqlite3.Connection:
         sqlite3.Error: the file cannot be opened, or stayed locked for `busy_timeout` seconds.
     """
     if not path.parent.is_dir():
-        raise ConfigurationError("broker_url", f"there is no folder {path.parent}", "create it")
+        raise ConfigurationError("mesh.broker_url", f"there is no folder {path.parent}", "create it")
     db = sqlite3.connect(path, timeout=busy_timeout, isolation_level=None)
     try:
         _use_wal(db, path, busy_timeout)
@@ -85,9 +85,9 @@ def _use_wal(db: sqlite3.Connection, path: Path, busy_timeout: float) -> None:
                 raise
             time.sleep(0.01)
         except sqlite3.DatabaseError as error:
-            raise ConfigurationError("broker_url", f"{path}: {error}", "name another file") from error
+            raise ConfigurationError("mesh.broker_url", f"{path}: {error}", "name another file") from error
     if mode != "wal":
-        raise ConfigurationError("broker_url", f"{path} cannot be shared by processes", "put it on a local disk")
+        raise ConfigurationError("mesh.broker_url", f"{path} cannot be shared by processes", "put it on a local disk")
 
 
 def _has_schema(db: sqlite3.Connection) -> bool:
@@ -108,7 +108,7 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
     (version,) = db.execute("SELECT version FROM meshpoint_queue_schema").fetchone()
     if version != VERSION:
         raise ConfigurationError(
-            "broker_url",
+            "mesh.broker_url",
             f"the queues in {path} have version {version}, this Meshpoint reads version {VERSION}",
             "use the Meshpoint that made them, or another file",
         )
