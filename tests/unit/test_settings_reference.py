@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from meshpoint.agents.entrypoint import load_agent
 from meshpoint.settings import AgentSettings, MeshSettings, load
 from meshpoint.settings.reference import written
 
@@ -36,3 +37,4 @@ def test_the_examples_can_be_loaded(name: str, tmp_path: Path, monkeypatch: pyte
     settings = load([ROOT / "config" / name], env=VARIABLES)
     assert settings.agents
     assert all(agent.stateless_checkpointing for agent in settings.agents)
+    assert [load_agent(agent.entrypoint).name for agent in settings.agents] == [each.name for each in settings.agents]
