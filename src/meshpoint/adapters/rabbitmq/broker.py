@@ -61,8 +61,9 @@ class RabbitMqBroker:
 
     @property
     def connected(self) -> bool:
-        """Whether both connections stand, as far as is known here."""
-        return self._consuming.up and self._publishing.up
+        """Whether both connections stand and every consumer is at its queue, as far as is known here."""
+        attached = all(subscription.attached for subscription in self._subscriptions)
+        return self._consuming.up and self._publishing.up and attached
 
     async def open(self) -> None:
         """Connect.
@@ -72,9 +73,10 @@ class RabbitMqBroker:
             BrokerUnavailable: it does not answer.
         """
         try:
-            await self._consuming.connection()
-            await self._publishing.connection()
+            await self._consuming.open()
+            await self._publishing.open()
         except BrokerUnavailable as error:
+            await self.close()
             if isinstance(error.__cause__, AuthenticationError | ProbableAuthenticationError):
                 raise ConfigurationError(
                     "mesh.broker_url", "the broker refuses the login", "check user, password and virtual host"

@@ -94,9 +94,9 @@ def to_dead_letter(delivered: DeliveredMessage, reason: str, user_id: str | None
 
 
 def delivery_count(delivered: DeliveredMessage) -> int:
-    """The how-manieth delivery this is. Quorum queues count from the first redelivery."""
-    again = (delivered.header.properties.headers or {}).get(_COUNT, 0)
-    return 1 + (again if isinstance(again, int) else 0)
+    """The how-manieth delivery this is. Quorum queues count; of others it is known whether it is the first."""
+    again = (delivered.header.properties.headers or {}).get(_COUNT)
+    return 1 + (again if isinstance(again, int) else int(bool(delivered.redelivered)))
 
 
 def _headers(table: dict[str, Any]) -> dict[str, HeaderValue]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
@@ -21,6 +22,7 @@ _HEARTBEAT = "30"
 """Seconds. A silent network is noticed after about three; an agent may block its event loop for two."""
 
 _FAREWELL = 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 
 @contextmanager
@@ -46,7 +48,10 @@ def translated(doing: str) -> Iterator[None]:
 
 
 class Link:
-    """A connection on demand. Whoever finds it lost asks again; attempts are shared."""
+    """A connection that is made again, with growing pauses, as long as the link is not closed.
+
+    Whoever finds it lost may also ask at once; attempts are shared.
+    """
 
     def __init__(self, url: str, purpose: str, timeout: timedelta) -> None:
         address = URL(url)
@@ -54,14 +59,25 @@ class Link:
         self._url = address.update_query({**defaults, **address.query})
         self._timeout = timeout.total_seconds()
         self._attempt: asyncio.Task[AbstractConnection] | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._farewells: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
     def up(self) -> bool:
         """Whether the connection stands, as far as is known here."""
-        return (
-            not self._closed and self._attempt is not None and self._attempt.done() and not self._over(self._attempt)
-        )
+        return self._attempt is not None and self._attempt.done() and not _over(self._attempt)
+
+    async def open(self) -> None:
+        """Connect, and stay connected from then on.
+
+        Raises:
+            BrokerUnavailable: the first attempt failed; nothing is tried any more.
+        """
+        self._closed = False
+        await self.connection()
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep())
 
     async def connection(self) -> AbstractConnection:
         """The open connection.
@@ -71,15 +87,16 @@ class Link:
         """
         if self._closed:
             raise BrokerUnavailable("the broker is closed")
-        if self._attempt is None or self._over(self._attempt):
+        if self._attempt is None or _over(self._attempt):
             self._attempt = asyncio.create_task(self._connect())
+            self._attempt.add_done_callback(_over)  # whoever asked may have gone: the failure is seen here
         with translated("connecting"):
             return await asyncio.shield(self._attempt)
 
     @asynccontextmanager
-    async def channel(self, *, confirms: bool = False) -> AsyncIterator[aiormq.Channel]:
+    async def channel(self) -> AsyncIterator[aiormq.Channel]:
         """A channel for one purpose, closed at the end."""
-        channel = await self.open_channel(confirms=confirms)
+        channel = await self.open_channel()
         try:
             yield channel
         finally:
@@ -100,30 +117,63 @@ class Link:
         assert isinstance(channel, aiormq.Channel)
         return channel
 
-    async def drop(self) -> None:
-        """Give up the present connection, which does not answer; the next use makes a new one."""
+    def drop(self) -> None:
+        """Give up the present connection, which does not answer. It is closed aside; a new one is made."""
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return
-        if not attempt.done():
-            attempt.cancel()
-        with suppress(BrokerUnavailable), translated("closing"):
-            await close_quietly(await asyncio.shield(attempt))
+        farewell = asyncio.create_task(_close_result(attempt))
+        self._farewells.add(farewell)
+        farewell.add_done_callback(self._farewells.discard)
+        if self._keeper is not None and not self._closed:
+            self._keeper.cancel()
+            self._keeper = asyncio.create_task(self._keep())
 
     async def close(self) -> None:
         """Disconnect for good."""
         self._closed = True
-        await self.drop()
+        if self._keeper is not None:
+            self._keeper.cancel()
+            self._keeper = None
+        self.drop()
+        await asyncio.gather(*self._farewells)
 
     async def _connect(self) -> AbstractConnection:
         async with asyncio.timeout(self._timeout):
             return await aiormq.connect(self._url)
 
-    @staticmethod
-    def _over(attempt: asyncio.Task[AbstractConnection]) -> bool:
-        if not attempt.done():
-            return False
-        return attempt.cancelled() or attempt.exception() is not None or not attempt.result().is_opened
+    async def _keep(self) -> None:
+        pauses = growing_pauses()
+        while True:
+            try:
+                connection = await self.connection()
+            except BrokerUnavailable as error:
+                log.warning("%s", error)
+                await asyncio.sleep(next(pauses))
+            else:
+                pauses = growing_pauses()
+                await asyncio.wait([connection.closing])
+
+
+def growing_pauses() -> Iterator[float]:
+    """Seconds to wait before each attempt, so that a broker that comes back is not run over."""
+    pause = _FIRST_PAUSE
+    while True:
+        yield pause * random.uniform(0.5, 1.0)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _over(attempt: asyncio.Task[AbstractConnection]) -> bool:
+    if not attempt.done():
+        return False
+    return attempt.cancelled() or attempt.exception() is not None or not attempt.result().is_opened
+
+
+async def _close_result(attempt: asyncio.Task[AbstractConnection]) -> None:
+    if not attempt.done():
+        attempt.cancel()
+    with suppress(BrokerUnavailable), translated("closing"):
+        await close_quietly(await attempt)
 
 
 async def close_quietly(closable: aiormq.Channel | AbstractConnection) -> None:

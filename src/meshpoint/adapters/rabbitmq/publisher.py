@@ -16,8 +16,8 @@ from meshpoint.adapters.rabbitmq.topology import Topology, declare_exchange
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.ports.broker import Published
 
-_WINDOW = 256
-"""Messages of one call that wait for their confirms at a time."""
+_LONGEST_PROBE = 2.0
+"""Seconds to wait for a broker that did not confirm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,29 +35,39 @@ class Publisher:
     def __init__(self, link: Link, topology: Topology, timeout: timedelta) -> None:
         self._link = link
         self._topology = topology
-        self._timeout = timeout.total_seconds()
+        self._probe_timeout = min(timeout.total_seconds() / 4, _LONGEST_PROBE)
+        self._timeout = timeout.total_seconds() - self._probe_timeout
         self._channel: Channel | None = None
         self._opening = asyncio.Lock()
         self._on_the_wire: dict[str, asyncio.Event] = {}
-        self._last_word = 0.0
 
     async def publish(self, parcels: Sequence[Parcel]) -> list[Published]:
         """Send `parcels` and wait for the broker's word on each, in their order.
+
+        A message that the broker does not confirm while it answers otherwise counts as refused for now: its
+        queue has lost its leader, which must not hold up the messages for other queues.
 
         Raises:
             BrokerUnavailable: at least one is in doubt; all may be sent again.
             ConfigurationError: the broker knows this login under another name than messages carry.
         """
-        started = asyncio.get_running_loop().time()
+        end = asyncio.get_running_loop().time() + self._timeout
+        with translated("publishing"):
+            async with asyncio.timeout_at(end):
+                channel = await self._ready()
+        sending = [asyncio.create_task(self._send_one(channel, parcel)) for parcel in parcels]
         try:
+            if sending:
+                await asyncio.wait(sending, timeout=end - asyncio.get_running_loop().time())
+            silent = {task for task in sending if not task.done()}
+            if silent and not await self._answers():
+                self._channel = None
+                self._link.drop()
+                raise BrokerUnavailable("publishing: the broker does not answer")
             with translated("publishing"):
-                async with asyncio.timeout(self._timeout):
-                    channel = await self._ready()
-                    return [word for batch in _batches(parcels) for word in await self._send(channel, batch)]
-        except BrokerUnavailable as error:
-            if isinstance(error.__cause__, TimeoutError) and self._last_word < started:
-                await self._link.drop()  # not one confirm in all that time: the connection is dead or blocked
-            raise
+                return [Published.OVERLOADED if task in silent else task.result() for task in sending]
+        finally:
+            await _abandon(sending)
 
     async def close(self) -> None:
         """Close the channel."""
@@ -71,12 +81,16 @@ class Publisher:
                 self._channel = await self._link.open_channel(confirms=True)
             return self._channel
 
-    async def _send(self, channel: Channel, parcels: Sequence[Parcel]) -> list[Published]:
-        words = await asyncio.gather(*(self._send_one(channel, parcel) for parcel in parcels), return_exceptions=True)
-        for word in words:
-            if isinstance(word, BaseException):
-                raise word
-        return [word for word in words if isinstance(word, Published)]
+    async def _answers(self) -> bool:
+        """Whether the broker opens a channel. It does not while it holds back this connection."""
+        try:
+            with translated("probing"):
+                async with asyncio.timeout(self._probe_timeout):
+                    channel = await self._link.open_channel()
+        except BrokerUnavailable:
+            return False
+        await close_quietly(channel)
+        return True
 
     async def _send_one(self, channel: Channel, parcel: Parcel) -> Published:
         # aiormq finds a returned message by its message id: two of one id must not be on the wire together.
@@ -99,11 +113,10 @@ class Publisher:
                 mandatory=True,
                 wait=False,
             )
-            word = Published.ACCEPTED
         except PublishError:
-            word = Published.UNROUTABLE
+            return Published.UNROUTABLE
         except DeliveryError:
-            word = Published.OVERLOADED
+            return Published.OVERLOADED
         except ChannelPreconditionFailed as error:
             if "user_id" not in str(error):
                 raise
@@ -112,9 +125,11 @@ class Publisher:
                 f"the broker does not know this login by the name that messages carry ({error})",
                 "name the user in the URL",
             ) from error
-        self._last_word = asyncio.get_running_loop().time()
-        return word
+        return Published.ACCEPTED
 
 
-def _batches(parcels: Sequence[Parcel]) -> list[Sequence[Parcel]]:
-    return [parcels[start : start + _WINDOW] for start in range(0, len(parcels), _WINDOW)]
+async def _abandon(sending: Sequence[asyncio.Task[Published]]) -> None:
+    """Let no task outlive the call: also when it was cancelled, or when one of many failed."""
+    for task in sending:
+        task.cancel()
+    await asyncio.gather(*sending, return_exceptions=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -14,14 +13,12 @@ from aiormq.exceptions import ChannelNotFoundEntity
 from meshpoint.adapters.rabbitmq.delivery import Bury, RabbitDelivery
 from meshpoint.adapters.rabbitmq.envelope import to_message
 from meshpoint.adapters.rabbitmq.intake import Intake
-from meshpoint.adapters.rabbitmq.link import Link, close_quietly, translated
+from meshpoint.adapters.rabbitmq.link import Link, close_quietly, growing_pauses, translated
 from meshpoint.errors import BrokerUnavailable, ConfigurationError, PoisonMessage
 from meshpoint.model.messages import Address
 from meshpoint.ports.broker import OnDelivery
 
 log = logging.getLogger(__name__)
-
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 
 class RabbitSubscription:
@@ -71,6 +68,11 @@ class RabbitSubscription:
         self._keeper = asyncio.create_task(self._keep())
 
     @property
+    def attached(self) -> bool:
+        """Whether it takes what it should: attached to its queue, or cancelled."""
+        return self._cancelled or (self._intake is not None and not self._intake.lost)
+
+    @property
     def over(self) -> bool:
         """Whether it is cancelled and all it took is settled."""
         return self._keeper is not None and self._keeper.done()
@@ -113,7 +115,7 @@ class RabbitSubscription:
 
     async def _reattach(self) -> None:
         log.warning("lost the consumer of %s", self._queue)
-        pause = _FIRST_PAUSE
+        pauses = growing_pauses()
         while not self._cancelled:
             if self._intake is not None:
                 await close_quietly(self._intake.channel)
@@ -124,8 +126,7 @@ class RabbitSubscription:
                 if isinstance(error.__cause__, ChannelNotFoundEntity):
                     with suppress(BrokerUnavailable, ConfigurationError):
                         await self._restore(True)
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                await asyncio.sleep(next(pauses))
             else:
                 log.info("consuming %s again", self._queue)
                 return

@@ -53,9 +53,14 @@ class Topology:
             requests_of(agent): {**consumed, **bounded},
         }
 
-    def private_queue(self, agent: AgentName) -> FieldTable:
-        """The arguments of a private queue: a quorum queue too, which counts deliveries and outlives a node."""
-        return {**self._consumed(agent), "x-expires": int(self.private_ttl.total_seconds() * 1000)}
+    def private_queue(self) -> FieldTable:
+        """The arguments of a private queue.
+
+        Classic, as it is made for one incarnation: a quorum queue is without a leader for good when the broker
+        is killed just after making it (seen with 3.10), and then every broadcast waits for it. It needs no
+        delivery limit either: whoever dies of a message does not come back for it.
+        """
+        return {"x-queue-type": "classic", "x-expires": int(self.private_ttl.total_seconds() * 1000)}
 
     def _consumed(self, agent: AgentName) -> FieldTable:
         # A dead letter is moved only once the dead-letter queue has it, which RabbitMQ does only for queues
@@ -112,7 +117,7 @@ async def declare_private(channel: AbstractChannel, topology: Topology, agent: A
         ConfigurationError: as `declare_agent`.
     """
     address = private_of(agent, replica)
-    await _declare_queue(channel, topology, address, topology.private_queue(agent))
+    await _declare_queue(channel, topology, address, topology.private_queue())
     with translated(f"binding {address}"):
         await channel.queue_bind(topology.queue(address), topology.exchange, topology.broadcast_key(agent))
 

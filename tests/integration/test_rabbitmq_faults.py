@@ -1,0 +1,272 @@
+"""RabbitMQ and the network misbehave; messages do not get lost and consumers come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from datetime import timedelta
+
+import aiormq
+import pytest
+from aiormq.abc import DeliveredMessage
+
+from meshpoint.adapters.rabbitmq import RabbitMqBroker
+from meshpoint.conformance.broker_case import AGENT, REQUESTS, STRANGER, Inbox, a_message, send, until_depth
+from meshpoint.errors import BrokerUnavailable, ConfigurationError
+from meshpoint.model.ids import ReplicaId
+from meshpoint.model.messages import Header, dead_letters_of, private_of, requests_of
+from meshpoint.ports.broker import Published
+from servers import Proxy, RabbitServer
+
+Connect = Callable[..., Awaitable[RabbitMqBroker]]
+
+
+@pytest.fixture
+async def connect(own_rabbit: RabbitServer, namespace: str) -> AsyncIterator[Connect]:
+    async with AsyncExitStack() as stack:
+
+        async def connect(url: str = own_rabbit.url, **options: object) -> RabbitMqBroker:
+            broker = RabbitMqBroker(url, namespace=namespace, **options)  # type: ignore[arg-type]
+            await broker.open()
+            stack.push_async_callback(broker.close)
+            await broker.declare(AGENT)
+            return broker
+
+        yield connect
+
+
+async def is_up(broker: RabbitMqBroker, up: bool = True) -> None:
+    async with asyncio.timeout(30):
+        while broker.connected is not up:  # noqa: ASYNC110  the port has no event for it
+            await asyncio.sleep(0.01)
+
+
+async def test_a_restarted_broker_finds_its_consumers_and_messages_again(
+    own_rabbit: RabbitServer, connect: Connect
+) -> None:
+    broker, inbox, private, replica = await connect(), Inbox(), Inbox(), ReplicaId("r1")
+    await broker.declare(AGENT, replica)
+    await broker.consume(REQUESTS, 2, inbox)
+    await broker.consume(private_of(AGENT, replica), 2, private)
+    # Killed only in the second round: RabbitMQ loses a quorum queue that is made just before it is killed.
+    for end in (own_rabbit.stop, own_rabbit.kill):
+        await send(broker, REQUESTS, a_message(b"held"), a_message(b"held too"), a_message(b"waiting"))
+        lost = await inbox.take(2)
+
+        await end()
+        with pytest.raises(BrokerUnavailable):
+            await broker.publish([(REQUESTS, a_message())])
+        assert not broker.connected
+        await own_rabbit.start()
+        await is_up(broker)
+
+        assert [await each.ack() for each in lost] == [False, False]
+        await send(broker, REQUESTS, a_message(b"after"))
+        await broker.broadcast(AGENT, a_message(b"to all"))
+        seen = {}
+        for _ in range(4):
+            delivery = await inbox.next()
+            seen[delivery.message.body] = delivery.count
+            assert await delivery.ack()
+        assert seen == {b"held": 2, b"held too": 2, b"waiting": 1, b"after": 1}
+        notice = await private.next()
+        assert notice.message.body == b"to all"
+        assert await notice.ack()
+
+
+async def test_consumers_come_back_with_the_network(connect: Connect, own_rabbit: RabbitServer) -> None:
+    async with Proxy(own_rabbit.url) as proxy:
+        broker, inbox = await connect(proxy.url), Inbox()
+        await broker.consume(REQUESTS, 1, inbox)
+        proxy.refuse()
+        with pytest.raises(BrokerUnavailable):
+            await broker.publish([(REQUESTS, a_message())])
+        assert not broker.connected
+        await proxy.accept()
+        await is_up(broker)
+        await send(broker, REQUESTS, a_message())
+        assert await (await inbox.next()).ack()
+        await broker.close()
+
+
+async def test_connections_come_back_without_being_asked(connect: Connect, own_rabbit: RabbitServer) -> None:
+    async with Proxy(own_rabbit.url) as proxy:
+        broker = await connect(proxy.url)
+        proxy.refuse()
+        await is_up(broker, False)
+        await proxy.accept()
+        await is_up(broker)
+        await broker.close()
+
+
+async def test_a_silent_network_is_noticed_by_publishing(connect: Connect, own_rabbit: RabbitServer) -> None:
+    async with Proxy(own_rabbit.url) as proxy:
+        broker = await connect(proxy.url, publish_timeout=timedelta(seconds=1))
+        await send(broker, REQUESTS, a_message())
+        before = proxy.connections
+        proxy.silence()
+        with pytest.raises(BrokerUnavailable):
+            await broker.publish([(REQUESTS, a_message())])
+        proxy.resume()
+        await send(broker, REQUESTS, a_message())
+        assert proxy.connections > before
+        await broker.close()
+
+
+async def test_a_cut_while_confirms_are_out_leaves_no_message_undecided(
+    connect: Connect, own_rabbit: RabbitServer
+) -> None:
+    async with Proxy(own_rabbit.url) as proxy:
+        broker, sent = await connect(proxy.url), [a_message() for _ in range(300)]
+        await send(broker, REQUESTS, a_message())
+        proxy.silence()
+        publishing = asyncio.create_task(broker.publish([(REQUESTS, message) for message in sent]))
+        await asyncio.sleep(0)
+        proxy.cut()
+        proxy.resume()
+        with pytest.raises(BrokerUnavailable):
+            await publishing
+        assert await broker.publish([(REQUESTS, message) for message in sent]) == [Published.ACCEPTED] * 300
+        await broker.close()
+
+
+async def test_a_poison_message_ends_in_the_dead_letters(connect: Connect) -> None:
+    broker, inbox, dead = await connect(delivery_limit=3), Inbox(), Inbox()
+    poison = a_message(b"poison")
+    await broker.consume(REQUESTS, 1, inbox)
+    await broker.consume(dead_letters_of(AGENT), 1, dead)
+    await send(broker, REQUESTS, poison)
+    for count in (1, 2, 3, 4):
+        delivery = await inbox.next()
+        assert delivery.count == count
+        assert await delivery.requeue()
+    buried = await dead.next()
+    assert buried.message.body == b"poison"
+    assert buried.message.message_id == poison.message_id
+    assert buried.message.headers == {Header.DEAD_REASON: "broker: delivery_limit"}
+
+
+async def test_what_cannot_be_read_ends_in_the_dead_letters(
+    connect: Connect, own_rabbit: RabbitServer, namespace: str
+) -> None:
+    broker, inbox = await connect(), Inbox()
+    await broker.consume(REQUESTS, 1, inbox)
+    stranger = await aiormq.connect(own_rabbit.url)
+    channel = await stranger.channel()
+    properties = aiormq.spec.Basic.Properties(message_id="m", correlation_id="c", app_id="a", message_type="letter")
+    await channel.basic_publish(b"?", exchange=f"{namespace}.mesh", routing_key=REQUESTS, properties=properties)
+    await stranger.close()
+    await send(broker, REQUESTS, a_message(b"readable"))
+    assert (await inbox.next()).message.body == b"readable"
+    await until_depth(broker, dead_letters_of(AGENT), 1)
+    found = await _get(own_rabbit.url, f"{namespace}.{dead_letters_of(AGENT)}")
+    assert found.body == b"?"
+    assert (found.header.properties.headers or {})[Header.DEAD_REASON] == "property type: 'letter' is not known"
+
+
+async def test_a_raised_limit_takes_only_the_difference(connect: Connect) -> None:
+    broker, inbox = await connect(), Inbox()
+    subscription = await broker.consume(REQUESTS, 3, inbox)
+    await send(broker, REQUESTS, *(a_message() for _ in range(10)))
+    held = await inbox.take(3)
+    await subscription.resize(4)
+    await inbox.next()
+    await until_depth(broker, REQUESTS, 6)
+    await subscription.resize(1)
+    assert [await each.ack() for each in held] == [True] * 3
+    await until_depth(broker, REQUESTS, 6)
+    assert inbox.empty()
+
+
+async def test_a_lowered_limit_waits_until_enough_is_settled(connect: Connect) -> None:
+    broker, inbox = await connect(), Inbox()
+    subscription = await broker.consume(REQUESTS, 4, inbox)
+    await send(broker, REQUESTS, *(a_message() for _ in range(10)))
+    held = await inbox.take(4)
+    await subscription.resize(2)
+    for each in held[:2]:
+        assert await each.ack()
+    await until_depth(broker, REQUESTS, 6)
+    assert await held[2].ack()
+    await inbox.next()
+    await until_depth(broker, REQUESTS, 5)
+    assert await held[3].ack()
+    await inbox.next()
+    assert inbox.empty()
+
+
+async def test_a_limit_of_nothing_takes_nothing(connect: Connect) -> None:
+    broker, inbox = await connect(), Inbox()
+    subscription = await broker.consume(REQUESTS, 0, inbox)
+    await send(broker, REQUESTS, a_message())
+    await until_depth(broker, REQUESTS, 1)
+    assert inbox.empty()
+    await subscription.resize(1)
+    await inbox.next()
+
+
+async def test_one_message_to_two_addresses_gets_a_word_for_each(connect: Connect) -> None:
+    broker, message = await connect(), a_message()
+    words = await broker.publish([(requests_of(STRANGER), message), (REQUESTS, message)])
+    assert words == [Published.UNROUTABLE, Published.ACCEPTED]
+
+
+async def test_a_full_queue_refuses(connect: Connect) -> None:
+    broker = await connect(max_length=2)
+    words = [(await broker.publish([(REQUESTS, a_message())]))[0] for _ in range(8)]
+    assert words[:2] == [Published.ACCEPTED] * 2
+    assert words[-1] is Published.OVERLOADED
+
+
+async def test_a_deleted_queue_is_declared_and_consumed_again(
+    connect: Connect, own_rabbit: RabbitServer, namespace: str
+) -> None:
+    broker, inbox = await connect(), Inbox()
+    await broker.consume(REQUESTS, 1, inbox)
+    operator = await aiormq.connect(own_rabbit.url)
+    await (await operator.channel()).queue_delete(f"{namespace}.{REQUESTS}")
+    await operator.close()
+    await is_up(broker, False)
+    await is_up(broker)
+    await send(broker, REQUESTS, a_message())
+    await inbox.next()
+
+
+async def test_a_queue_of_other_settings_is_refused_by_name(connect: Connect, namespace: str) -> None:
+    await connect(delivery_limit=20)
+    with pytest.raises(ConfigurationError, match=f"{namespace}.travel.resp.* exists with other settings"):
+        await connect(delivery_limit=30)
+
+
+async def test_a_refused_login_is_a_matter_of_configuration(own_rabbit: RabbitServer, namespace: str) -> None:
+    broker = RabbitMqBroker(own_rabbit.url.replace("guest:guest", "guest:wrong"), namespace=namespace)
+    with pytest.raises(ConfigurationError, match="refuses the login"):
+        await broker.open()
+
+
+async def test_nobody_listens(namespace: str) -> None:
+    broker = RabbitMqBroker("amqp://127.0.0.1:1/", namespace=namespace)
+    with pytest.raises(BrokerUnavailable):
+        await broker.open()
+    assert not broker.connected
+
+
+async def test_another_name_than_the_login_is_refused(connect: Connect) -> None:
+    broker = await connect(user_id="mallory")
+    with pytest.raises(ConfigurationError, match="login"):
+        await broker.publish([(REQUESTS, a_message())])
+
+
+async def test_consuming_what_nobody_declared(connect: Connect) -> None:
+    broker = await connect()
+    with pytest.raises(ConfigurationError, match=r"flights\.req"):
+        await broker.consume(requests_of(STRANGER), 1, Inbox())
+
+
+async def _get(url: str, queue: str) -> DeliveredMessage:
+    connection = await aiormq.connect(url)
+    try:
+        return await (await connection.channel()).basic_get(queue, no_ack=True)
+    finally:
+        await connection.close()
