@@ -35,6 +35,8 @@ def async_url(url: str) -> URL:
         raise ConfigurationError("session_db_url", f"{name!r} is not supported", _FIX)
     if name.startswith("sqlite") and (parsed.database or ":memory:") == ":memory:":
         raise ConfigurationError("session_db_url", "names no file", _FIX)
+    if "sslmode" in parsed.query:  # as libpq spells it
+        parsed = parsed.difference_update_query(["sslmode"]).update_query_dict({"ssl": parsed.query["sslmode"]})
     return parsed.set(drivername=_DRIVERS.get(name, name))
 
 

@@ -1,0 +1,95 @@
+"""What goes wrong between a store and its PostgreSQL, at a place that the test chooses."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from enum import Enum, auto
+from types import TracebackType
+from urllib.parse import urlsplit
+
+_PARSE_COMMIT = re.compile(rb"P....([^\0]*)\0COMMIT\0", re.DOTALL)
+
+
+class Lost(Enum):
+    """What of a COMMIT is lost."""
+
+    REQUEST = auto()  # it never reaches the server
+    ANSWER = auto()  # the server has committed, the client never hears of it
+
+
+class CommitCutter:
+    """A proxy before PostgreSQL that cuts the connection at the COMMIT after `cut_next`. An async context manager."""
+
+    def __init__(self, url: str) -> None:
+        self._parts = urlsplit(url)
+        self._lost: Lost | None = None
+        self._clients: set[asyncio.Task[None]] = set()
+        self.cuts = 0
+
+    async def __aenter__(self) -> CommitCutter:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._server.close()
+        for client in self._clients:
+            client.cancel()
+        await asyncio.gather(*self._clients, return_exceptions=True)
+
+    @property
+    def url(self) -> str:
+        """The server's URL by way of this proxy, in the clear."""
+        user, at, _ = self._parts.netloc.rpartition("@")
+        port = self._server.sockets[0].getsockname()[1]
+        return self._parts._replace(netloc=f"{user}{at}127.0.0.1:{port}", query="ssl=disable").geturl()
+
+    def cut_next(self, lost: Lost) -> None:
+        """Cut at the next COMMIT."""
+        self._lost = lost
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._clients.add(task)
+        to_reader, to_writer = await asyncio.open_connection(self._parts.hostname, self._parts.port)
+        answers = asyncio.create_task(_copy(to_reader, writer))
+        try:
+            await self._pass_on(reader, to_writer, to_reader, answers)
+        finally:
+            answers.cancel()
+            await asyncio.gather(answers, return_exceptions=True)
+            writer.transport.abort()
+            to_writer.close()
+
+    async def _pass_on(
+        self,
+        reader: asyncio.StreamReader,
+        to_writer: asyncio.StreamWriter,
+        to_reader: asyncio.StreamReader,
+        answers: asyncio.Task[None],
+    ) -> None:
+        commits: set[bytes] = set()
+        while chunk := await reader.read(65536):
+            prepared = _PARSE_COMMIT.findall(chunk)
+            commits.update(prepared)
+            executed = not prepared and any(
+                re.search(rb"B....\0" + name + rb"\0", chunk, re.DOTALL) for name in commits
+            )
+            if self._lost is None or not executed:
+                to_writer.write(chunk)
+                continue
+            lost, self._lost, self.cuts = self._lost, None, self.cuts + 1
+            if lost is Lost.ANSWER:
+                answers.cancel()
+                await asyncio.gather(answers, return_exceptions=True)
+                to_writer.write(chunk)
+                await to_reader.read(1)  # the server has answered, so it has committed
+            return
+
+
+async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    while chunk := await source.read(65536):
+        sink.write(chunk)

@@ -1,0 +1,30 @@
+"""A process that claims when it is told to: `claimant.py URL REPLICA`, then the claims as JSON on standard input."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from datetime import timedelta
+
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.model.checkpoint import AllArrived, Claim, Replica
+from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId, new_id
+from meshpoint.model.outcomes import Ok
+
+
+async def main(url: str, name: str) -> None:
+    store = SqlCheckpointStore(url, namespace="test")
+    await store.open()
+    print("ready", flush=True)
+    calls: list[tuple[str, str]] = json.loads(await asyncio.to_thread(sys.stdin.readline))
+    replica = Replica(ReplicaId(name), AgentName("travel"), frozenset({"travel/1"}), timedelta(seconds=15))
+    claims = [Claim(RunId(new_id()), TaskId(task), TaskId(call), Ok(name), sender="flights") for task, call in calls]
+    arrivals = await asyncio.gather(*(store.claim([claim], replica, 1) for claim in claims))
+    for (arrival,) in arrivals:
+        outcomes = len(arrival.task.outcomes) if isinstance(arrival, AllArrived) else 0
+        print(json.dumps([type(arrival).__name__, arrival.task_id, outcomes]))
+    await store.close()
+
+
+asyncio.run(main(*sys.argv[1:]))

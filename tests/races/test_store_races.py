@@ -1,0 +1,271 @@
+"""Replicas that write to one database at the same time, and a network that fails between them and it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from faults import CommitCutter, Lost
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.conformance.build import (
+    HERE,
+    THERE,
+    a_claim,
+    a_pause,
+    a_release,
+    an_end,
+    one,
+    outcomes,
+    paused,
+    resumed,
+)
+from meshpoint.errors import CommitInDoubt, StoreUnavailable
+from meshpoint.model.calls import FIRST
+from meshpoint.model.checkpoint import AllArrived, Committed, Ended, Fenced, Pause, TaskState
+from servers import Proxy
+
+_CLAIMANT = Path(__file__).with_name("claimant.py")
+
+
+def a_store(url: str, *, command_timeout: timedelta = timedelta(seconds=30)) -> SqlCheckpointStore:
+    return SqlCheckpointStore(url, namespace="test", command_timeout=command_timeout)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.servers)])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Each database in turn, with tables."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/tasks.db"
+    url: str = request.getfixturevalue("postgres_url")
+    return url
+
+
+@pytest.fixture
+async def store(database_url: str) -> AsyncIterator[SqlCheckpointStore]:
+    store = a_store(database_url)
+    await store.open()
+    yield store
+    await store.close()
+
+
+class Claimant:
+    """A process that claims."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
+
+    @classmethod
+    async def start(cls, url: str, name: str) -> Claimant:
+        """Start one, and wait until it is connected."""
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(_CLAIMANT), url, name, stdin=pipe, stdout=pipe
+        )
+        claimant = cls(process)
+        assert await claimant._stdout.readline() == b"ready\n"
+        return claimant
+
+    async def claim(self, calls: list[tuple[str, str]]) -> list[tuple[str, str, int]]:
+        """What came of its claims: kind, task, outcomes in hand."""
+        printed, _ = await self._process.communicate(json.dumps(calls).encode() + b"\n")
+        return [(kind, task_id, count) for kind, task_id, count in map(json.loads, printed.splitlines())]
+
+
+async def test_sixty_four_claims_from_four_processes_have_sixteen_winners(
+    store: SqlCheckpointStore, database_url: str
+) -> None:
+    pauses = [await paused(store, "a", "b", "c", "d") for _ in range(4)]
+    calls = [(str(pause.run.task_id), str(call.sub_task_id)) for pause in pauses for call in pause.calls]
+    claimants = await asyncio.gather(*(Claimant.start(database_url, f"replica-{n}") for n in range(4)))
+    told = [calls[4 * n :] + calls[: 4 * n] for n in range(4)]
+    arrivals = [
+        arrival
+        for each in await asyncio.gather(*(who.claim(part) for who, part in zip(claimants, told, strict=True)))
+        for arrival in each
+    ]
+    assert Counter(kind for kind, _, _ in arrivals) == {"Duplicate": 48, "StillWaiting": 12, "AllArrived": 4}
+    last = [(task_id, count) for kind, task_id, count in arrivals if kind == "AllArrived"]
+    assert sorted(last) == sorted((pause.run.task_id, 4) for pause in pauses)
+
+
+async def _work_through(store: SqlCheckpointStore, pauses: list[Pause], call_ids: str) -> int:
+    """Everything that writes calls, in batches over all tasks; how many joins were met here."""
+    met = 0
+    for call_id in call_ids:
+        arrivals = await store.claim([a_claim(pause, call_id) for pause in pauses], HERE, len(pauses))
+        met += sum(isinstance(arrival, AllArrived) for arrival in arrivals)
+        committed = [
+            send
+            for result in await store.pause(pauses)
+            if isinstance(result, Committed)
+            for send in result.dispatches
+        ]
+        await store.mark_sent(committed)
+        await store.mark_sent(
+            [notice for arrival in arrivals if isinstance(arrival, AllArrived) for notice in arrival.cancels]
+        )
+    return met
+
+
+@pytest.mark.servers
+async def test_batches_that_overlap_in_any_order_never_deadlock(postgres_url: str) -> None:
+    stores = [a_store(postgres_url) for _ in range(4)]
+    pauses = [a_pause("a", "b", "c", "d", join=FIRST if n % 2 else a_pause().join) for n in range(20)]
+    assert all(isinstance(result, Committed) for result in await stores[0].pause(pauses))
+    backwards = pauses[::-1]
+    met = await asyncio.gather(
+        _work_through(stores[0], pauses, "abcd"),
+        _work_through(stores[1], backwards, "dcba"),
+        _work_through(stores[2], pauses[10:] + pauses[:10], "bdac"),
+        _work_through(stores[3], backwards[10:] + backwards[:10], "cadb"),
+    )
+    assert sum(met) == len(pauses)
+    await asyncio.gather(*(store.close() for store in stores))
+    assert await _deadlocks(postgres_url) == 0
+
+
+async def _deadlocks(url: str) -> int:
+    connection = await asyncpg.connect(url)
+    try:
+        count: int = await connection.fetchval(
+            "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
+        )
+        return count
+    finally:
+        await connection.close()
+
+
+# ── a network that fails ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+async def cutter(postgres_url: str) -> AsyncIterator[CommitCutter]:
+    async with CommitCutter(postgres_url) as cutter:
+        yield cutter
+
+
+@pytest.fixture
+async def far_store(cutter: CommitCutter) -> AsyncIterator[SqlCheckpointStore]:
+    """A store behind the cutter, whose connection has committed before."""
+    store = SqlCheckpointStore(cutter.url, namespace="test", pool_size=1)
+    await store.open()
+    await paused(store)
+    yield store
+    await store.close()
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("lost", Lost)
+async def test_a_pause_whose_commit_is_in_doubt_is_repeated(
+    far_store: SqlCheckpointStore, cutter: CommitCutter, lost: Lost
+) -> None:
+    pause = a_pause("a", "b")
+    cutter.cut_next(lost)
+    with pytest.raises(CommitInDoubt):
+        await far_store.pause([pause])
+    assert await _is_there(far_store, pause) is (lost is Lost.ANSWER)
+    again = one(await far_store.pause([pause]))
+    assert isinstance(again, Committed)
+    assert [send.sub_task_id for send in again.dispatches] == [call.sub_task_id for call in pause.calls]
+    assert cutter.cuts == 1
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("lost", Lost)
+async def test_a_claim_whose_commit_is_in_doubt_is_repeated(
+    far_store: SqlCheckpointStore, cutter: CommitCutter, lost: Lost
+) -> None:
+    pause = await paused(far_store, "a", "b")
+    claims = [a_claim(pause, "b"), a_claim(pause, "a")]
+    cutter.cut_next(lost)
+    with pytest.raises(CommitInDoubt):
+        await far_store.claim(claims, HERE, 1)
+    arrival = (await far_store.claim(claims, HERE, 1))[-1]
+    assert isinstance(arrival, AllArrived)
+    assert arrival.task.run.fence == 2
+    assert list(outcomes(arrival.task)) == ["a", "b"]
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("lost", Lost)
+async def test_an_end_whose_commit_is_in_doubt_is_repeated(
+    far_store: SqlCheckpointStore, cutter: CommitCutter, lost: Lost
+) -> None:
+    end = an_end((await resumed(far_store)).run)
+    cutter.cut_next(lost)
+    with pytest.raises(CommitInDoubt):
+        await far_store.end([end])
+    assert isinstance(one(await far_store.end([end])), Ended)
+
+
+async def _is_there(store: SqlCheckpointStore, pause: Pause) -> bool:
+    return pause.run.task_id in await store.lookup([pause.run.task_id])
+
+
+@pytest.mark.servers
+async def test_connections_that_broke_while_idle_are_replaced_unseen(postgres_url: str) -> None:
+    async with Proxy(postgres_url) as proxy:
+        store = a_store(proxy.url)
+        await asyncio.gather(*(paused(store) for _ in range(5)))
+        proxy.cut()
+        await paused(store)
+        await store.close()
+
+
+@pytest.mark.servers
+async def test_a_database_that_refuses_is_away_and_then_back(postgres_url: str) -> None:
+    async with Proxy(postgres_url) as proxy:
+        store = a_store(proxy.url)
+        await paused(store)
+        proxy.refuse()
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable):
+                await store.pause([a_pause()])
+        await proxy.accept()
+        await paused(store)
+        await store.close()
+
+
+@pytest.mark.servers
+async def test_a_database_that_falls_silent_is_noticed(postgres_url: str) -> None:
+    async with Proxy(postgres_url) as proxy:
+        store = a_store(proxy.url, command_timeout=timedelta(seconds=0.2))
+        await paused(store)
+        proxy.silence()
+        with pytest.raises(StoreUnavailable):
+            await store.pause([a_pause()])
+        proxy.cut()
+        proxy.resume()
+        await paused(store)
+        await store.close()
+
+
+# ── a zombie ───────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_zombie_in_the_middle_of_a_batch_changes_only_nothing(
+    store: SqlCheckpointStore, database_url: str
+) -> None:
+    other = a_store(database_url)
+    zombie, alive = (await resumed(store)).run, (await resumed(store)).run
+    await store.release([a_release(zombie)])
+    owner = one(await other.take(THERE, 1)).run
+    assert owner.task_id == zombie.task_id
+    ends = await asyncio.gather(
+        store.end([an_end(zombie, TaskState.FAILED), an_end(alive)]), other.end([an_end(owner)])
+    )
+    assert [type(end) for batch in ends for end in batch] == [Fenced, Ended, Ended]
+    shown = await store.task(zombie.task_id)
+    assert shown is not None
+    assert shown[0].state is TaskState.COMPLETED
+    await other.close()
