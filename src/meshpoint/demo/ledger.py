@@ -47,4 +47,6 @@ class Ledger:
 
     def to_dict(self) -> dict[str, Any]:
         """The account for scripts."""
-        return {"ok": self.ok, **asdict(self), "lost": self.lost, "wrong": list(self.wrong)}
+        counted = asdict(self)
+        asked = {name: counted.pop(name) for name in ("requests", "answers")}
+        return {"ok": self.ok, **asked, "lost": self.lost, **counted, "wrong": list(self.wrong)}

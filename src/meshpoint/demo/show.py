@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -15,7 +16,7 @@ from meshpoint.client import Client, Reply
 from meshpoint.demo.agents import Trip
 from meshpoint.demo.ledger import Ledger
 from meshpoint.demo.plot import Kill, Plot
-from meshpoint.demo.processes import ReplicaProcess
+from meshpoint.demo.processes import ReplicaFailed, ReplicaProcess
 from meshpoint.demo.screen import Screen, print_ledger, screen
 from meshpoint.demo.stage import CLIENT, Stage, stage
 from meshpoint.demo.story import ROOT, State, Story
@@ -27,6 +28,7 @@ REPLICAS = ("A", "B", "C")
 LIMIT = timedelta(seconds=60)
 """From the first request; what is not answered by then counts as lost."""
 
+_STARTING_TIME = 30.0
 _BETWEEN_REQUESTS = 0.06
 _FRAME = 0.1
 _CITIES = ("Rome", "Oslo", "Lima", "Kyoto", "Accra", "Porto", "Quito", "Turku", "Bern", "Hanoi", "Perth", "Cork")
@@ -60,14 +62,17 @@ class Show:
         self._processes: dict[str, ReplicaProcess] = {}
         self._hearing: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
+        self._over = False
         self._running_in_killed = self._paused_in_killed = 0
 
     async def run(self) -> Ledger:
         """Play it to its end; no process is left, however it ends."""
+        # SIGTERM ends it as Ctrl-C does: with every process and file gone.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
         drawing = asyncio.create_task(self._draw())
         try:
-            await self._start()
             async with Client(make_broker(self._stage.replicas.mesh), CLIENT) as client:
+                await self._start()
                 try:
                     async with asyncio.timeout(LIMIT.total_seconds()):
                         await self._ask(client)
@@ -75,6 +80,7 @@ class Show:
                     self.story.note(f"no answer within {LIMIT.total_seconds():.0f} s: those requests are lost", "!")
                 repeated = client.duplicates
         finally:
+            self._over = True
             await asyncio.gather(*(process.close() for process in self._processes.values()))
             await asyncio.gather(*self._hearing, return_exceptions=True)
             drawing.cancel()
@@ -89,14 +95,21 @@ class Show:
             process = self._processes[each.name] = await ReplicaProcess.start(each.name, settings)
             each.pid = process.pid
             self._hearing.append(asyncio.create_task(self._hear(process)))
+        try:
+            async with asyncio.timeout(_STARTING_TIME):
+                await self._all_serving()
+        except TimeoutError:
+            raise ReplicaFailed(f"no replica served within {_STARTING_TIME:.0f} s") from None
+        names = ", ".join(self.story.replicas)
+        self.story.note(f"replicas {names} serve {ROOT}; one more process serves its peers")
+
+    async def _all_serving(self) -> None:
         while any(each.state is not State.SERVING for each in self.story.processes):
             self._changed.clear()
             for each in self.story.processes:
                 if each.state is State.ENDED:
                     raise self._processes[each.name].failed()
             await self._changed.wait()
-        names = ", ".join(self.story.replicas)
-        self.story.note(f"replicas {names} serve {ROOT}; one more process serves its peers")
 
     async def _hear(self, process: ReplicaProcess) -> None:
         name = process.name
@@ -119,7 +132,7 @@ class Show:
             self._paused_in_killed = len(replica.paused)
         if second and second.replica == name:
             self._running_in_killed = len(replica.running)
-        if replica.state is State.SERVING and self.story.answers < self._requests:
+        if replica.state is State.SERVING and not self._over:
             self.story.note(f"{name} ended by itself", "!")
         self.story.ended(name)
         self._changed.set()

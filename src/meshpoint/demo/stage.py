@@ -21,7 +21,7 @@ from meshpoint.settings import AgentSettings, MeshSettings, Settings
 CLIENT = "client"
 _log = logging.getLogger(__name__)
 _CLEANING_TIME = 10.0
-_PRIVATE_TTL = 60
+_PRIVATE_TTL = 15
 """Seconds after which RabbitMQ forgets the private queues of the run by itself."""
 
 
@@ -84,6 +84,7 @@ def _agent(name: str, **more: Any) -> AgentSettings:
         settle_time_seconds=0.5,
         dispatch_lease_seconds=1,
         drain_timeout_seconds=3,
+        startup_timeout_seconds=10,
         **more,
     )
 
@@ -113,7 +114,7 @@ def _make_tables(db_url: str, note: Callable[[str], None]) -> None:
 
 async def _clean(mesh: MeshSettings, root: AgentSettings) -> None:
     """Take away what the run left on servers. What cannot be done now is told and left: nothing else needs it."""
-    for clean in (_delete_rows(mesh, root), _delete_queues(mesh)):
+    for clean in (delete_rows(mesh, root), delete_queues(mesh)):
         try:
             async with asyncio.timeout(_CLEANING_TIME):
                 await clean
@@ -121,7 +122,8 @@ async def _clean(mesh: MeshSettings, root: AgentSettings) -> None:
             _log.warning("the demonstration left something of %s: %s", mesh.namespace, error)
 
 
-async def _delete_rows(mesh: MeshSettings, root: AgentSettings) -> None:
+async def delete_rows(mesh: MeshSettings, root: AgentSettings) -> None:
+    """Delete the tasks of the run, and with them their calls."""
     from sqlalchemy import delete
 
     from meshpoint.adapters.sql.engine import engine_for
@@ -137,7 +139,8 @@ async def _delete_rows(mesh: MeshSettings, root: AgentSettings) -> None:
         await engine.dispose()
 
 
-async def _delete_queues(mesh: MeshSettings) -> None:
+async def delete_queues(mesh: MeshSettings) -> None:
+    """Delete the queues of the run; the private ones are gone by themselves soon after."""
     if not mesh.broker_url.startswith("amqp"):
         return
     import aiormq

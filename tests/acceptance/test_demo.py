@@ -1,0 +1,147 @@
+"""`meshpoint demo` for real: processes are started, two are killed, and the ledger must add up."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import psutil
+import pytest
+
+from meshpoint.adapters.rabbitmq import RabbitMqBroker
+from meshpoint.demo import stage
+from meshpoint.demo.processes import ReplicaProcess
+from meshpoint.model.ids import AgentName
+from meshpoint.model.messages import requests_of
+from meshpoint.settings import AgentSettings, MeshSettings, Settings
+
+pytestmark = pytest.mark.slow
+
+DEMO = [sys.executable, "-m", "meshpoint.cli", "demo", "--seed", "1", "--requests"]
+PATIENCE = 120
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Temporary files go to a folder of the test's own."""
+    return {**os.environ, "TMPDIR": str(tmp_path)}
+
+
+def run(environment: dict[str, str], requests: int, *arguments: str) -> tuple[dict[str, Any], str]:
+    """The ledger, and what was said beside it. The demonstration must have called it right."""
+    command = [*DEMO, str(requests), "--json", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    ledger: dict[str, Any] = json.loads(done.stdout)
+    assert (done.returncode, ledger["ok"], ledger["wrong"]) == (0, True, []), done.stderr
+    return ledger, done.stderr
+
+
+def check(ledger: dict[str, Any], requests: int) -> None:
+    counted = ("requests", "answers", "lost", "duplicated", "failed")
+    assert [ledger[name] for name in counted] == [requests, requests, 0, 0, 0]
+    for name in ("paused_in_killed", "running_in_killed", "resumed_elsewhere", "taken_over"):
+        assert ledger[name] > 0, name
+
+
+def test_without_servers_every_request_is_answered_once(environment: dict[str, str], tmp_path: Path) -> None:
+    ledger, said = run(environment, 20)
+    check(ledger, 20)
+    assert [line.split("SIGKILL")[0][-2:] for line in said.splitlines() if "SIGKILL" in line] == ["✗ ", "✗ "]
+    assert not list(tmp_path.iterdir()), "its files are gone"
+
+
+def test_one_request_meets_both_kills(environment: dict[str, str]) -> None:
+    check(run(environment, 1)[0], 1)
+
+
+@pytest.mark.servers
+async def test_on_servers_it_makes_the_tables_and_leaves_nothing(
+    environment: dict[str, str], amqp_url: str, empty_postgres_url: str
+) -> None:
+    ledger, said = run(environment, 20, "--broker", amqp_url, "--db", empty_postgres_url)
+    check(ledger, 20)
+    assert "made them" in said
+    connection = await asyncpg.connect(empty_postgres_url)
+    try:
+        assert await connection.fetchval("SELECT count(*) FROM agent_paused_tasks") == 0
+        assert await connection.fetchval("SELECT count(*) FROM agent_peer_sub_tasks") == 0
+    finally:
+        await connection.close()
+
+
+@pytest.mark.servers
+async def test_its_queues_are_deleted(amqp_url: str, namespace: str) -> None:
+    mesh = MeshSettings(namespace=namespace, broker_url=amqp_url)
+    broker = RabbitMqBroker(amqp_url, namespace=mesh.namespace, private_ttl=mesh.private_queue_ttl)
+    await broker.open()
+    try:
+        await broker.declare(AgentName("travel"))
+        assert await broker.depth(requests_of(AgentName("travel"))) == 0
+        await stage.delete_queues(mesh)
+        assert await broker.depth(requests_of(AgentName("travel"))) is None
+    finally:
+        await broker.close()
+
+
+def test_servers_that_are_away_are_told_in_one_line(environment: dict[str, str]) -> None:
+    command = [*DEMO, "20", "--broker", "amqp://127.0.0.1:1/"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (3, "", 1)
+    assert done.stderr.startswith("error: ")
+
+
+async def test_a_replica_that_cannot_start_says_why_in_one_line() -> None:
+    agent = AgentSettings(name="travel", entrypoint="meshpoint.demo.agents:nobody")
+    process = await ReplicaProcess.start("A", Settings(mesh=MeshSettings(), agents=(agent,)))
+    assert [told async for told in process.events()] == []
+    await process.close()
+    why = str(process.failed())
+    assert why.startswith("replica A did not start: ")
+    assert "nobody" in why
+    assert "\n" not in why
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_leaves_no_process_and_no_file(
+    number: signal.Signals, environment: dict[str, str], tmp_path: Path
+) -> None:
+    demo = subprocess.Popen(
+        [*DEMO, "20"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert demo.stderr is not None
+    with demo:
+        next(line for line in demo.stderr if "SIGKILL" in line)
+        replicas = psutil.Process(demo.pid).children(recursive=True)
+        assert len(replicas) >= 3
+        demo.send_signal(number)
+        assert demo.wait(PATIENCE) == 130
+    assert not [replica for replica in replicas if replica.is_running()]
+    assert not list(tmp_path.iterdir())
+
+
+def test_on_a_terminal_it_draws_the_replicas(environment: dict[str, str]) -> None:
+    ours, theirs = pty.openpty()
+    environment |= {"TERM": "xterm", "COLUMNS": "80", "LINES": "30"}
+    demo = subprocess.Popen([*DEMO, "9"], env=environment, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    shown = b"".join(_read(ours)).decode()
+    os.close(ours)
+    assert demo.communicate(timeout=PATIENCE)[1] == ""
+    assert demo.returncode == 0
+    for part in ("Meshpoint demo", "✗ killed", "resumed", "9 of 9", "every request was answered once"):
+        assert part in shown
+
+
+def _read(descriptor: int) -> Iterator[bytes]:
+    with suppress(OSError):  # the other end was closed
+        while chunk := os.read(descriptor, 1 << 16):
+            yield chunk
