@@ -36,8 +36,8 @@ class Client:
     """Sends requests and waits for their replies, on a broker that it opens and closes.
 
     Replies come to a queue of this client's own; a reply to a client that is gone is dropped by the agent after
-    `reply_retry_time`. Replies are matched by task id, and a second one to the same task is counted in
-    `duplicates` and dropped.
+    `reply_retry_time`. Replies are matched by task id; the first one counts. A further one is dropped, and
+    counted: in `duplicates` when it says the same (it was sent again), else in `conflicts`.
     """
 
     def __init__(self, broker: Broker, name: str = "client") -> None:
@@ -49,6 +49,7 @@ class Client:
         self._subscription: Subscription | None = None
         self._settling: set[asyncio.Task[bool]] = set()
         self.duplicates = 0
+        self.conflicts = 0
 
     async def __aenter__(self) -> Self:
         await self._broker.open()
@@ -149,12 +150,15 @@ class Client:
         settling.add_done_callback(self._settling.discard)
 
     def _answer(self, waiting: asyncio.Future[Reply], task_id: TaskId, message: Message) -> None:
-        if waiting.done():
-            self.duplicates += 1
-            return
         try:
-            outcome = parse(ResponseBody, message.body).outcome()
+            reply = Reply(task_id, parse(ResponseBody, message.body).outcome(), message.app_id)
         except PoisonMessage as error:
-            waiting.set_exception(error)
+            if not waiting.done():
+                waiting.set_exception(error)
+            return
+        if not waiting.done():
+            waiting.set_result(reply)
+        elif not waiting.cancelled() and waiting.exception() is None and waiting.result() != reply:
+            self.conflicts += 1
         else:
-            waiting.set_result(Reply(task_id, outcome, message.app_id))
+            self.duplicates += 1

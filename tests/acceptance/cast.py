@@ -17,13 +17,16 @@ from meshpoint.model.outcomes import Failed
 
 
 class Work(BaseModel):
-    """What `root` does: ask the peer once per number, `rounds` times over. `trace` collects a line per segment."""
+    """What `root` does: ask the peer once per number, `rounds` times over. `trace` collects a line per segment.
+
+    With `gate`, the first segment runs until that file exists.
+    """
 
     numbers: list[int]
     rounds: int = 1
     timeout: float = 600
     trace: str | None = None
-    hang: str | None = None
+    gate: str | None = None
 
 
 peer = Peer("peer", int, int)
@@ -39,13 +42,13 @@ def note(trace: str | None, what: str) -> None:
 async def root(ctx: TaskExecutionContext, work: Work) -> list[int | str]:
     """Sums of the peer's answers, or the kind of its failure, per number."""
     note(work.trace, f"{ctx.task_id} segment")
+    while work.gate and not os.path.exists(work.gate):
+        await asyncio.sleep(0.05)
     results: list[int | str] = []
     asked = Peer("peer", int, int, timeout=timedelta(seconds=work.timeout))
     for _ in range(work.rounds):
         answers = await ctx.gather(*[asked(number) for number in work.numbers], return_errors=True)
         results = [answer.kind.value if isinstance(answer, Failed) else answer for answer in answers]
-    if work.hang == "resumed":
-        await asyncio.Event().wait()
     return results
 
 

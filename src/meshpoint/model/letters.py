@@ -98,7 +98,8 @@ def status_letter(
 
 def wake_message(agent: AgentName) -> Message:
     """A broadcast: a task is ready and its finder had no free slot."""
-    return Message(type=MessageType.WAKE, body=b"{}", message_id=new_id(), correlation_id="", app_id=agent)
+    id_ = new_id()
+    return Message(type=MessageType.WAKE, body=b"{}", message_id=id_, correlation_id=id_, app_id=agent)
 
 
 def reply_bytes(task_id: TaskId, context_id: str | None, outcome: Outcome) -> bytes:
