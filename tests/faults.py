@@ -93,3 +93,4 @@ class CommitCutter:
 async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
     while chunk := await source.read(65536):
         sink.write(chunk)
+    sink.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -25,6 +26,8 @@ from meshpoint.errors import CommitInDoubt, StoreUnavailable
 from meshpoint.ports.clock import Clock
 
 T = TypeVar("T")
+_CLOSE_WITHIN = 5.0  # seconds
+
 Values = Mapping[str, Any]
 
 
@@ -68,8 +71,10 @@ class Database:
         self._clock = clock
 
     async def close(self) -> None:
-        """Release every connection."""
-        await self.engine.dispose()
+        """Release every connection; one whose other end is silent is dropped."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_WITHIN):
+                await self.engine.dispose()
 
     async def read(self, body: Callable[[Transaction], Awaitable[T]]) -> T:
         """What `body` reads, each statement on its own."""

@@ -1,0 +1,162 @@
+"""The migrations make the tables that the code uses, on both databases."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import asyncpg
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Connection, text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from meshpoint.adapters.sql import SqlCheckpointStore, migrations
+from meshpoint.adapters.sql.engine import async_url
+from meshpoint.adapters.sql.tables import POSTGRES_STORAGE, REVISION, VERSION_TABLE, metadata
+from meshpoint.conformance.build import paused
+from meshpoint.errors import ConfigurationError
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/tasks.db"
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.servers)])
+def empty_url(request: pytest.FixtureRequest) -> str:
+    """Each database in turn, without tables."""
+    url: str = request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "empty_postgres_url")
+    return url
+
+
+async def upgrade(url: str) -> None:
+    await asyncio.to_thread(migrations.upgrade, url)
+
+
+async def differences(url: str) -> list[object]:
+    """Where the database's tables differ from those of the code."""
+
+    def compare(connection: Connection) -> list[object]:
+        def ours(thing: object, name: str | None, kind: str, *rest: object) -> bool:
+            return kind != "table" or name != VERSION_TABLE
+
+        options = {"compare_type": True, "compare_server_default": True, "include_object": ours}
+        found: list[object] = compare_metadata(MigrationContext.configure(connection, opts=options), metadata)
+        return found
+
+    engine = create_async_engine(async_url(url))
+    async with engine.connect() as connection:
+        found = await connection.run_sync(compare)
+    await engine.dispose()
+    return found
+
+
+async def execute(url: str, *statements: str) -> None:
+    engine = create_async_engine(async_url(url))
+    async with engine.begin() as connection:
+        for statement in statements:
+            await connection.execute(text(statement))
+    await engine.dispose()
+
+
+async def use(url: str) -> None:
+    store = SqlCheckpointStore(url, namespace="test")
+    try:
+        await store.open()
+        await paused(store)
+    finally:
+        await store.close()
+
+
+async def test_the_migrated_tables_are_those_of_the_code(empty_url: str) -> None:
+    await upgrade(empty_url)
+    assert await differences(empty_url) == []
+    await use(empty_url)
+
+
+async def test_a_file_made_by_the_store_is_as_if_migrated(sqlite_url: str) -> None:
+    await use(sqlite_url)
+    assert await differences(sqlite_url) == []
+    assert await asyncio.to_thread(migrations.check, sqlite_url) == (REVISION, REVISION)
+    await upgrade(sqlite_url)
+    await use(sqlite_url)
+
+
+async def test_a_difference_would_be_found(empty_url: str) -> None:
+    await upgrade(empty_url)
+    await execute(empty_url, "ALTER TABLE agent_paused_tasks ADD COLUMN stranger INTEGER")
+    assert len(await differences(empty_url)) == 1
+
+
+def test_the_code_asks_for_the_newest_migration() -> None:
+    assert migrations.newest_revision() == REVISION
+
+
+async def test_an_upgrade_may_be_repeated(empty_url: str) -> None:
+    assert await asyncio.to_thread(migrations.check, empty_url) == (None, REVISION)
+    for _ in range(2):
+        await upgrade(empty_url)
+        assert await asyncio.to_thread(migrations.check, empty_url) == (REVISION, REVISION)
+
+
+async def test_the_users_own_migrations_are_left_alone(empty_url: str) -> None:
+    await execute(
+        empty_url, "CREATE TABLE alembic_version (version_num TEXT)", "INSERT INTO alembic_version VALUES ('theirs')"
+    )
+    await upgrade(empty_url)
+    await use(empty_url)
+
+
+@pytest.mark.servers
+async def test_the_printed_statements_do_the_same(empty_postgres_url: str) -> None:
+    printed = await asyncio.to_thread(migrations.sql, empty_postgres_url)
+    connection = await asyncpg.connect(empty_postgres_url)
+    await connection.execute(printed)
+    await connection.close()
+    assert await differences(empty_postgres_url) == []
+    await use(empty_postgres_url)
+
+
+@pytest.mark.servers
+async def test_large_values_are_not_compressed_a_second_time(postgres_url: str) -> None:
+    connection = await asyncpg.connect(postgres_url)
+    external = await connection.fetch(
+        "SELECT attrelid::regclass::text AS tab, attname FROM pg_attribute WHERE attstorage = 'e' AND attnum > 0"
+        " AND attrelid IN ('agent_paused_tasks'::regclass, 'agent_peer_sub_tasks'::regclass)"
+    )
+    await connection.close()
+    wanted = [statement.split() for statement in POSTGRES_STORAGE if "EXTERNAL" in statement]
+    assert sorted((row["tab"], row["attname"]) for row in external) == sorted((word[2], word[5]) for word in wanted)
+
+
+@pytest.mark.servers
+async def test_a_database_without_tables_names_the_command(empty_postgres_url: str) -> None:
+    with pytest.raises(ConfigurationError, match="meshpoint db upgrade"):
+        await use(empty_postgres_url)
+
+
+async def test_a_database_behind_names_the_command(empty_url: str) -> None:
+    await upgrade(empty_url)
+    await execute(empty_url, f"UPDATE {VERSION_TABLE} SET version_num = '0000'")
+    with pytest.raises(ConfigurationError, match="revision 0000; run: meshpoint db upgrade"):
+        await use(empty_url)
+
+
+async def test_a_database_ahead_serves_the_replicas_of_before(empty_url: str) -> None:
+    await upgrade(empty_url)
+    await execute(empty_url, f"UPDATE {VERSION_TABLE} SET version_num = '9999'")
+    await use(empty_url)
+
+
+@pytest.mark.servers
+async def test_a_database_of_another_name_is_a_wrong_url(empty_postgres_url: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"session_db_url.*does not exist"):
+        await use(empty_postgres_url + "_elsewhere")
+
+
+@pytest.mark.parametrize("url", ["mysql://host/name", "sqlite://", "sqlite:///:memory:", "no url"])
+def test_other_databases_are_refused(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="session_db_url"):
+        SqlCheckpointStore(url, namespace="test")
