@@ -42,8 +42,14 @@ def served(configs: list[Path]) -> Settings:
     return settings
 
 
+_QUEUE_KEPT = 300.0
+"""Seconds that the queue for a command's reply may be without its command, as in an outage of the network."""
+
+
 def mesh_of(config: Path | None, broker: str | None = None, namespace: str | None = None) -> MeshSettings:
     """The mesh of `config` (without one: of the variables and defaults), with `broker` and `namespace` replaced.
+
+    It is for a command that comes and goes: its private queue is not kept long after it.
 
     Raises:
         ConfigurationError: it cannot work.
@@ -53,7 +59,9 @@ def mesh_of(config: Path | None, broker: str | None = None, namespace: str | Non
     mesh = load([config] if config else []).mesh
     given = {key: value for key, value in (("broker_url", broker), ("namespace", namespace)) if value is not None}
     options = {"broker_url": "--broker", "namespace": "--namespace"}
-    return problems.build(MeshSettings, mesh.model_dump() | given, options, "mesh") if given else mesh
+    if given:
+        mesh = problems.build(MeshSettings, mesh.model_dump() | given, options, "mesh")
+    return mesh.model_copy(update={"private_queue_ttl_seconds": _QUEUE_KEPT})
 
 
 def databases_of(config: Path | None, database: str | None) -> list[AgentSettings]:
