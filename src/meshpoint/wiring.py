@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from meshpoint.adapters.logging_observer import LoggingObserver
@@ -21,6 +21,7 @@ from meshpoint.agents.entrypoint import load_agent
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.options import Options
+from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.broker import Broker
 from meshpoint.ports.observer import Observer
 from meshpoint.ports.store import CheckpointStore
@@ -79,6 +80,18 @@ def make_worker(agent: AgentSettings, namespace: str, broker: Broker, observer: 
     if served.name != agent.name:
         problem = f"{agent.name!r} is configured, but {agent.entrypoint!r} is called {served.name!r}"
         raise ConfigurationError("agent.name", problem, f"write name: {served.name}")
+    return worker_of(served, agent, namespace, broker, observer, options)
+
+
+def worker_of(
+    served: DurableAgent[Any, Any],
+    agent: AgentSettings,
+    namespace: str,
+    broker: Broker,
+    observer: Observer,
+    options: Options,
+) -> Worker:
+    """`served` with the settings of `agent`, ready to `run` on `broker`."""
     durable = agent.stateless_checkpointing
     return Worker(
         served,

@@ -18,9 +18,9 @@ from meshpoint.model.context import TaskExecutionContext
 class Trip(BaseModel):
     """What is asked of `travel`, and of its peers. `wish` is what a peer is to do."""
 
-    number: int
     city: str
-    seed: int
+    number: int = 1
+    seed: int = 0
     wish: str = "offer"
 
 

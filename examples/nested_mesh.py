@@ -1,0 +1,57 @@
+"""Three deep, and wide: a publisher asks an editor, the editor asks fifty reviewers, each of whom asks a library.
+
+    python examples/nested_mesh.py
+
+While the answers come in, nobody waits in memory: 1 + 1 + 50 tasks are rows.
+"""
+
+import asyncio
+
+from meshpoint import AT_LEAST, Failed, Ok, Peer, TaskExecutionContext, agent
+from meshpoint.local import local_mesh
+
+REVIEWERS = 50
+
+look_up = Peer("library", int, int)
+review = Peer("reviewer", int, int)
+edit = Peer("editor", str, dict[str, int])
+
+
+@agent("library")
+async def library(ctx: TaskExecutionContext, page: int) -> int:
+    """How many words a page has."""
+    return 200 + page % 7
+
+
+@agent("reviewer")
+async def reviewer(ctx: TaskExecutionContext, page: int) -> int:
+    """How many mistakes a page has: one in a hundred words."""
+    return await ctx.call(look_up(page)) // 100
+
+
+@agent("editor")
+async def editor(ctx: TaskExecutionContext, title: str) -> dict[str, int]:
+    """Asks for all pages, goes on when nine of ten reviewers have answered, and lets the others go."""
+    enough = AT_LEAST(REVIEWERS * 9 // 10)
+    answers = await ctx.gather(*[review(page) for page in range(REVIEWERS)], join=enough)
+    counts = [answer for answer in answers if not isinstance(answer, Failed)]
+    return {"pages": len(counts), "mistakes": sum(counts)}
+
+
+@agent("publisher")
+async def publisher(ctx: TaskExecutionContext, title: str) -> str:
+    found = await ctx.call(edit(title))
+    return f"{title}: {found['pages']} pages reviewed, {found['mistakes']} mistakes"
+
+
+async def main() -> None:
+    async with local_mesh(publisher, editor, reviewer, library) as mesh:
+        match await mesh.ask("publisher", "The Waiting Mesh"):
+            case Ok(value=value):
+                print(value)
+            case failed:
+                print(f"not published: {failed}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,75 @@
+"""A planner asks three peers at once. One is slow, one never answers; the plan says what is missing.
+
+python examples/trip_planner.py
+"""
+
+import asyncio
+from datetime import timedelta
+
+from pydantic import BaseModel
+
+from meshpoint import Failed, Ok, Peer, TaskExecutionContext, agent
+from meshpoint.local import local_mesh
+
+
+class Trip(BaseModel):
+    city: str
+    days: int
+
+
+class Itinerary(BaseModel):
+    city: str
+    plan: list[str]
+    missing: list[str]
+
+
+@agent("flights")
+async def flights(ctx: TaskExecutionContext, trip: Trip) -> str:
+    return f"flight to {trip.city}, 120 EUR"
+
+
+@agent("hotels")
+async def hotels(ctx: TaskExecutionContext, trip: Trip) -> str:
+    await asyncio.sleep(1)
+    return f"{trip.days} nights at the Albergo Sole, {trip.days * 90} EUR"
+
+
+@agent("weather")
+async def weather(ctx: TaskExecutionContext, trip: Trip) -> str:
+    await asyncio.sleep(3600)  # cancelled as soon as nobody waits for it any more
+    return "never told"
+
+
+ask_flights = Peer("flights", Trip, str)
+ask_hotels = Peer("hotels", Trip, str)
+ask_weather = Peer("weather", Trip, str, timeout=timedelta(seconds=2))
+
+
+@agent("planner")
+async def planner(ctx: TaskExecutionContext, trip: Trip) -> Itinerary:
+    calls = [ask_flights(trip), ask_hotels(trip), ask_weather(trip)]
+    answers = await ctx.gather(*calls, return_errors=True)
+    missing = [
+        f"{call.peer}: {answer.kind}"
+        for call, answer in zip(calls, answers, strict=True)
+        if isinstance(answer, Failed)
+    ]
+    return Itinerary(
+        city=trip.city, plan=[answer for answer in answers if not isinstance(answer, Failed)], missing=missing
+    )
+
+
+async def main() -> None:
+    async with local_mesh(planner, flights, hotels, weather) as mesh:
+        outcome = await mesh.ask("planner", {"city": "Rome", "days": 3})
+    assert isinstance(outcome, Ok), outcome
+    itinerary = Itinerary.model_validate(outcome.value)
+    print(f"{itinerary.city}:")
+    for line in itinerary.plan:
+        print(f"  - {line}")
+    for line in itinerary.missing:
+        print(f"  ! no answer from {line}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

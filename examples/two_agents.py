@@ -1,0 +1,39 @@
+"""Two agents in one file: `greeter` waits for `translator`, and while it waits it is only a row in a database.
+
+python examples/two_agents.py
+"""
+
+import asyncio
+
+from meshpoint import Ok, Peer, TaskExecutionContext, agent
+from meshpoint.local import local_mesh
+
+WORDS = {"it": "Buongiorno", "no": "God morgen", "es": "Buenos días"}
+
+
+@agent("translator")
+async def translator(ctx: TaskExecutionContext, language: str) -> str:
+    await asyncio.sleep(0.2)  # the time a model or a service takes
+    return WORDS[language]
+
+
+translate = Peer("translator", str, str)
+
+
+@agent("greeter")
+async def greeter(ctx: TaskExecutionContext, name: str) -> str:
+    greetings = await ctx.gather(*[translate(language) for language in WORDS])
+    return f"{', '.join(greetings)}, {name}!"
+
+
+async def main() -> None:
+    async with local_mesh(greeter, translator) as mesh:
+        match await mesh.ask("greeter", "Ada"):
+            case Ok(value=value):
+                print(value)
+            case failed:
+                print(f"no greeting: {failed}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,89 @@
+"""A mesh inside one process: for scripts, notebooks and tests of agents."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from meshpoint.adapters.logging_observer import LoggingObserver
+from meshpoint.client import Client
+from meshpoint.errors import ConfigurationError
+from meshpoint.model.ids import AgentName, new_id
+from meshpoint.ports.agent import DurableAgent
+from meshpoint.ports.observer import Observer
+from meshpoint.settings import AgentSettings, MeshSettings
+from meshpoint.wiring import first_of, make_broker, worker_of
+from meshpoint.worker import Worker
+
+
+@asynccontextmanager
+async def local_mesh(
+    *agents: DurableAgent[Any, Any],
+    broker_url: str = "memory://",
+    db_url: str | None = None,
+    namespace: str | None = None,
+    observer: Observer | None = None,
+    **options: Any,
+) -> AsyncIterator[Client]:
+    """Serve `agents` while the block runs; gives a client to ask them. Code that runs at its end has one more second.
+
+        async with local_mesh(travel, flights) as mesh:
+            outcome = await mesh.ask("travel", {"city": "Rome"})
+
+    Pausing is the real thing: a paused task is a row, not an object.
+
+    Args:
+        agents: what to serve: functions under `@agent`, instances of `StatefulAgent`.
+        broker_url: where messages go; by default they stay in this process.
+        db_url: where paused tasks rest; by default a SQLite file that is gone afterwards.
+        namespace: the mesh to join on that broker and database; by default one of its own.
+        observer: hears what happens; by default it is logged.
+        options: any key of the section `agent`, for all of them, such as `peer_timeout_seconds=5`.
+
+    Raises:
+        ConfigurationError: no agents, two of one name, or something that cannot work.
+        Unavailable: the broker or the database does not answer.
+    """
+    _check_names(agents)
+    mesh = MeshSettings(namespace=namespace or f"local-{new_id()}", broker_url=broker_url)
+    with tempfile.TemporaryDirectory(prefix="meshpoint-") as folder:
+        settings = {"session_db_url": db_url or f"sqlite:///{folder}/tasks.db", **options}
+        broker, hears, stop = make_broker(mesh), observer or LoggingObserver(), asyncio.Event()
+
+        def worker(agent: DurableAgent[Any, Any]) -> Worker:
+            kept = _settings(agent, settings)
+            return worker_of(agent, kept, mesh.namespace, broker, hears, kept.options())
+
+        workers = [worker(agent) for agent in agents]
+        try:
+            await broker.open()
+            for agent in agents:  # now, so that the first request finds its queue
+                await broker.declare(AgentName(agent.name))
+            async with asyncio.TaskGroup() as serving, Client(make_broker(mesh)) as client:
+                for each in workers:
+                    serving.create_task(each.run(stop))
+                try:
+                    yield client
+                finally:
+                    stop.set()
+        except BaseExceptionGroup as group:
+            raise first_of(group) from group
+        finally:
+            await broker.close()
+
+
+def _check_names(agents: tuple[DurableAgent[Any, Any], ...]) -> None:
+    names = [agent.name for agent in agents]
+    if not names:
+        raise ConfigurationError("local_mesh", "there is no agent to serve", "name at least one")
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigurationError("local_mesh", f"two agents are called {twice!r}", "give each a name of its own")
+
+
+def _settings(agent: DurableAgent[Any, Any], given: dict[str, Any]) -> AgentSettings:
+    durable = {"stateless_checkpointing": True, "session_service": "sql", "drain_timeout_seconds": 1}
+    # The agent is here already, and is not looked for.
+    return AgentSettings(name=agent.name, entrypoint="meshpoint.local:local_mesh", **{**durable, **given})

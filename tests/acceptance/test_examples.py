@@ -1,0 +1,94 @@
+"""Each example runs as it stands, and prints what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MESHPOINT = [sys.executable, "-m", "meshpoint.cli"]
+PATIENCE = 60
+
+PRINTED = {
+    "two_agents.py": "Buongiorno, God morgen, Buenos días, Ada!\n",
+    "trip_planner.py": """\
+Rome:
+  - flight to Rome, 120 EUR
+  - 3 nights at the Albergo Sole, 270 EUR
+  ! no answer from weather: timeout
+""",
+    "nested_mesh.py": "The Waiting Mesh: 45 pages reviewed, 90 mistakes\n",
+}
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(PRINTED)
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_an_example_prints_what_it_promises(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stdout) == (0, PRINTED[name]), done.stderr
+    assert not list(tmp_path.iterdir()), "it leaves nothing behind"
+
+
+def test_replicas_on_one_file(tmp_path: Path) -> None:
+    for name in ("agents.py", "travel.yaml"):
+        (tmp_path / name).write_text((EXAMPLES / "replicas" / name).read_text())
+    asyncio.run(_ask_replicas(tmp_path, {}))
+
+
+@pytest.mark.servers
+def test_replicas_on_servers(amqp_url: str, empty_postgres_url: str, namespace: str) -> None:
+    folder = EXAMPLES / "replicas"
+    servers = {"BROKER_URL": amqp_url, "DATABASE_URL": empty_postgres_url, "MESH_NAMESPACE": namespace}
+    upgrade = [*MESHPOINT, "db", "upgrade", "--config", "travel.yaml"]
+    subprocess.run(upgrade, cwd=folder, env={**os.environ, **servers}, timeout=PATIENCE, check=True)
+    asyncio.run(_ask_replicas(folder, servers))
+    assert not list(folder.glob("*.db"))
+
+
+async def _ask_replicas(folder: Path, variables: dict[str, str]) -> None:
+    environment = {**os.environ, **variables}
+    async with _replicas(folder, environment):
+        send = [*MESHPOINT, "send", "travel", '{"city": "Rome"}', "--config", "travel.yaml"]
+        sent = await asyncio.create_subprocess_exec(
+            *send, cwd=folder, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        out, err = await asyncio.wait_for(sent.communicate(), PATIENCE)
+    assert sent.returncode == 0, err.decode()
+    assert json.loads(out) == {"city": "Rome", "flight": "MP101 to Rome, 120 EUR", "forecast": "3 days of sun"}
+
+
+@asynccontextmanager
+async def _replicas(folder: Path, environment: dict[str, str]) -> AsyncIterator[None]:
+    """`meshpoint run` with two replicas that serve all three agents."""
+    command = [*MESHPOINT, "run", "travel.yaml", "--replicas", "2"]
+    supervisor = await asyncio.create_subprocess_exec(
+        *command, cwd=folder, env=environment, stderr=asyncio.subprocess.PIPE
+    )
+    assert supervisor.stderr is not None
+    try:
+        async with asyncio.timeout(PATIENCE):
+            started = 0
+            while started < 2 * 3:
+                started += json.loads(await supervisor.stderr.readline()).get("step") == "started"
+        reading = asyncio.create_task(supervisor.stderr.read())
+        yield
+    finally:
+        supervisor.terminate()
+        async with asyncio.timeout(PATIENCE):
+            code = await supervisor.wait()
+    await reading
+    assert code == 0

@@ -1,0 +1,88 @@
+"""A mesh inside one process."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from meshpoint import AgentMisbehaved, ConfigurationError, Failed, FailureKind, Ok, Peer, TaskExecutionContext, agent
+from meshpoint.client import UnknownAgent
+from meshpoint.local import local_mesh
+from meshpoint.model.events import Event, Phase, Step
+
+double = Peer("doubler", int, int)
+
+
+@agent("doubler")
+async def doubler(ctx: TaskExecutionContext, number: int) -> int:
+    return 2 * number
+
+
+@agent("summer")
+async def summer(ctx: TaskExecutionContext, numbers: list[int]) -> int:
+    return sum(await ctx.gather(*[double(number) for number in numbers]))
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+async def test_agents_ask_each_other_and_pause(temporary: Path) -> None:
+    heard = Heard()
+    async with local_mesh(summer, doubler, observer=heard) as mesh:
+        assert await mesh.ask("summer", [1, 2, 3]) == Ok(12)
+        assert list(temporary.glob("*/tasks.db")), "the pause was written"
+    assert [event.agent for event in heard.events if (event.step, event.phase) == (Step.CHECKPOINT, Phase.AFTER)] == [
+        "summer"
+    ]
+    assert not list(temporary.iterdir()), "its files are gone"
+
+
+async def test_tasks_can_rest_in_a_database_of_ones_own(temporary: Path) -> None:
+    place = temporary / "mine.db"
+    async with local_mesh(summer, doubler, db_url=f"sqlite:///{place}") as mesh:
+        assert await mesh.ask("summer", [5]) == Ok(10)
+    assert place.exists()
+
+
+async def test_options_reach_the_agents() -> None:
+    async with local_mesh(doubler, max_message_bytes=1024) as mesh:
+        outcome = await mesh.ask("doubler", "x" * 2000)
+    assert isinstance(outcome, Failed)
+
+
+async def test_two_meshes_do_not_meet() -> None:
+    async with local_mesh(summer) as one, local_mesh(doubler) as other:
+        assert await other.ask("doubler", 1) == Ok(2)
+        with pytest.raises(UnknownAgent):
+            await one.ask("doubler", 1)
+        missing = await one.ask("summer", [1])
+    assert isinstance(missing, Failed)
+    assert missing.kind is FailureKind.ERROR
+
+
+async def test_an_exception_of_the_block_passes_as_it_is() -> None:
+    with pytest.raises(AgentMisbehaved, match="mine"):
+        async with local_mesh(doubler):
+            raise AgentMisbehaved("mine")
+
+
+async def test_what_cannot_be_served_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="two agents are called 'doubler'"):
+        async with local_mesh(doubler, summer, doubler):
+            pass
+    with pytest.raises(ConfigurationError, match="no agent"):
+        async with local_mesh():
+            pass
