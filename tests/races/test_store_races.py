@@ -7,6 +7,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from meshpoint.adapters.sql import SqlCheckpointStore
 from meshpoint.conformance.build import (
     HERE,
     THERE,
+    a_cancel,
     a_claim,
     a_pause,
     a_release,
@@ -29,7 +31,8 @@ from meshpoint.conformance.build import (
 )
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
 from meshpoint.model.calls import FIRST
-from meshpoint.model.checkpoint import AllArrived, Committed, Ended, Fenced, Pause, TaskState
+from meshpoint.model.checkpoint import AllArrived, CancelBeforeRequest, Committed, Ended, Fenced, Pause, TaskState
+from meshpoint.model.ids import AgentName
 from servers import Proxy
 
 _CLAIMANT = Path(__file__).with_name("claimant.py")
@@ -96,6 +99,21 @@ async def test_sixty_four_claims_from_four_processes_have_sixteen_winners(
     assert Counter(kind for kind, _, _ in arrivals) == {"Duplicate": 48, "StillWaiting": 12, "AllArrived": 4}
     last = [(task_id, count) for kind, task_id, count in arrivals if kind == "AllArrived"]
     assert sorted(last) == sorted((pause.run.task_id, 4) for pause in pauses)
+
+
+async def test_four_processes_may_open_a_file_that_does_not_exist_yet(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/new.db"
+    claimants = await asyncio.gather(*(Claimant.start(url, f"replica-{n}") for n in range(4)))
+    assert await asyncio.gather(*(claimant.claim([]) for claimant in claimants)) == [[], [], [], []]
+
+
+async def test_a_cancel_for_another_agent_touches_nothing(store: SqlCheckpointStore) -> None:
+    pause = await paused(store)
+    cancel = replace(a_cancel(pause.run.task_id), agent=AgentName("stranger"))
+    assert await store.cancel([cancel]) == [CancelBeforeRequest()]
+    shown = await store.task(pause.run.task_id)
+    assert shown is not None
+    assert shown[0].state is TaskState.WAITING
 
 
 async def _work_through(store: SqlCheckpointStore, pauses: list[Pause], call_ids: str) -> int:

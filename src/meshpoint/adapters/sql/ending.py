@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import Any
 
@@ -147,26 +148,36 @@ async def cancel(tx: Transaction, cancels: Sequence[tuple[Cancel, Packed]], term
 
     async def turn(each: list[tuple[Cancel, Packed]]) -> list[CancelResult]:
         locked = await lock_tasks(tx, [wish.task_id for wish, _ in each])
-        idle = [pair for pair in each if _can_end_now(pair[0], locked, terms)]
+        rows = {wish.task_id: _own_row(wish, locked, terms) for wish, _ in each}
+        idle = [(wish, reply) for wish, reply in each if _is_in(rows[wish.task_id], _IDLE)]
         notices = await close_pending(tx, [wish.task_id for wish, _ in idle], locked.now, terms)
         await _bury(tx, [_cancel_columns(wish, reply, locked, terms) for wish, reply in idle])
-        await tx.each(
-            sql.INSERT_TOMBSTONE,
-            [_early(*pair, locked, terms) for pair in each if pair[0].task_id not in locked.rows],
-        )
-        running = [row.logical_task_id for row in locked.rows.values() if row.status == TaskState.RUNNING]
+        unknown = [(wish, reply) for wish, reply in each if wish.task_id not in locked.rows]
+        await tx.each(sql.INSERT_TOMBSTONE, [_early(wish, reply, locked.now, terms) for wish, reply in unknown])
+        running = [task_id for task_id, row in rows.items() if _is_in(row, {TaskState.RUNNING})]
         if running:
             await tx.run(sql.RAISE_CANCEL_FLAG, ids=running)
-        ended = [row.logical_task_id for row in locked.rows.values() if TaskState(row.status).ended]
+        ended = [task_id for task_id, row in rows.items() if row is not None and TaskState(row.status).ended]
         late = {row.logical_task_id: row for row in await tx.rows(sql.LOOKUP, ids=ended)} if ended else {}
-        return [await _cancel_result(wish, locked, late, notices, terms) for wish, _ in each]
+        return [
+            await _cancel_result(wish, rows[wish.task_id], late, notices.get(wish.task_id, ()), terms)
+            for wish, _ in each
+        ]
 
     return await in_rounds(cancels, lambda pair: pair[0].task_id, turn)
 
 
-def _can_end_now(wish: Cancel, locked: LockedTasks, terms: Terms) -> bool:
+_IDLE = frozenset({TaskState.WAITING, TaskState.READY, TaskState.PARKED})
+
+
+def _own_row(wish: Cancel, locked: LockedTasks, terms: Terms) -> Row[Any] | None:
+    """The task's row. That of another agent is not touched: this agent knows no such task."""
     row = locked.rows.get(wish.task_id)
-    return row is not None and row.status in {TaskState.WAITING, TaskState.READY, TaskState.PARKED}
+    return row if row is not None and row.agent_name == terms.names.qualified(wish.agent) else None
+
+
+def _is_in(row: Row[Any] | None, states: AbstractSet[TaskState]) -> bool:
+    return row is not None and row.status in states
 
 
 def _cancel_columns(wish: Cancel, reply: Packed, locked: LockedTasks, terms: Terms) -> Columns:
@@ -179,32 +190,31 @@ def _cancel_columns(wish: Cancel, reply: Packed, locked: LockedTasks, terms: Ter
     }
 
 
-def _early(wish: Cancel, reply: Packed, locked: LockedTasks, terms: Terms) -> Columns:
+def _early(wish: Cancel, reply: Packed, now: float, terms: Terms) -> Columns:
     return {
         "task_id": wish.task_id,
         "agent": terms.names.qualified(wish.agent),
         "run_id": wish.run_id,
         "reply": reply,
-        "now": locked.now,
-        "expires_at": locked.now + terms.tombstone_ttl,
+        "now": now,
+        "expires_at": now + terms.tombstone_ttl,
     }
 
 
 async def _cancel_result(
     wish: Cancel,
-    locked: LockedTasks,
+    row: Row[Any] | None,
     late: dict[str, Row[Any]],
-    notices: dict[str, tuple[CancelNotice, ...]],
+    notices: tuple[CancelNotice, ...],
     terms: Terms,
 ) -> CancelResult:
-    row = locked.rows.get(wish.task_id)
     if row is None:
         return CancelBeforeRequest()
     if row.status == TaskState.RUNNING:
         return CancelRequested(None if row.owner is None else ReplicaId(row.owner))
     if not TaskState(row.status).ended:
-        reply = _new_reply(row, TaskState.CANCELLED, wish.reply, timedelta(), terms)
-        return CancelledNow(reply, notices.get(wish.task_id, ()))
+        return CancelledNow(_new_reply(row, TaskState.CANCELLED, wish.reply, timedelta(), terms), notices)
     if row.fence == 0 and row.run_id == wish.run_id:
         return CancelBeforeRequest()  # the same cancel again: its broadcast may not have been sent
-    return CancelTooLate(await reply_of(late[wish.task_id], locked.now, terms.names))
+    tombstone = late[wish.task_id]
+    return CancelTooLate(await reply_of(tombstone, tombstone.now, terms.names))

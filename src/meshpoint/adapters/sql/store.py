@@ -101,7 +101,10 @@ class SqlCheckpointStore:
                 await self._database.write(lambda tx: tx.connection.run_sync(schema.create_if_empty))
             revision = await self._database.read(lambda tx: tx.connection.run_sync(schema.recorded_revision))
         except DRIVER_ERRORS as error:
-            raise refused(error) or error from error
+            refusal = refused(error)
+            if refusal is None:
+                raise
+            raise refusal from error
         if schema.behind(revision):
             problem = f"the database's tables are at revision {revision or 'none'}"
             raise ConfigurationError("session_db_url", problem, "run: meshpoint db upgrade")
