@@ -38,7 +38,7 @@ async def connect(own_rabbit: RabbitServer, namespace: str) -> AsyncIterator[Con
 
 async def is_up(broker: RabbitMqBroker, up: bool = True) -> None:
     async with asyncio.timeout(30):
-        while broker.connected is not up:  # noqa: ASYNC110  the port has no event for it
+        while broker.connected is not up:
             await asyncio.sleep(0.01)
 
 
@@ -262,6 +262,18 @@ async def test_consuming_what_nobody_declared(connect: Connect) -> None:
     broker = await connect()
     with pytest.raises(ConfigurationError, match=r"flights\.req"):
         await broker.consume(requests_of(STRANGER), 1, Inbox())
+
+
+async def test_a_stuck_queue_holds_up_no_other(connect: Connect, own_rabbit: RabbitServer, namespace: str) -> None:
+    broker = await connect(publish_timeout=timedelta(seconds=2))
+    await broker.declare(STRANGER)
+    queue = f"erlang:whereis('%2F_{namespace}.{requests_of(STRANGER)}')"
+    await own_rabbit.control("eval", f"sys:suspend({queue}).")
+    assert await broker.publish([(requests_of(STRANGER), a_message())]) == [Published.OVERLOADED]
+    assert broker.connected
+    await send(broker, REQUESTS, a_message())
+    await own_rabbit.control("eval", f"sys:resume({queue}).")
+    await send(broker, requests_of(STRANGER), a_message())
 
 
 async def _get(url: str, queue: str) -> DeliveredMessage:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import aiormq
 from aiormq.abc import AbstractConnection
@@ -122,12 +123,14 @@ class Link:
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return
-        farewell = asyncio.create_task(_close_result(attempt))
-        self._farewells.add(farewell)
-        farewell.add_done_callback(self._farewells.discard)
+        self._part(_close_result(attempt))
         if self._keeper is not None and not self._closed:
             self._keeper.cancel()
             self._keeper = asyncio.create_task(self._keep())
+
+    def leave(self, channel: aiormq.Channel) -> None:
+        """Close a channel aside."""
+        self._part(close_quietly(channel))
 
     async def close(self) -> None:
         """Disconnect for good."""
@@ -137,6 +140,11 @@ class Link:
             self._keeper = None
         self.drop()
         await asyncio.gather(*self._farewells)
+
+    def _part(self, farewell: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(farewell)
+        self._farewells.add(task)
+        task.add_done_callback(self._farewells.discard)
 
     async def _connect(self) -> AbstractConnection:
         async with asyncio.timeout(self._timeout):

@@ -44,8 +44,8 @@ class Publisher:
     async def publish(self, parcels: Sequence[Parcel]) -> list[Published]:
         """Send `parcels` and wait for the broker's word on each, in their order.
 
-        A message that the broker does not confirm while it answers otherwise counts as refused for now: its
-        queue has lost its leader, which must not hold up the messages for other queues.
+        A message that the broker does not confirm while it answers otherwise counts as refused for now: a queue
+        has lost its leader, which holds up this channel but must not hold up the next.
 
         Raises:
             BrokerUnavailable: at least one is in doubt; all may be sent again.
@@ -60,10 +60,8 @@ class Publisher:
             if sending:
                 await asyncio.wait(sending, timeout=end - asyncio.get_running_loop().time())
             silent = {task for task in sending if not task.done()}
-            if silent and not await self._answers():
-                self._channel = None
-                self._link.drop()
-                raise BrokerUnavailable("publishing: the broker does not answer")
+            if silent:
+                await self._leave(channel)
             with translated("publishing"):
                 return [Published.OVERLOADED if task in silent else task.result() for task in sending]
         finally:
@@ -80,6 +78,16 @@ class Publisher:
                 await declare_exchange(self._link, self._topology)
                 self._channel = await self._link.open_channel(confirms=True)
             return self._channel
+
+    async def _leave(self, channel: Channel) -> None:
+        """Give up `channel`, on which a message was not confirmed; its connection too if the broker is silent."""
+        answers = await self._answers()
+        if self._channel is channel:
+            self._channel = None
+            self._link.leave(channel)
+        if not answers:
+            self._link.drop()
+            raise BrokerUnavailable("publishing: the broker does not answer")
 
     async def _answers(self) -> bool:
         """Whether the broker opens a channel. It does not while it holds back this connection."""
