@@ -1,6 +1,6 @@
 """Three deep, and wide: a publisher asks an editor, the editor asks fifty reviewers, each of whom asks a library.
 
-    python examples/nested_mesh.py
+Run it: `python examples/nested_mesh.py`.
 
 While the answers come in, nobody waits in memory: 1 + 1 + 50 tasks are rows.
 """

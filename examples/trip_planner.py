@@ -1,6 +1,8 @@
 """A planner asks three peers at once. One is slow, one never answers; the plan says what is missing.
 
-python examples/trip_planner.py
+Run it: `python examples/trip_planner.py`.
+
+The mesh stops the code that nobody waits for any more, and logs `code_cancelled`.
 """
 
 import asyncio
@@ -36,7 +38,7 @@ async def hotels(ctx: TaskExecutionContext, trip: Trip) -> str:
 
 @agent("weather")
 async def weather(ctx: TaskExecutionContext, trip: Trip) -> str:
-    await asyncio.sleep(3600)  # cancelled as soon as nobody waits for it any more
+    await asyncio.sleep(3600)
     return "never told"
 
 

@@ -1,6 +1,6 @@
 """Two agents in one file: `greeter` waits for `translator`, and while it waits it is only a row in a database.
 
-python examples/two_agents.py
+Run it: `python examples/two_agents.py`.
 """
 
 import asyncio

@@ -143,6 +143,13 @@ def test_a_checkpoint_without_its_ack_is_not_paused_yet(telling: Telling) -> Non
     assert not telling.story.replicas["A"].paused
 
 
+def test_who_acks_a_response_has_not_paused_its_task(telling: Telling) -> None:
+    telling.begin("A", "t1", 0)
+    telling.pause("A", "t1", 1)
+    telling.tell("B", Step.ACK, Phase.AFTER, "t1")
+    assert [name for name, replica in telling.story.replicas.items() if replica.paused] == ["A"]
+
+
 def test_what_is_heard_late_does_not_pause_a_task_again(telling: Telling) -> None:
     telling.begin("A", "t1", 0)
     telling.begin("B", "t1", 1)
