@@ -10,6 +10,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from pydantic.alias_generators import to_camel
+from pydantic_core import from_json
 
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.ids import new_id
@@ -117,7 +118,7 @@ class ResponseBody(Body):
                 return Failed(FailureKind.CANCELLED, part.text or "cancelled", usage)
             case TaskState.FAILED:
                 kind = metadata.get("failure")
-                known = kind if kind in set(FailureKind) else FailureKind.ERROR
+                known = kind if isinstance(kind, str) and kind in set(FailureKind) else FailureKind.ERROR
                 return Failed(FailureKind(str(known)), part.text or "failed", usage)
             case _:
                 raise PoisonMessage(f"task.status.state: {status.state} does not end a task")
@@ -155,11 +156,15 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
         PoisonMessage: not JSON, a field is missing, or a field has a wrong type; names the field.
     """
     try:
+        if b"NaN" in body or b"Infinity" in body:  # pydantic takes the bare words for numbers; JSON has no such thing
+            from_json(body, allow_inf_nan=False)
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
         raise PoisonMessage(f"{where}: {first['msg']}") from error
+    except ValueError as error:
+        raise PoisonMessage(f"body: not JSON: {error}") from error
 
 
 def response_body(
