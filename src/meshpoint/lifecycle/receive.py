@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
-from meshpoint.errors import PoisonMessage
+from meshpoint.errors import NotJson, PoisonMessage
 from meshpoint.model.bodies import CancelBody, RequestBody, ResponseBody, StatusBody, TaskState, parse
 from meshpoint.model.checkpoint import Claim, Progress, Requester
 from meshpoint.model.context import A2AContext, Report, TaskExecutionContext
 from meshpoint.model.ids import RunId, TaskId, new_id
+from meshpoint.model.json_values import JsonDict
 from meshpoint.model.messages import Header, Message, MessageType
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind
@@ -62,7 +64,7 @@ def requester_of(message: Message) -> Requester:
         app_id=message.app_id or None,
         parent_task_id=str(parent) if parent is not None else None,
         deadline=_instant(deadline) if deadline is not None else None,
-        idle_timeout=timedelta(seconds=idle) if idle is not None else None,
+        idle_timeout=_duration(idle) if idle is not None else None,
     )
 
 
@@ -81,12 +83,17 @@ def request(message: Message, options: Options) -> Request:
     if body.message.task_id not in {None, task_id}:
         raise PoisonMessage(f"message.taskId: {body.message.task_id!r} is not the correlation id {task_id!r}")
     requester = requester_of(message)
+    try:
+        a2a_context = _a2a_context(message, body, requester)
+        security_context = JsonDict(_dict(body, "securityContext"), name="metadata.securityContext")
+    except (ValidationError, NotJson) as error:  # too deep to be kept
+        raise PoisonMessage(f"metadata: {error}") from error
     return Request(
         task_id=TaskId(task_id),
         input=body.input(),
         requester=requester,
-        a2a_context=_a2a_context(message, body, requester),
-        security_context=_dict(body, "securityContext"),
+        a2a_context=a2a_context,
+        security_context=security_context,
         trace_context={k: v for k, v in message.headers.items() if k == Header.TRACEPARENT.value},
         message=message,
     )
@@ -196,9 +203,12 @@ def _number(message: Message, header: Header) -> float | None:
     if value is None:
         return None
     try:
-        return float(value)
-    except ValueError as error:
+        number = float(value)
+    except (ValueError, TypeError, OverflowError) as error:
         raise PoisonMessage(f"{header}: {value!r} is not a number") from error
+    if not math.isfinite(number):
+        raise PoisonMessage(f"{header}: {value!r} is not a number")
+    return number
 
 
 def _instant(seconds: float) -> datetime:
@@ -206,3 +216,10 @@ def _instant(seconds: float) -> datetime:
         return datetime.fromtimestamp(seconds, UTC)
     except (ValueError, OverflowError, OSError) as error:
         raise PoisonMessage(f"{Header.DEADLINE}: {seconds!r} is not an instant") from error
+
+
+def _duration(seconds: float) -> timedelta:
+    try:
+        return timedelta(seconds=seconds)
+    except OverflowError as error:
+        raise PoisonMessage(f"{Header.IDLE_TIMEOUT}: {seconds!r} is not a duration") from error

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from datetime import datetime
+from functools import partial
 
-from meshpoint.errors import PoisonMessage, Unavailable
-from meshpoint.lifecycle.receive import Request, requester_of
+from meshpoint.lifecycle.receive import Request
 from meshpoint.lifecycle.site import Site
-from meshpoint.model.checkpoint import Reply, TaskState
+from meshpoint.model.checkpoint import Reply, Requester, TaskState
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
 from meshpoint.model.letters import reply_bytes, reply_letter
-from meshpoint.model.messages import MessageType
+from meshpoint.model.messages import Header, Message, MessageType
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.ports.broker import Delivery
@@ -40,21 +40,15 @@ class Refusals:
         self._site.steps.note(
             Step.DEAD_LETTER, TaskId(message.correlation_id), type=message.type.value, reason=reason
         )
-        try:
-            if message.type is MessageType.REQUEST and message.correlation_id:
-                await self._reply(delivery, reason)
-            await delivery.dead_letter(reason)
-        except Unavailable:
-            pass  # un-acked: it comes again, and is refused again
+        if message.type is MessageType.REQUEST and message.correlation_id:
+            await self._reply(message, reason)
+        await self._site.patience.until_answered(partial(delivery.dead_letter, reason))
 
-    async def _reply(self, delivery: Delivery, reason: str) -> None:
-        message = delivery.message
+    async def _reply(self, message: Message, reason: str) -> None:
         task_id = TaskId(message.correlation_id)
-        try:
-            requester = requester_of(message)
-        except PoisonMessage:
-            return
+        parent = message.headers.get(Header.PARENT_TASK)
+        requester = Requester(message.reply_to, parent_task_id=None if parent is None else str(parent))
         body = reply_bytes(task_id, None, Failed(FailureKind.INVALID, reason))
         letter = reply_letter(Reply(self._site.agent, task_id, TaskState.FAILED, body, requester))
-        if letter is not None:
-            await self._site.broker.publish([letter])
+        if letter is not None:  # once is enough: an address that nobody has will not get one soon
+            await self._site.patience.until_answered(partial(self._site.broker.publish, [letter]))
