@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from pydantic_core import PydanticSerializationError, to_jsonable_python
+from pydantic_core import from_json, to_json
 
 from meshpoint.errors import AgentFailed, IncompatibleState, InvalidInput
 from meshpoint.lifecycle.segment import Segment, Stop
@@ -62,18 +62,19 @@ async def _run(code: Coroutine[Any, Any, Paused | Done[Any]], segment: Segment, 
         code.close()
         return Stopped(segment.stopped)
     with steps.step(Step.SEGMENT, [run.task_id], generation=run.generation):
-        segment.code = asyncio.create_task(_guarded(code, segment), name=f"segment {run.task_id}")
+        running = segment.code = asyncio.create_task(_guarded(code, segment), name=f"segment {run.task_id}")
         try:
-            return await segment.code
-        except asyncio.CancelledError:
-            if not segment.code.cancelled():
-                segment.code.cancel()
-                raise
-            if segment.stopped is not None:
-                return Stopped(segment.stopped)
-            return Failed(FailureKind.ERROR, "the agent's code cancelled itself")
+            await asyncio.wait({running})
+        except asyncio.CancelledError:  # the replica ends: what the code came to is nobody's result
+            running.cancel()
+            raise
         finally:
             segment.code = None
+        if not running.cancelled():
+            return running.result()
+        if segment.stopped is not None:
+            return Stopped(segment.stopped)
+        return Failed(FailureKind.ERROR, "the agent's code cancelled itself")
 
 
 async def _guarded(code: Coroutine[Any, Any, Paused | Done[Any]], segment: Segment) -> SegmentResult:
@@ -87,7 +88,9 @@ async def _guarded(code: Coroutine[Any, Any, Paused | Done[Any]], segment: Segme
         return _failed(FailureKind.INVALID, str(error), segment)
     except AgentFailed as error:
         return _failed(FailureKind.ERROR, str(error), segment)
-    except (Exception, SystemExit) as error:
+    except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
         log.warning("task %s: agent code raised", segment.run.task_id, exc_info=True)
         return _failed(FailureKind.ERROR, f"{type(error).__name__}: {error}", segment)
 
@@ -98,13 +101,22 @@ def _result(returned: object, segment: Segment) -> SegmentResult:
             return returned
         case Done(output=output, artifacts=artifacts):
             try:
-                value = to_jsonable_python(output)
-            except PydanticSerializationError as error:
+                value = _json(output)
+            except ValueError as error:
                 return _failed(FailureKind.ERROR, f"the agent's output is not JSON: {error}", segment)
-            return Ok(value, _artifacts(segment, artifacts), _usage(segment))
+            try:
+                more = tuple(dict(_json(artifact)) for artifact in artifacts)
+            except (ValueError, TypeError) as error:
+                return _failed(FailureKind.ERROR, f"the agent's artifacts are not JSON objects: {error}", segment)
+            return Ok(value, _artifacts(segment, more), _usage(segment))
         case _:
             kind = type(returned).__name__
             return _failed(FailureKind.ERROR, f"the agent returned {kind}; it must return Paused or Done", segment)
+
+
+def _json(value: object) -> Any:
+    """`value` as it will arrive. Not-a-number and infinity, which a serializer would turn into null, are refused."""
+    return from_json(to_json(value, inf_nan_mode="constants"), allow_inf_nan=False)
 
 
 def _artifacts(segment: Segment, more: tuple[Any, ...]) -> tuple[Any, ...]:
