@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
 
-from meshpoint.errors import BrokerUnavailable, Unavailable
+from meshpoint.errors import Unavailable
 from meshpoint.lifecycle.site import Site
 from meshpoint.model.checkpoint import CancelNotice, Claim, Dispatch, Reply, Send
 from meshpoint.model.events import Step
@@ -14,6 +16,8 @@ from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.ports.broker import Published
 from meshpoint.ports.home import Home
 
+_NOT_TAKEN_YET = timedelta(seconds=1)
+"""Before a reply is tried again whose queue is full, or not there (yet)."""
 _STEP = {Dispatch: Step.DISPATCH, CancelNotice: Step.CANCEL_NOTICE, Reply: Step.REPLY}
 
 
@@ -88,20 +92,14 @@ class Outgoing:
         """Publish a reply that no row keeps: repeat until the broker has it, or give up on its address."""
         if letter is None:
             return
-        give_up_at = self._site.clock.now() + self._site.options.reply_retry_time
-
-        async def attempt() -> bool:
-            (word,) = await self._site.broker.publish([letter])
-            if word is Published.ACCEPTED:
-                return True
-            if word is Published.UNROUTABLE and self._site.clock.now() >= give_up_at:
-                return False
-            raise BrokerUnavailable(f"the reply of task {task_id} to {letter[0]} is {word.name.lower()}")
-
+        clock, publish = self._site.clock, partial(self._site.broker.publish, [letter])
+        give_up_at = clock.now() + self._site.options.reply_retry_time
         with self._site.steps.step(Step.REPLY, [task_id]):
-            delivered = await self._site.patience.until_answered(attempt)
-        if not delivered:
-            self._site.steps.note(Step.REPLY_UNROUTABLE, task_id, reply_to=letter[0])
+            while (word := (await self._site.patience.until_answered(publish))[0]) is not Published.ACCEPTED:
+                if word is Published.UNROUTABLE and clock.now() >= give_up_at:
+                    self._site.steps.note(Step.REPLY_UNROUTABLE, task_id, reply_to=letter[0])
+                    return
+                await clock.sleep(_NOT_TAKEN_YET)
 
     async def tell(self, letter: Letter | None) -> None:
         """Publish something advisory: lost when the broker is away."""

@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, stop_never, wait_random_exponential
-from tenacity.stop import stop_base
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_never, wait_random_exponential
 
 from meshpoint.errors import BrokerUnavailable, StoreUnavailable, Unavailable
 from meshpoint.model.events import Step
@@ -37,9 +36,10 @@ class Patience:
 
     async def for_a_while(self, attempt: Callable[[], Awaitable[T]], limit: timedelta) -> T:
         """The result of `attempt`, or its last `Unavailable` after about `limit`."""
-        return await self._repeat(attempt, stop_after_delay(limit.total_seconds()))
+        give_up_at = self._clock.now() + limit
+        return await self._repeat(attempt, lambda _: self._clock.now() >= give_up_at)
 
-    async def _repeat(self, attempt: Callable[[], Awaitable[T]], stop: stop_base) -> T:
+    async def _repeat(self, attempt: Callable[[], Awaitable[T]], stop: Callable[[RetryCallState], bool]) -> T:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(Unavailable),
             wait=_BACK_OFF,
