@@ -34,4 +34,5 @@ class Held:
 
     def room(self, limit: int) -> int:
         """How many tasks to leave room for: doubles as tasks are held, so that prefetch is seldom changed."""
-        return min(1 << len(self._by_task).bit_length(), limit) if self._by_task else 0
+        held = sum(len(deliveries) for deliveries in self._by_task.values())
+        return min(1 << held.bit_length(), limit) if held else 0

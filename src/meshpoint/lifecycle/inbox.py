@@ -14,6 +14,7 @@ class Inbox:
     def __init__(self) -> None:
         self._waiting: deque[Delivery] = deque()
         self._arrived = asyncio.Event()
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -26,10 +27,17 @@ class Inbox:
     def take(self, limit: int) -> list[Delivery]:
         """Up to `limit` deliveries, oldest first."""
         taken = [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
-        if not self._waiting:
+        if not (self._waiting or self._closed):
             self._arrived.clear()
         return taken
 
-    async def some(self) -> None:
-        """Return when there is a delivery."""
+    def close(self) -> list[Delivery]:
+        """End it: `some` has no more to wait for. What was left, to be given back."""
+        self._closed = True
+        self._arrived.set()
+        return self.take(len(self))
+
+    async def some(self) -> bool:
+        """Return when there is a delivery: True; False once it is closed."""
         await self._arrived.wait()
+        return not self._closed

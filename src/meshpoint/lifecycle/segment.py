@@ -26,7 +26,8 @@ class Segment:
 
     `home` is None until the first checkpoint chooses one. `deliveries` are the un-acked requests of the task:
     more than one when a request was sent again. `request` is kept for the row that the first pause writes.
-    `dead_reason` is set when the task ends because its runs keep killing their process.
+    `settling` is set when the code has ended. `dead_reason` is set when the task ends because its runs keep killing
+    their process.
     """
 
     run: Run
@@ -36,6 +37,7 @@ class Segment:
     request: bytes | None = None
     deliveries: list[Delivery] = field(default_factory=list)
     code: asyncio.Task[object] | None = None
+    settling: bool = False
     stopped: Stop | None = None
     dead_reason: str | None = None
 

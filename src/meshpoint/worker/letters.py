@@ -16,6 +16,7 @@ from meshpoint.model.checkpoint import (
     CancelRequested,
     CancelTooLate,
     Claim,
+    TaskState,
     WrongSender,
 )
 from meshpoint.model.events import Step
@@ -129,6 +130,9 @@ class Letters:
                 case CancelledNow(reply=reply, cancels=cancels):
                     await self._segments.send(self._site.durable, [reply, *cancels])
                 case CancelRequested() | CancelBeforeRequest():
+                    await self._broadcast_cancel([task_id])
+                case CancelTooLate(reply=reply) if reply.state is TaskState.CANCELLED:
+                    # Cancelled before, but a crash may have come before all were told.
                     await self._broadcast_cancel([task_id])
                 case CancelTooLate():
                     pass

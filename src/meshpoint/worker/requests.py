@@ -53,13 +53,19 @@ class Requests:
                 self._site.slots.give_back()
             else:
                 arrived.append((*segment_of, delivery))
-        known = await self._lookup([request.task_id for _, request, _ in arrived])
-        for segment, request, delivery in arrived:
-            begun = await self._admit(segment, request, delivery, known.get(request.task_id))
-            if begun:
-                self._segments.start(segment, request)
-            else:
-                self._site.slots.give_back()
+        try:
+            known = await self._lookup([request.task_id for _, request, _ in arrived])
+            while arrived:
+                segment, request, delivery = arrived[0]
+                begun = await self._admit(segment, request, delivery, known.get(request.task_id))
+                arrived.pop(0)
+                if begun:
+                    self._segments.start(segment, request)
+                else:
+                    self._site.slots.give_back()
+        finally:
+            for segment, _, _ in arrived:  # the replica ends: un-acked, they come again elsewhere
+                self._segments.leave(segment)
 
     async def _read(self, delivery: Delivery) -> tuple[Segment, receive.Request] | None:
         try:
@@ -116,8 +122,7 @@ class Requests:
         match result:
             case Begun(run=run):
                 segment.run, segment.home = run, home
-                await self._segments.ack(run.task_id, segment.deliveries)
-                segment.deliveries = []
+                await self._segments.ack(segment)
                 return True
             case Fenced():
                 self._spawn(self._settled(segment))
@@ -152,7 +157,7 @@ class Requests:
 
     async def _settled(self, segment: Segment) -> None:
         if segment.dead_reason is None:
-            await self._segments.ack(segment.run.task_id, segment.deliveries)
+            await self._segments.ack(segment)
         else:
             self._site.steps.note(Step.DEAD_TASK, segment.run.task_id, reason=segment.dead_reason)
             for delivery in segment.deliveries:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias, assert_never
@@ -21,6 +21,7 @@ from meshpoint.lifecycle.cancel import CANCELLED
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.held import Held
 from meshpoint.lifecycle.leases import LeaseKeeper
+from meshpoint.lifecycle.refuse import refusal
 from meshpoint.lifecycle.restore import restore
 from meshpoint.lifecycle.segment import Segment, Stop
 from meshpoint.lifecycle.site import Site, Spawn
@@ -83,7 +84,6 @@ class Segments:
         self._make_room = make_room
         self.live: dict[TaskId, Segment] = {}
         self.held = Held()
-        self._carried: set[asyncio.Task[None]] = set()
         self._none_left = asyncio.Event()
         self.ready_somewhere = asyncio.Event()
 
@@ -107,6 +107,9 @@ class Segments:
         """Forget a task that came to nothing here."""
         if self.live.get(segment.run.task_id) is segment:
             del self.live[segment.run.task_id]
+        self._tell_if_none_left()
+
+    def _tell_if_none_left(self) -> None:
         if not self.live and not self.held:
             self._none_left.set()
 
@@ -126,12 +129,19 @@ class Segments:
             segment.dead_reason = reason
             self._begin(segment, _already(Failed(FailureKind.ERROR, reason)))
         elif task.run.generation == 0:
-            assert task.request is not None
-            self.start(segment, receive.request(unpack(task.request), self._site.options))
+            self._begin(segment, self._started_again(segment, task))
         else:
-            self._begin(segment, self._restored(segment, home, task))
+            self._begin(segment, self._restored(segment, task))
 
-    async def _restored(self, segment: Segment, home: Home, task: Resumable) -> run.SegmentResult:
+    async def _started_again(self, segment: Segment, task: Resumable) -> run.SegmentResult:
+        assert task.request is not None
+        request = receive.request(unpack(task.request), self._site.options)
+        if refused := refusal(request, self._site.options, self._site.clock.now()):
+            return refused
+        segment.context = request.context(self.report_to(request.task_id, request.requester))
+        return await run.first_segment(self._agent, segment, request.input, self._site.steps)
+
+    async def _restored(self, segment: Segment, task: Resumable) -> run.SegmentResult:
         try:
             with self._site.steps.step(Step.RESTORE, [task.run.task_id], generation=task.run.generation):
                 context, outcomes = restore(task, self.report_to(task.run.task_id, task.requester))
@@ -143,9 +153,7 @@ class Segments:
     def _begin(self, segment: Segment, code: Coroutine[Any, Any, run.SegmentResult]) -> None:
         if self._leases is not None and segment.home is not None and segment.home.durable:
             self._leases.keep(segment.run)
-        carried = self._spawn(self._live(segment, code))
-        self._carried.add(carried)
-        carried.add_done_callback(self._carried.discard)
+        self._spawn(self._live(segment, code))
 
     # ── through it ─────────────────────────────────────────────────────────────────────────────────
 
@@ -153,7 +161,9 @@ class Segments:
         owned = segment.run
         try:
             try:
-                afterwards = await self._settle(segment, await code)
+                result = await code
+                segment.settling = True
+                afterwards = await self._settle(segment, result)
             except Exception as error:  # the consumer edge: a defect here must not take the other tasks along
                 log.exception("task %s: its segment could not be settled", owned.task_id)
                 broken = Failed(FailureKind.ERROR, f"internal error: {type(error).__name__}: {error}")
@@ -168,12 +178,18 @@ class Segments:
     async def _settle(self, segment: Segment, result: run.SegmentResult) -> Afterwards:
         """Commit what the code came to; what is left to publish and ack."""
         match result:
+            case Paused() if segment.stopped is Stop.CANCELLED:  # a moment too late to stop the code
+                return await self._stopped(segment, Stop.CANCELLED)
             case Paused():
                 return await self._pause(segment, result)
             case Ok() | Failed():
                 return await self._end(segment, result)
             case run.Stopped(why=why):
                 return await self._stopped(segment, why)
+            case run.Unreadable(reason=reason) if segment.run.generation == 0:
+                return await self._end(segment, Failed(FailureKind.ERROR, f"a new task has no state: {reason}"))
+            case run.Unreadable(reason=reason) if segment.home is None or not segment.home.durable:
+                return await self._end(segment, Failed(FailureKind.ERROR, reason))  # nobody else can have it
             case run.Unreadable(reason=reason):
                 return await self._give_back(segment, reason)
             case _:
@@ -187,7 +203,7 @@ class Segments:
             case Stop.DRAINING:
                 return await self._give_back(segment, None)
             case Stop.LOST:
-                return partial(self._ack, segment)
+                return partial(self.ack, segment)
             case _:
                 assert_never(why)
 
@@ -199,7 +215,7 @@ class Segments:
                 return partial(self._after_pause, segment, home, saved)
             case Fenced():
                 self._site.steps.note(Step.FENCED, segment.run.task_id, what="pause", fence=segment.run.fence)
-                return partial(self._ack, segment)
+                return partial(self.ack, segment)
             case CancelFound(run=still_ours):
                 if still_ours is None:
                     return partial(self._answer, segment, finish.reply_for(segment, CANCELLED, self._site.options))
@@ -219,7 +235,7 @@ class Segments:
             case Ended(reply=committed):
                 return partial(self._after_end, segment, segment.home, committed)
             case Fenced():
-                return partial(self._ack, segment)
+                return partial(self.ack, segment)
             case _:
                 assert_never(ended)
 
@@ -232,7 +248,7 @@ class Segments:
         release = Release(segment.run, not_before, unreadable)
         with self._site.steps.step(Step.RELEASE, [segment.run.task_id], reason=unreadable or "drain"):
             await self._site.patience.until_answered(lambda: home.store.release([release]))
-        return self.wake_others
+        return partial(self._after_release, segment, home, unreadable)
 
     # ── out of it ──────────────────────────────────────────────────────────────────────────────────
 
@@ -245,30 +261,37 @@ class Segments:
         await self.send(home, saved.dispatches)
         if saved.state is TaskState.READY:
             self.ready_somewhere.set()
-        await self._ack(segment)
+        await self.ack(segment)
+
+    async def _after_release(self, segment: Segment, home: Home, unreadable: str | None) -> None:
+        if unreadable is not None:
+            found = await self._site.patience.until_answered(lambda: home.store.task(segment.run.task_id))
+            if found is not None and found[0].state is TaskState.PARKED:
+                self._site.steps.note(Step.PARKED, segment.run.task_id, reason=unreadable)
+        else:
+            await self.wake_others()
+        await self.ack(segment)
 
     async def _after_end(self, segment: Segment, home: Home, reply: Reply) -> None:
         await self.send(home, [reply])
-        await self._ack(segment)
+        await self.ack(segment)
 
     async def _answer(self, segment: Segment, reply: Reply) -> None:
         """Answer a task that has no row of its own: the broker confirms the reply, then the request is acked."""
         await self._outgoing.deliver(reply_letter(reply), segment.run.task_id)
-        await self._ack(segment)
+        await self.ack(segment)
 
-    async def _ack(self, segment: Segment) -> None:
-        await self.ack(segment.run.task_id, segment.deliveries)
-        segment.deliveries = []
+    async def ack(self, segment: Segment) -> None:
+        """Settle the task's requests: their consequences are committed and sent."""
+        while segment.deliveries:  # one that arrives again meanwhile must not stay un-acked
+            deliveries, segment.deliveries = segment.deliveries, []
+            await self._settle_requests(segment.run.task_id, deliveries)
 
     async def _requeue(self, segment: Segment) -> None:
         for delivery in segment.deliveries:
             await delivery.requeue()
 
-    async def ack(self, task_id: TaskId, deliveries: Iterable[Delivery]) -> None:
-        """Settle requests whose consequences are committed and sent."""
-        deliveries = list(deliveries)
-        if not deliveries:
-            return
+    async def _settle_requests(self, task_id: TaskId, deliveries: Sequence[Delivery]) -> None:
         with self._site.steps.step(Step.ACK, [task_id]):
             for delivery in deliveries:
                 await delivery.ack()
@@ -280,8 +303,9 @@ class Segments:
         undeliverable, settled = await self._outgoing.send(home, sends)
         for task_id in settled:
             if deliveries := self.held.let_go(task_id):
-                await self.ack(task_id, deliveries)
+                await self._settle_requests(task_id, deliveries)
                 self._make_room()
+        self._tell_if_none_left()
         if undeliverable:
             await self.claim(home, undeliverable)
 
@@ -301,7 +325,8 @@ class Segments:
                     self._spawn(self.send(home, cancels))
             case MadeReady(cancels=cancels):
                 self.ready_somewhere.set()
-                self._spawn(self.wake_others())
+                if home.durable:
+                    self._spawn(self.wake_others())
                 if cancels:
                     self._spawn(self.send(home, cancels))
             case StillWaiting():
@@ -323,32 +348,25 @@ class Segments:
         return segment is not None
 
     def lose(self, run: Run) -> None:
-        """Stop the code of a run whose task another replica owns."""
+        """Stop the code of a run whose task another replica owns. Once it has ended, its write meets the fence."""
         segment = self.live.get(run.task_id)
-        if segment is not None and segment.run == run:
+        if segment is not None and segment.run == run and not segment.settling:
             self._site.steps.note(Step.LEASE_LOST, run.task_id, fence=run.fence)
             segment.stop(Stop.LOST)
 
-    async def drain(self) -> None:
-        """Return when no task is left: ended, paused in the database, or given back after `drain_timeout`."""
-        if not await self._none_left_within(self._site.options.drain_timeout):
-            for segment in list(self.live.values()):
-                segment.stop(Stop.DRAINING)
-            for delivery in self.held.let_all_go():
-                await delivery.requeue()
-            await self._none_left_within(self._site.options.release_timeout)
-        for carried in self._carried:
-            carried.cancel()  # the database or the broker is away: leases and un-acked requests bring them back
+    async def none_left(self) -> None:
+        """Return when every task has ended or is paused in the database."""
+        while self.live or self.held:
+            self._none_left.clear()
+            await self._none_left.wait()
 
-    async def _none_left_within(self, limit: timedelta) -> bool:
-        self._none_left.clear()
-        if not self.live and not self.held:
-            return True
-        try:
-            async with asyncio.timeout(limit.total_seconds()):
-                return await self._none_left.wait()
-        except TimeoutError:
-            return False
+    async def give_all_back(self) -> None:
+        """Stop running code and give its tasks, and those that wait in memory, to other replicas."""
+        for segment in list(self.live.values()):
+            segment.stop(Stop.DRAINING)
+        for delivery in self.held.let_all_go():
+            await delivery.requeue()
+        self._tell_if_none_left()
 
     async def wake_others(self) -> None:
         """Tell all replicas that a task is ready. Losing it costs one sweep interval."""

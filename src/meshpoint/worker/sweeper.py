@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from meshpoint.errors import Unavailable
 from meshpoint.lifecycle import claim
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.grace import Grace
 from meshpoint.lifecycle.site import Site, Spawn
+from meshpoint.model.checkpoint import StillWaiting
 from meshpoint.model.events import Step
 from meshpoint.model.letters import status_letter
 from meshpoint.ports.home import Home
@@ -36,9 +40,10 @@ class Sweeper:
         """Begin both waits: answers that are queued come first, and owners get a lease's time to renew."""
         self._grace.begin()
 
-    async def look(self) -> None:
+    async def look(self, homes: Sequence[Home]) -> None:
         """Look once, at each home that can be reached."""
-        for home in self._site.homes:
+        self._looks += 1
+        for home in homes:
             try:
                 await self.on_due(home)
             except Unavailable as error:
@@ -48,8 +53,7 @@ class Sweeper:
         """One look at one home."""
         batch = self._site.options.sweep_batch
         store = home.store
-        for task in await claim.take_ready(home, self._site):
-            self._segments.resume(home, task)
+        await self._take_ready(home)
         if not self._site.broker.connected or (home.durable and self._site.patience.note_back()):
             self._grace.begin()
         if self._grace.may_expire:
@@ -63,7 +67,6 @@ class Sweeper:
             await self._outgoing.tell(
                 status_letter(self._site.agent, alive.task_id, alive.requester, {"alive": True})
             )
-        self._looks += 1
         if self._looks % _PURGE_EVERY == 0:
             await self.purge(home)
 
@@ -75,16 +78,26 @@ class Sweeper:
 
     async def _expire(self, home: Home) -> None:
         for expired in await claim.expire(home, self._site):
-            self._segments.arrived(home, expired.then)
-            if expired.cancels:
+            if isinstance(expired.then, StillWaiting):
                 self._spawn(self._segments.send(home, expired.cancels))
+            else:
+                self._segments.arrived(home, replace(expired.then, cancels=expired.cancels))
 
     async def take_ready(self) -> None:
         """Go on with tasks that waited for a slot, if there may be any."""
-        if self._site.durable is not None and self._segments.ready_somewhere.is_set():
-            self._segments.ready_somewhere.clear()
+        if not self._segments.ready_somewhere.is_set():
+            return
+        self._segments.ready_somewhere.clear()
+        for home in self._site.homes:
             try:
-                for task in await claim.take_ready(self._site.durable, self._site):
-                    self._segments.resume(self._site.durable, task)
+                await self._take_ready(home)
             except Unavailable as error:
                 self._site.patience.note_away(error)
+
+    async def _take_ready(self, home: Home) -> None:
+        slots = self._site.slots.free
+        taken = await claim.take_ready(home, self._site)
+        for task in taken:
+            self._segments.resume(home, task)
+        if len(taken) >= slots:  # there may be more than there were slots
+            self._segments.ready_somewhere.set()

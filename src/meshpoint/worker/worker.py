@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from datetime import timedelta
 from typing import Any
 
 from meshpoint.errors import Unavailable
@@ -91,7 +92,9 @@ class Worker:
         self._subscriptions: dict[str, Subscription] = {}
         self._poked = asyncio.Event()
         self._room = 0
+        self._draining = False
         self._tasks: asyncio.TaskGroup | None = None
+        self._spawned: set[asyncio.Task[None]] = set()
 
     # ── serving ────────────────────────────────────────────────────────────────────────────────────
 
@@ -102,16 +105,27 @@ class Worker:
             Unavailable: the broker or the database did not answer within `startup_timeout`.
             ConfigurationError: the database is not migrated, or a queue exists with other arguments.
         """
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
+        try:
             await self._start()
-            shared_home = self.site.durable or self.site.memory
-            requests = tasks.create_task(self._serve_requests())
-            shared = tasks.create_task(self._serve_letters(self._shared_inbox, shared_home, shared=True))
-            private = tasks.create_task(self._serve_letters(self._private_inbox, self.site.memory, shared=False))
-            due = tasks.create_task(self._serve_due())
-            await stop.wait()
-            await self._drain(entrances=(requests, shared, due), private=private)
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                shared_home = self.site.durable or self.site.memory
+                entrances = [
+                    tasks.create_task(self._serve_requests()),
+                    tasks.create_task(self._serve_ready()),
+                    tasks.create_task(self._serve_letters(self._shared_inbox, shared_home, shared=True)),
+                    tasks.create_task(self._serve_due()),
+                ]
+                private = tasks.create_task(self._serve_letters(self._private_inbox, self.site.memory, shared=False))
+                await stop.wait()
+                await self._drain(entrances)
+                private.cancel()
+        finally:
+            if self._leases is not None:
+                await self._leases.close()
+            for home in self.site.homes:
+                await home.store.close()
+        self.site.steps.note(Step.DRAINED)
 
     async def look_once(self) -> None:
         """Look once for what is due, and end when what was found is seen to."""
@@ -119,7 +133,7 @@ class Worker:
             self._tasks = tasks
             for home in self.site.homes:
                 await home.store.open()
-            await self._sweeper.look()
+            await self._sweeper.look(self.site.homes)
             await self._sweeper.purge(self.site.homes[0])
         for home in self.site.homes:
             await home.store.close()
@@ -131,8 +145,6 @@ class Worker:
             await self.site.broker.declare(self.site.agent, self.site.replica.id)
 
         await self.site.patience.for_a_while(open_all, self.site.options.startup_timeout)
-        if self._leases is not None:
-            self._leases.start()
         self._sweeper.begin_grace()
         agent, options = self.site.agent, self.site.options
         for name, address, inbox, prefetch in (
@@ -141,27 +153,42 @@ class Worker:
             ("requests", requests_of(agent), self._request_inbox, options.max_concurrency),
         ):
             self._subscriptions[name] = await self.site.broker.consume(address, prefetch, inbox.put)
+        if self._leases is not None:
+            self._leases.start()
         self.site.steps.note(Step.STARTED)
 
     async def _serve_requests(self) -> None:
         slots = self.site.slots
-        while True:
-            await self._request_inbox.some()
+        while await self._request_inbox.some():
             await slots.some_free()
+            if self._draining:
+                return
             await self._sweeper.take_ready()  # a freed slot serves ready tasks before new requests
             if granted := slots.take(len(self._request_inbox)):
                 await self._requests.on_requests(self._request_inbox.take(granted))
 
-    async def _serve_letters(self, inbox: Inbox, home: Home, *, shared: bool) -> None:
+    async def _serve_ready(self) -> None:
         while True:
-            await inbox.some()
+            await self.segments.ready_somewhere.wait()
+            await self.site.slots.some_free()
+            if self._draining:
+                return
+            await self._sweeper.take_ready()
+
+    async def _serve_letters(self, inbox: Inbox, home: Home, *, shared: bool) -> None:
+        while await inbox.some():
             await self._letters.on_letters(inbox.take(_BATCH), home, shared=shared)
 
     async def _serve_due(self) -> None:
-        while True:
+        while not self._draining:
             self._poked.clear()
-            await self._sweeper.look()
+            await self._sweeper.look(self.site.homes)
             await self._poked_or_interval()
+
+    async def _serve_due_in_memory(self) -> None:
+        while True:
+            await self._sweeper.look([self.site.memory])
+            await self.site.clock.sleep(self.site.options.sweep_interval)
 
     async def _poked_or_interval(self) -> None:
         poked = asyncio.ensure_future(self._poked.wait())
@@ -177,7 +204,10 @@ class Worker:
 
     def _spawn(self, step: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None
-        return self._tasks.create_task(step)
+        spawned = self._tasks.create_task(step)
+        self._spawned.add(spawned)
+        spawned.add_done_callback(self._spawned.discard)
+        return spawned
 
     def _lease_lost(self, run: Run) -> None:
         self.segments.lose(run)
@@ -186,29 +216,53 @@ class Worker:
         room = self.segments.held.room(self.site.options.max_in_memory)
         if room != self._room:
             self._room = room
-            self._spawn(self._subscriptions["requests"].resize(self.site.options.max_concurrency + room))
+            self._spawn(self._resize())
+
+    async def _resize(self) -> None:
+        try:
+            await self._subscriptions["requests"].resize(self.site.options.max_concurrency + self._room)
+        except Unavailable as error:
+            self.site.patience.note_away(error)
 
     # ── draining ───────────────────────────────────────────────────────────────────────────────────
 
-    async def _drain(self, entrances: Sequence[asyncio.Task[None]], private: asyncio.Task[None]) -> None:
+    async def _drain(self, entrances: Sequence[asyncio.Task[None]]) -> None:
         """Stop consuming, let segments come to a pause or an end, give the rest back."""
+        self._draining = True
         await self._unsubscribe("requests", self._request_inbox)
         await self._unsubscribe("shared", self._shared_inbox)
-        for entrance in entrances:
-            entrance.cancel()
-        await self.segments.drain()
+        self._poke()
+        self.segments.ready_somewhere.set()
+        if not await _within(self.site.options.drain_timeout, self._rest(entrances)):
+            for entrance in entrances:
+                entrance.cancel()
+            await self.segments.give_all_back()
+            await _within(self.site.options.release_timeout, self.segments.none_left())
         await self._unsubscribe("private", self._private_inbox)
-        private.cancel()
-        if self._leases is not None:
-            await self._leases.close()
-        for home in self.site.homes:
-            await home.store.close()
-        self.site.steps.note(Step.DRAINED)
+        for spawned in self._spawned:
+            spawned.cancel()  # the database or the broker is away: leases and un-acked requests bring tasks back
+
+    async def _rest(self, entrances: Sequence[asyncio.Task[None]]) -> None:
+        # What an entrance has begun, it ends: a claim that is given up halfway may own a task that nobody runs.
+        await asyncio.wait(entrances)
+        self._spawn(self._serve_due_in_memory())
+        await self.segments.none_left()
 
     async def _unsubscribe(self, name: str, inbox: Inbox) -> None:
         try:
             await self._subscriptions[name].cancel()
-            for delivery in inbox.take(len(inbox)):
+            for delivery in inbox.close():
                 await delivery.requeue()
         except Unavailable as error:  # what is un-acked is given back when the connection closes
             self.site.patience.note_away(error)
+        finally:
+            inbox.close()
+
+
+async def _within(limit: timedelta, come: Coroutine[Any, Any, None]) -> bool:
+    try:
+        async with asyncio.timeout(limit.total_seconds()):
+            await come
+    except TimeoutError:
+        return False
+    return True
