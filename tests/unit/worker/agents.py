@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from pydantic import JsonValue
+
 from meshpoint.agents.function import agent
 from meshpoint.agents.peer import Peer
+from meshpoint.model.calls import ALL, Call, Done, Join, Paused
 from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.outcomes import Ok, Outcomes
+
+from .puppet import GUARD
 
 doubler_peer = Peer("doubler", int, int)
 
@@ -18,3 +28,102 @@ async def doubler(ctx: TaskExecutionContext, number: int) -> int:
 async def summer(ctx: TaskExecutionContext, numbers: list[int]) -> int:
     doubled = await ctx.gather(*[doubler_peer(number) for number in numbers])
     return sum(doubled)
+
+
+class Scripted:
+    """An agent whose two methods are given by the test."""
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[TaskExecutionContext, Any], Awaitable[Any]],
+        resume: Callable[[TaskExecutionContext, bytes, Outcomes], Awaitable[Any]] | None = None,
+        *,
+        state_format: str = "scripted/1",
+        readable_formats: frozenset[str] | None = None,
+    ) -> None:
+        self.name, self.state_format = name, state_format
+        self.readable_formats = readable_formats or frozenset({state_format})
+        self._start, self._resume = start, resume
+
+    async def start(self, ctx: TaskExecutionContext, request: Any) -> Any:
+        return await self._start(ctx, request)
+
+    async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Any:
+        assert self._resume is not None
+        return await self._resume(ctx, state, outcomes)
+
+
+def said(outcomes: Outcomes) -> JsonValue:
+    """Outcomes as JSON: values, and the kinds of failures."""
+    return {key: each.value if isinstance(each, Ok) else each.kind.value for key, each in outcomes.items()}
+
+
+def asker(name: str, *peers: str, join: Join = ALL, **call: Any) -> Scripted:
+    """An agent that hands its input to each of `peers` and answers with their outcomes, by peer."""
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Paused:
+        return Paused([Call(peer, peer, request, **call) for peer in peers], b"state", join)
+
+    return Scripted(name, start, _answer)
+
+
+def caller(name: str, calls: Callable[[Any], Sequence[Call]], join: Join = ALL) -> Scripted:
+    """An agent that makes `calls(input)` and answers with their outcomes, by call."""
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Paused:
+        return Paused(list(calls(request)), b"state", join)
+
+    return Scripted(name, start, _answer)
+
+
+async def _answer(ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Done[JsonValue]:
+    return Done(said(outcomes))
+
+
+class Gate:
+    """A place in agent code: the test sees who came, and lets them go on."""
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+        self.opened = asyncio.Event()
+        self.visits = 0
+        self.cancelled = 0
+
+    async def __call__(self) -> None:
+        self.visits += 1
+        self.reached.set()
+        try:
+            await self.opened.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def reach(self, visits: int = 1) -> None:
+        async with asyncio.timeout(GUARD):
+            while self.visits < visits:
+                self.reached.clear()
+                await self.reached.wait()
+
+
+def gated(name: str, gate: Gate, output: JsonValue = "done") -> Scripted:
+    """An agent that waits at `gate` in its only segment."""
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Done[JsonValue]:
+        await gate()
+        return Done(output)
+
+    return Scripted(name, start)
+
+
+def gated_after(name: str, peer: str, gate: Gate) -> Scripted:
+    """An agent that asks `peer`, and waits at `gate` in its second segment."""
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Paused:
+        return Paused([Call(peer, peer, request)], b"state")
+
+    async def resume(ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Done[JsonValue]:
+        await gate()
+        return Done(said(outcomes))
+
+    return Scripted(name, start, resume)

@@ -3,6 +3,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from .mesh import Mesh
+from .puppet import Puppet
 
 
 @pytest.fixture
@@ -10,3 +11,15 @@ async def mesh() -> AsyncIterator[Mesh]:
     mesh = Mesh()
     yield mesh
     await mesh.close()
+
+
+@pytest.fixture
+async def boss(mesh: Mesh) -> Puppet:
+    """Who asks."""
+    return await mesh.puppet("boss")
+
+
+@pytest.fixture
+async def peer(mesh: Mesh) -> Puppet:
+    """Who is asked."""
+    return await mesh.puppet("peer")

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from pydantic import JsonValue
 
-from meshpoint.adapters.memory.broker import MemoryBroker
 from meshpoint.adapters.memory.clock import FakeClock
 from meshpoint.adapters.memory.exchange import MemoryExchange
 from meshpoint.adapters.memory.store import MemoryCheckpointStore
 from meshpoint.client import Client
+from meshpoint.model.checkpoint import CallSummary, TaskState, TaskSummary
 from meshpoint.model.events import Event, Phase, Step
-from meshpoint.model.ids import TaskId
+from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.messages import Header, Message, dead_letters_of, requests_of
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Outcome
-from meshpoint.ports.store import CheckpointStore
 from meshpoint.worker import Worker
+
+from .faults import FaultyBroker, FaultyStore
+from .puppet import GUARD, Puppet
 
 
 @dataclass
@@ -44,35 +47,45 @@ class Events:
 
     def __init__(self) -> None:
         self.all: list[Event] = []
+        self.hooks: list[Callable[[Event], object]] = []
         self._changed = asyncio.Event()
 
     def emit(self, event: Event) -> None:
         self.all.append(event)
+        for hook in self.hooks:
+            hook(event)
         self._changed.set()
 
-    def of(self, step: Step, phase: Phase | None = None, **fields: Any) -> list[Event]:
+    def of(self, step: Step, phase: Phase | None = None, task_id: str | None = None, **fields: Any) -> list[Event]:
         return [
             event
             for event in self.all
             if event.step is step
             and (phase is None or event.phase is phase)
+            and (task_id is None or task_id in event.task_ids)
             and all(getattr(event, name) == value for name, value in fields.items())
         ]
 
-    async def wait(self, step: Step, phase: Phase | None = None, count: int = 1, **fields: Any) -> list[Event]:
-        async with asyncio.timeout(20):
-            while len(found := self.of(step, phase, **fields)) < count:
+    async def wait(
+        self, step: Step, phase: Phase | None = None, count: int = 1, task_id: str | None = None, **fields: Any
+    ) -> list[Event]:
+        async with asyncio.timeout(GUARD):
+            while len(found := self.of(step, phase, task_id, **fields)) < count:
                 self._changed.clear()
                 await self._changed.wait()
         return found
+
+    def place(self, step: Step, phase: Phase, task_id: str | None = None, **fields: Any) -> int:
+        """Where the only such event stands."""
+        (event,) = self.of(step, phase, task_id, **fields)
+        return self.all.index(event)
 
 
 class Running:
     """One worker, running."""
 
-    def __init__(self, worker: Worker, broker: MemoryBroker) -> None:
-        self.worker = worker
-        self.broker = broker
+    def __init__(self, worker: Worker, broker: FaultyBroker, store: FaultyStore, memory: FaultyStore) -> None:
+        self.worker, self.broker, self.store, self.memory = worker, broker, store, memory
         self.stop = asyncio.Event()
         self.task = asyncio.create_task(worker.run(self.stop))
 
@@ -81,9 +94,12 @@ class Running:
         return self.worker.site.replica.id
 
     async def crash(self) -> None:
-        """End it without drain; the broker notices, the database does not."""
+        """End it without drain; the broker notices, the database does not. Nothing may be written on the way out."""
+        written, said = len(self.store.calls), len(self.broker.published)
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
+        assert self.store.calls[written:] in ([], ["close"]), "a crash writes nothing"
+        assert self.broker.published[said:] == [], "a crash says nothing"
         await self.broker.close()
 
     async def drain(self) -> None:
@@ -92,44 +108,87 @@ class Running:
         await self.broker.close()
 
 
-@dataclass
 class Mesh:
-    exchange: MemoryExchange = field(default_factory=MemoryExchange)
-    clock: FakeClock = field(default_factory=FakeClock)
-    events: Events = field(default_factory=Events)
-    replicas: list[Running] = field(default_factory=list)
+    """Replicas on one exchange, one database and one clock."""
 
-    def __post_init__(self) -> None:
-        self.store: CheckpointStore = SharedStore(self.clock, timings=Timings())
+    def __init__(self) -> None:
+        self.exchange = MemoryExchange()
+        self.clock = FakeClock()
+        self.events = Events()
+        self.store = SharedStore(self.clock, timings=Timings())
+        self.replicas: list[Running] = []
+        self._puppets: list[Puppet] = []
 
-    async def replica(self, *agents: Any, durable: bool = True, store: Any = None, **options: Any) -> Running:
+    async def replica(self, *agents: Any, durable: bool = True, **options: Any) -> Running:
         """Run `agents` in one worker each; the running of the last."""
         for agent in agents:
-            broker = MemoryBroker(self.exchange)
-            await broker.open()
-            worker = Worker(
-                agent,
-                broker=broker,
-                memory=MemoryCheckpointStore(self.clock, timings=Timings()),
-                durable=(store or self.store) if durable else None,
-                lease_store=None,
-                clock=self.clock,
-                observer=self.events,
-                options=replace(Options(), **options),
-            )
-            running = Running(worker, broker)
+            running = await self.launch(agent, durable=durable, **options)
             await self.events.wait(Step.STARTED, replica=running.id)
-            self.replicas.append(running)
         return running
+
+    async def launch(self, agent: Any, durable: bool = True, *, away: str = "", **options: Any) -> Running:
+        """Begin to run `agent`, with its database ("store") or its "broker" away."""
+        broker = FaultyBroker(self.exchange)
+        await broker.open()
+        store, memory = FaultyStore(self.store), FaultyStore(MemoryCheckpointStore(self.clock, timings=Timings()))
+        store.away, broker.away = away == "store", away == "broker"
+        worker = Worker(
+            agent,
+            broker=broker,
+            memory=memory,
+            durable=store if durable else None,
+            lease_store=None,
+            clock=self.clock,
+            observer=self.events,
+            options=replace(Options(), **options),
+        )
+        running = Running(worker, broker, store, memory)
+        self.replicas.append(running)
+        return running
+
+    async def puppet(self, name: str) -> Puppet:
+        puppet = await Puppet(self.exchange, name).open()
+        self._puppets.append(puppet)
+        return puppet
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:
-        async with Client(MemoryBroker(self.exchange)) as client:
+        async with Client(FaultyBroker(self.exchange)) as client:
             yield client
 
     async def ask(self, agent: str, input_: JsonValue, **options: Any) -> Outcome:
-        async with self.client() as client, asyncio.timeout(20):
+        async with self.client() as client, asyncio.timeout(GUARD):
             return (await (await client.send(agent, input_, **options))).outcome
+
+    async def task(self, task_id: str) -> tuple[TaskSummary, list[CallSummary]]:
+        found = await self.store.task(TaskId(task_id))
+        assert found is not None
+        return found
+
+    async def state(self, task_id: str) -> TaskState | None:
+        found = await self.store.task(TaskId(task_id))
+        return found[0].state if found else None
+
+    def dead_letters(self, agent: str) -> list[Message]:
+        queue = self.exchange.queue(dead_letters_of(AgentName(agent)))
+        return [item.message for item in sorted(queue.ready)] if queue else []
+
+    def dead_reasons(self, agent: str) -> list[str]:
+        return [str(message.headers[Header.DEAD_REASON.value]) for message in self.dead_letters(agent)]
+
+    def unacked(self, agent: str) -> int:
+        """Requests that some replica holds."""
+        queue = self.exchange.queue(requests_of(AgentName(agent)))
+        return sum(len(consumer.held) for consumer in queue.consumers) if queue else 0
+
+    def waiting(self, agent: str) -> int:
+        """Requests that nobody holds."""
+        queue = self.exchange.queue(requests_of(AgentName(agent)))
+        return len(queue.ready) if queue else 0
+
+    def in_seconds(self, seconds: float) -> float:
+        """An instant as the header `x-deadline` has it."""
+        return (self.clock.now() + timedelta(seconds=seconds)).timestamp()
 
     async def advance(self, seconds: float) -> None:
         """Move the clock in steps of a look, and let every sweeper look after each."""
@@ -142,17 +201,14 @@ class Mesh:
 
     async def settle(self) -> None:
         """Give every task of the loop its turns."""
-        for _ in range(200):
+        for _ in range(100):
             await asyncio.sleep(0)
 
     async def close(self) -> None:
         for running in self.replicas:
             if not running.task.done():
                 await running.crash()
-
-
-def task_ids(events: Sequence[Event]) -> list[TaskId]:
-    return [task_id for event in events for task_id in event.task_ids]
-
-
-Answer = Callable[[Any], Any]
+            elif not running.task.cancelled() and (error := running.task.exception()):
+                raise AssertionError("a worker died") from error
+        for puppet in self._puppets:
+            await puppet.close()
