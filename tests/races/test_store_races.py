@@ -16,6 +16,8 @@ import pytest
 
 from faults import CommitCutter, Lost
 from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql.database import Database, Transaction
+from meshpoint.adapters.sql.locking import lock_tasks
 from meshpoint.conformance.build import (
     HERE,
     THERE,
@@ -266,6 +268,37 @@ async def test_a_database_that_falls_silent_is_noticed(postgres_url: str) -> Non
         proxy.resume()
         await paused(store)
         await store.close()
+
+
+# ── a process that stands still ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.servers
+async def test_a_process_that_is_frozen_inside_a_transaction_keeps_nobody_from_its_task(postgres_url: str) -> None:
+    store, still = a_store(postgres_url), asyncio.Event()
+    locked = asyncio.Event()
+    pause = await paused(store)
+    database = Database(
+        postgres_url,
+        command_timeout=timedelta(seconds=30),
+        transaction_timeout=timedelta(milliseconds=200),
+        pool_size=1,
+        clock=None,
+    )
+
+    async def stand_still(tx: Transaction) -> None:
+        await lock_tasks(tx, [pause.run.task_id])
+        locked.set()
+        await still.wait()
+
+    frozen = asyncio.create_task(database.write(stand_still))
+    await locked.wait()
+    assert isinstance(one(await store.claim([a_claim(pause)], HERE, 1)), AllArrived)
+    still.set()
+    with pytest.raises(StoreUnavailable):
+        await frozen
+    await database.close()
+    await store.close()
 
 
 # ── a zombie ───────────────────────────────────────────────────────────────────────────────────────

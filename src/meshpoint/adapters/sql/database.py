@@ -13,7 +13,7 @@ from sqlalchemy import Row
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from meshpoint.adapters.sql.dialect import Dialect
-from meshpoint.adapters.sql.engine import ATTEMPTS, engine_for
+from meshpoint.adapters.sql.engine import ATTEMPTS, TRANSACTION_TIMEOUT, engine_for
 from meshpoint.adapters.sql.failures import (
     DRIVER_ERRORS,
     Failure,
@@ -65,8 +65,18 @@ class Transaction:
 class Database:
     """The connections of one store."""
 
-    def __init__(self, url: str, *, command_timeout: timedelta, pool_size: int, clock: Clock | None) -> None:
-        self.engine = engine_for(url, command_timeout=command_timeout, pool_size=pool_size)
+    def __init__(
+        self,
+        url: str,
+        *,
+        command_timeout: timedelta,
+        transaction_timeout: timedelta = TRANSACTION_TIMEOUT,
+        pool_size: int,
+        clock: Clock | None,
+    ) -> None:
+        self.engine = engine_for(
+            url, command_timeout=command_timeout, transaction_timeout=transaction_timeout, pool_size=pool_size
+        )
         self.dialect = Dialect(self.engine.dialect.name, fake_clock=clock is not None)
         self._clock = clock
 

@@ -16,6 +16,9 @@ from meshpoint.errors import ConfigurationError
 ATTEMPTS = 5
 """How often a transaction is tried that others stand in the way of."""
 
+TRANSACTION_TIMEOUT = timedelta(seconds=10)
+"""When PostgreSQL takes the locks from a process that stands still in a transaction."""
+
 _FIX = "use postgresql://user@host/name, or sqlite:///meshpoint.db on one host"
 _DRIVERS = {"postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg", "sqlite": "sqlite+aiosqlite"}
 
@@ -40,7 +43,9 @@ def async_url(url: str) -> URL:
     return parsed.set(drivername=_DRIVERS.get(name, name))
 
 
-def engine_for(url: str, *, command_timeout: timedelta, pool_size: int) -> AsyncEngine:
+def engine_for(
+    url: str, *, command_timeout: timedelta, transaction_timeout: timedelta = TRANSACTION_TIMEOUT, pool_size: int
+) -> AsyncEngine:
     """An engine whose connections are in autocommit: the store sends BEGIN and COMMIT itself.
 
     So it knows when COMMIT was sent, and returning a connection costs no ROLLBACK.
@@ -48,11 +53,13 @@ def engine_for(url: str, *, command_timeout: timedelta, pool_size: int) -> Async
     parsed = async_url(url)
     if parsed.get_backend_name() == "sqlite":
         return _sqlite(parsed, command_timeout)
-    return _postgres(parsed, command_timeout, pool_size)
+    return _postgres(parsed, command_timeout, transaction_timeout, pool_size)
 
 
-def _postgres(url: URL, command_timeout: timedelta, pool_size: int) -> AsyncEngine:
+def _postgres(url: URL, command_timeout: timedelta, transaction_timeout: timedelta, pool_size: int) -> AsyncEngine:
     seconds = command_timeout.total_seconds()
+    # A process that is frozen inside a transaction would keep its row locks, and others from its tasks.
+    abandoned = {"idle_in_transaction_session_timeout": str(math.ceil(transaction_timeout.total_seconds() * 1000))}
     return create_async_engine(
         url,
         isolation_level="AUTOCOMMIT",
@@ -62,7 +69,7 @@ def _postgres(url: URL, command_timeout: timedelta, pool_size: int) -> AsyncEngi
         pool_reset_on_return=None,
         skip_autocommit_rollback=True,
         pool_use_lifo=True,
-        connect_args={"timeout": min(seconds, 10.0), "command_timeout": seconds},
+        connect_args={"timeout": min(seconds, 10.0), "command_timeout": seconds, "server_settings": abandoned},
     )
 
 

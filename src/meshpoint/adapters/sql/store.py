@@ -81,7 +81,12 @@ class SqlCheckpointStore:
         pool_size: int = 5,
         clock: Clock | None = None,
     ) -> None:
-        self._database = Database(url, command_timeout=command_timeout, pool_size=pool_size, clock=clock)
+        self._database = Database(
+            url,
+            command_timeout=command_timeout,
+            pool_size=pool_size,
+            clock=clock,
+        )
         self._terms = Terms(
             names=Names(namespace),
             dispatch_lease=dispatch_lease.total_seconds(),
