@@ -10,7 +10,6 @@ from typing import Protocol
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +18,7 @@ from meshpoint.demo.story import Line, Replica, State, Story
 
 _WIDTH = 80
 _LOG_LINES = 9
+_BAR = 58
 _SIGNS = {"✗": "bold red", "»": "bold green", "!": "yellow", "✓": "green"}
 
 
@@ -99,11 +99,10 @@ def _row(replica: Replica) -> tuple[Text, ...]:
     return (Text(replica.name, dim or "bold"), Text(str(replica.pid or ""), dim), state, *numbers)
 
 
-def _answers(story: Story) -> Table:
-    row = Table.grid(padding=(0, 1))
-    bar = ProgressBar(total=story.requests, completed=story.answers, width=_WIDTH - 22, complete_style="green")
-    row.add_row(Text("answered", "bold"), bar, Text(f"{story.answers:>3} of {story.requests}"))
-    return row
+def _answers(story: Story) -> Text:
+    full = _BAR * min(story.answers, story.requests) // story.requests
+    counted = f"  {story.answers} of {story.requests}"
+    return Text.assemble(("answered ", "bold"), ("█" * full, "green"), ("░" * (_BAR - full), "dim"), counted)
 
 
 def _log(log: list[Line]) -> list[Text]:
