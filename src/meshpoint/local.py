@@ -49,7 +49,7 @@ async def local_mesh(
     """
     _check_names(agents)
     mesh = MeshSettings(namespace=namespace or f"local-{new_id()}", broker_url=broker_url)
-    with tempfile.TemporaryDirectory(prefix="meshpoint-") as folder:
+    with tempfile.TemporaryDirectory(prefix="meshpoint-", ignore_cleanup_errors=True) as folder:
         settings = {"session_db_url": db_url or f"sqlite:///{folder}/tasks.db", **options}
         broker, hears, stop = make_broker(mesh), observer or LoggingObserver(), asyncio.Event()
 
@@ -58,6 +58,7 @@ async def local_mesh(
             return worker_of(agent, kept, mesh.namespace, broker, hears, kept.options())
 
         workers = [worker(agent) for agent in agents]
+        raised: Exception | None = None
         try:
             await broker.open()
             for agent in agents:  # now, so that the first request finds its queue
@@ -67,12 +68,15 @@ async def local_mesh(
                     serving.create_task(each.run(stop))
                 try:
                     yield client
-                finally:
-                    stop.set()
+                except Exception as error:  # kept until the agents have drained
+                    raised = error
+                stop.set()
         except BaseExceptionGroup as group:
             raise first_of(group) from group
         finally:
             await broker.close()
+        if raised is not None:
+            raise raised
 
 
 def _check_names(agents: tuple[DurableAgent[Any, Any], ...]) -> None:

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from meshpoint import AgentMisbehaved, ConfigurationError, Failed, FailureKind, Ok, Peer, TaskExecutionContext, agent
+from meshpoint import (
+    AgentMisbehaved,
+    ConfigurationError,
+    Failed,
+    FailureKind,
+    MeshpointError,
+    Ok,
+    Peer,
+    TaskExecutionContext,
+    agent,
+)
 from meshpoint.client import UnknownAgent
 from meshpoint.local import local_mesh
 from meshpoint.model.events import Event, Phase, Step
@@ -73,10 +83,21 @@ async def test_two_meshes_do_not_meet() -> None:
     assert missing.kind is FailureKind.ERROR
 
 
-async def test_an_exception_of_the_block_passes_as_it_is() -> None:
-    with pytest.raises(AgentMisbehaved, match="mine"):
+async def test_an_exception_of_the_block_passes_as_it_is(temporary: Path) -> None:
+    mine = ExceptionGroup("mine", [AgentMisbehaved("mine")])
+    with pytest.raises(ExceptionGroup) as passed:
         async with local_mesh(doubler):
-            raise AgentMisbehaved("mine")
+            raise mine
+    assert passed.value is mine
+    assert not list(temporary.iterdir()), "the agents have drained, and their files are gone"
+
+
+async def test_a_worker_that_cannot_serve_ends_the_block(temporary: Path) -> None:
+    with pytest.raises(MeshpointError):
+        async with local_mesh(
+            doubler, db_url=f"sqlite:///{temporary}/missing/mine.db", startup_timeout_seconds=0.5
+        ) as mesh:
+            await mesh.ask("doubler", 1)
 
 
 async def test_what_cannot_be_served_is_refused() -> None:
