@@ -15,15 +15,20 @@ from meshpoint.ports.home import Home
 
 async def claim(home: Home, claims: Sequence[Claim], site: Site) -> list[Arrival]:
     """Record `claims`, however long the database is away. Each `AllArrived` holds a slot."""
-    with site.steps.step(Step.CLAIM, [claim.task_id for claim in claims]):
+
+    async def attempt() -> list[Arrival]:
+        # Slots are taken for one attempt at a time: in an outage, tasks in memory need them.
         granted = site.slots.take(len(claims))
         used = 0
         try:
-            arrivals = await site.patience.until_answered(lambda: home.store.claim(claims, site.replica, granted))
+            arrivals = await home.store.claim(claims, site.replica, granted)
             used = sum(isinstance(arrival, AllArrived) for arrival in arrivals)
         finally:
             site.slots.give_back(granted - used)
-    return arrivals
+        return arrivals
+
+    with site.steps.step(Step.CLAIM, [claim.task_id for claim in claims]):
+        return await site.patience.until_answered(attempt)
 
 
 async def expire(home: Home, site: Site) -> list[Expired]:

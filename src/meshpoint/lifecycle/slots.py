@@ -20,17 +20,21 @@ class Slots:
 
     def take(self, wanted: int) -> int:
         """Take up to `wanted` slots; how many were taken."""
-        taken = min(wanted, self._free)
-        self._free -= taken
-        if self._free == 0:
-            self._some_free.clear()
+        taken = max(min(wanted, self._free), 0)
+        self.give_back(-taken)
         return taken
 
     def give_back(self, count: int = 1) -> None:
-        """Return slots that were taken."""
-        if count:
-            self._free += count
+        """Return slots that were taken.
+
+        A negative count takes slots that are not free: a claim that was repeated may own more tasks than it now
+        has slots for. They are worked off before anything else begins.
+        """
+        self._free += count
+        if self._free > 0:
             self._some_free.set()
+        else:
+            self._some_free.clear()
 
     async def some_free(self) -> None:
         """Return when there is a free slot; somebody else may take it first."""

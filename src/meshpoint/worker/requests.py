@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import assert_never
@@ -26,7 +26,7 @@ from meshpoint.worker.segments import Segments
 
 
 class Requests:
-    """Takes requests in. `poke` asks for a look at what is due."""
+    """Takes requests in. `poke` asks for a look at what is due, `take_slot` waits for a slot and takes it."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Requests:
         refusals: Refusals,
         spawn: Spawn,
         poke: Callable[[], None],
+        take_slot: Callable[[], Awaitable[None]],
     ) -> None:
         self._site = site
         self._segments = segments
@@ -43,26 +44,25 @@ class Requests:
         self._refusals = refusals
         self._spawn = spawn
         self._poke = poke
+        self._take_slot = take_slot
 
     async def on_requests(self, deliveries: Sequence[Delivery]) -> None:
-        """Begin the first segment of each new task; settle requests that arrived before. Takes a slot for each."""
+        """Begin the first segment of each new task; settle requests that arrived before.
+
+        A slot is taken last, so that none is held while the database is away: tasks in memory need them.
+        """
         arrived: list[tuple[Segment, receive.Request, Delivery]] = []
         for delivery in deliveries:
-            segment_of = await self._read(delivery)
-            if segment_of is None:
-                self._site.slots.give_back()
-            else:
+            if segment_of := await self._read(delivery):
                 arrived.append((*segment_of, delivery))
         try:
             known = await self._lookup([request.task_id for _, request, _ in arrived])
             while arrived:
                 segment, request, delivery = arrived[0]
-                begun = await self._admit(segment, request, delivery, known.get(request.task_id))
-                arrived.pop(0)
-                if begun:
+                if await self._admit(segment, request, delivery, known.get(request.task_id)):
+                    await self._take_slot()
                     self._segments.start(segment, request)
-                else:
-                    self._site.slots.give_back()
+                arrived.pop(0)
         finally:
             for segment, _, _ in arrived:  # the replica ends: un-acked, they come again elsewhere
                 self._segments.leave(segment)
@@ -122,6 +122,7 @@ class Requests:
         match result:
             case Begun(run=run):
                 segment.run, segment.home = run, home
+                self._segments.own(segment)
                 await self._segments.ack(segment)
                 return True
             case Fenced():

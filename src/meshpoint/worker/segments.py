@@ -61,7 +61,7 @@ log = logging.getLogger("meshpoint.segments")
 
 Agent: TypeAlias = DurableAgent[Any, Any]
 Afterwards: TypeAlias = Callable[[], Awaitable[None]]
-"""What is left to do when a segment has committed and its slot is free again: publish, then ack."""
+"""What is left to do when a segment has committed: publish, then ack."""
 
 
 class Segments:
@@ -150,9 +150,13 @@ class Segments:
         segment.context = context
         return await run.next_segment(self._agent, segment, task, outcomes, self._site.steps)
 
-    def _begin(self, segment: Segment, code: Coroutine[Any, Any, run.SegmentResult]) -> None:
+    def own(self, segment: Segment) -> None:
+        """Renew the lease of a task's run from now on."""
         if self._leases is not None and segment.home is not None and segment.home.durable:
             self._leases.keep(segment.run)
+
+    def _begin(self, segment: Segment, code: Coroutine[Any, Any, run.SegmentResult]) -> None:
+        self.own(segment)
         self._spawn(self._live(segment, code))
 
     # ── through it ─────────────────────────────────────────────────────────────────────────────────
@@ -161,7 +165,7 @@ class Segments:
         owned = segment.run
         try:
             try:
-                result = await code
+                result = await self._in_slot(code)
                 segment.settling = True
                 afterwards = await self._settle(segment, result)
             except Exception as error:  # the consumer edge: a defect here must not take the other tasks along
@@ -171,9 +175,15 @@ class Segments:
         finally:
             if self._leases is not None:
                 self._leases.let_go(owned)
-            self._site.slots.give_back()
         await afterwards()
         self.leave(segment)
+
+    async def _in_slot(self, code: Coroutine[Any, Any, run.SegmentResult]) -> run.SegmentResult:
+        # A slot bounds running code, not waiting for the database: in an outage, tasks in memory need it.
+        try:
+            return await code
+        finally:
+            self._site.slots.give_back()
 
     async def _settle(self, segment: Segment, result: run.SegmentResult) -> Afterwards:
         """Commit what the code came to; what is left to publish and ack."""

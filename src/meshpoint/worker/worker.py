@@ -85,7 +85,7 @@ class Worker:
         outgoing = Outgoing(site)
         refusals = Refusals(site)
         self.segments = Segments(site, agent, outgoing, self._leases, self._spawn, self._make_room)
-        self._requests = Requests(site, self.segments, outgoing, refusals, self._spawn, self._poke)
+        self._requests = Requests(site, self.segments, outgoing, refusals, self._spawn, self._poke, self._take_slot)
         self._letters = Letters(site, self.segments, outgoing, refusals, self._poke)
         self._sweeper = Sweeper(site, self.segments, outgoing, self._spawn)
         self._request_inbox, self._shared_inbox, self._private_inbox = Inbox(), Inbox(), Inbox()
@@ -158,14 +158,18 @@ class Worker:
         self.site.steps.note(Step.STARTED)
 
     async def _serve_requests(self) -> None:
-        slots = self.site.slots
         while await self._request_inbox.some():
-            await slots.some_free()
+            await self.site.slots.some_free()
             if self._draining:
                 return
+            await self._requests.on_requests(self._request_inbox.take(max(self.site.slots.free, 1)))
+
+    async def _take_slot(self) -> None:
+        while True:
+            await self.site.slots.some_free()
             await self._sweeper.take_ready()  # a freed slot serves ready tasks before new requests
-            if granted := slots.take(len(self._request_inbox)):
-                await self._requests.on_requests(self._request_inbox.take(granted))
+            if self.site.slots.take(1):
+                return
 
     async def _serve_ready(self) -> None:
         while True:
