@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import aio_pika
+import aiormq
 import asyncpg
 import pytest
-from aio_pika.exceptions import AMQPConnectionError
+from aiormq.exceptions import AMQPConnectionError
 
 from servers import PostgresServer, RabbitServer
 
@@ -45,14 +45,14 @@ async def test_postgres_keeps_what_was_committed(own_postgres: PostgresServer, s
 
 async def test_rabbit_goes_and_comes_back(own_rabbit: RabbitServer) -> None:
     gone = asyncio.Event()
-    connection = await aio_pika.connect(own_rabbit.url)
+    connection = await aiormq.connect(own_rabbit.url)
     connection.close_callbacks.add(lambda *_: gone.set())
     await own_rabbit.kill()
     await gone.wait()
     with pytest.raises(AMQPConnectionError):
-        await aio_pika.connect(own_rabbit.url)
+        await aiormq.connect(own_rabbit.url)
     await own_rabbit.start()
-    await (await aio_pika.connect(own_rabbit.url)).close()
+    await (await aiormq.connect(own_rabbit.url)).close()
 
 
 async def _execute(url: str, statement: str) -> None:

@@ -184,7 +184,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: object) -> No
 
 
 def test_help_and_version_are_quick_to_import() -> None:
-    heavy = "{'rich', 'sqlalchemy', 'aio_pika', 'yaml', 'alembic'}"
+    heavy = "{'rich', 'sqlalchemy', 'aiormq', 'yaml', 'alembic'}"
     code = f"import sys, meshpoint.cli; sys.exit(str(found) if (found := {heavy} & sys.modules.keys()) else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

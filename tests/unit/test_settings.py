@@ -334,7 +334,7 @@ def test_a_missing_driver_is_named(write: Write, monkeypatch: pytest.MonkeyPatch
     url = "  session_service: sql\n  session_db_url: postgresql://h/d\n"
     line = refusal(write("mesh: {broker_url: 'memory://'}" + TRAVEL + url))
     assert line == "agent.session_db_url: its driver asyncpg is not installed; run: pip install asyncpg"
-    assert "aio-pika is not installed" in refusal(write("mesh: {broker_url: 'amqp://h/'}\n"))
+    assert "aiormq is not installed" in refusal(write("mesh: {broker_url: 'amqp://h/'}\n"))
 
 
 def test_a_database_that_is_not_used_needs_no_driver(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

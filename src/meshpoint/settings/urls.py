@@ -12,7 +12,7 @@ _BROKER_FIX = "use amqp://user:password@host/ (RabbitMQ), or sqlite:///meshpoint
 _DATABASES = ("postgresql", "postgresql+asyncpg", "sqlite", "sqlite+aiosqlite")
 _BROKERS = ("amqp", "amqps", "sqlite", "memory")
 _NAMES = {"mysql": "MySQL", "mariadb": "MariaDB", "mssql": "SQL Server", "oracle": "Oracle", "redis": "Redis"}
-_DRIVERS = {"postgresql": "asyncpg", "sqlite": "aiosqlite", "amqp": "aio_pika", "amqps": "aio_pika"}
+_DRIVERS = {"postgresql": "asyncpg", "sqlite": "aiosqlite", "amqp": "aiormq", "amqps": "aiormq"}
 
 
 def database_url(url: str, key: str) -> str:
