@@ -14,9 +14,11 @@ from meshpoint.model.checkpoint import Claim, Progress, Requester
 from meshpoint.model.context import A2AContext, Report, TaskExecutionContext
 from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.json_values import JsonDict
-from meshpoint.model.messages import Header, Message, MessageType
+from meshpoint.model.messages import Address, Header, Message, MessageType
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind
+
+_LONGEST_NAME = 255  # bytes: what AMQP can carry as a property
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,9 @@ def requester_of(message: Message) -> Requester:
     idle = _number(message, Header.IDLE_TIMEOUT)
     parent = message.headers.get(Header.PARENT_TASK)
     return Requester(
-        reply_to=message.reply_to,
-        app_id=message.app_id or None,
-        parent_task_id=str(parent) if parent is not None else None,
+        reply_to=Address(_name("reply_to", message.reply_to)) if message.reply_to else None,
+        app_id=_name("app_id", message.app_id) if message.app_id else None,
+        parent_task_id=_name(Header.PARENT_TASK, parent) if parent is not None else None,
         deadline=_instant(deadline) if deadline is not None else None,
         idle_timeout=_duration(idle) if idle is not None else None,
     )
@@ -77,9 +79,9 @@ def request(message: Message, options: Options) -> Request:
     if message.type is not MessageType.REQUEST:
         raise PoisonMessage(f"a {message.type} message does not belong on a request queue")
     body = parse(RequestBody, _within(options, message))
-    task_id = message.correlation_id or body.message.task_id
-    if not task_id:
+    if not (message.correlation_id or body.message.task_id):
         raise PoisonMessage("correlation_id: a request must name its task")
+    task_id = _name("correlation_id", message.correlation_id or body.message.task_id)
     if body.message.task_id not in {None, task_id}:
         raise PoisonMessage(f"message.taskId: {body.message.task_id!r} is not the correlation id {task_id!r}")
     requester = requester_of(message)
@@ -111,7 +113,7 @@ def claim(message: Message, options: Options) -> Claim:
     return Claim(
         id=RunId(new_id()),
         task_id=_parent_task(message),
-        sub_task_id=TaskId(message.correlation_id or body.task.id),
+        sub_task_id=_sub_task(message),
         outcome=body.outcome(),
         sender=message.app_id,
     )
@@ -119,11 +121,12 @@ def claim(message: Message, options: Options) -> Claim:
 
 def unreadable_claim(message: Message, reason: str) -> Claim | None:
     """The outcome of a call whose peer sent what nobody can read; None when its envelope names no call."""
-    parent = message.headers.get(Header.PARENT_TASK)
-    if not (parent and message.correlation_id and message.app_id):
+    try:
+        task_id, sub_task_id = _parent_task(message), _sub_task(message)
+    except PoisonMessage:
         return None
     failed = Failed(FailureKind.INVALID, f"the response cannot be read: {reason}")
-    return Claim(RunId(new_id()), TaskId(str(parent)), TaskId(message.correlation_id), failed, message.app_id)
+    return Claim(RunId(new_id()), task_id, sub_task_id, failed, message.app_id) if message.app_id else None
 
 
 def status(message: Message, options: Options) -> StatusNews:
@@ -138,7 +141,9 @@ def status(message: Message, options: Options) -> StatusNews:
         raise PoisonMessage(f"statusUpdate.status.state: {said.state} ends a task; send a response")
     part = said.message.parts[0] if said.message else None
     data = None if part is None else part.text if part.text is not None else part.data
-    progress = Progress(_parent_task(message), TaskId(message.correlation_id), message.app_id)
+    progress = Progress(
+        _parent_task(message), TaskId(_name("correlation_id", message.correlation_id)), message.app_id
+    )
     return StatusNews(progress, data)
 
 
@@ -148,7 +153,7 @@ def cancelled_task(message: Message, options: Options) -> TaskId:
     Raises:
         PoisonMessage: not readable.
     """
-    return TaskId(parse(CancelBody, _within(options, message)).id)
+    return TaskId(_name("id", parse(CancelBody, _within(options, message)).id))
 
 
 def _within(options: Options, message: Message) -> bytes:
@@ -163,7 +168,21 @@ def _parent_task(message: Message) -> TaskId:
     parent = message.headers.get(Header.PARENT_TASK)
     if not parent:
         raise PoisonMessage(f"{Header.PARENT_TASK}: the header must echo the requester's task id")
-    return TaskId(str(parent))
+    return TaskId(_name(Header.PARENT_TASK, parent))
+
+
+def _sub_task(message: Message) -> TaskId:
+    if not message.correlation_id:
+        raise PoisonMessage("correlation_id: must name the call")
+    return TaskId(_name("correlation_id", message.correlation_id))
+
+
+def _name(where: str, name: object) -> str:
+    """`name`, if it can be a key: PostgreSQL refuses a statement, and all that is in it, for one zero byte."""
+    text = str(name)
+    if not text.isprintable() or len(text.encode()) > _LONGEST_NAME:
+        raise PoisonMessage(f"{where}: must be printable and at most {_LONGEST_NAME} bytes long")
+    return text
 
 
 def _a2a_context(message: Message, body: RequestBody, requester: Requester) -> A2AContext:
@@ -188,7 +207,7 @@ def _text(body: RequestBody, key: str) -> str | None:
     value = body.metadata.get(key)
     if value is not None and not isinstance(value, str):
         raise PoisonMessage(f"metadata.{key}: must be a string")
-    return value
+    return _name(f"metadata.{key}", value) if value else None
 
 
 def _dict(body: RequestBody, key: str) -> dict[str, JsonValue]:
