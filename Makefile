@@ -1,6 +1,7 @@
 # Every target sets up what it needs in .venv: only git, make, Python 3.11+ and a package index are assumed.
 #   make demo    the demonstration; installs the runtime dependencies only
 #   make test    the checks, then every test; `make test ARGS="-k claim"` runs some
+#   make outages database and broker away for a minute under load, each; the suite has a short form
 #   make check   formatting, lint, types, layers
 #   make fmt     format in place
 
@@ -10,7 +11,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 STAMPS := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: demo test check fmt clean
+.PHONY: demo test outages check fmt clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -19,6 +20,9 @@ demo: $(STAMPS)/runtime
 # AFTER_TESTS is for .ci/run.
 test: check
 	@$(BIN)/python -m pytest $(ARGS) $(AFTER_TESTS)
+
+outages: $(STAMPS)/dev
+	@MESHPOINT_OUTAGE_SECONDS=60 $(BIN)/python -m pytest tests/acceptance/test_outages.py $(ARGS)
 
 check: $(STAMPS)/dev
 	@$(BIN)/ruff format --check --quiet .
