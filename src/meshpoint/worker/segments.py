@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias, assert_never
@@ -60,6 +60,8 @@ from meshpoint.ports.home import Home
 log = logging.getLogger("meshpoint.segments")
 
 Agent: TypeAlias = DurableAgent[Any, Any]
+Code: TypeAlias = Callable[[], Awaitable[run.SegmentResult]]
+"""What runs in a slot. Not a coroutine yet: if the replica ends before it begins, nobody has to close it."""
 Afterwards: TypeAlias = Callable[[], Awaitable[None]]
 """What is left to do when a segment has committed: publish, then ack."""
 
@@ -116,22 +118,22 @@ class Segments:
     def start(self, segment: Segment, request: receive.Request) -> None:
         """Run the first segment of an arrived task. The caller's slot passes to it."""
         segment.context = request.context(self.report_to(request.task_id, request.requester))
-        self._begin(segment, run.first_segment(self._agent, segment, request.input, self._site.steps))
+        self._begin(segment, partial(run.first_segment, self._agent, segment, request.input, self._site.steps))
 
     def resume(self, home: Home, task: Resumable) -> None:
         """Run the next segment of a task this replica owns now. The caller's slot passes to it."""
         segment = Segment(run=task.run, requester=task.requester, home=home)
         self.arrive(segment)
         if task.cancel_requested:
-            self._begin(segment, _already(run.Stopped(Stop.CANCELLED)))
+            self._begin(segment, partial(_already, run.Stopped(Stop.CANCELLED)))
         elif task.attempt > self._site.options.max_attempts:
             reason = f"its segment was run {task.attempt - 1} times and each run ended with its process"
             segment.dead_reason = reason
-            self._begin(segment, _already(Failed(FailureKind.ERROR, reason)))
+            self._begin(segment, partial(_already, Failed(FailureKind.ERROR, reason)))
         elif task.run.generation == 0:
-            self._begin(segment, self._started_again(segment, task))
+            self._begin(segment, partial(self._started_again, segment, task))
         else:
-            self._begin(segment, self._restored(segment, task))
+            self._begin(segment, partial(self._restored, segment, task))
 
     async def _started_again(self, segment: Segment, task: Resumable) -> run.SegmentResult:
         assert task.request is not None
@@ -155,13 +157,13 @@ class Segments:
         if self._leases is not None and segment.home is not None and segment.home.durable:
             self._leases.keep(segment.run)
 
-    def _begin(self, segment: Segment, code: Coroutine[Any, Any, run.SegmentResult]) -> None:
+    def _begin(self, segment: Segment, code: Code) -> None:
         self.own(segment)
         self._spawn(self._live(segment, code))
 
     # ── through it ─────────────────────────────────────────────────────────────────────────────────
 
-    async def _live(self, segment: Segment, code: Coroutine[Any, Any, run.SegmentResult]) -> None:
+    async def _live(self, segment: Segment, code: Code) -> None:
         owned = segment.run
         try:
             try:
@@ -178,10 +180,10 @@ class Segments:
         await afterwards()
         self.leave(segment)
 
-    async def _in_slot(self, code: Coroutine[Any, Any, run.SegmentResult]) -> run.SegmentResult:
+    async def _in_slot(self, code: Code) -> run.SegmentResult:
         # A slot bounds running code, not waiting for the database: in an outage, tasks in memory need it.
         try:
-            return await code
+            return await code()
         finally:
             self._site.slots.give_back()
 

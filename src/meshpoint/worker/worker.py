@@ -167,7 +167,8 @@ class Worker:
     async def _take_slot(self) -> None:
         while True:
             await self.site.slots.some_free()
-            await self._sweeper.take_ready()  # a freed slot serves ready tasks before new requests
+            if not self._draining:
+                await self._sweeper.take_ready()  # a freed slot serves ready tasks before new requests
             if self.site.slots.take(1):
                 return
 
