@@ -75,10 +75,13 @@ class Events:
                 await self._changed.wait()
         return found
 
-    def place(self, step: Step, phase: Phase, task_id: str | None = None, **fields: Any) -> int:
-        """Where the only such event stands."""
-        (event,) = self.of(step, phase, task_id, **fields)
-        return self.all.index(event)
+    def story(self, task_id: str, *steps: Step) -> list[str]:
+        """What happened to a task, in order: "checkpoint before", "checkpoint after", ...; only `steps`, if given."""
+        return [
+            f"{event.step.value} {event.phase.value}"
+            for event in self.all
+            if task_id in event.task_ids and (not steps or event.step in steps)
+        ]
 
 
 class Running:

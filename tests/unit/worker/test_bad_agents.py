@@ -1,0 +1,217 @@
+"""Agents that break their contract: each task has one clear end, and the replica lives on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from meshpoint.errors import AgentFailed, IncompatibleState, InvalidOutput
+from meshpoint.model.calls import Call, Done, Paused
+from meshpoint.model.checkpoint import TaskState
+from meshpoint.model.events import Step
+from meshpoint.model.outcomes import Failed, FailureKind, Ok
+
+from .agents import Scripted, doubler
+from .mesh import Mesh
+from .puppet import Puppet
+
+
+class Nothing(BaseException):
+    """No `Exception`."""
+
+
+def raising(error: BaseException) -> Callable[..., Awaitable[Any]]:
+    async def code(*_: Any) -> Any:
+        raise error
+
+    return code
+
+
+def returning(value: Any) -> Callable[..., Awaitable[Any]]:
+    async def code(*_: Any) -> Any:
+        return value
+
+    return code
+
+
+def pausing_on(input_: Any, peer: str = "peer") -> Callable[..., Awaitable[Any]]:
+    return returning(Paused([Call("call", peer, input_)], b"state"))
+
+
+async def cancels_itself(*_: Any) -> Any:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0)
+
+
+async def swallows_a_group(*_: Any) -> Any:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(asyncio.sleep(0))
+        raise SystemExit(3)
+
+
+endless: dict[str, Any] = {}
+endless["self"] = endless
+
+BROKEN: dict[str, tuple[Callable[..., Awaitable[Any]], str]] = {
+    "raises": (raising(ValueError("no such city")), "ValueError: no such city"),
+    "raises AgentFailed": (raising(AgentFailed("in my own words")), "in my own words"),
+    "raises InvalidOutput": (raising(InvalidOutput("does not fit")), "does not fit"),
+    "raises SystemExit": (raising(SystemExit(3)), "SystemExit: 3"),
+    "raises SystemExit beside others": (swallows_a_group, "SystemExit: 3"),
+    "raises another BaseException": (raising(Nothing("at all")), "Nothing: at all"),
+    "raises CancelledError": (raising(asyncio.CancelledError()), "cancelled itself"),
+    "cancels itself": (cancels_itself, "cancelled itself"),
+    "raises StopIteration": (raising(StopAsyncIteration()), "StopAsyncIteration"),
+    "returns None": (returning(None), "NoneType"),
+    "returns a value": (returning({"city": "Oslo"}), "dict"),
+    "returns an object": (returning(Done(object())), "not JSON"),
+    "returns bytes": (returning(Done(b"\xff")), "not JSON"),
+    "returns not-a-number": (returning(Done([float("nan")])), "not JSON"),
+    "returns infinity": (returning(Done({"weight": float("inf")})), "not JSON"),
+    "returns half a character": (returning(Done("\ud800")), "not JSON"),
+    "returns itself": (returning(Done(endless)), "not JSON"),
+    "returns artifacts of no use": (returning(Done(1, ({"it": object()},))), "artifacts"),
+    "returns artifacts that are no objects": (returning(Done(1, (7,))), "artifacts"),  # type: ignore[arg-type]
+    "returns too much": (returning(Done("x" * 5000)), "max_message_bytes"),
+    "asks with an object": (pausing_on(object()), "JSON"),
+}
+
+
+@pytest.mark.parametrize("durable", [True, False])
+@pytest.mark.parametrize(("code", "words"), BROKEN.values(), ids=BROKEN)
+async def test_in_the_first_segment(
+    mesh: Mesh, boss: Puppet, peer: Puppet, code: Callable[..., Awaitable[Any]], words: str, durable: bool
+) -> None:
+    await mesh.replica(Scripted("broken", code), max_message_bytes=4000, max_concurrency=1, durable=durable)
+    for _ in range(2):  # the slot is free again
+        reply = await boss.reply(await boss.ask("broken", 1))
+        assert isinstance(reply, Failed)
+        assert reply.kind is FailureKind.ERROR
+        assert words in reply.message
+    await mesh.settle()
+    assert mesh.unacked("broken") == 0
+    assert mesh.dead_letters("broken") == []
+
+
+@pytest.mark.parametrize("durable", [True, False])
+@pytest.mark.parametrize(("code", "words"), BROKEN.values(), ids=BROKEN)
+async def test_in_the_second_segment(
+    mesh: Mesh, boss: Puppet, peer: Puppet, code: Callable[..., Awaitable[Any]], words: str, durable: bool
+) -> None:
+    broken = Scripted("broken", pausing_on(1), code)
+    await mesh.replica(broken, max_message_bytes=4000, max_concurrency=1, durable=durable)
+    for count in (1, 2):
+        task_id = await boss.ask("broken", 1)
+        await peer.respond(await peer.request_number(count), 1)
+        reply = await boss.reply(task_id)
+        assert isinstance(reply, Failed)
+        assert reply.kind is FailureKind.ERROR
+        assert words in reply.message
+        assert await mesh.state(task_id) is (TaskState.FAILED if durable else None)
+    await mesh.settle()
+    assert mesh.unacked("broken") == 0
+
+
+@pytest.mark.parametrize("durable", [True, False])
+@pytest.mark.parametrize("peer_name", ["no such agent", "a/b", ""])
+async def test_a_peer_that_cannot_be(mesh: Mesh, boss: Puppet, durable: bool, peer_name: str) -> None:
+    async def resume(ctx: Any, state: Any, outcomes: Any) -> Any:
+        return Done(outcomes["call"].kind.value)
+
+    await mesh.replica(Scripted("broken", pausing_on(1, peer_name), resume), durable=durable)
+    assert await boss.reply(await boss.ask("broken", 1)) == Ok("undeliverable")
+
+
+async def test_a_state_that_cannot_be_read_goes_to_another_replica(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    old = Scripted("moody", pausing_on(1), raising(IncompatibleState("written by a later release")))
+    await mesh.replica(old, incompatible_pause=timedelta(seconds=5))
+    task_id = await boss.ask("moody", 1)
+    await peer.respond(await peer.request_number(), 1)
+    await mesh.events.wait(Step.RELEASE)
+    await mesh.settle()
+    assert await mesh.state(task_id) is TaskState.READY
+    await mesh.replica(Scripted("moody", pausing_on(1), returning(Done("read"))))
+    await mesh.advance(4)
+    assert boss.replies() == []  # not before its pause is over
+    while not boss.replies():
+        await mesh.advance(1)
+    assert boss.replies(task_id) == [Ok("read")]
+
+
+async def test_a_state_that_nobody_can_read_is_parked_for_a_person(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    moody = Scripted("moody", pausing_on(1), raising(IncompatibleState("unreadable")))
+    await mesh.replica(moody, incompatible_pause=timedelta(minutes=10))
+    task_id = await boss.ask("moody", 1)
+    await peer.respond(await peer.request_number(), 1)
+    await mesh.events.wait(Step.RELEASE)
+    for _ in range(59):
+        mesh.clock.advance(timedelta(minutes=1))
+        await mesh.settle()
+    assert await mesh.state(task_id) is TaskState.READY
+    for _ in range(12):
+        mesh.clock.advance(timedelta(minutes=1))
+        await mesh.settle()
+    assert await mesh.state(task_id) is TaskState.PARKED
+    (parked,) = mesh.events.of(Step.PARKED)
+    assert parked.task_ids == (task_id,)
+    assert boss.replies() == []
+    releases = len(mesh.events.of(Step.RELEASE))
+    for _ in range(30):
+        mesh.clock.advance(timedelta(minutes=1))
+        await mesh.settle()
+    assert len(mesh.events.of(Step.RELEASE)) == releases
+    await boss.cancel("moody", task_id)  # a person may still end it
+    assert (await boss.reply(task_id)).kind is FailureKind.CANCELLED  # type: ignore[union-attr]
+
+
+async def test_a_replica_takes_only_formats_it_declares(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    new = Scripted("agent", pausing_on(1), returning(Done("new")), state_format="agent/2")
+    old = Scripted("agent", pausing_on(1), returning(Done("old")), state_format="agent/1")
+    first = await mesh.replica(new)
+    task_id = await boss.ask("agent", 1)
+    request = await peer.request_number()
+    await mesh.settle()
+    await first.crash()
+    await mesh.replica(old)
+    await peer.respond(request, 1)
+    await mesh.advance(30)
+    assert await mesh.state(task_id) is TaskState.READY
+    assert boss.replies() == []
+    await mesh.replica(new)
+    await mesh.advance(1)
+    assert boss.replies(task_id) == [Ok("new")]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+async def test_a_new_task_has_no_state_to_be_incompatible_with(mesh: Mesh, boss: Puppet, durable: bool) -> None:
+    await mesh.replica(Scripted("moody", raising(IncompatibleState("what state?"))), durable=durable)
+    reply = await boss.reply(await boss.ask("moody", 1))
+    assert isinstance(reply, Failed)
+    assert "what state?" in reply.message
+    assert mesh.unacked("moody") == 0
+
+
+async def test_in_memory_nobody_else_can_read_a_state_either(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    await mesh.replica(Scripted("moody", pausing_on(1), raising(IncompatibleState("unreadable"))), durable=False)
+    task_id = await boss.ask("moody", 1)
+    await peer.respond(await peer.request_number(), 1)
+    reply = await boss.reply(task_id)
+    assert isinstance(reply, Failed)
+    assert "unreadable" in reply.message
+    await mesh.settle()
+    assert mesh.unacked("moody") == 0
+
+
+async def test_one_broken_task_does_not_disturb_another(mesh: Mesh, boss: Puppet) -> None:
+    await mesh.replica(Scripted("broken", raising(SystemExit(1))), doubler)
+    broken = [await boss.ask("broken", number) for number in range(20)]
+    fine = [await boss.ask("doubler", number) for number in range(20)]
+    assert [await boss.reply(task_id) for task_id in fine] == [Ok(2 * number) for number in range(20)]
+    for task_id in broken:
+        assert isinstance(await boss.reply(task_id), Failed)
