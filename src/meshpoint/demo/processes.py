@@ -60,8 +60,8 @@ class ReplicaProcess:
         await self._listening
 
     def failed(self) -> ReplicaFailed:
-        """Why it ended, in one line."""
-        said = next((line for line in reversed(self._last_words) if line.strip()), "without a word")
+        """Why it ended, in one line: of a traceback, the exception."""
+        said = next((line for line in reversed(self._last_words) if line[:1].isalnum()), "without a word")
         return ReplicaFailed(f"replica {self.name} did not start: {said.strip()}")
 
     def kill(self) -> None:
