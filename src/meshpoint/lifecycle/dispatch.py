@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 
 from meshpoint.errors import Unavailable
+from meshpoint.lifecycle.refuse import NO_DEFECT
 from meshpoint.lifecycle.site import Site
 from meshpoint.model.checkpoint import CancelNotice, Claim, Dispatch, Reply, Send
 from meshpoint.model.events import Step
@@ -15,6 +17,8 @@ from meshpoint.model.letters import Letter, cancel_letter, reply_letter, request
 from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.ports.broker import Published
 from meshpoint.ports.home import Home
+
+log = logging.getLogger("meshpoint.dispatch")
 
 _NOT_TAKEN_YET = timedelta(seconds=1)
 """Before a reply is tried again whose queue is full, or not there (yet)."""
@@ -58,7 +62,7 @@ class Outgoing:
             return nobody_asked
         try:
             with self._site.steps.step(step, [send.task_id for send, _ in letters]):
-                published = await self._site.broker.publish([letter for _, letter in letters])
+                published = await self._words([letter for _, letter in letters])
         except Unavailable as error:
             self._site.patience.note_away(error)
             return nobody_asked
@@ -92,7 +96,7 @@ class Outgoing:
         """Publish a reply that no row keeps: repeat until the broker has it, or give up on its address."""
         if letter is None:
             return
-        clock, publish = self._site.clock, partial(self._site.broker.publish, [letter])
+        clock, publish = self._site.clock, partial(self._words, [letter])
         give_up_at = clock.now() + self._site.options.reply_retry_time
         with self._site.steps.step(Step.REPLY, [task_id]):
             while (word := (await self._site.patience.until_answered(publish))[0]) is not Published.ACCEPTED:
@@ -105,9 +109,22 @@ class Outgoing:
         """Publish something advisory: lost when the broker is away."""
         if letter is not None:
             try:
-                await self._site.broker.publish([letter])
+                await self._words([letter])
             except Unavailable as error:
                 self._site.patience.note_away(error)
+
+    async def _words(self, letters: Sequence[Letter]) -> list[Published]:
+        """The broker's word on each letter. One that cannot be put on the wire goes nowhere, but takes none along."""
+        try:
+            return await self._site.broker.publish(letters)
+        except NO_DEFECT:
+            raise
+        except Exception:
+            if len(letters) > 1:
+                return [word for letter in letters for word in await self._words([letter])]
+            address, message = letters[0]
+            log.warning("a %s for %s cannot be sent: %s", message.type, address, message.message_id, exc_info=True)
+            return [Published.UNROUTABLE]
 
 
 def _undeliverable(call: Dispatch) -> Claim:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import datetime
 from functools import partial
 
+from meshpoint.errors import ConfigurationError, Unavailable
 from meshpoint.lifecycle.receive import Request
 from meshpoint.lifecycle.site import Site
 from meshpoint.model.checkpoint import Reply, Requester, TaskState
@@ -15,6 +17,16 @@ from meshpoint.model.messages import Header, Message, MessageType
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.ports.broker import Delivery
+
+log = logging.getLogger("meshpoint.refuse")
+
+NO_DEFECT = (Unavailable, ConfigurationError)
+"""What no single message is to blame for; anything else that a room raises is a defect."""
+
+
+def internal_error(error: Exception) -> str:
+    """What others hear of a defect: its first line. The log has the rest."""
+    return f"internal error: {type(error).__name__}: {error}".splitlines()[0]
 
 
 def refusal(request: Request, options: Options, now: datetime) -> Failed | None:
@@ -44,6 +56,11 @@ class Refusals:
             await self._reply(message, reason)
         await self._site.patience.until_answered(partial(delivery.dead_letter, reason))
 
+    async def set_aside(self, delivery: Delivery, error: Exception) -> None:
+        """Dead-letter a delivery whose handling met a defect, so that it cannot break one replica after the other."""
+        log.error("message %s: it could not be handled", delivery.message.message_id, exc_info=error)
+        await self.dead_letter(delivery, internal_error(error))
+
     async def _reply(self, message: Message, reason: str) -> None:
         task_id = TaskId(message.correlation_id)
         parent = message.headers.get(Header.PARENT_TASK)
@@ -51,4 +68,9 @@ class Refusals:
         body = reply_bytes(task_id, None, Failed(FailureKind.INVALID, reason))
         letter = reply_letter(Reply(self._site.agent, task_id, TaskState.FAILED, body, requester))
         if letter is not None:  # once is enough: an address that nobody has will not get one soon
-            await self._site.patience.until_answered(partial(self._site.broker.publish, [letter]))
+            try:
+                await self._site.patience.until_answered(partial(self._site.broker.publish, [letter]))
+            except NO_DEFECT:
+                raise
+            except Exception:  # its address is of the requester's making
+                log.warning("task %s: its refusal cannot be published", task_id, exc_info=True)

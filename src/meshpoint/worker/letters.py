@@ -8,7 +8,7 @@ from typing import assert_never
 from meshpoint.errors import PoisonMessage
 from meshpoint.lifecycle import cancel, receive
 from meshpoint.lifecycle.dispatch import Outgoing
-from meshpoint.lifecycle.refuse import Refusals
+from meshpoint.lifecycle.refuse import NO_DEFECT, Refusals
 from meshpoint.lifecycle.site import Site
 from meshpoint.model.checkpoint import (
     CancelBeforeRequest,
@@ -41,7 +41,22 @@ class Letters:
         self._poke = poke
 
     async def on_letters(self, deliveries: Sequence[Delivery], home: Home, *, shared: bool) -> None:
-        """Take in what is not a request. `shared` tells the agent's queue from this replica's own."""
+        """Take in what is not a request. `shared` tells the agent's queue from this replica's own.
+
+        What meets a defect is set aside alone. To take in the others again changes nothing.
+        """
+        try:
+            await self._sort(deliveries, home, shared=shared)
+        except NO_DEFECT:
+            raise
+        except Exception as error:
+            if len(deliveries) == 1:
+                await self._refusals.set_aside(deliveries[0], error)
+            else:
+                for delivery in deliveries:
+                    await self.on_letters([delivery], home, shared=shared)
+
+    async def _sort(self, deliveries: Sequence[Delivery], home: Home, *, shared: bool) -> None:
         of_type: dict[MessageType, list[Delivery]] = {kind: [] for kind in MessageType}
         for delivery in deliveries:
             of_type[delivery.message.type].append(delivery)

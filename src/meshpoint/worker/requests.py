@@ -11,7 +11,7 @@ from meshpoint.errors import PoisonMessage
 from meshpoint.lifecycle import finish, receive
 from meshpoint.lifecycle.cancel import CANCELLED
 from meshpoint.lifecycle.dispatch import Outgoing
-from meshpoint.lifecycle.refuse import Refusals, refusal
+from meshpoint.lifecycle.refuse import NO_DEFECT, Refusals, refusal
 from meshpoint.lifecycle.segment import Segment
 from meshpoint.lifecycle.site import Site, Spawn
 from meshpoint.model.checkpoint import Begin, Begun, CancelFound, Fenced, Known, Run, TaskState
@@ -49,13 +49,32 @@ class Requests:
     async def on_requests(self, deliveries: Sequence[Delivery]) -> None:
         """Begin the first segment of each new task; settle requests that arrived before.
 
+        What meets a defect is set aside alone.
+        """
+        left = list(deliveries)
+        try:
+            await self._take_in(left)
+        except NO_DEFECT:
+            raise
+        except Exception as error:
+            if len(left) == 1:
+                await self._refusals.set_aside(left[0], error)
+            else:
+                for delivery in left:
+                    await self.on_requests([delivery])
+
+    async def _take_in(self, left: list[Delivery]) -> None:
+        """Take `left` in, and from it whatever is seen to.
+
         A slot is taken last, so that none is held while the database is away: tasks in memory need them.
         """
         arrived: list[tuple[Segment, receive.Request, Delivery]] = []
-        for delivery in deliveries:
-            if segment_of := await self._read(delivery):
-                arrived.append((*segment_of, delivery))
         try:
+            for delivery in list(left):
+                if segment_of := await self._read(delivery):
+                    arrived.append((*segment_of, delivery))
+                else:
+                    left.remove(delivery)
             known = await self._lookup([request.task_id for _, request, _ in arrived])
             while arrived:
                 segment, request, delivery = arrived[0]
@@ -63,8 +82,9 @@ class Requests:
                     await self._take_slot()
                     self._segments.start(segment, request)
                 arrived.pop(0)
+                left.remove(delivery)
         finally:
-            for segment, _, _ in arrived:  # the replica ends: un-acked, they come again elsewhere
+            for segment, _, _ in arrived:  # un-acked: they come again, elsewhere when the replica ends
                 self._segments.leave(segment)
 
     async def _read(self, delivery: Delivery) -> tuple[Segment, receive.Request] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,12 +10,15 @@ from meshpoint.errors import Unavailable
 from meshpoint.lifecycle import claim
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.grace import Grace
+from meshpoint.lifecycle.refuse import NO_DEFECT
 from meshpoint.lifecycle.site import Site, Spawn
 from meshpoint.model.checkpoint import StillWaiting
 from meshpoint.model.events import Step
 from meshpoint.model.letters import status_letter
 from meshpoint.ports.home import Home
 from meshpoint.worker.segments import Segments
+
+log = logging.getLogger("meshpoint.sweeper")
 
 _PURGE_EVERY = 60  # looks
 
@@ -50,23 +54,34 @@ class Sweeper:
                 self._site.patience.note_away(error)
 
     async def on_due(self, home: Home) -> None:
-        """One look at one home."""
-        batch = self._site.options.sweep_batch
-        store = home.store
-        await self._take_ready(home)
-        if not self._site.broker.connected or (home.durable and self._site.patience.note_back()):
-            self._grace.begin()
-        if self._grace.may_expire:
-            await self._expire(home)
+        """One look at one home. A step that meets a defect does not keep the others from theirs."""
+        for step in (self._take_ready, self._expire, self._take_over, self._send, self._keep_alive, self._clean):
+            try:
+                await step(home)
+            except NO_DEFECT:
+                raise
+            except Exception:
+                log.exception("agent %s: a step of the sweeper failed", self._site.agent)
+
+    async def _take_over(self, home: Home) -> None:
         if home.durable and self._grace.may_take_over:
             for task in await claim.take_over(home, self._site):
                 self._segments.resume(home, task)
-        if unsent := await store.unsent(self._site.agent, batch):
+
+    async def _send(self, home: Home) -> None:
+        if not self._site.broker.connected:
+            return  # an attempt in vain would put off the next one, for longer each time
+        if unsent := await home.store.unsent(self._site.agent, self._site.options.sweep_batch):
             await self._segments.send(home, unsent)
-        for alive in await store.keep_alives(self._site.replica, batch):
-            await self._outgoing.tell(
-                status_letter(self._site.agent, alive.task_id, alive.requester, {"alive": True})
-            )
+
+    async def _keep_alive(self, home: Home) -> None:
+        if not self._site.broker.connected:
+            return
+        for alive in await home.store.keep_alives(self._site.replica, self._site.options.sweep_batch):
+            letter = status_letter(self._site.agent, alive.task_id, alive.requester, {"alive": True})
+            await self._outgoing.tell(letter)
+
+    async def _clean(self, home: Home) -> None:
         if self._looks % _PURGE_EVERY == 0:
             await self.purge(home)
 
@@ -77,6 +92,10 @@ class Sweeper:
             self._site.steps.note(Step.PURGE, purged=purged)
 
     async def _expire(self, home: Home) -> None:
+        if not self._site.broker.connected or (home.durable and self._site.patience.note_back()):
+            self._grace.begin()
+        if not self._grace.may_expire:
+            return
         for expired in await claim.expire(home, self._site):
             if isinstance(expired.then, StillWaiting):
                 self._spawn(self._segments.send(home, expired.cancels))
