@@ -160,3 +160,11 @@ async def test_a_database_of_another_name_is_a_wrong_url(empty_postgres_url: str
 def test_other_databases_are_refused(url: str) -> None:
     with pytest.raises(ConfigurationError, match="session_db_url"):
         SqlCheckpointStore(url, namespace="test")
+
+
+async def test_a_file_that_is_no_database_is_named_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("not a database, " * 100)
+    store = SqlCheckpointStore(f"sqlite:///{tmp_path}/notes.txt", namespace="test")
+    with pytest.raises(ConfigurationError, match=r"session_db_url.*no SQLite database"):
+        await store.open()
+    await store.close()

@@ -65,7 +65,11 @@ def certainly_rolled_back(error: BaseException) -> bool:
 
 def refused(error: BaseException) -> ConfigurationError | None:
     """The database's refusal of who or what the URL names, as a word for whoever wrote the URL."""
-    if isinstance(error, DBAPIError) and _sqlstate(error).startswith(_REFUSED):
+    if not isinstance(error, DBAPIError):
+        return None
+    if _sqlite_name(error) == "SQLITE_NOTADB":
+        return ConfigurationError("session_db_url", "the file is there and is no SQLite database", "name another file")
+    if _sqlstate(error).startswith(_REFUSED):
         return ConfigurationError("session_db_url", f"the database refused: {error.orig}", "correct the URL")
     return None
 
