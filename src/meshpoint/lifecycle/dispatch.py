@@ -13,7 +13,7 @@ from meshpoint.lifecycle.site import Site
 from meshpoint.model.checkpoint import CancelNotice, Claim, Dispatch, Reply, Send
 from meshpoint.model.events import Step
 from meshpoint.model.ids import RunId, TaskId, new_id
-from meshpoint.model.letters import Letter, cancel_letter, reply_letter, request_letter
+from meshpoint.model.letters import Letter, cancel_letter, reply_letter, request_letter, wake_message
 from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.ports.broker import Published
 from meshpoint.ports.home import Home
@@ -112,6 +112,13 @@ class Outgoing:
                 await self._words([letter])
             except Unavailable as error:
                 self._site.patience.note_away(error)
+
+    async def wake_others(self) -> None:
+        """Tell all replicas that a task is ready. Losing it costs one sweep interval."""
+        try:
+            await self._site.broker.broadcast(self._site.agent, wake_message(self._site.agent))
+        except Unavailable as error:
+            self._site.patience.note_away(error)
 
     async def _words(self, letters: Sequence[Letter]) -> list[Published]:
         """The broker's word on each letter. One that cannot be put on the wire goes nowhere, but takes none along."""

@@ -25,8 +25,9 @@ NO_DEFECT = (Unavailable, ConfigurationError)
 
 
 def internal_error(error: Exception) -> str:
-    """What others hear of a defect: its first line. The log has the rest."""
-    return f"internal error: {type(error).__name__}: {error}".splitlines()[0]
+    """What others hear of a defect: not the statement and the values that a database's error quotes."""
+    cause = getattr(error, "orig", None) or error
+    return f"internal error: {type(cause).__name__}: {cause}"
 
 
 def refusal(request: Request, options: Options, now: datetime) -> Failed | None:

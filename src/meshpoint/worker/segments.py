@@ -15,13 +15,13 @@ from typing import Any, TypeAlias, assert_never
 
 from pydantic import JsonValue
 
-from meshpoint.errors import IncompatibleState, Unavailable
+from meshpoint.errors import IncompatibleState
 from meshpoint.lifecycle import checkpoint, claim, finish, receive, run
 from meshpoint.lifecycle.cancel import CANCELLED
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.held import Held
 from meshpoint.lifecycle.leases import LeaseKeeper
-from meshpoint.lifecycle.refuse import refusal
+from meshpoint.lifecycle.refuse import internal_error, refusal
 from meshpoint.lifecycle.restore import restore
 from meshpoint.lifecycle.segment import Segment, Stop
 from meshpoint.lifecycle.site import Site, Spawn
@@ -51,7 +51,7 @@ from meshpoint.model.checkpoint import (
 from meshpoint.model.context import Report
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
-from meshpoint.model.letters import reply_letter, status_letter, unpack, wake_message
+from meshpoint.model.letters import reply_letter, status_letter, unpack
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.broker import Delivery
@@ -166,19 +166,26 @@ class Segments:
     async def _live(self, segment: Segment, code: Code) -> None:
         owned = segment.run
         try:
-            try:
-                result = await self._in_slot(code)
-                segment.settling = True
-                afterwards = await self._settle(segment, result)
-            except Exception as error:  # the consumer edge: a defect here must not take the other tasks along
-                log.exception("task %s: its segment could not be settled", owned.task_id)
-                broken = Failed(FailureKind.ERROR, f"internal error: {type(error).__name__}: {error}")
-                afterwards = await self._settle(segment, broken)
+            afterwards = await self._settled(segment, code)
+            if self._leases is not None:
+                self._leases.let_go(owned)
+            await afterwards()
+        except Exception:  # the consumer edge: a defect here must not take the other tasks along
+            log.exception("task %s: left to its lease, or to its request coming again", owned.task_id)
+            await self._requeue(segment)
         finally:
             if self._leases is not None:
                 self._leases.let_go(owned)
-        await afterwards()
         self.leave(segment)
+
+    async def _settled(self, segment: Segment, code: Code) -> Afterwards:
+        try:
+            result = await self._in_slot(code)
+            segment.settling = True
+            return await self._settle(segment, result)
+        except Exception as error:  # what cannot be committed as it is can be as a failure
+            log.exception("task %s: its segment could not be settled", segment.run.task_id)
+            return await self._settle(segment, Failed(FailureKind.ERROR, internal_error(error)))
 
     async def _in_slot(self, code: Code) -> run.SegmentResult:
         # A slot bounds running code, not waiting for the database: in an outage, tasks in memory need it.
@@ -281,7 +288,7 @@ class Segments:
             if found is not None and found[0].state is TaskState.PARKED:
                 self._site.steps.note(Step.PARKED, segment.run.task_id, reason=unreadable)
         else:
-            await self.wake_others()
+            await self._outgoing.wake_others()
         await self.ack(segment)
 
     async def _after_end(self, segment: Segment, home: Home, reply: Reply) -> None:
@@ -338,7 +345,7 @@ class Segments:
             case MadeReady(cancels=cancels):
                 self.ready_somewhere.set()
                 if home.durable:
-                    self._spawn(self.wake_others())
+                    self._spawn(self._outgoing.wake_others())
                 if cancels:
                     self._spawn(self.send(home, cancels))
             case StillWaiting():
@@ -380,23 +387,11 @@ class Segments:
             await delivery.requeue()
         self._tell_if_none_left()
 
-    async def wake_others(self) -> None:
-        """Tell all replicas that a task is ready. Losing it costs one sweep interval."""
-        try:
-            await self._site.broker.broadcast(self._site.agent, wake_message(self._site.agent))
-        except Unavailable as error:
-            self._site.patience.note_away(error)
-
     def report_to(self, task_id: TaskId, requester: Requester) -> Report:
         """What `ctx.status` calls: a status update to the requester, lost when the broker is away."""
 
         async def report(data: JsonValue) -> None:
-            letter = status_letter(self._site.agent, task_id, requester, data)
-            if letter is not None:
-                try:
-                    await self._site.broker.publish([letter])
-                except Unavailable as error:
-                    self._site.patience.note_away(error)
+            await self._outgoing.tell(status_letter(self._site.agent, task_id, requester, data))
 
         return report
 
