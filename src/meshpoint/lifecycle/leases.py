@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +14,8 @@ from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
 from meshpoint.ports.observer import Steps
 from meshpoint.ports.store import CheckpointStore
+
+log = logging.getLogger("meshpoint.leases")
 
 
 class LeaseKeeper:
@@ -48,7 +51,7 @@ class LeaseKeeper:
 
         def renew() -> None:
             with runner:
-                runner.run(self._renew_until_stopped(worker_loop))
+                runner.run(self._until_stopped(worker_loop))
 
         self._thread = threading.Thread(target=renew, name="meshpoint leases", daemon=True)
         self._thread.start()
@@ -71,22 +74,29 @@ class LeaseKeeper:
             if self._runs.get(run.task_id) == run:
                 del self._runs[run.task_id]
 
-    async def _renew_until_stopped(self, worker_loop: asyncio.AbstractEventLoop) -> None:
-        store = self._open_store()
+    async def _until_stopped(self, worker_loop: asyncio.AbstractEventLoop) -> None:
+        renewing = asyncio.create_task(self._keep_renewing(worker_loop))
+        await self._stop.wait()
+        renewing.cancel()  # not to wait for a database that is silent
+        await asyncio.gather(renewing, return_exceptions=True)
+
+    async def _keep_renewing(self, worker_loop: asyncio.AbstractEventLoop) -> None:
+        while True:
+            try:
+                await self._renew_with(self._open_store(), worker_loop)
+            except Exception:  # if this ended, every lease of the replica would run out
+                log.exception("replica %s: its leases could not be renewed", self._replica.id)
+                await asyncio.sleep(self._interval)
+
+    async def _renew_with(self, store: CheckpointStore, worker_loop: asyncio.AbstractEventLoop) -> None:
         try:
-            while not await self._stopped_within_interval():
+            while True:
+                await asyncio.sleep(self._interval)
                 for run in await self._renew(store):
                     self.let_go(run)
                     worker_loop.call_soon_threadsafe(self._on_lost, run)
         finally:
             await store.close()
-
-    async def _stopped_within_interval(self) -> bool:
-        try:
-            async with asyncio.timeout(self._interval):
-                return await self._stop.wait()
-        except TimeoutError:
-            return False
 
     async def _renew(self, store: CheckpointStore) -> list[Run]:
         with self._lock:
