@@ -168,7 +168,7 @@ class Requests:
                 self._poke()  # what is due for dispatch is sent again
             await self._settled(segment)
         else:
-            self._segments.held.hold(known.task_id, segment.deliveries)
+            self._segments.hold(known.task_id, segment.deliveries)
             self._segments.leave(segment)
 
     async def _refuse(self, segment: Segment, refused: Failed) -> None:

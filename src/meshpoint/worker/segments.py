@@ -100,10 +100,15 @@ class Segments:
         if task_id in self.live:
             self.live[task_id].deliveries.append(delivery)
         elif task_id in self.held:
-            self.held.hold(task_id, [delivery])
+            self.hold(task_id, [delivery])
         else:
             return False
         return True
+
+    def hold(self, task_id: TaskId, deliveries: Sequence[Delivery]) -> None:
+        """Keep the requests of a task in memory un-acked until it ends, and leave room for others."""
+        self.held.hold(task_id, deliveries)
+        self._make_room()
 
     def leave(self, segment: Segment) -> None:
         """Forget a task that came to nothing here."""
@@ -273,10 +278,9 @@ class Segments:
 
     async def _after_pause(self, segment: Segment, home: Home, saved: Committed) -> None:
         if not home.durable:
-            self.held.hold(segment.run.task_id, segment.deliveries)
+            self.hold(segment.run.task_id, segment.deliveries)
             segment.deliveries = []
             self.leave(segment)
-            self._make_room()
         await self.send(home, saved.dispatches)
         if saved.state is TaskState.READY:
             self.ready_somewhere.set()
