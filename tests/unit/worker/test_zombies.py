@@ -1,0 +1,206 @@
+"""A run whose task another run owns changes nothing, whatever it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshpoint.errors import IncompatibleState
+from meshpoint.model.calls import Call, Done, Paused
+from meshpoint.model.checkpoint import TaskState
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.events import Phase, Step
+from meshpoint.model.ids import TaskId
+from meshpoint.model.options import AckPolicy
+from meshpoint.model.outcomes import Ok, Outcomes
+
+from .agents import Gate, Scripted
+from .mesh import Mesh, Running
+from .puppet import Puppet
+
+
+def two_steps(gates: list[Gate], then: str) -> Scripted:
+    """Asks `peer`; in its second segment waits at a gate of its own, and then does what `then` says."""
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Paused:
+        return Paused([Call("first", "peer", 1)], b"1")
+
+    async def resume(ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Any:
+        if state == b"2":
+            return Done("paused twice")
+        gate = Gate()
+        gates.append(gate)
+        await gate()
+        match then:
+            case "pause":
+                return Paused([Call("second", "peer", 2)], b"2")
+            case "fail":
+                raise ValueError("a zombie's opinion")
+            case "release":
+                raise IncompatibleState("a zombie's opinion")
+            case _:
+                return Done(f"run {gates.index(gate) + 1}")
+
+    return Scripted("agent", start, resume)
+
+
+async def taken_over(mesh: Mesh, boss: Puppet, peer: Puppet, then: str) -> tuple[TaskId, Running, list[Gate]]:
+    """A task that runs in two replicas: the first is the zombie, it renewed no lease."""
+    gates: list[Gate] = []
+    zombie = await mesh.replica(two_steps(gates, then))
+    task_id = await boss.ask("agent", 1)
+    request = await peer.request_number()
+    await mesh.settle()
+    await peer.respond(request, 1)
+    await mesh.settle()
+    await mesh.replica(two_steps(gates, then))
+    await mesh.advance(17)
+    await mesh.events.wait(Step.TAKE_OVER)
+    await mesh.settle()
+    assert len(gates) == 2
+    return task_id, zombie, gates
+
+
+@pytest.mark.parametrize("then", ["end", "pause", "fail", "release"])
+async def test_what_a_zombie_comes_to_changes_nothing(mesh: Mesh, boss: Puppet, peer: Puppet, then: str) -> None:
+    task_id, zombie, gates = await taken_over(mesh, boss, peer, then)
+    before = await mesh.task(task_id)
+    gates[0].opened.set()
+    await mesh.settle()
+    assert await mesh.task(task_id) == before
+    assert boss.replies() == []
+    assert len(peer.requests) == 1
+    assert zombie.worker.segments.live == {}
+    fenced = mesh.events.of(Step.FENCED)
+    assert [event.replica for event in fenced] == ([] if then == "release" else [zombie.id])
+
+
+async def test_the_owner_ends_it_once(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    task_id, zombie, gates = await taken_over(mesh, boss, peer, "end")
+    gates[1].opened.set()
+    assert await boss.reply(task_id) == Ok("run 2")
+    gates[0].opened.set()
+    await mesh.advance(20)
+    assert boss.replies() == [Ok("run 2")]
+    (fenced,) = mesh.events.of(Step.FENCED)
+    assert fenced.replica == zombie.id
+    assert await mesh.state(task_id) is TaskState.COMPLETED
+
+
+async def test_the_owner_goes_on_to_another_pause(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    task_id, _, gates = await taken_over(mesh, boss, peer, "pause")
+    gates[1].opened.set()
+    second = await peer.request_number(2)
+    gates[0].opened.set()
+    await mesh.settle()
+    assert len(peer.requests) == 2
+    assert await mesh.state(task_id) is TaskState.WAITING
+    await peer.respond(second, 2)
+    assert await boss.reply(task_id) == Ok("paused twice")
+
+
+async def test_a_lost_lease_stops_the_code(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    task_id, zombie, gates = await taken_over(mesh, boss, peer, "end")
+    (segment,) = zombie.worker.segments.live.values()
+    zombie.worker.segments.lose(segment.run)
+    await mesh.settle()
+    assert gates[0].cancelled == 1
+    assert zombie.worker.segments.live == {}
+    (lost,) = mesh.events.of(Step.LEASE_LOST)
+    assert lost.task_ids == (task_id,)
+    gates[1].opened.set()
+    assert await boss.reply(task_id) == Ok("run 2")
+    assert gates[1].cancelled == 0
+
+
+async def test_a_lease_of_an_earlier_run_stops_nothing(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    task_id, zombie, gates = await taken_over(mesh, boss, peer, "end")
+    (stale,) = zombie.worker.segments.live.values()
+    owner = mesh.replicas[1]
+    owner.worker.segments.lose(stale.run)
+    await mesh.settle()
+    assert gates[1].cancelled == 0
+    assert mesh.events.of(Step.LEASE_LOST) == []
+    gates[1].opened.set()
+    assert await boss.reply(task_id) == Ok("run 2")
+
+
+async def test_a_lease_that_ends_with_its_run_is_not_lost(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    """A renewal that crosses the end of the run finds no running row; that is no news."""
+    gates: list[Gate] = []
+    replica = await mesh.replica(two_steps(gates, "end"))
+    task_id = await boss.ask("agent", 1)
+    await peer.respond(await peer.request_number(), 1)
+    await mesh.settle()
+    (segment,) = replica.worker.segments.live.values()
+
+    async def renewal() -> None:
+        replica.worker.segments.lose(segment.run)
+
+    replica.store.after["end"] = renewal
+    gates[0].opened.set()
+    assert await boss.reply(task_id) == Ok("run 1")
+    assert mesh.events.of(Step.LEASE_LOST) == []
+
+
+async def test_two_first_segments_of_one_request(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    """The connection of a replica is lost: another one gets the request too. One checkpoint wins."""
+    gates: list[Gate] = []
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Paused:
+        gates.append(Gate())
+        number = len(gates)
+        await gates[-1]()
+        return Paused([Call("call", "peer", number)], b"")
+
+    async def resume(ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Done[Any]:
+        return Done(outcomes["call"].value)  # type: ignore[union-attr]
+
+    first = await mesh.replica(Scripted("agent", start, resume))
+    task_id = await boss.ask("agent", 1)
+    await mesh.settle()
+    await mesh.replica(Scripted("agent", start, resume), max_concurrency=1)
+    stolen = [subscription for name, subscription in first.worker._subscriptions.items() if name == "requests"]
+    await stolen[0].cancel()
+    first.broker.lose_connection()
+    await mesh.settle()
+    assert len(gates) == 2
+    gates[1].opened.set()
+    request = await peer.request_number()
+    gates[0].opened.set()
+    await mesh.settle()
+    (fenced,) = mesh.events.of(Step.FENCED)
+    assert fenced.replica == first.id
+    assert len(peer.requests) == 1
+    await peer.respond(request, 1)
+    assert await boss.reply(task_id) == Ok(1)
+    await mesh.settle()
+    assert mesh.unacked("agent") == mesh.waiting("agent") == 0
+
+
+async def test_a_begin_that_comes_second_runs_nothing(mesh: Mesh, boss: Puppet) -> None:
+    """Two copies of a request are looked up at the same time; the rows decide."""
+    gates: list[Gate] = []
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Done[str]:
+        gates.append(Gate())
+        await gates[-1]()
+        return Done("once")
+
+    first = await mesh.replica(Scripted("agent", start), ack_policy=AckPolicy.ON_RECEIPT)
+    second = await mesh.replica(Scripted("agent", start), ack_policy=AckPolicy.ON_RECEIPT)
+    both = Gate()
+    first.store.after["lookup"] = second.store.after["lookup"] = both
+    request = boss.request(1)
+    await boss.send("agent", request)
+    await boss.send("agent", request)
+    await both.reach(2)
+    both.opened.set()
+    await mesh.settle()
+    assert len(gates) == 1
+    gates[0].opened.set()
+    assert await boss.reply(request.correlation_id) == Ok("once")
+    await mesh.settle()
+    assert len(mesh.events.of(Step.SEGMENT, Phase.AFTER)) == 1
+    assert mesh.unacked("agent") == 0
