@@ -14,6 +14,7 @@ from meshpoint.model.checkpoint import CancelNotice, Claim, Dispatch, Reply, Sen
 from meshpoint.model.events import Step
 from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.letters import Letter, cancel_letter, reply_letter, request_letter, wake_message
+from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.ports.broker import Published
 from meshpoint.ports.home import Home
@@ -22,6 +23,8 @@ log = logging.getLogger("meshpoint.dispatch")
 
 _NOT_TAKEN_YET = timedelta(seconds=1)
 """Before a reply is tried again whose queue is full, or not there (yet)."""
+_MOST_GONE = 10_000
+"""Addresses that are remembered as gone."""
 _STEP = {Dispatch: Step.DISPATCH, CancelNotice: Step.CANCEL_NOTICE, Reply: Step.REPLY}
 
 
@@ -33,6 +36,7 @@ class Outgoing:
 
     def __init__(self, site: Site) -> None:
         self._site = site
+        self._gone: set[Address] = set()
 
     async def send(self, home: Home, sends: Sequence[Send]) -> tuple[list[Claim], list[TaskId]]:
         """Publish and mark; the calls that turned out undeliverable, and the tasks whose reply is settled."""
@@ -100,10 +104,18 @@ class Outgoing:
         give_up_at = clock.now() + self._site.options.reply_retry_time
         with self._site.steps.step(Step.REPLY, [task_id]):
             while (word := (await self._site.patience.until_answered(publish))[0]) is not Published.ACCEPTED:
-                if word is Published.UNROUTABLE and clock.now() >= give_up_at:
+                if word is Published.UNROUTABLE and (letter[0] in self._gone or clock.now() >= give_up_at):
                     self._site.steps.note(Step.REPLY_UNROUTABLE, task_id, reply_to=letter[0])
+                    self._remember_as_gone(letter[0])
                     return
                 await clock.sleep(_NOT_TAKEN_YET)
+        self._gone.discard(letter[0])
+
+    def _remember_as_gone(self, address: Address) -> None:
+        # Each further reply would hold an un-acked request, and so a place in the prefetch, for the whole time.
+        if len(self._gone) >= _MOST_GONE:
+            self._gone.clear()
+        self._gone.add(address)
 
     async def tell(self, letter: Letter | None) -> None:
         """Publish something advisory: lost when the broker is away."""

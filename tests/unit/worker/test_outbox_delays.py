@@ -1,0 +1,52 @@
+"""What was committed goes out soon after the broker is back, and the dead hold up nobody."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshpoint.model.events import Step
+from meshpoint.model.messages import Address
+from meshpoint.model.outcomes import Ok
+
+from .agents import asker, doubler
+from .mesh import Mesh
+from .puppet import Puppet
+
+
+async def test_a_long_outage_of_the_broker_does_not_put_off_what_is_due(
+    mesh: Mesh, boss: Puppet, peer: Puppet
+) -> None:
+    running = await mesh.replica(asker("asker", "peer"))
+    running.broker.fail("not committed", type="request")
+    task_id = await boss.ask("asker", 1)
+    await mesh.settle()
+    assert peer.requests == []
+    running.broker.away = True
+    await mesh.advance(200)
+    running.broker.away = False
+    await mesh.advance(6)
+    await peer.respond(await peer.request_number(), 2)
+    assert await boss.reply(task_id) == Ok({"peer": 2})
+
+
+async def test_requesters_that_are_gone_hold_up_nobody_for_long(mesh: Mesh, boss: Puppet) -> None:
+    await mesh.replica(doubler, max_concurrency=2)
+    for number in range(20):
+        gone = replace(boss.request(number), reply_to=Address("nobody.private"))
+        await boss.send("doubler", gone)
+    task_id = await boss.ask("doubler", 7)
+    await mesh.advance(40)
+    assert await boss.reply(task_id) == Ok(14)
+    await mesh.settle()
+    assert len(mesh.events.of(Step.REPLY_UNROUTABLE)) == 20
+
+
+async def test_a_requester_that_comes_back_is_answered(mesh: Mesh, boss: Puppet) -> None:
+    await mesh.replica(doubler, max_concurrency=2)
+    first = replace(boss.request(1), reply_to=Address("late.resp"))
+    await boss.send("doubler", first)
+    await mesh.advance(40)
+    late = await mesh.puppet("late")
+    second = replace(late.request(2))
+    await late.send("doubler", second)
+    assert await late.reply(second.correlation_id) == Ok(4)
