@@ -50,6 +50,7 @@ async def test_a_frozen_replica_that_lost_its_lease_changes_nothing(mesh: Mesh) 
     # Frozen between transactions: a process that is frozen inside one holds SQLite's only write lock.
     calm = mesh.rung.config("root", sweep_interval_seconds=600, renew_interval_seconds=1)
     frozen = await mesh.replica(calm, "--at", "end:before", "--do", "freeze")
+    await frozen.wait("sweep:after", durable=True)
     await call.answer(10)
     await frozen.wait("end:before")
     other = await mesh.replica(config)

@@ -47,8 +47,8 @@ WAITING = TaskSummary(
     owner=None,
     completed=2,
     expected=3,
-    checkpointed_at=NOW - timedelta(minutes=5),
-    wake_at=NOW + timedelta(hours=3),
+    checkpointed_at=NOW - timedelta(days=5, hours=1),  # coarse: the clock goes on while tests run
+    wake_at=NOW + timedelta(days=3, hours=12),
 )
 CALL = CallSummary(
     TaskId("s-1"), "flight", AgentName("flights"), 1, CallState.DONE, "ok", NOW, NOW + timedelta(minutes=9)
@@ -309,7 +309,7 @@ def test_tasks_are_listed_as_a_table(cli: Cli, mesh: Mesh) -> None:
     listed = cli("tasks", "list", "--config", "mesh.yaml", "--agent", "travel", "--state", "waiting", "--limit", "5")
     assert listed.code == 0
     row = next(line for line in listed.out.splitlines() if line.split()[:1] == ["t-1"])
-    assert row.split() == ["t-1", "travel", "waiting", "2", "of", "3", "1", "5", "min", "in", "3", "h", "-"]
+    assert row.split() == ["t-1", "travel", "waiting", "2", "of", "3", "1", "5", "d", "in", "3", "d", "-"]
     assert mesh.seen["filter"] == ("travel", [TaskState.WAITING], 5)
 
 
@@ -320,7 +320,7 @@ def test_a_database_shared_by_agents_is_read_once_and_closed(cli: Cli, mesh: Mes
 
 
 def test_tasks_are_listed_as_json_from_a_named_database(cli: Cli, mesh: Mesh) -> None:
-    mesh.tasks = [replace(WAITING, task_id=TaskId("old"), checkpointed_at=NOW - timedelta(days=1)), WAITING]
+    mesh.tasks = [replace(WAITING, task_id=TaskId("old"), checkpointed_at=NOW - timedelta(days=9)), WAITING]
     listed = cli("tasks", "list", "--db", "postgresql://h/mesh", "--json")
     assert [task["task_id"] for task in listed.json] == ["t-1", "old"], "newest first"
     assert listed.json[0]["checkpointed_at"] == WAITING.checkpointed_at.isoformat()

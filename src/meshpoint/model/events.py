@@ -30,6 +30,7 @@ class Step(StrEnum):
     RESTORE = "restore"  # a context is rebuilt
     END = "end"  # an outcome commits
     REPLY = "reply"  # a reply is published
+    SWEEP = "sweep"  # one look for what time alone makes due
     EXPIRE = "expire"  # deadlines are looked for
     TAKE = "take"  # ready tasks are taken
     TAKE_OVER = "take_over"  # expired leases are taken

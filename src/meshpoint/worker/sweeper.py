@@ -49,7 +49,8 @@ class Sweeper:
         self._looks += 1
         for home in homes:
             try:
-                await self.on_due(home)
+                with self._site.steps.step(Step.SWEEP, durable=home.durable):
+                    await self.on_due(home)
             except Unavailable as error:
                 self._site.patience.note_away(error)
 
