@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from meshpoint.lifecycle.segment import Segment
 from meshpoint.lifecycle.site import Site
 from meshpoint.model.checkpoint import Cancel, CancelResult
 from meshpoint.model.events import Step
@@ -13,6 +15,11 @@ from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.ports.home import Home
 
 CANCELLED = Failed(FailureKind.CANCELLED, "cancelled on request")
+
+
+def cancelled(segment: Segment) -> Failed:
+    """The outcome of a task that was stopped here, with what it had used by then."""
+    return CANCELLED if segment.context is None else replace(CANCELLED, usage=segment.context.token_usage)
 
 
 async def cancel(home: Home, task_ids: Sequence[TaskId], site: Site) -> list[CancelResult]:

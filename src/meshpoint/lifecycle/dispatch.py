@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 
+from pydantic import JsonValue
+
 from meshpoint.errors import Unavailable
 from meshpoint.lifecycle.refuse import NO_DEFECT
 from meshpoint.lifecycle.site import Site
-from meshpoint.model.checkpoint import CancelNotice, Claim, Dispatch, Reply, Send
+from meshpoint.model.checkpoint import CancelNotice, Claim, Dispatch, Reply, Requester, Send
+from meshpoint.model.context import Report
 from meshpoint.model.events import Step
 from meshpoint.model.ids import RunId, TaskId, new_id
-from meshpoint.model.letters import Letter, cancel_letter, reply_letter, request_letter, wake_message
+from meshpoint.model.letters import Letter, cancel_letter, reply_letter, request_letter, status_letter, wake_message
 from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.ports.broker import Published
@@ -124,6 +127,14 @@ class Outgoing:
                 await self._words([letter])
             except Unavailable as error:
                 self._site.patience.note_away(error)
+
+    def report_to(self, task_id: TaskId, requester: Requester) -> Report:
+        """What `ctx.status` calls: a status update to the requester, lost when the broker is away."""
+
+        async def report(data: JsonValue) -> None:
+            await self.tell(status_letter(self._site.agent, task_id, requester, data))
+
+        return report
 
     async def wake_others(self) -> None:
         """Tell all replicas that a task is ready. Losing it costs one sweep interval."""

@@ -17,7 +17,7 @@ from pydantic import JsonValue
 
 from meshpoint.errors import IncompatibleState
 from meshpoint.lifecycle import checkpoint, claim, finish, receive, run
-from meshpoint.lifecycle.cancel import CANCELLED
+from meshpoint.lifecycle.cancel import cancelled
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.held import Held
 from meshpoint.lifecycle.leases import LeaseKeeper
@@ -39,7 +39,6 @@ from meshpoint.model.checkpoint import (
     PastDeadline,
     Release,
     Reply,
-    Requester,
     Resumable,
     Run,
     Send,
@@ -48,10 +47,9 @@ from meshpoint.model.checkpoint import (
     Unknown,
     WrongSender,
 )
-from meshpoint.model.context import Report
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
-from meshpoint.model.letters import reply_letter, status_letter, unpack
+from meshpoint.model.letters import reply_letter, unpack
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.broker import Delivery
@@ -122,7 +120,7 @@ class Segments:
 
     def start(self, segment: Segment, request: receive.Request) -> None:
         """Run the first segment of an arrived task. The caller's slot passes to it."""
-        segment.context = request.context(self.report_to(request.task_id, request.requester))
+        segment.context = request.context(self._outgoing.report_to(request.task_id, request.requester))
         self._begin(segment, partial(run.first_segment, self._agent, segment, request.input, self._site.steps))
 
     def resume(self, home: Home, task: Resumable) -> None:
@@ -145,13 +143,13 @@ class Segments:
         request = receive.request(unpack(task.request), self._site.options)
         if refused := refusal(request, self._site.options, self._site.clock.now()):
             return refused
-        segment.context = request.context(self.report_to(request.task_id, request.requester))
+        segment.context = request.context(self._outgoing.report_to(request.task_id, request.requester))
         return await run.first_segment(self._agent, segment, request.input, self._site.steps)
 
     async def _restored(self, segment: Segment, task: Resumable) -> run.SegmentResult:
         try:
             with self._site.steps.step(Step.RESTORE, [task.run.task_id], generation=task.run.generation):
-                context, outcomes = restore(task, self.report_to(task.run.task_id, task.requester))
+                context, outcomes = restore(task, self._outgoing.report_to(task.run.task_id, task.requester))
         except IncompatibleState as error:
             return run.Unreadable(str(error))
         segment.context = context
@@ -223,7 +221,7 @@ class Segments:
         match why:
             case Stop.CANCELLED:
                 self._site.steps.note(Step.CODE_CANCELLED, segment.run.task_id)
-                return await self._end(segment, CANCELLED)
+                return await self._end(segment, cancelled(segment))
             case Stop.DRAINING:
                 return await self._give_back(segment, None)
             case Stop.LOST:
@@ -241,10 +239,9 @@ class Segments:
                 self._site.steps.note(Step.FENCED, segment.run.task_id, what="pause", fence=segment.run.fence)
                 return partial(self.ack, segment)
             case CancelFound(run=still_ours):
-                if still_ours is None:
-                    return partial(self._answer, segment, finish.reply_for(segment, CANCELLED, self._site.options))
-                segment.run, segment.home = still_ours, home
-                return await self._end(segment, CANCELLED)
+                # Where no row of this run is, a tombstone is: only the answer is left.
+                segment.run, segment.home = still_ours or segment.run, home if still_ours else None
+                return await self._end(segment, cancelled(segment))
             case PastDeadline():
                 return await self._end(segment, Failed(FailureKind.TIMEOUT, "the task's deadline has passed"))
             case _:
@@ -390,14 +387,6 @@ class Segments:
         for delivery in self.held.let_all_go():
             await delivery.requeue()
         self._tell_if_none_left()
-
-    def report_to(self, task_id: TaskId, requester: Requester) -> Report:
-        """What `ctx.status` calls: a status update to the requester, lost when the broker is away."""
-
-        async def report(data: JsonValue) -> None:
-            await self._outgoing.tell(status_letter(self._site.agent, task_id, requester, data))
-
-        return report
 
 
 async def _already(result: run.SegmentResult) -> run.SegmentResult:
