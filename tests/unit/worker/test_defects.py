@@ -16,7 +16,7 @@ from .agents import asker, caller, doubler
 from .mesh import Mesh, Running
 from .puppet import Puppet
 
-BAD = "bad"
+BAD = "no-such-id"  # found in no id: those are hexadecimal
 
 
 @pytest.fixture(autouse=True)

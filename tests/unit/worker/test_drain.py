@@ -1,0 +1,331 @@
+"""A replica that is told to stop: nothing is lost, nothing hangs, and others go on at once."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from meshpoint.model.calls import Call, Done, Paused
+from meshpoint.model.checkpoint import TaskState
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.events import Phase, Step
+from meshpoint.model.options import AckPolicy
+from meshpoint.model.outcomes import Failed, FailureKind, Ok
+
+from .agents import Gate, Scripted, asker, doubler, gated, gated_after
+from .mesh import Mesh
+from .puppet import Puppet
+
+HOMES = pytest.mark.parametrize("durable", [True, False])
+AT_ONCE = {"drain_timeout": timedelta(0)}
+NEVER = {"drain_timeout": timedelta(hours=1), "release_timeout": timedelta(hours=1)}
+
+
+@HOMES
+async def test_an_idle_replica_stops_at_once(mesh: Mesh, durable: bool) -> None:
+    replica = await mesh.replica(doubler, durable=durable, **NEVER)
+    await replica.drain()
+    assert len(mesh.events.of(Step.DRAINED)) == 1
+    assert replica.memory.calls[-1] == "close"
+    assert not durable or replica.store.calls[-1] == "close"
+
+
+@HOMES
+async def test_segments_end_and_new_requests_are_left_to_others(mesh: Mesh, boss: Puppet, durable: bool) -> None:
+    gate = Gate()
+    replica = await mesh.replica(gated("agent", gate), durable=durable, max_concurrency=2, **NEVER)
+    tasks = [await boss.ask("agent", number) for number in range(5)]
+    await gate.reach(2)
+    draining = asyncio.create_task(replica.drain())
+    await mesh.settle()
+    gate.opened.set()
+    await draining
+    assert [await boss.reply(task_id) for task_id in tasks[:2]] == [Ok("done")] * 2
+    assert gate.visits == 2
+    assert (mesh.unacked("agent"), mesh.waiting("agent")) == (0, 3)
+    await mesh.replica(gated("agent", gate), durable=durable)
+    assert [await boss.reply(task_id) for task_id in tasks[2:]] == [Ok("done")] * 3
+
+
+async def test_segments_pause(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    gate = Gate()
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Any:
+        await gate()
+        return Paused([Call("call", "peer", 1)], b"")
+
+    replica = await mesh.replica(Scripted("agent", start), **NEVER)
+    task_id = await boss.ask("agent", 1)
+    await gate.reach()
+    draining = asyncio.create_task(replica.drain())
+    await mesh.settle()
+    gate.opened.set()
+    await draining
+    assert await mesh.state(task_id) is TaskState.WAITING
+    assert len(peer.requests) == 1
+    assert mesh.unacked("agent") == mesh.waiting("agent") == 0
+
+
+@HOMES
+async def test_first_segments_that_take_too_long_are_given_back(mesh: Mesh, boss: Puppet, durable: bool) -> None:
+    gate = Gate()
+    replica = await mesh.replica(gated("agent", gate), durable=durable, **AT_ONCE)
+    task_id = await boss.ask("agent", 1)
+    await gate.reach()
+    await replica.drain()
+    assert gate.cancelled == 1
+    assert boss.replies() == []
+    assert mesh.waiting("agent") == 1
+    await mesh.replica(gated("agent", gate), durable=durable)
+    gate.opened.set()
+    assert await boss.reply(task_id) == Ok("done")
+    assert gate.visits == 2
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_owned_tasks_that_take_too_long_are_ready_for_others_at_once(
+    mesh: Mesh, boss: Puppet, peer: Puppet, first: bool
+) -> None:
+    gate = Gate()
+    agent = gated("agent", gate) if first else gated_after("agent", "peer", gate)
+    policy = AckPolicy.ON_RECEIPT if first else AckPolicy.AT_CHECKPOINT
+    replica = await mesh.replica(agent, ack_policy=policy, **AT_ONCE)
+    await mesh.replica(agent, max_concurrency=1)
+    await mesh.replicas[1].worker._subscriptions["requests"].cancel()
+    await mesh.replicas[1].worker._subscriptions["shared"].cancel()
+    task_id = await boss.ask("agent", 1)
+    if not first:
+        await peer.respond(await peer.request_number(), 1)
+    await gate.reach()
+    await replica.drain()
+    assert gate.cancelled == 1
+    await gate.reach(2)  # the clock stands still: it was woken
+    gate.opened.set()
+    assert await boss.reply(task_id) == Ok("done" if first else {"peer": 1})
+    summary, _ = await mesh.task(task_id)
+    assert summary.attempt <= 1, "a drain is no failed attempt"
+
+
+async def test_a_task_that_waits_in_memory_may_still_end(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    replica = await mesh.replica(asker("asker", "peer"), durable=False, **NEVER)
+    task_id = await boss.ask("asker", 1)
+    request = await peer.request_number()
+    await mesh.settle()
+    draining = asyncio.create_task(replica.drain())
+    await mesh.settle()
+    assert not draining.done()
+    await peer.respond(request, 1)
+    await draining
+    assert await boss.reply(task_id) == Ok({"peer": 1})
+    assert mesh.unacked("asker") == mesh.waiting("asker") == 0
+
+
+async def test_a_task_that_waits_in_memory_may_still_time_out(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    """The sweeper goes on looking at memory."""
+    waiting = asker("asker", "peer", timeout=timedelta(seconds=20))
+    replica = await mesh.replica(waiting, durable=False, **NEVER)
+    task_id = await boss.ask("asker", 1)
+    await peer.request_number()
+    await mesh.settle()
+    draining = asyncio.create_task(replica.drain())
+    await mesh.advance(22)
+    await draining
+    assert await boss.reply(task_id) == Ok({"peer": "timeout"})
+
+
+async def test_a_task_that_waits_in_memory_may_still_be_cancelled(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    await mesh.replica(asker("asker", "peer"), durable=False)
+    draining_one = await mesh.replica(asker("asker", "peer"), durable=False, **NEVER)
+    await mesh.replicas[0].worker._subscriptions["requests"].cancel()
+    task_id = await boss.ask("asker", 1)
+    await peer.request_number()
+    await mesh.settle()
+    draining = asyncio.create_task(draining_one.drain())
+    await mesh.settle()
+    await boss.cancel("asker", task_id)
+    await draining
+    reply = await boss.reply(task_id)
+    assert isinstance(reply, Failed)
+    assert reply.kind is FailureKind.CANCELLED
+
+
+@pytest.mark.parametrize("running", [True, False])
+async def test_a_task_in_memory_that_takes_too_long_is_given_back(
+    mesh: Mesh, boss: Puppet, peer: Puppet, running: bool
+) -> None:
+    gate = Gate()
+    replica = await mesh.replica(gated_after("agent", "peer", gate), durable=False, **AT_ONCE)
+    task_id = await boss.ask("agent", 1)
+    request = await peer.request_number()
+    await mesh.settle()
+    if running:
+        await peer.respond(request, 1)
+        await gate.reach()
+    await replica.drain()
+    assert mesh.waiting("agent") == 1
+    assert boss.replies() == []
+    gate.opened.set()
+    await mesh.replica(gated_after("agent", "peer", gate), durable=False)
+    await peer.respond(await peer.request_number(2), 2)
+    assert await boss.reply(task_id) == Ok({"peer": 2})
+
+
+async def test_a_claim_that_is_under_way_is_finished(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    """Given up halfway, it might own a task that nobody runs."""
+    replica = await mesh.replica(asker("asker", "peer"), **NEVER)
+    task_id = await boss.ask("asker", 1)
+    request = await peer.request_number()
+    await mesh.settle()
+    gate = replica.store.after["claim"] = Gate()
+    await peer.respond(request, 1)
+    await gate.reach()
+    draining = asyncio.create_task(replica.drain())
+    await mesh.settle()
+    gate.opened.set()
+    await draining
+    assert await boss.reply(task_id) == Ok({"peer": 1})
+
+
+@pytest.mark.parametrize("method", ["take", "take_over", "expire"])
+async def test_a_look_that_is_under_way_is_finished(mesh: Mesh, boss: Puppet, peer: Puppet, method: str) -> None:
+    task_id, replica = await _due(mesh, boss, peer, method)
+    gate = replica.store.after[method] = Gate()
+    mesh.clock.advance(timedelta(seconds=20))
+    await gate.reach()
+    draining = asyncio.create_task(replica.drain())
+    await mesh.settle()
+    gate.opened.set()
+    await draining
+    assert isinstance(await boss.reply(task_id), Ok)
+    assert await mesh.state(task_id) is TaskState.COMPLETED
+
+
+async def _due(mesh: Mesh, boss: Puppet, peer: Puppet, method: str) -> Any:
+    """A task that `method` takes at the next look of a replica."""
+    held = Gate()
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Any:
+        return Paused([Call("call", "peer", 1, timeout=timedelta(seconds=10))], b"")
+
+    async def wait(ctx: TaskExecutionContext, state: bytes, outcomes: Any) -> Any:
+        await held()
+
+    async def end(ctx: TaskExecutionContext, state: bytes, outcomes: Any) -> Any:
+        return Done("went on")
+
+    drains_first = AT_ONCE if method == "take" else {}
+    first = await mesh.replica(Scripted("agent", start, wait), **drains_first)
+    task_id = await boss.ask("agent", 1)
+    request = await peer.request_number()
+    await mesh.settle()
+    if method == "expire":
+        await first.crash()
+    else:
+        await peer.respond(request, 1)
+        await held.reach()
+        await (first.drain() if method == "take" else first.crash())
+    replica = await mesh.launch(Scripted("agent", start, end), **NEVER)
+    if method == "take":
+        replica.store.fail("take", "not committed")
+    await mesh.events.wait(Step.STARTED, replica=replica.id)
+    await mesh.settle()
+    return task_id, replica
+
+
+async def test_a_look_up_that_is_under_way_is_finished(mesh: Mesh, boss: Puppet) -> None:
+    replica = await mesh.replica(doubler, **NEVER)
+    gate = replica.store.after["lookup"] = Gate()
+    task_id = await boss.ask("doubler", 1)
+    await gate.reach()
+    draining = asyncio.create_task(replica.drain())
+    await mesh.settle()
+    gate.opened.set()
+    await draining
+    assert await boss.reply(task_id) == Ok(2)
+
+
+async def test_while_the_database_is_away(mesh: Mesh, boss: Puppet) -> None:
+    """Requests that wait for it go to others, in no more than the drain's time."""
+    replica = await mesh.replica(doubler, **AT_ONCE, release_timeout=timedelta(hours=1))
+    replica.store.away = True
+    task_id = await boss.ask("doubler", 1)
+    await mesh.events.wait(Step.STORE_AWAY)
+    await replica.drain()
+    assert mesh.waiting("doubler") == 1
+    await mesh.replica(doubler)
+    assert await boss.reply(task_id) == Ok(2)
+
+
+async def test_while_the_database_is_away_from_a_segment(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    """Nobody waits for ever: the lease brings the task back."""
+    gate = Gate()
+    replica = await mesh.replica(gated_after("agent", "peer", gate), **AT_ONCE, release_timeout=timedelta(0))
+    task_id = await boss.ask("agent", 1)
+    await peer.respond(await peer.request_number(), 1)
+    await gate.reach()
+    replica.store.away = True
+    await replica.drain()
+    assert await mesh.state(task_id) is TaskState.RUNNING
+    gate.opened.set()
+    await mesh.replica(gated_after("agent", "peer", gate))
+    await mesh.advance(17)
+    assert await boss.reply(task_id) == Ok({"peer": 1})
+
+
+@HOMES
+@pytest.mark.parametrize("what", ["reply", "refusal", "dead letter", "repeated reply"])
+async def test_while_the_broker_is_away(mesh: Mesh, boss: Puppet, peer: Puppet, what: str, durable: bool) -> None:
+    """Whatever waits for it is given up, and comes again un-acked."""
+    replica = await mesh.replica(doubler, durable=durable, **AT_ONCE, release_timeout=timedelta(0))
+    if what == "repeated reply":
+        await boss.cancel("doubler", "task")
+        await mesh.settle()
+    replica.broker.away = True
+    match what:
+        case "dead letter":
+            message = boss.request(1, "task")
+            object.__setattr__(message, "body", b"?")
+            await boss.send("doubler", message)
+        case "refusal":
+            await boss.ask("doubler", 1, "task", deadline=mesh.in_seconds(-1))
+        case _:
+            await boss.ask("doubler", 1, "task")
+    await mesh.events.wait(Step.BROKER_AWAY)
+    await replica.drain()
+    assert mesh.waiting("doubler") == 1
+    await mesh.replica(doubler, durable=durable)
+    await boss.reply("task")
+
+
+async def test_while_the_broker_is_away_from_an_ended_task(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    replica = await mesh.replica(asker("asker", "peer"), **AT_ONCE, release_timeout=timedelta(0))
+    task_id = await boss.ask("asker", 1)
+    request = await peer.request_number()
+    await mesh.settle()
+    replica.broker.fail(*["not committed"] * 5, type="response")
+    await peer.respond(request, 1)
+    await mesh.events.wait(Step.REPLY, Phase.FAILED)
+    await replica.drain()
+    await mesh.replica(asker("asker", "peer"))
+    await mesh.advance(12)
+    assert await boss.reply(task_id) == Ok({"peer": 1})
+
+
+async def test_ready_tasks_are_left_to_others(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    gate = Gate()
+    replica = await mesh.replica(gated_after("agent", "peer", gate), max_concurrency=1, **NEVER)
+    tasks = [await boss.ask("agent", number) for number in (1, 2)]
+    for count in (1, 2):
+        await peer.respond(await peer.request_number(count), 1)
+    await gate.reach()
+    await mesh.settle()
+    draining = asyncio.create_task(replica.drain())
+    await mesh.settle()
+    gate.opened.set()
+    await draining
+    assert gate.visits == 1
+    states = sorted([str(await mesh.state(task_id)) for task_id in tasks])
+    assert states == ["completed", "ready"]
