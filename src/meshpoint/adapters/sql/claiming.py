@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from meshpoint.adapters.sql.checkpointing import NOT_NEEDED
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import Terms, lock_tasks
 from meshpoint.adapters.sql.owning import OwnedTasks, given_to, made_ready, new_owner, read_owned
-from meshpoint.adapters.sql.rows import Columns, Names, by_task, notice_of, outcome_column, pairs
+from meshpoint.adapters.sql.rows import Columns, by_task, notice_of, outcome_column, pairs
 from meshpoint.model.calls import Join
 from meshpoint.model.checkpoint import (
     AllArrived,
@@ -24,6 +24,7 @@ from meshpoint.model.checkpoint import (
     Duplicate,
     MadeReady,
     Replica,
+    Resumable,
     StillWaiting,
     TaskState,
     Unknown,
@@ -49,14 +50,18 @@ class Arrivals:
     verdicts: list[Arrival | Taken]
     owned: OwnedTasks
 
-    async def decoded(self, names: Names) -> list[Arrival]:
-        """The same, with the tasks that were taken."""
+    def with_tasks(self, readable: Mapping[str, Resumable]) -> list[Arrival]:
+        """The same, with the tasks that were taken; those that are not `readable` were given back."""
         return [
-            AllArrived(each.task_id, each.sub_task_id, await self.owned.resumable(each.task_id, names), each.cancels)
-            if isinstance(each, Taken)
-            else each
+            _with_task(each, readable.get(each.task_id)) if isinstance(each, Taken) else each
             for each in self.verdicts
         ]
+
+
+def _with_task(taken: Taken, task: Resumable | None) -> AllArrived | MadeReady:
+    if task is None:
+        return MadeReady(taken.task_id, taken.sub_task_id, taken.cancels)
+    return AllArrived(taken.task_id, taken.sub_task_id, task, taken.cancels)
 
 
 @dataclass(slots=True)

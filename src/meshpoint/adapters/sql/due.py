@@ -9,8 +9,8 @@ from meshpoint.adapters.sql.checkpointing import KEEP_ALIVES_PER_TIMEOUT
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import Terms, lock_tasks
 from meshpoint.adapters.sql.owning import OwnedTasks, given_to, read_owned
-from meshpoint.adapters.sql.rows import Names, requester_of
-from meshpoint.model.checkpoint import KeepAlive, Replica, Resumable, Run, TaskState
+from meshpoint.adapters.sql.rows import requester_of
+from meshpoint.model.checkpoint import KeepAlive, Replica, Run, TaskState
 from meshpoint.model.ids import TaskId, new_id
 
 
@@ -39,11 +39,6 @@ async def take(tx: Transaction, replica: Replica, limit: int, status: TaskState,
     owned = await read_owned(tx, [row.logical_task_id for row in rows])
     in_turn = {row.logical_task_id: owned.tasks[row.logical_task_id] for row in rows}
     return OwnedTasks(in_turn, owned.calls)
-
-
-async def resumables(owned: OwnedTasks, names: Names) -> list[Resumable]:
-    """Tasks that were taken, decoded."""
-    return [await owned.resumable(task_id, names) for task_id in owned.tasks]
 
 
 async def renew(tx: Transaction, runs: Sequence[Run], replica: Replica) -> list[Run]:

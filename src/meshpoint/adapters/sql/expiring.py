@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ from meshpoint.adapters.sql.claiming import close_pending
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import Terms
 from meshpoint.adapters.sql.owning import OwnedTasks, given_to, made_ready, new_owner, read_owned
-from meshpoint.adapters.sql.rows import Columns, Names, by_task, notice_of, outcome_column
+from meshpoint.adapters.sql.rows import Columns, by_task, notice_of, outcome_column
 from meshpoint.model.calls import Join
-from meshpoint.model.checkpoint import AllArrived, CancelNotice, Expired, MadeReady, Replica, StillWaiting
+from meshpoint.model.checkpoint import AllArrived, CancelNotice, Expired, MadeReady, Replica, Resumable, StillWaiting
 from meshpoint.model.ids import TaskId, new_id
 from meshpoint.model.outcomes import Failed, FailureKind
 
@@ -65,13 +65,17 @@ class Expiries:
     taken: list[tuple[TaskId, tuple[TaskId, ...], tuple[CancelNotice, ...]]]
     owned: OwnedTasks
 
-    async def decoded(self, names: Names) -> list[Expired]:
-        """All of them, with the tasks that were taken."""
+    def with_tasks(self, readable: Mapping[str, Resumable]) -> list[Expired]:
+        """All of them, with the tasks that were taken; those that are not `readable` were given back."""
         taken = [
-            Expired(task_id, ids, AllArrived(task_id, ids[-1], await self.owned.resumable(task_id, names)), cancels)
+            Expired(task_id, ids, _then(task_id, ids[-1], readable.get(task_id)), cancels)
             for task_id, ids, cancels in self.taken
         ]
         return [*self.waiting, *self.ready, *taken]
+
+
+def _then(task_id: TaskId, sub_task_id: TaskId, task: Resumable | None) -> AllArrived | MadeReady:
+    return MadeReady(task_id, sub_task_id) if task is None else AllArrived(task_id, sub_task_id, task)
 
 
 async def expire(tx: Transaction, replica: Replica, limit: int, slots: int, terms: Terms) -> Expiries:

@@ -22,13 +22,14 @@ class Failure(Enum):
     BUG = auto()  # the statement is wrong
 
 
-# Classes of SQLSTATE: connection, resources, operator intervention, system error; a standby that cannot write.
-_AWAY = ("08", "53", "57", "58", "25006", "55P03")
+# The names of wrong credentials, database or role.
+_REFUSED = ("28", "3D000", "42501")
+# Classes of SQLSTATE: connection, resources, operator intervention, system error; a standby that cannot write; and
+# what somebody changed and will change again: a login, a right, a table, a column. No task is to blame for those.
+_AWAY = ("08", "53", "57", "58", "25006", "55P03", "42P01", "42703", *_REFUSED)
 _RETRY = ("40001", "40P01", "23505")
 _AWAY_SQLITE = ("SQLITE_IOERR", "SQLITE_FULL", "SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PROTOCOL")
 _RETRY_SQLITE = ("SQLITE_BUSY", "SQLITE_LOCKED")
-# The names of wrong credentials, database or role.
-_REFUSED = ("28", "3D000", "42501")
 
 
 def failure(error: BaseException) -> Failure:
@@ -63,12 +64,14 @@ def certainly_rolled_back(error: BaseException) -> bool:
     return conflict or isinstance(error, IntegrityError) or _sqlite_name(error).startswith(_RETRY_SQLITE)
 
 
-def refused(error: BaseException) -> ConfigurationError | None:
+def refused(error: BaseException | None) -> ConfigurationError | None:
     """The database's refusal of who or what the URL names, as a word for whoever wrote the URL."""
     if not isinstance(error, DBAPIError):
         return None
     if _sqlite_name(error) == "SQLITE_NOTADB":
-        return ConfigurationError("session_db_url", "the file is there and is no SQLite database", "name another file")
+        return ConfigurationError(
+            "session_db_url", "the file is there and is no SQLite database", "name another file"
+        )
     if _sqlstate(error).startswith(_REFUSED):
         return ConfigurationError("session_db_url", f"the database refused: {error.orig}", "correct the URL")
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.ids import AgentName
 
+log = logging.getLogger("meshpoint.store")
+
 
 @dataclass(frozen=True, slots=True)
 class Due:
@@ -31,13 +34,21 @@ class Due:
 
     async def decoded(self, names: Names) -> list[Send]:
         """What to send, most overdue first among replies, then among calls."""
-        sends: list[Send] = [await reply_of(row, row.now, names) for row in self.replies]
-        for row in self.calls:
-            if row.status == CallState.PENDING:
-                sends.append(await dispatch_of(row, names, attempt=row.send_attempts + 1))
-            else:
-                sends.append(notice_of(row, names))
+        sends: list[Send] = []
+        for row in (*self.replies, *self.calls):
+            try:
+                sends.append(await _send_of(row, names))
+            except Exception:  # it stays due; another release may read it
+                log.exception("task %s: what it has to send cannot be read here", row.logical_task_id)
         return sends
+
+
+async def _send_of(row: Row[Any], names: Names) -> Send:
+    if "reply" in row._fields:
+        return await reply_of(row, row.now, names)
+    if row.status == CallState.PENDING:
+        return await dispatch_of(row, names, attempt=row.send_attempts + 1)
+    return notice_of(row, names)
 
 
 async def unsent(tx: Transaction, agent: AgentName, limit: int, terms: Terms) -> Due:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.rows import Columns, Names, by_task, resumable_of
-from meshpoint.model.checkpoint import Replica, Resumable, TaskState
+from meshpoint.adapters.sql.rows import Columns, Names, by_task, resumable_of, run_of
+from meshpoint.model.checkpoint import Release, Replica, Resumable, TaskState
+
+log = logging.getLogger("meshpoint.store")
 
 
 def given_to(replica: Replica, row: Row[Any], run_id: str, *, attempt: int, now: float) -> Columns:
@@ -47,9 +51,17 @@ class OwnedTasks:
     tasks: dict[str, Row[Any]] = field(default_factory=dict)
     calls: dict[str, list[Row[Any]]] = field(default_factory=dict)
 
-    async def resumable(self, task_id: str, names: Names) -> Resumable:
-        """One of them, decoded."""
-        return await resumable_of(self.tasks[task_id], self.calls.get(task_id, []), names)
+    async def decoded(self, names: Names, offer_again: timedelta) -> tuple[dict[str, Resumable], list[Release]]:
+        """Those that can be decoded, by id, and how to give the others back: another release may read them."""
+        readable: dict[str, Resumable] = {}
+        unreadable: list[Release] = []
+        for task_id, row in self.tasks.items():
+            try:
+                readable[task_id] = await resumable_of(row, self.calls.get(task_id, []), names)
+            except Exception as error:  # whatever is wrong with one row, the others must go on
+                log.exception("task %s: its row cannot be read here", task_id)
+                unreadable.append(Release(run_of(row, names), offer_again, f"the row cannot be read: {error}"))
+        return readable, unreadable
 
 
 async def read_owned(tx: Transaction, task_ids: Sequence[str]) -> OwnedTasks:

@@ -190,17 +190,22 @@ async def outcome_of(row: Row[Any]) -> Outcome:
     return decode_outcome(stored)
 
 
+def run_of(row: Row[Any], names: Names) -> Run:
+    """The run that owns a running task."""
+    return Run(
+        task_id=TaskId(row.logical_task_id),
+        agent=names.plain(row.agent_name),
+        id=RunId(row.run_id),
+        fence=row.fence,
+        generation=row.generation,
+    )
+
+
 async def resumable_of(row: Row[Any], calls: Sequence[Row[Any]], names: Names) -> Resumable:
     """A running task's row, and its calls in call order, as what its next segment needs."""
     outcomes = [(call.call_id, AgentName(call.peer_agent), await outcome_of(call)) for call in calls]
     return Resumable(
-        run=Run(
-            task_id=TaskId(row.logical_task_id),
-            agent=names.plain(row.agent_name),
-            id=RunId(row.run_id),
-            fence=row.fence,
-            generation=row.generation,
-        ),
+        run=run_of(row, names),
         requester=requester_of(row),
         context=await context_of(row),
         state=await unpack(row.state) or b"",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 from meshpoint.adapters.sql import (
@@ -21,8 +22,9 @@ from meshpoint.adapters.sql.codec import pack
 from meshpoint.adapters.sql.database import Database
 from meshpoint.adapters.sql.failures import DRIVER_ERRORS, refused
 from meshpoint.adapters.sql.locking import Terms
+from meshpoint.adapters.sql.owning import OwnedTasks
 from meshpoint.adapters.sql.rows import Names, known_of, outcome_column
-from meshpoint.errors import ConfigurationError
+from meshpoint.errors import ConfigurationError, StoreUnavailable
 from meshpoint.model.checkpoint import (
     Arrival,
     Begin,
@@ -105,8 +107,8 @@ class SqlCheckpointStore:
             if self._database.dialect.is_sqlite:
                 await self._database.write(lambda tx: tx.connection.run_sync(schema.create_if_empty))
             revision = await self._database.read(lambda tx: tx.connection.run_sync(schema.recorded_revision))
-        except DRIVER_ERRORS as error:
-            refusal = refused(error)
+        except (StoreUnavailable, *DRIVER_ERRORS) as error:
+            refusal = refused(error.__cause__ if isinstance(error, StoreUnavailable) else error)
             if refusal is None:
                 raise
             raise refusal from error
@@ -148,7 +150,7 @@ class SqlCheckpointStore:
             return []
         packed = [(wish, await outcome_column(wish.outcome)) for wish in claims]
         arrivals = await self._database.write(lambda tx: claiming.claim(tx, packed, replica, slots, self._terms))
-        return await arrivals.decoded(self._terms.names)
+        return arrivals.with_tasks(await self._read(arrivals.owned))
 
     async def end(self, ends: Sequence[End]) -> list[EndResult]:
         """Turn running tasks into tombstones with their reply."""
@@ -185,7 +187,7 @@ class SqlCheckpointStore:
     async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
         """Close calls and joins past their deadline."""
         expiries = await self._database.write(lambda tx: expiring.expire(tx, replica, limit, slots, self._terms))
-        return await expiries.decoded(self._terms.names)
+        return expiries.with_tasks(await self._read(expiries.owned))
 
     async def take(self, replica: Replica, limit: int) -> list[Resumable]:
         """Own ready tasks."""
@@ -197,7 +199,15 @@ class SqlCheckpointStore:
 
     async def _take(self, replica: Replica, limit: int, status: TaskState) -> list[Resumable]:
         owned = await self._database.write(lambda tx: due.take(tx, replica, limit, status, self._terms))
-        return await due.resumables(owned, self._terms.names)
+        return list((await self._read(owned)).values())
+
+    async def _read(self, owned: OwnedTasks) -> dict[str, Resumable]:
+        """Owned tasks, decoded; what cannot be is given back for another replica."""
+        again = timedelta(seconds=self._terms.dispatch_lease)
+        readable, unreadable = await owned.decoded(self._terms.names, again)
+        with suppress(StoreUnavailable):  # then their leases run out
+            await self.release(unreadable)
+        return readable
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
         """Extend leases; the runs that have lost theirs."""

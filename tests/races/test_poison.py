@@ -1,0 +1,114 @@
+"""Values that a database refuses, rows that this release cannot read, and errors that are nobody's fault."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.conformance.build import (
+    HERE,
+    THERE,
+    a_claim,
+    a_pause,
+    one,
+    paused,
+    ready,
+    task_ids,
+)
+from meshpoint.errors import ConfigurationError, StoreUnavailable
+from meshpoint.model.checkpoint import AllArrived, MadeReady, TaskState
+from meshpoint.model.ids import TaskId
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.servers)])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Each database in turn, with tables."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/tasks.db"
+    url: str = request.getfixturevalue("postgres_url")
+    return url
+
+
+@pytest.fixture
+async def store(database_url: str) -> AsyncIterator[SqlCheckpointStore]:
+    store = SqlCheckpointStore(database_url, namespace="test")
+    await store.open()
+    yield store
+    await store.close()
+
+
+async def seal(store: SqlCheckpointStore, task_id: TaskId) -> None:
+    """Let a later release have written the state, in a form that this one does not know."""
+    statement = text("UPDATE agent_paused_tasks SET state = :sealed WHERE logical_task_id = :task_id")
+    async with store._database.engine.connect() as connection:
+        await connection.execute(statement, {"sealed": b"\x7fsealed", "task_id": task_id})
+
+
+async def test_ready_tasks_are_taken_beside_one_that_cannot_be_read(store: SqlCheckpointStore) -> None:
+    sealed, good = await ready(store), await ready(store)
+    await seal(store, sealed.run.task_id)
+    assert task_ids(await store.take(HERE, 10)) == [good.run.task_id]
+    assert (await store.task(sealed.run.task_id))[0].state is TaskState.READY  # type: ignore[index]
+    assert await store.take(THERE, 10) == []  # not before a while
+
+
+async def test_a_task_that_cannot_be_read_is_left_for_another_replica(store: SqlCheckpointStore) -> None:
+    pause, other = await paused(store), await paused(store)
+    await seal(store, pause.run.task_id)
+    first, second = await store.claim([a_claim(pause), a_claim(other)], HERE, 2)
+    assert isinstance(first, MadeReady)
+    assert isinstance(second, AllArrived)
+    assert (await store.task(pause.run.task_id))[0].state is TaskState.READY  # type: ignore[index]
+
+
+async def test_an_expired_task_that_cannot_be_read_is_left_for_another_replica(store: SqlCheckpointStore) -> None:
+    soon = a_pause()
+    call = one(soon.calls)
+    object.__setattr__(call, "timeout", timedelta(microseconds=1))
+    await store.pause([soon])
+    await seal(store, soon.run.task_id)
+    expired = one(await store.expire(HERE, 10, 1))
+    assert isinstance(expired.then, MadeReady)
+    assert (await store.task(soon.run.task_id))[0].state is TaskState.READY  # type: ignore[index]
+
+
+async def test_what_is_due_is_sent_beside_what_cannot_be_read(database_url: str) -> None:
+    store = SqlCheckpointStore(database_url, namespace="test", dispatch_lease=timedelta())
+    await store.open()
+    sealed, good = await paused(store), await paused(store)
+    statement = text("UPDATE agent_peer_sub_tasks SET request = :sealed WHERE logical_task_id = :task_id")
+    async with store._database.engine.connect() as connection:
+        await connection.execute(statement, {"sealed": b"\x7fsealed", "task_id": sealed.run.task_id})
+    assert [send.task_id for send in await store.unsent(AGENT, 10)] == [good.run.task_id]
+    await store.close()
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize(
+    "statement",
+    ["ALTER TABLE agent_peer_sub_tasks RENAME TO away", "ALTER TABLE agent_peer_sub_tasks RENAME outcome TO away"],
+)
+async def test_a_schema_that_is_being_changed_is_an_outage(postgres_url: str, statement: str) -> None:
+    store = SqlCheckpointStore(postgres_url, namespace="test")
+    pause = await paused(store)
+    async with store._database.engine.connect() as connection:
+        await connection.exec_driver_sql(statement)
+    with pytest.raises(StoreUnavailable):
+        await store.claim([a_claim(pause)], HERE, 1)
+    await store.close()
+
+
+@pytest.mark.servers
+async def test_a_login_that_is_refused_is_an_outage_once_the_store_is_in_use(postgres_url: str) -> None:
+    stranger = postgres_url.replace("://postgres", "://nobody_knows_me")
+    store = SqlCheckpointStore(stranger, namespace="test")
+    with pytest.raises(ConfigurationError):
+        await store.open()
+    with pytest.raises(StoreUnavailable):
+        await store.take(HERE, 1)
+    await store.close()
