@@ -11,6 +11,7 @@ from sqlalchemy import text
 
 from meshpoint.adapters.sql import SqlCheckpointStore
 from meshpoint.conformance.build import (
+    AGENT,
     HERE,
     THERE,
     a_claim,
