@@ -12,7 +12,7 @@ from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.grace import Grace
 from meshpoint.lifecycle.refuse import NO_DEFECT
 from meshpoint.lifecycle.site import Site, Spawn
-from meshpoint.model.checkpoint import StillWaiting
+from meshpoint.model.checkpoint import Send, StillWaiting
 from meshpoint.model.events import Step
 from meshpoint.model.letters import status_letter
 from meshpoint.ports.home import Home
@@ -21,6 +21,7 @@ from meshpoint.worker.segments import Segments
 log = logging.getLogger("meshpoint.sweeper")
 
 _PURGE_EVERY = 60  # looks
+_PURGE_BATCHES = 10  # in one transaction: deleting is cheap
 
 
 class Sweeper:
@@ -37,12 +38,16 @@ class Sweeper:
         self._segments = segments
         self._outgoing = outgoing
         self._spawn = spawn
-        self._grace = Grace(site.clock, site.options.settle_time, site.options.lease)
+        # An outage of the database is none of the memory.
+        self._graces = {
+            durable: Grace(site.clock, site.options.settle_time, site.options.lease) for durable in (True, False)
+        }
         self._looks = 0
 
     def begin_grace(self) -> None:
         """Begin both waits: answers that are queued come first, and owners get a lease's time to renew."""
-        self._grace.begin()
+        for grace in self._graces.values():
+            grace.begin()
 
     async def look(self, homes: Sequence[Home]) -> None:
         """Look once, at each home that can be reached."""
@@ -65,7 +70,7 @@ class Sweeper:
                 log.exception("agent %s: a step of the sweeper failed", self._site.agent)
 
     async def _take_over(self, home: Home) -> None:
-        if home.durable and self._grace.may_take_over:
+        if home.durable and self._graces[True].may_take_over:
             for task in await claim.take_over(home, self._site):
                 self._segments.resume(home, task)
 
@@ -73,7 +78,15 @@ class Sweeper:
         if not self._site.broker.connected:
             return  # an attempt in vain would put off the next one, for longer each time
         if unsent := await home.store.unsent(self._site.agent, self._site.options.sweep_batch):
-            await self._segments.send(home, unsent)
+            self._spawn(self._send_all(home, unsent))  # a claim that waits for the database must not hold up the rest
+
+    async def _send_all(self, home: Home, sends: Sequence[Send]) -> None:
+        try:
+            await self._segments.send(home, sends)
+        except NO_DEFECT:
+            raise
+        except Exception:
+            log.exception("agent %s: what was due is sent again later", self._site.agent)
 
     async def _keep_alive(self, home: Home) -> None:
         if not self._site.broker.connected:
@@ -87,19 +100,22 @@ class Sweeper:
             await self.purge(home)
 
     async def purge(self, home: Home) -> None:
-        """Delete tombstones whose time has come."""
-        purged = await home.store.purge(self._site.agent, self._site.options.sweep_batch)
-        if purged:
-            self._site.steps.note(Step.PURGE, purged=purged)
+        """Delete tombstones whose time has come: all of them, since as many come again until the next time."""
+        limit = _PURGE_BATCHES * self._site.options.sweep_batch
+        purged = limit
+        while purged == limit:
+            purged = await home.store.purge(self._site.agent, limit)
+            if purged:
+                self._site.steps.note(Step.PURGE, purged=purged)
 
     async def _expire(self, home: Home) -> None:
         if not self._site.broker.connected or (home.durable and self._site.patience.note_back()):
-            self._grace.begin()
-        if not self._grace.may_expire:
+            self._graces[home.durable].begin()
+        if not self._graces[home.durable].may_expire:
             return
         for expired in await claim.expire(home, self._site):
             if isinstance(expired.then, StillWaiting):
-                self._spawn(self._segments.send(home, expired.cancels))
+                self._spawn(self._send_all(home, expired.cancels))
             else:
                 self._segments.arrived(home, replace(expired.then, cancels=expired.cancels))
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
+from typing import Any
 
+from meshpoint.model.calls import Call
 from meshpoint.model.events import Step
 from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Ok
 
-from .agents import asker, doubler
+from .agents import asker, caller, doubler
 from .mesh import Mesh
 from .puppet import Puppet
 
@@ -50,3 +53,37 @@ async def test_a_requester_that_comes_back_is_answered(mesh: Mesh, boss: Puppet)
     second = replace(late.request(2))
     await late.send("doubler", second)
     assert await late.reply(second.correlation_id) == Ok(4)
+
+
+async def test_memory_is_looked_after_while_a_claim_of_the_sweeper_waits_for_the_database(
+    mesh: Mesh, boss: Puppet, peer: Puppet
+) -> None:
+    def call(request: Any) -> list[Call]:
+        return [Call("only", request, 1, timeout=timedelta(seconds=20))]
+
+    running = await mesh.replica(caller("caller", call))
+    running.store.fail_always("pause")
+    in_memory = await boss.ask("caller", "peer")
+    await mesh.advance(10)
+    await peer.request_number()
+    running.store.heal()
+    running.broker.fail("not committed", type="request")
+    await boss.ask("caller", "nobody")
+    await mesh.settle()
+    running.store.fail_always("claim")
+    await mesh.advance(7)  # the sweeper finds out that there is nobody, and cannot record it
+    assert "claim" in running.store.calls
+    await mesh.advance(20)
+    assert await boss.reply(in_memory) == Ok({"only": "timeout"})
+
+
+async def test_tombstones_go_faster_than_they_come(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    await mesh.replica(asker("asker", "peer"), sweep_batch=1)
+    task_ids = [await boss.ask("asker", 1) for _ in range(25)]
+    for number in range(1, 26):
+        await peer.respond(await peer.request_number(number), 2)
+    for task_id in task_ids:
+        await boss.reply(task_id)
+    mesh.clock.advance(timedelta(days=2))
+    await mesh.advance(61)
+    assert await mesh.store.tasks() == []
