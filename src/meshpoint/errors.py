@@ -106,3 +106,7 @@ class ReplayMismatch(AgentFailed):
 
 class NotJson(MeshpointError, ValueError):
     """A value that is not JSON was set on a context; the message names its key."""
+
+
+NO_DEFECT = (Unavailable, ConfigurationError)
+"""What no single message is to blame for; anything else that a room raises is a defect."""

@@ -9,8 +9,7 @@ from functools import partial
 
 from pydantic import JsonValue
 
-from meshpoint.errors import Unavailable
-from meshpoint.lifecycle.refuse import NO_DEFECT
+from meshpoint.errors import NO_DEFECT, Unavailable
 from meshpoint.lifecycle.site import Site
 from meshpoint.model.checkpoint import CancelNotice, Claim, Dispatch, Reply, Requester, Send
 from meshpoint.model.context import Report

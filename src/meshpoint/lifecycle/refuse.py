@@ -6,7 +6,7 @@ import logging
 from datetime import datetime
 from functools import partial
 
-from meshpoint.errors import ConfigurationError, Unavailable
+from meshpoint.errors import NO_DEFECT
 from meshpoint.lifecycle.receive import Request
 from meshpoint.lifecycle.site import Site
 from meshpoint.model.checkpoint import Reply, Requester, TaskState
@@ -19,9 +19,6 @@ from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.ports.broker import Delivery
 
 log = logging.getLogger("meshpoint.refuse")
-
-NO_DEFECT = (Unavailable, ConfigurationError)
-"""What no single message is to blame for; anything else that a room raises is a defect."""
 
 
 def internal_error(error: Exception) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
-from meshpoint.errors import PoisonMessage
+from meshpoint.errors import NO_DEFECT, PoisonMessage
 from meshpoint.lifecycle import cancel, receive
 from meshpoint.lifecycle.dispatch import Outgoing
-from meshpoint.lifecycle.refuse import NO_DEFECT, Refusals
+from meshpoint.lifecycle.refuse import Refusals
 from meshpoint.lifecycle.site import Site
 from meshpoint.model.checkpoint import (
     CancelBeforeRequest,

@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import assert_never
 
-from meshpoint.errors import PoisonMessage
+from meshpoint.errors import NO_DEFECT, PoisonMessage
 from meshpoint.lifecycle import finish, receive
 from meshpoint.lifecycle.cancel import CANCELLED
 from meshpoint.lifecycle.dispatch import Outgoing
-from meshpoint.lifecycle.refuse import NO_DEFECT, Refusals, refusal
+from meshpoint.lifecycle.refuse import Refusals, refusal
 from meshpoint.lifecycle.segment import Segment
 from meshpoint.lifecycle.site import Site, Spawn
 from meshpoint.model.checkpoint import Begin, Begun, CancelFound, Fenced, Known, Run, TaskState

@@ -6,11 +6,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshpoint.errors import Unavailable
+from meshpoint.errors import NO_DEFECT, Unavailable
 from meshpoint.lifecycle import claim
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.grace import Grace
-from meshpoint.lifecycle.refuse import NO_DEFECT
 from meshpoint.lifecycle.site import Site, Spawn
 from meshpoint.model.checkpoint import Send, StillWaiting
 from meshpoint.model.events import Step
