@@ -110,6 +110,8 @@ class Segments:
 
     def leave(self, segment: Segment) -> None:
         """Forget a task that came to nothing here."""
+        if self._leases is not None:
+            self._leases.let_go(segment.run)
         if self.live.get(segment.run.task_id) is segment:
             del self.live[segment.run.task_id]
         self._tell_if_none_left()
@@ -120,8 +122,7 @@ class Segments:
 
     def start(self, segment: Segment, request: receive.Request) -> None:
         """Run the first segment of an arrived task. The caller's slot passes to it."""
-        segment.context = request.context(self._outgoing.report_to(request.task_id, request.requester))
-        self._begin(segment, partial(run.first_segment, self._agent, segment, request.input, self._site.steps))
+        self._begin(segment, partial(self._first, segment, request))
 
     def resume(self, home: Home, task: Resumable) -> None:
         """Run the next segment of a task this replica owns now. The caller's slot passes to it."""
@@ -143,6 +144,9 @@ class Segments:
         request = receive.request(unpack(task.request), self._site.options)
         if refused := refusal(request, self._site.options, self._site.clock.now()):
             return refused
+        return await self._first(segment, request)
+
+    async def _first(self, segment: Segment, request: receive.Request) -> run.SegmentResult:
         segment.context = request.context(self._outgoing.report_to(request.task_id, request.requester))
         return await run.first_segment(self._agent, segment, request.input, self._site.steps)
 

@@ -169,3 +169,14 @@ async def test_a_reply_that_cannot_be_published_is_given_up(
     assert mesh.events.of(Step.REPLY_UNROUTABLE, task_id=BAD)
     assert not running.task.done()
     assert mesh.unacked("doubler") == 0
+
+
+async def test_a_request_whose_context_cannot_be_built_gives_its_slot_back(mesh: Mesh, boss: Puppet) -> None:
+    running = await mesh.replica(doubler, max_concurrency=1)
+    broken = await boss.ask("doubler", 1, traceparent=float("nan"))
+    assert isinstance(await boss.reply(broken), Failed)
+    good = await boss.ask("doubler", 2)
+    assert await boss.reply(good) == Ok(4)
+    await mesh.settle()
+    assert running.worker.site.slots.free == 1
+    assert mesh.unacked("doubler") == 0
