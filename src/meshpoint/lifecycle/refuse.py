@@ -47,11 +47,16 @@ class Refusals:
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
         """Move `delivery` to the dead letters. The sender of an unreadable request gets an error reply."""
         message = delivery.message
+        if message.type is MessageType.REQUEST and message.correlation_id:
+            await self._reply(message, reason)
+        await self.bury(delivery, reason)
+
+    async def bury(self, delivery: Delivery, reason: str) -> None:
+        """Move `delivery`, whose sender has its answer or waits for none, to the dead letters."""
+        message = delivery.message
         self._site.steps.note(
             Step.DEAD_LETTER, TaskId(message.correlation_id), type=message.type.value, reason=reason
         )
-        if message.type is MessageType.REQUEST and message.correlation_id:
-            await self._reply(message, reason)
         await self._site.patience.until_answered(partial(delivery.dead_letter, reason))
 
     async def set_aside(self, delivery: Delivery, error: Exception) -> None:

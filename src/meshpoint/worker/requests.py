@@ -182,5 +182,5 @@ class Requests:
         else:
             self._site.steps.note(Step.DEAD_TASK, segment.run.task_id, reason=segment.dead_reason)
             for delivery in segment.deliveries:
-                await self._refusals.dead_letter(delivery, segment.dead_reason)
+                await self._refusals.bury(delivery, segment.dead_reason)
         self._segments.leave(segment)
