@@ -189,8 +189,12 @@ async def test_a_replica_takes_only_formats_it_declares(mesh: Mesh, boss: Puppet
 
 
 @pytest.mark.parametrize("durable", [True, False])
-async def test_a_new_task_has_no_state_to_be_incompatible_with(mesh: Mesh, boss: Puppet, durable: bool) -> None:
-    await mesh.replica(Scripted("moody", raising(IncompatibleState("what state?"))), durable=durable)
+@pytest.mark.parametrize("begin_at_delivery", [1, 3])
+async def test_a_new_task_has_no_state_to_be_incompatible_with(
+    mesh: Mesh, boss: Puppet, durable: bool, begin_at_delivery: int
+) -> None:
+    moody = Scripted("moody", raising(IncompatibleState("what state?")))
+    await mesh.replica(moody, durable=durable, begin_at_delivery=begin_at_delivery)
     reply = await boss.reply(await boss.ask("moody", 1))
     assert isinstance(reply, Failed)
     assert "what state?" in reply.message

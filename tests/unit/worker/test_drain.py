@@ -247,6 +247,38 @@ async def test_a_look_up_that_is_under_way_is_finished(mesh: Mesh, boss: Puppet)
     assert await boss.reply(task_id) == Ok(2)
 
 
+async def test_an_admitted_request_runs_and_ready_tasks_are_left(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    """It waits for a slot when the drain begins; a ready task that waits as well is anybody's."""
+    gate = Gate()
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Any:
+        return Done("new") if request == "new" else Paused([Call("call", "peer", request)], b"")
+
+    async def resume(ctx: TaskExecutionContext, state: bytes, outcomes: Any) -> Any:
+        await gate()
+        return Done("resumed")
+
+    replica = await mesh.replica(Scripted("agent", start, resume), max_concurrency=1, **NEVER)
+    tasks = [await boss.ask("agent", number) for number in (1, 2)]
+    requests = [await peer.request_number(count) for count in (1, 2)]
+    await mesh.settle()
+    lookup = replica.store.after["lookup"] = Gate()
+    new = await boss.ask("agent", "new")
+    await lookup.reach()
+    for request in requests:
+        await peer.respond(request, 1)
+        await gate.reach()
+    await mesh.settle()
+    lookup.opened.set()
+    await mesh.settle()
+    draining = asyncio.create_task(replica.drain())
+    await mesh.settle()
+    gate.opened.set()
+    await draining
+    assert await boss.reply(new) == Ok("new")
+    assert [await mesh.state(task_id) for task_id in tasks] == [TaskState.COMPLETED, TaskState.READY]
+
+
 async def test_while_the_database_is_away(mesh: Mesh, boss: Puppet) -> None:
     """Requests that wait for it go to others, in no more than the drain's time."""
     replica = await mesh.replica(doubler, **AT_ONCE, release_timeout=timedelta(hours=1))

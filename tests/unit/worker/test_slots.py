@@ -65,7 +65,8 @@ def blocking(gate: Gate, order: list[Any]) -> Scripted:
     return Scripted("agent", start, resume)
 
 
-async def test_ready_tasks_come_before_new_requests(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+@pytest.mark.parametrize("asked", ["before they are ready", "afterwards"])
+async def test_ready_tasks_come_before_new_requests(mesh: Mesh, boss: Puppet, peer: Puppet, asked: str) -> None:
     gate, order = Gate(), list[Any]()
     await mesh.replica(blocking(gate, order), max_concurrency=1)
     tasks = [await boss.ask("agent", name) for name in ("a", "b")]
@@ -73,9 +74,13 @@ async def test_ready_tasks_come_before_new_requests(mesh: Mesh, boss: Puppet, pe
     await mesh.settle()
     await boss.ask("agent", "block")
     await gate.reach()
+    if asked == "before they are ready":
+        await boss.ask("agent", "new")
+        await mesh.settle()
     for request in requests:
         await peer.respond(request, 1)
-    await boss.ask("agent", "new")
+    if asked == "afterwards":
+        await boss.ask("agent", "new")
     await mesh.settle()
     for task_id in tasks:
         assert await mesh.state(task_id) is TaskState.READY

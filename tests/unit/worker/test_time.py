@@ -211,6 +211,22 @@ async def test_after_a_start_it_looks_only_when_answers_had_their_time(
     assert await boss.reply(task_id) == Ok({"peer": "just in time"})
 
 
+async def test_after_a_start_that_took_long(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    first = await mesh.replica(asker("asker", "peer", timeout=seconds(30)))
+    task_id = await boss.ask("asker", 1)
+    request = await peer.request_number()
+    await mesh.settle()
+    await first.crash()
+    second = await mesh.launch(asker("asker", "peer"), away="store", settle_time=seconds(5))
+    await mesh.advance(10)
+    mesh.clock.advance(seconds(30))
+    second.store.away = False
+    await mesh.advance(3)
+    assert boss.replies() == []
+    await peer.respond(request, "in time")
+    assert await boss.reply(task_id) == Ok({"peer": "in time"})
+
+
 async def test_after_an_outage_of_the_database_a_held_answer_beats_the_timeout(
     mesh: Mesh, boss: Puppet, peer: Puppet
 ) -> None:
