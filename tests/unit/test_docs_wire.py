@@ -1,0 +1,186 @@
+"""The page on the wire agrees with the code: its examples can be read, and it leaves nothing out."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from pydantic.alias_generators import to_camel
+
+from meshpoint.adapters.rabbitmq.topology import Topology
+from meshpoint.lifecycle import receive
+from meshpoint.model.bodies import Body, CancelBody, RequestBody, ResponseBody, StatusBody, parse
+from meshpoint.model.ids import AgentName
+from meshpoint.model.letters import cancel_message
+from meshpoint.model.messages import (
+    Header,
+    Message,
+    MessageType,
+    dead_letters_of,
+    requests_of,
+    responses_of,
+)
+from meshpoint.model.options import Options
+from meshpoint.model.outcomes import Failed, FailureKind, Ok
+from meshpoint.settings import MeshSettings
+
+PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text(encoding="utf-8")
+BODIES: dict[str, type[Body]] = {
+    "request": RequestBody,
+    "response": ResponseBody,
+    "status": StatusBody,
+    "cancel": CancelBody,
+}
+TASK = "01941f29-7c00-7000-8000-000000000002"
+
+
+def sections(level: str) -> dict[str, str]:
+    """The text under each heading of a level."""
+    _, *parts = re.split(rf"^{level} ", PAGE, flags=re.MULTILINE)
+    return {part.partition("\n")[0]: re.split(r"^## ", part, flags=re.MULTILINE)[0] for part in parts}
+
+
+def examples(section: str) -> list[bytes]:
+    return [block.encode() for block in re.findall(r"```json\n(.*?)```", section, flags=re.DOTALL)]
+
+
+EXAMPLES = [
+    pytest.param(name, body, id=f"{name}-{number}")
+    for name, section in sections("###").items()
+    for number, body in enumerate(examples(section), 1)
+]
+
+
+def message(kind: str, body: bytes) -> Message:
+    headers = {Header.PARENT_TASK.value: "parent"}
+    return Message(MessageType(kind), body, f"{TASK}.message", TASK, "flights", headers=dict(headers))
+
+
+def rows(section: str) -> dict[str, str]:
+    """The first two cells of each row of a section's tables."""
+    found = re.findall(r"^\| (.+?) \| (.+?) \|", sections("##")[section], flags=re.MULTILINE)
+    return {name.strip("`"): rest for name, rest in found}
+
+
+def test_every_json_block_is_an_example_of_a_body() -> None:
+    assert len(EXAMPLES) == PAGE.count("```") // 2
+    assert {str(example.values[0]) for example in EXAMPLES} == set(BODIES)
+
+
+@pytest.mark.parametrize(("name", "body"), EXAMPLES)
+def test_an_example_is_read_as_it_stands(name: str, body: bytes) -> None:
+    read = parse(BODIES[name], body)
+    assert_nothing_is_ignored(json.loads(body), json.loads(read.to_bytes()))
+
+
+def assert_nothing_is_ignored(given: object, read: object) -> None:
+    """An unknown field would be ignored, so a misspelt one in an example would not be noticed."""
+    if isinstance(given, dict):
+        assert isinstance(read, dict)
+        for key, value in given.items():
+            assert key in read
+            assert_nothing_is_ignored(value, read[key])
+    elif isinstance(given, list):
+        assert isinstance(read, list)
+        assert len(given) == len(read)
+        for one, other in zip(given, read, strict=True):
+            assert_nothing_is_ignored(one, other)
+    else:
+        assert given == read
+
+
+@pytest.mark.parametrize(("name", "body"), EXAMPLES)
+def test_an_example_is_what_a_worker_takes(name: str, body: bytes) -> None:
+    options, arrived = Options(), message(name, body)
+    match name:
+        case "request":
+            read = receive.request(arrived, options)
+            assert read.input == {"from": "Oslo", "to": "Rome"}
+            assert (read.a2a_context.user_id, read.a2a_context.session_id) == ("ada", "s-1")
+            assert read.security_context == {"scopes": ["travel:read"]}
+            assert read.a2a_context.metadata == {"team": "blue"}
+        case "response":
+            assert receive.claim(arrived, options).outcome
+        case "status":
+            assert receive.status(arrived, options).data == {"percent": 40}
+        case "cancel":
+            assert receive.cancelled_task(arrived, options) == TASK
+        case _:
+            raise AssertionError(name)
+
+
+def test_the_responses_show_every_final_state() -> None:
+    outcomes = [parse(ResponseBody, body).outcome() for body in examples(sections("###")["response"])]
+    ok, failed, cancelled = outcomes
+    assert isinstance(ok, Ok)
+    assert ok.value == {"flight": "MP101", "price": 120}
+    assert ok.usage.total.input == 900
+    assert ok.artifacts
+    assert failed == Failed(FailureKind.ERROR, "no seat is left")
+    assert cancelled == Failed(FailureKind.CANCELLED, "cancelled on request")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FailureKind if kind is not FailureKind.CANCELLED])
+def test_every_kind_of_failure_is_named(kind: FailureKind) -> None:
+    assert f"`{kind.value}`" in sections("###")["response"]
+
+
+@pytest.mark.parametrize("header", Header)
+def test_every_header_is_described(header: Header) -> None:
+    assert rows("Headers")[header.value]
+
+
+def test_no_header_is_described_that_is_not_there() -> None:
+    assert set(rows("Headers")) - {"Header", "---"} == {header.value for header in Header}
+
+
+@pytest.mark.parametrize("kind", MessageType)
+def test_every_type_is_described(kind: MessageType) -> None:
+    assert f"`{kind.value}`" in rows("Properties")["type"]
+    assert kind is MessageType.WAKE or kind.value in sections("###")
+
+
+def test_the_message_ids_are_those_of_the_letters() -> None:
+    ids = rows("Properties")
+    assert ids["request"] == "the task id"
+    assert ids["response"] == "the task id and `.reply`"
+    assert ids["cancel"] == "the task id and `.cancel`"
+    assert cancel_message(AgentName("travel"), TASK).message_id == f"{TASK}.cancel"  # type: ignore[arg-type]
+
+
+def test_the_queues_are_those_that_are_declared() -> None:
+    mesh = MeshSettings(namespace="demo")
+    topology = Topology(mesh.namespace, mesh.private_queue_ttl, mesh.delivery_limit, None)
+    agent, described = AgentName("travel"), rows("Exchange and queues")
+    assert f"`{topology.exchange}`" in PAGE
+    assert topology.private_ttl == timedelta(hours=1)
+    for address, arguments in topology.queues(agent).items():
+        assert topology.queue(address) in described
+        row = {requests_of(agent): ".req`, `.resp", responses_of(agent): ".req`, `.resp"}.get(address, ".dlq")
+        assert arguments_in(described[row]) == {key: str(value) for key, value in arguments.items()}
+    assert arguments_in(described[".private.<id>"]) == {k: str(v) for k, v in topology.private_queue().items()}
+    assert dead_letters_of(agent) in described[topology.queue(dead_letters_of(agent))]
+    assert f"`{topology.broadcast_key(agent)}`" in described["demo.travel.private.<id>"]
+
+
+def arguments_in(cell: str) -> dict[str, str]:
+    return dict(re.findall(r"`(x-[a-z-]+): (\S+)`", cell))
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    options = Options()
+    assert f"({options.max_message_bytes:,})" in PAGE
+    assert f"`max_call_depth` ({options.max_call_depth})" in PAGE
+    assert "at its eighth delivery" in PAGE
+    assert options.begin_at_delivery + options.max_attempts == 8
+    assert f"for {options.reply_retry_time.total_seconds():g} s" in PAGE
+    assert f"more than {MeshSettings().delivery_limit} times" in PAGE
+    assert f"{receive._LONGEST_NAME} bytes" in PAGE
+
+
+def test_the_fields_in_the_text_are_those_of_the_bodies() -> None:
+    for name in ("message_id", "context_id", "task_id"):
+        assert f"`{to_camel(name)}`" in sections("###")["request"]
