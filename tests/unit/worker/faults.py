@@ -102,6 +102,10 @@ class FaultyBroker(MemoryBroker):
         """Let the next publishes (of messages of `type`) fail like this, in turn."""
         self._script.extend(Publication(fault, type) for fault in faults)
 
+    def heal(self) -> None:
+        self.away = False
+        self._script.clear()
+
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
         if self.away:
             raise BrokerUnavailable("the broker is away")
