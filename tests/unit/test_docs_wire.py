@@ -28,6 +28,7 @@ from meshpoint.model.outcomes import Failed, FailureKind, Ok
 from meshpoint.settings import MeshSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text(encoding="utf-8")
+TEXT = " ".join(PAGE.split())  # however its lines are broken
 BODIES: dict[str, type[Body]] = {
     "request": RequestBody,
     "response": ResponseBody,
@@ -155,7 +156,7 @@ def test_the_queues_are_those_that_are_declared() -> None:
     mesh = MeshSettings(namespace="demo")
     topology = Topology(mesh.namespace, mesh.private_queue_ttl, mesh.delivery_limit, None)
     agent, described = AgentName("travel"), rows("Exchange and queues")
-    assert f"`{topology.exchange}`" in PAGE
+    assert f"`{topology.exchange}`" in TEXT
     assert topology.private_ttl == timedelta(hours=1)
     for address, arguments in topology.queues(agent).items():
         assert topology.queue(address) in described
@@ -172,13 +173,13 @@ def arguments_in(cell: str) -> dict[str, str]:
 
 def test_the_limits_are_those_of_the_code() -> None:
     options = Options()
-    assert f"({options.max_message_bytes:,})" in PAGE
-    assert f"`max_call_depth` ({options.max_call_depth})" in PAGE
-    assert "at its eighth delivery" in PAGE
+    assert f"({options.max_message_bytes:,})" in TEXT
+    assert f"`max_call_depth` ({options.max_call_depth})" in TEXT
+    assert "at its eighth delivery" in TEXT
     assert options.begin_at_delivery + options.max_attempts == 8
-    assert f"for {options.reply_retry_time.total_seconds():g} s" in PAGE
-    assert f"more than {MeshSettings().delivery_limit} times" in PAGE
-    assert f"{receive._LONGEST_NAME} bytes" in PAGE
+    assert f"for {options.reply_retry_time.total_seconds():g} s" in TEXT
+    assert f"more than {MeshSettings().delivery_limit} times" in TEXT
+    assert f"{receive._LONGEST_NAME} bytes" in TEXT
 
 
 def test_the_fields_in_the_text_are_those_of_the_bodies() -> None:
