@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -245,6 +246,28 @@ async def test_a_look_up_that_is_under_way_is_finished(mesh: Mesh, boss: Puppet)
     gate.opened.set()
     await draining
     assert await boss.reply(task_id) == Ok(2)
+
+
+async def test_code_that_does_not_stop_holds_nobody_up(mesh: Mesh, boss: Puppet) -> None:
+    gate = Gate()
+
+    async def stubborn(ctx: TaskExecutionContext, request: Any) -> Any:
+        while True:
+            with suppress(asyncio.CancelledError):
+                await gate()
+                return Done("at last")
+
+    replica = await mesh.replica(Scripted("agent", stubborn), **AT_ONCE, release_timeout=timedelta(0))
+    task_id = await boss.ask("agent", 1)
+    await gate.reach()
+    await replica.drain()
+    assert gate.cancelled >= 1
+    assert mesh.waiting("agent") == 1
+    gate.opened.set()
+    await mesh.settle()
+    assert boss.replies() == [], "what it comes to now is nobody's result"
+    await mesh.replica(Scripted("agent", stubborn))
+    assert await boss.reply(task_id) == Ok("at last")
 
 
 async def test_an_admitted_request_runs_and_ready_tasks_are_left(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:

@@ -92,6 +92,37 @@ async def test_ready_tasks_come_before_new_requests(mesh: Mesh, boss: Puppet, pe
     assert order == ["resume a", "resume b", "new"]
 
 
+async def test_a_ready_task_comes_before_a_request_that_waits_longer(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    gate, order = Gate(), list[Any]()
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Any:
+        order.append(request)
+        return Done(request) if request == "new" else Paused([Call("call", "peer", request)], request.encode())
+
+    async def resume(ctx: TaskExecutionContext, state: bytes, outcomes: Any) -> Any:
+        order.append(f"resume {state.decode()}")
+        await gate()
+        return Done("resumed")
+
+    replica = await mesh.replica(Scripted("agent", start, resume), max_concurrency=1)
+    for name in ("a", "b"):
+        await boss.ask("agent", name)
+    a, b = await peer.request_number(1), await peer.request_number(2)
+    await mesh.settle()
+    lookup = replica.store.after["lookup"] = Gate()
+    new = await boss.ask("agent", "new")
+    await lookup.reach()
+    await peer.respond(a, 1)
+    await gate.reach()
+    lookup.opened.set()
+    await mesh.settle()  # "new" waits for the slot, and now "b" does as well
+    await peer.respond(b, 1)
+    await mesh.settle()
+    gate.opened.set()
+    await boss.reply(new)
+    assert order == ["a", "b", "resume a", "resume b", "new"]
+
+
 async def test_a_freed_slot_takes_a_ready_task_at_once(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
     """No new request comes, and no sweep: the clock stands still."""
     gate, order = Gate(), list[Any]()

@@ -211,16 +211,17 @@ async def test_after_a_start_it_looks_only_when_answers_had_their_time(
     assert await boss.reply(task_id) == Ok({"peer": "just in time"})
 
 
-async def test_after_a_start_that_took_long(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+@pytest.mark.parametrize("away", ["store", "broker"])
+async def test_after_a_start_that_took_long(mesh: Mesh, boss: Puppet, peer: Puppet, away: str) -> None:
     first = await mesh.replica(asker("asker", "peer", timeout=seconds(30)))
     task_id = await boss.ask("asker", 1)
     request = await peer.request_number()
     await mesh.settle()
     await first.crash()
-    second = await mesh.launch(asker("asker", "peer"), away="store", settle_time=seconds(5))
+    second = await mesh.launch(asker("asker", "peer"), away=away, settle_time=seconds(5))
     await mesh.advance(10)
     mesh.clock.advance(seconds(30))
-    second.store.away = False
+    second.store.away = second.broker.away = False
     await mesh.advance(3)
     assert boss.replies() == []
     await peer.respond(request, "in time")
