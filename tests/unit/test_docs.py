@@ -1,0 +1,171 @@
+"""What the documents say is so: examples run, links lead somewhere, and what is named exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from meshpoint.demo import screen
+from meshpoint.model.checkpoint import CallState, TaskState
+from meshpoint.model.events import Step
+from meshpoint.settings import AgentSettings, MeshSettings, load
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "meshpoint"
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+HOW = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+GUARANTEES = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
+
+
+def block(page: str, language: str) -> str:
+    found = re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    return str(found[0])
+
+
+def rows(page: str, heading: str) -> list[list[str]]:
+    """The cells of the table below a heading, without its head."""
+    section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def quoted(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+# ── the first page ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_example_runs_as_pasted_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "pasted.py").write_text(block(README, "python"), encoding="utf-8")
+    command = [sys.executable, "-W", "error", "pasted.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    (promised,) = re.findall(r"^It prints `(.+?)`", README, flags=re.MULTILINE)
+    assert (done.returncode, done.stdout) == (0, promised + "\n"), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["pasted.py"]
+
+
+def test_the_configuration_is_that_of_the_example_folder(tmp_path: Path) -> None:
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(block(README, "yaml"), encoding="utf-8")
+    whole = load([ROOT / "examples" / "replicas" / "travel.yaml"], env={})
+    assert load([shown], env={}).agents == whole.agents[:1]
+    assert yaml.safe_load(shown.read_text())["mesh"]["namespace"] == whole.mesh.namespace
+
+
+def test_the_demonstration_prints_such_an_account() -> None:
+    account = block(README, "text").partition("\n\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.strip().partition("   ")[2] for line in account] == [label for _, label in screen._MEANINGS]
+
+
+# ── between pages ──────────────────────────────────────────────────────────────────────────────────
+
+
+def anchors(page: str) -> set[str]:
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    page = path.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", page):
+        if re.match(r"https?:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        assert there.exists(), target
+        if anchor:
+            assert anchor in anchors(there.read_text(encoding="utf-8")), target
+
+
+@pytest.mark.parametrize("page", [README, HOW, GUARANTEES], ids=["README", "how-it-works", "guarantees"])
+def test_settings_are_called_by_their_names(page: str) -> None:
+    keys = {*MeshSettings.model_fields, *AgentSettings.model_fields}
+    named = {name.partition(":")[0] for name in quoted(page)}
+    assert {
+        name for name in named if re.fullmatch(r"[a-z_]+_(seconds|policy|limit|failure|checkpointing)", name)
+    } <= keys
+
+
+# ── how it works ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_file_that_is_named_exists() -> None:
+    named = {name for name in quoted(HOW) if name.endswith((".py", "/"))}
+    assert len(named) > 40
+    for name in named:
+        assert (PACKAGE / name).exists() or (ROOT / name).exists(), name
+
+
+def test_every_event_is_told_where_the_page_says() -> None:
+    told: dict[str, list[str]] = {}
+    for events, _, files in rows(HOW, "Events"):
+        for event in quoted(events):
+            assert event not in told
+            told[event] = quoted(files)
+    assert set(told) == {step.value for step in Step}
+    for event, files in told.items():
+        for file in files:
+            assert f"Step.{event.upper()}" in (PACKAGE / file).read_text(encoding="utf-8"), (event, file)
+
+
+def test_no_file_tells_an_event_that_the_page_does_not_know_of() -> None:
+    listed = {
+        (event, file)
+        for events, _, files in rows(HOW, "Events")
+        for event in quoted(events)
+        for file in quoted(files)
+    }
+    for folder in ("lifecycle", "worker"):
+        for path in (PACKAGE / folder).glob("*.py"):
+            for name in re.findall(r"Step\.([A-Z_]+)\b", path.read_text(encoding="utf-8")):
+                assert (name.lower(), str(path.relative_to(PACKAGE))) in listed
+
+
+@pytest.mark.parametrize(
+    ("heading", "picture", "states"),
+    [("States of a task", "states.svg", TaskState), ("States of a call", "calls.svg", CallState)],
+)
+def test_the_picture_and_the_table_have_the_same_transitions(
+    heading: str, picture: str, states: type[TaskState | CallState]
+) -> None:
+    drawn = (ROOT / "docs" / "images" / picture).read_text(encoding="utf-8")
+    transitions = {letter: path for letter, path, *_ in rows(HOW, heading)}
+    assert set(re.findall(r'class="letter"[^>]*>(\w)<', drawn)) == set(transitions)
+    names = "".join(re.findall(r'class="name"[^>]*>([^<]+)<', drawn))
+    for state in states:
+        assert state.value in names
+        assert any(state.value in path or "ended" in path for path in transitions.values())
+
+
+# ── guarantees ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_test_that_is_named_exists() -> None:
+    named = [name for name in quoted(GUARANTEES) if name.startswith("tests/") and "::" in name]
+    assert len(named) > 20
+    for name in named:
+        file, _, function = name.partition("::")
+        assert re.search(rf"^async def {function}\(|^def {function}\(", (ROOT / file).read_text(), re.MULTILINE), name
+
+
+def test_a_crash_is_described_at_each_step_with_an_effect() -> None:
+    described = {name for step, *_ in rows(GUARANTEES, "A crash at each step") for name in quoted(step)}
+    effects = {event for events, told, _ in rows(HOW, "Events") if "before" in told for event in quoted(events)}
+    assert effects - {"sweep"} <= described
+
+
+def test_the_letters_of_the_crash_table_are_explained() -> None:
+    table = [row for row in rows(GUARANTEES, "A crash at each step") if len(row) == 4]
+    tests = [row for row in rows(GUARANTEES, "A crash at each step") if len(row) == 3]
+    used = {letter for row in table for letter in re.findall(r"\b[CK]\d\b", row[3])}
+    assert used | {"M"} == {row[0] for row in tests if row[0] and not row[0].startswith("---")}
