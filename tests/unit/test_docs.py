@@ -113,8 +113,8 @@ def test_every_event_is_told_where_the_page_says() -> None:
             assert event not in told
             told[event] = quoted(files)
     assert set(told) == {step.value for step in Step}
-    for event, files in told.items():
-        for file in files:
+    for event, places in told.items():
+        for file in places:
             assert f"Step.{event.upper()}" in (PACKAGE / file).read_text(encoding="utf-8"), (event, file)
 
 
