@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -29,7 +28,7 @@ from meshpoint.model.messages import Address, Header, Message, MessageType, requ
 from meshpoint.model.outcomes import Failed, Ok, Outcome
 from meshpoint.ports.broker import Delivery, Published
 
-GUARD = float(os.environ.get("GUARD", "20"))
+GUARD = 20
 """Seconds after which a test that waits for something has failed."""
 
 
