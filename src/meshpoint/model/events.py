@@ -31,16 +31,16 @@ class Step(StrEnum):
     END = "end"  # an outcome commits
     REPLY = "reply"  # a reply is published
     SWEEP = "sweep"  # one look for what time alone makes due
-    EXPIRE = "expire"  # deadlines are looked for
-    TAKE = "take"  # ready tasks are taken
-    TAKE_OVER = "take_over"  # expired leases are taken
     CANCEL = "cancel"  # a cancel commits
     CANCEL_NOTICE = "cancel_notice"  # peers are told
     RELEASE = "release"  # a task is given back
     RENEW = "renew"  # leases are renewed
-    PURGE = "purge"  # tombstones are deleted
 
     # steps that only tell
+    EXPIRE = "expire"  # calls or joins ended at their deadline
+    TAKE = "take"  # ready tasks were taken
+    TAKE_OVER = "take_over"  # tasks whose lease is over were taken
+    PURGE = "purge"  # tombstones were deleted
     STARTED = "started"  # the replica consumes
     DRAINED = "drained"
     DUPLICATE = "duplicate"  # a response whose call has its outcome

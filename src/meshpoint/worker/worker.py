@@ -106,7 +106,8 @@ class Worker:
             ConfigurationError: the database is not migrated, or a queue exists with other arguments.
         """
         try:
-            await self._start()
+            if not await _unless(stop, self._start()):
+                return
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 shared_home = self.site.durable or self.site.memory
@@ -262,6 +263,20 @@ class Worker:
             self.site.patience.note_away(error)
         finally:
             inbox.close()
+
+
+async def _unless(stop: asyncio.Event, come: Coroutine[Any, Any, None]) -> bool:
+    """Whether `come` came to its end before `stop` was set; otherwise it is cancelled."""
+    coming, stopped = asyncio.ensure_future(come), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({coming, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if coming.done():
+            coming.result()
+        return coming.done()
+    finally:
+        stopped.cancel()
+        coming.cancel()
+        await asyncio.gather(coming, stopped, return_exceptions=True)
 
 
 async def _within(limit: timedelta, come: Coroutine[Any, Any, None]) -> bool:

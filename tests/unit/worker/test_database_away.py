@@ -37,6 +37,15 @@ async def test_at_the_start(mesh: Mesh) -> None:
     mesh.replicas.clear()
 
 
+async def test_stopped_before_the_start_is_done(mesh: Mesh) -> None:
+    running = await mesh.launch(doubler, away="store", startup_timeout=timedelta(seconds=30))
+    await mesh.advance(1)
+    running.stop.set()
+    await running.task
+    assert mesh.events.of(Step.STARTED) == []
+    mesh.replicas.clear()
+
+
 async def test_at_the_start_for_a_while(mesh: Mesh, boss: Puppet) -> None:
     running = await mesh.launch(doubler, away="store", startup_timeout=timedelta(seconds=30))
     await mesh.advance(10)
