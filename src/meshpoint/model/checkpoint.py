@@ -1,7 +1,7 @@
 """The values that cross the store port: what a transition needs, and what came of it.
 
 Instants are aware datetimes of the store's clock. `context` is always
-`TaskExecutionContext.to_checkpoint_dict()`.
+`TaskExecutionContext.to_checkpoint_dict()`. Long, because it is the whole vocabulary of that port in one place.
 """
 
 from __future__ import annotations
