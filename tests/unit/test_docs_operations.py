@@ -1,0 +1,114 @@
+"""The page on operations agrees with the code: levels, exit codes, settings, statements."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sqlite3
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import yaml
+
+from meshpoint.adapters.logging_observer import level_of
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql.engine import TRANSACTION_TIMEOUT
+from meshpoint.adapters.sqlite_queue import SqliteBroker
+from meshpoint.cli.exits import ExitCode
+from meshpoint.model.events import Event, Phase, Step
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId
+from meshpoint.model.options import Options
+from meshpoint.settings import AgentSettings, MeshSettings
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "operations.md").read_text(encoding="utf-8")
+HOW = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
+LEVELS = {"debug": 10, "info": 20, "warning": 30}
+
+
+def rows(heading: str, page: str = PAGE) -> list[list[str]]:
+    """The cells of the tables below a heading."""
+    section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^ *```{language}\n(.*?)^ *```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+
+
+def quoted(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+TOLD = {step: cells[1] for cells in rows("Events", HOW) for step in quoted(cells[0])}
+
+
+def loudest(step: Step) -> int:
+    """The level of a step that goes well, in the phases in which it is told."""
+    phases = (Phase.NOTED,) if TOLD[step.value].startswith("noted") else (Phase.BEFORE, Phase.AFTER)
+    return max(level_of(Event(step, phase, AgentName("a"), ReplicaId("r"), (TaskId("t"),))) for phase in phases)
+
+
+DESCRIBED = {step: cells[1] for cells in rows("What the logs say") if cells[1] in LEVELS for step in quoted(cells[0])}
+
+
+@pytest.mark.parametrize("step", Step)
+def test_a_step_has_the_level_that_the_page_says(step: Step) -> None:
+    assert LEVELS[DESCRIBED.get(step.value, "debug")] == loudest(step)
+
+
+def test_a_step_that_fails_is_a_warning() -> None:
+    assert DESCRIBED["failed"] == "warning"
+    failed = Event(Step.END, Phase.FAILED, AgentName("a"), ReplicaId("r"), detail={"error": "StoreUnavailable: away"})
+    assert level_of(failed) == LEVELS["warning"]
+
+
+def test_exit_codes_are_those_of_the_command_line() -> None:
+    codes = {int(code) for code, *_ in rows("Exit codes") if code.isdigit()}
+    assert codes == set(ExitCode)
+
+
+def test_settings_are_called_by_their_names() -> None:
+    keys = {*MeshSettings.model_fields, *AgentSettings.model_fields}
+    for cell, _ in rows("Settings that matter")[1:]:
+        assert set(quoted(cell)) <= keys
+    named = {name.partition(":")[0] for name in quoted(PAGE)}
+    ends = r"[a-z_]+_(seconds|policy|limit|failure|checkpointing|concurrency|attempts)"
+    assert {name for name in named if re.fullmatch(ends, name)} <= keys
+
+
+def test_kubernetes_waits_longer_than_a_drain_takes() -> None:
+    (pod,) = (yaml.safe_load(block) for block in blocks("yaml"))
+    options = Options()
+    grace = timedelta(seconds=pod["spec"]["terminationGracePeriodSeconds"])
+    assert grace > options.drain_timeout + options.release_timeout
+    assert f"drain {options.drain_timeout.seconds} + release {options.release_timeout.seconds}" in PAGE
+
+
+def test_the_timeout_for_the_role_is_the_one_that_connections_ask_for() -> None:
+    assert f"idle_in_transaction_session_timeout = '{TRANSACTION_TIMEOUT.total_seconds():g}s'" in PAGE
+
+
+async def test_the_statements_for_sqlite_and_both_databases_run(tmp_path: Path) -> None:
+    file = tmp_path / "mesh.db"
+    broker = SqliteBroker(file, namespace="demo")
+    await broker.open()
+    await broker.close()
+    store = SqlCheckpointStore(f"sqlite:///{file}", namespace="demo")
+    await store.open()
+    await store.close()
+    statements = [block for block in blocks("sql") if "agent_paused_tasks" in block or "meshpoint_queue" in block]
+    assert len(statements) == 3
+    database = sqlite3.connect(file)
+    try:
+        for statement in statements:
+            database.execute(statement)
+    finally:
+        database.close()
+
+
+def test_the_script_is_python() -> None:
+    (script,) = blocks("python")
+    assert ast.parse(script).body
