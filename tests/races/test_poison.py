@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
@@ -112,4 +114,20 @@ async def test_a_login_that_is_refused_is_an_outage_once_the_store_is_in_use(pos
         await store.open()
     with pytest.raises(StoreUnavailable):
         await store.take(HERE, 1)
+    await store.close()
+
+
+async def test_writes_that_are_cancelled_keep_nobody_from_writing(database_url: str) -> None:
+    store, dice = SqlCheckpointStore(database_url, namespace="test"), random.Random(1)
+    await store.open()
+    for _ in range(200):
+        other = SqlCheckpointStore(database_url, namespace="test")
+        writing = [asyncio.create_task(other.pause([a_pause()])) for _ in range(3)]
+        await asyncio.sleep(0.02 * dice.random())  # somewhere in them
+        for each in writing:
+            each.cancel()
+        await asyncio.gather(*writing, return_exceptions=True)
+        await other.close()
+        async with asyncio.timeout(3):
+            await paused(store)
     await store.close()

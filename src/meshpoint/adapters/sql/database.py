@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -115,7 +115,8 @@ class Database:
     async def _repeat(self, attempt: Callable[[AsyncConnection], Awaitable[T]]) -> T:
         for number in range(1, ATTEMPTS + 1):
             try:
-                return await self._connected(attempt)
+                connected = self._connected(attempt)
+                return await (_to_its_end(connected) if self.dialect.is_sqlite else connected)
             except DRIVER_ERRORS as error:
                 match failure(error):
                     case Failure.BUG:
@@ -141,6 +142,16 @@ class Database:
 
     def _on(self, connection: AsyncConnection) -> Transaction:
         return Transaction(connection, self.dialect, self._clock)
+
+
+async def _to_its_end(step: Coroutine[Any, Any, T]) -> T:
+    """What `step` returns. A cancellation waits for its end: a statement given up would keep SQLite's write lock."""
+    running = asyncio.create_task(step)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.gather(running, return_exceptions=True)
+        raise
 
 
 def _brief(error: BaseException) -> str:
