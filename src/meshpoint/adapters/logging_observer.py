@@ -63,7 +63,7 @@ def level_of(event: Event) -> int:
         return logging.WARNING
     if event.step in _NEWS and event.phase is Phase.NOTED:
         return logging.INFO
-    if event.step in _NEWS_OF_TASKS and event.phase is Phase.AFTER and event.task_ids:
+    if event.step in _NEWS_OF_TASKS and event.phase in {Phase.AFTER, Phase.NOTED} and event.task_ids:
         return logging.INFO
     return logging.DEBUG
 

@@ -29,6 +29,8 @@ Examples:
 """
 
 _STDIN = 0
+_ONE_WISH = 1.0
+"""Seconds. A platform may signal the supervisor and its replicas, and the supervisor signals them once more."""
 
 
 def register(app: typer.Typer) -> None:
@@ -67,7 +69,7 @@ async def _serve(settings: Settings, supervised: bool) -> None:
     stop = asyncio.Event()
     if supervised:
         _when_stdin_closes(stop.set)
-    with _on_signal(stop.set, once=True):
+    with _on_signal(stop.set, once=True, one_wish=_ONE_WISH if supervised else 0):
         await wiring.serve(settings, observer=LoggingObserver(), stop=stop)
 
 
@@ -91,8 +93,11 @@ def _command(configs: list[Path], level: str, log_json: bool) -> list[str]:
 
 
 @contextmanager
-def _on_signal(act: Callable[[], None], *, once: bool = False) -> Iterator[None]:
-    """Call `act` on SIGTERM and SIGINT; with `once`, a second signal has its usual effect: it ends the process."""
+def _on_signal(act: Callable[[], None], *, once: bool = False, one_wish: float = 0) -> Iterator[None]:
+    """Call `act` on SIGTERM and SIGINT; with `once`, a second signal has its usual effect: it ends the process.
+
+    Signals that come within `one_wish` seconds are one.
+    """
     loop = asyncio.get_running_loop()
 
     def restore() -> None:
@@ -100,7 +105,9 @@ def _on_signal(act: Callable[[], None], *, once: bool = False) -> Iterator[None]
             loop.remove_signal_handler(number)
 
     def heard() -> None:
-        if once:
+        if once and one_wish:
+            loop.call_later(one_wish, restore)
+        elif once:
             restore()
         act()
 

@@ -58,7 +58,7 @@ class Patience:
         raise AssertionError("tenacity re-raises")
 
     def note_away(self, error: Unavailable) -> None:
-        """Tell that something is away, once per outage."""
+        """Tell that something is away: of the database once per outage, of the broker at each attempt."""
         if isinstance(error, StoreUnavailable):
             if not self.store_away:
                 self._steps.note(Step.STORE_AWAY, error=str(error))

@@ -18,7 +18,7 @@ from meshpoint.model.messages import Address, Header, Message, MessageType
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind
 
-_LONGEST_NAME = 255  # bytes: what AMQP can carry as a property
+_LONGEST_NAME = 248  # bytes: AMQP carries 255 in a property, and message ids are made of a task id and a few more
 
 
 @dataclass(frozen=True, slots=True)
