@@ -75,6 +75,7 @@ Cli = Callable[..., Run]
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("MESHPOINT_MESH__BROKER_URL", "amqp://variable/")
     (tmp_path / "mesh.yaml").write_text(CONFIG, encoding="utf-8")
     (tmp_path / "tasks.db").touch()
 
@@ -297,6 +298,26 @@ def test_send_takes_the_broker_from_its_options(cli: Cli, mesh: Mesh) -> None:
     assert (mesh.seen["mesh"].broker_url, mesh.seen["mesh"].namespace) == ("amqp://h/", "other")
 
 
+SENDING = [["send", "travel", "x"], ["tasks", "cancel", "t-1", "--agent", "travel"]]
+
+
+@pytest.mark.parametrize("command", SENDING, ids=" ".join)
+@pytest.mark.parametrize("options", [[], ["--namespace", "demo"]], ids=" ".join)
+def test_a_mesh_that_is_not_named_is_asked_for(
+    cli: Cli, mesh: Mesh, monkeypatch: pytest.MonkeyPatch, command: list[str], options: list[str]
+) -> None:
+    monkeypatch.delenv("MESHPOINT_MESH__BROKER_URL")
+    ended = cli(*command, *options)
+    assert (ended.code, ended.out, mesh.seen) == (2, "", {})
+    assert ended.err == "error: --config: no mesh is named; give --config FILE or --broker URL\n"
+
+
+@pytest.mark.parametrize("command", SENDING, ids=" ".join)
+def test_a_variable_names_the_mesh(cli: Cli, mesh: Mesh, command: list[str]) -> None:
+    assert cli(*command).code == 0
+    assert mesh.seen["mesh"].broker_url == "amqp://variable/"
+
+
 def test_send_refuses_to_wait_and_not_to_wait(cli: Cli, mesh: Mesh) -> None:
     assert cli("send", "travel", "x", "--wait", "1", "--no-wait").code == 2
     assert not mesh.seen
@@ -475,8 +496,15 @@ def test_run_serves_all_agents_in_this_process(cli: Cli, mesh: Mesh, tmp_path: P
     ],
 )
 def test_run_refuses_what_cannot_be_served(
-    cli: Cli, mesh: Mesh, tmp_path: Path, content: str, arguments: list[str], said: str
+    cli: Cli,
+    mesh: Mesh,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: str,
+    arguments: list[str],
+    said: str,
 ) -> None:
+    monkeypatch.delenv("MESHPOINT_MESH__BROKER_URL")  # it would win over the file's
     (tmp_path / "mesh.yaml").write_text(content, encoding="utf-8")
     ended = cli("run", "mesh.yaml", *arguments)
     assert (ended.code, "served" in mesh.seen) == (2, False)

@@ -22,8 +22,8 @@ EXAMPLES = """\b
 Examples:
   meshpoint send travel '{"city": "Rome", "days": 3}' --config travel.yaml
   meshpoint send echo hello --broker amqp://guest:guest@127.0.0.1/ --namespace demo
-  meshpoint send travel - --wait 300 --json < trip.json
-  meshpoint send travel '{"city": "Rome"}' --timeout 3600 --no-wait
+  meshpoint send travel - --config travel.yaml --wait 300 --json < trip.json
+  meshpoint send travel '{"city": "Rome"}' --config travel.yaml --timeout 3600 --no-wait
 """
 
 _DEFAULT_WAIT = 60.0
@@ -60,7 +60,7 @@ def send(
         raise typer.BadParameter("--wait and --no-wait exclude each other")
     from meshpoint.model.ids import new_id
 
-    mesh = sources.mesh_of(config, broker, namespace)
+    mesh = sources.named_mesh_of(config, broker, namespace)
     patience = wait if wait is not None else _DEFAULT_WAIT if timeout is None else timeout + _REPLY_TIME
     deadline = None if timeout is None else timedelta(seconds=timeout)
     value = parse_input(sys.stdin.read() if text == "-" else text)

@@ -64,6 +64,19 @@ def mesh_of(config: Path | None, broker: str | None = None, namespace: str | Non
     return mesh.model_copy(update={"private_queue_ttl_seconds": _QUEUE_KEPT})
 
 
+def named_mesh_of(config: Path | None, broker: str | None, namespace: str | None) -> MeshSettings:
+    """As `mesh_of`, for a command that sends: in the default broker of a folder nobody may ever have served.
+
+    Raises:
+        ConfigurationError: nothing names a broker, or the mesh cannot work.
+    """
+    from meshpoint.settings import load
+
+    if config is None and broker is None and "broker_url" not in load([]).mesh.model_fields_set:
+        raise ConfigurationError("--config", "no mesh is named", "give --config FILE or --broker URL")
+    return mesh_of(config, broker, namespace)
+
+
 def databases_of(config: Path | None, database: str | None) -> list[AgentSettings]:
     """One agent for each database of `config`, or one that stands for `database`.
 

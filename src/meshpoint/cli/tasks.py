@@ -101,7 +101,7 @@ def cancel_task(
     """Ask the task's agent to cancel it. Without --agent, the agent is looked up in the database."""
     from meshpoint.model.ids import TaskId
 
-    mesh = sources.mesh_of(config, broker, namespace)
+    mesh = sources.named_mesh_of(config, broker, namespace)
     if agent is None:
         databases = sources.databases_of(config, database)
         task, _ = _found(asyncio.run(_find(databases, mesh.namespace, task_id)), task_id)
