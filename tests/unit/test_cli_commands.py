@@ -23,7 +23,7 @@ from meshpoint.cli import main
 from meshpoint.cli.db import without_password
 from meshpoint.cli.output import span
 from meshpoint.cli.send import parse_input
-from meshpoint.errors import BrokerUnavailable, ConfigurationError, MeshpointError
+from meshpoint.errors import BrokerUnavailable, CommitInDoubt, ConfigurationError, MeshpointError
 from meshpoint.model.checkpoint import CallState, CallSummary, TaskState, TaskSummary
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
@@ -208,20 +208,30 @@ def test_the_version_is_printed(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
+    ("error", "code", "line"),
     [
-        (ConfigurationError("agent.name", "is wrong", "change it"), 2),
-        (BrokerUnavailable("no broker at 127.0.0.1"), 3),
-        (MeshpointError("no agent named travel\nanywhere"), 1),
+        (ConfigurationError("agent.name", "is wrong", "change it"), 2, "agent.name: is wrong; change it"),
+        (
+            BrokerUnavailable("nothing at\n127.0.0.1"),
+            3,
+            "the broker does not answer: nothing at 127.0.0.1; check that it runs and that mesh.broker_url is right",
+        ),
+        (
+            CommitInDoubt("no COMMIT"),
+            3,
+            "the database does not answer: no COMMIT; check that it runs and that session_db_url is right",
+        ),
+        (BrokerUnavailable("the queue of agent 'travel' is full"), 3, "the queue of agent 'travel' is full"),
+        (MeshpointError("no agent named travel\nanywhere"), 1, "no agent named travel anywhere"),
     ],
 )
 def test_errors_are_one_line_without_colour_and_an_exit_code(
-    cli: Cli, mesh: Mesh, error: MeshpointError, code: int
+    cli: Cli, mesh: Mesh, error: MeshpointError, code: int, line: str
 ) -> None:
     mesh.error = error
     ended = cli("send", "travel", "x")
     assert (ended.code, ended.out) == (code, "")
-    assert ended.err == f"error: {' '.join(str(error).split())}\n"
+    assert ended.err == f"error: {line}\n"
 
 
 def test_interrupting_exits_with_130(cli: Cli, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

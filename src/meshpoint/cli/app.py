@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from meshpoint.cli import db, demo, run, send, sweep, tasks
-from meshpoint.cli.exits import ExitCode, code_of
+from meshpoint.cli.exits import ExitCode, code_of, told
 from meshpoint.errors import MeshpointError
 
 app = typer.Typer(
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except MeshpointError as error:
         from meshpoint.cli.output import print_error
 
-        print_error(str(error))
+        print_error(told(error))
         sys.exit(code_of(error))
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from meshpoint.errors import ConfigurationError, MeshpointError, Unavailable
+from meshpoint.errors import BrokerUnavailable, ConfigurationError, MeshpointError, StoreUnavailable, Unavailable
 
 
 class ExitCode(IntEnum):
@@ -29,3 +29,16 @@ def code_of(error: MeshpointError) -> ExitCode:
             return ExitCode.UNAVAILABLE
         case _:
             return ExitCode.ERROR
+
+
+def told(error: MeshpointError) -> str:
+    """What to print of `error`: for a server that is away, also the setting that says where it is."""
+    match error:
+        case BrokerUnavailable() if str(error).endswith(" is full"):
+            return str(error)  # It does answer: an agent's queue takes no more for now.
+        case BrokerUnavailable():
+            return f"the broker does not answer: {error}; check that it runs and that mesh.broker_url is right"
+        case StoreUnavailable():
+            return f"the database does not answer: {error}; check that it runs and that session_db_url is right"
+        case _:
+            return str(error)
