@@ -123,3 +123,15 @@ def test_logging_ends_with_its_block(stream: io.StringIO) -> None:
     with logs(stream, "debug"):
         pass
     assert (logging.getLogger().level, list(logging.getLogger().handlers)) == before
+
+
+def test_a_lost_connection_is_told_by_events_alone(stream: io.StringIO) -> None:
+    connection = logging.getLogger("aiormq.connection")
+    before = connection.level
+    try:
+        with logs(stream, "info"):
+            connection.error("error when creating transport")
+            logging.getLogger("aiormq").warning("odd")
+    finally:
+        connection.setLevel(before)
+    assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == ["odd"]

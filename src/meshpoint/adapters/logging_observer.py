@@ -163,3 +163,5 @@ def _quieten(level: str) -> None:
     if level.upper() != "DEBUG":
         for name in _CHATTY:
             logging.getLogger(name).setLevel(logging.WARNING)
+        # Whatever ends a connection is raised too, and told from there.
+        logging.getLogger("aiormq.connection").setLevel(logging.CRITICAL)
