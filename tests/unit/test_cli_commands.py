@@ -264,9 +264,24 @@ def test_send_reads_standard_input(cli: Cli, mesh: Mesh, monkeypatch: pytest.Mon
     assert mesh.seen["sent"][1] == [1, 2]
 
 
-@pytest.mark.parametrize(("text", "value"), [("7", 7), ("NaN", "NaN"), ("{", "{"), ('"7"', "7"), ("", "")])
+@pytest.mark.parametrize(("text", "value"), [("7", 7), ("NaN", "NaN"), ("a {", "a {"), ('"7"', "7"), ("", "")])
 def test_input_is_json_or_text(text: str, value: object) -> None:
     assert parse_input(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("{'city': 'Rome'}", "line 1 column 2 (char 1)"),
+        ('\n [1, "a"', "line 2 column 9 (char 9)"),
+        ('{"days": NaN}', "NaN is no JSON value"),
+    ],
+)
+def test_input_that_only_starts_as_json_is_refused(cli: Cli, mesh: Mesh, text: str, where: str) -> None:
+    ended = cli("send", "travel", text)
+    assert (ended.code, ended.out, ended.err.count("\n"), "sent" in mesh.seen) == (2, "", 1, False)
+    assert ended.err.startswith("error: INPUT: does not parse as JSON: ")
+    assert f"{where}; correct it" in ended.err
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import typer
 from meshpoint.cli import sources
 from meshpoint.cli.exits import ExitCode
 from meshpoint.cli.output import print_error, print_json, print_note, print_text, span
+from meshpoint.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from meshpoint.model.outcomes import Outcome
@@ -95,15 +96,22 @@ async def _send(
 
 
 def parse_input(text: str) -> Any:
-    """`text` as JSON if it is JSON, else as it is. NaN and Infinity are not JSON."""
+    """`text` as JSON if it is JSON, else as it is. NaN and Infinity are not JSON.
+
+    Raises:
+        ConfigurationError: it starts as JSON objects and lists do, and is none.
+    """
     try:
         return json.loads(text, parse_constant=_refuse)
-    except ValueError:
-        return text
+    except ValueError as error:
+        if not text.lstrip().startswith(("{", "[")):
+            return text
+        fix = "correct it, or put text that is meant so in JSON quotes"
+        raise ConfigurationError("INPUT", f"does not parse as JSON: {error}", fix) from error
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(constant)
+    raise ValueError(f"{constant} is no JSON value")
 
 
 def show(task_id: str, outcome: Outcome, *, as_json: bool) -> ExitCode:
