@@ -140,7 +140,7 @@ async def test_a_database_without_tables_names_the_command(empty_postgres_url: s
 async def test_a_database_behind_names_the_command(empty_url: str) -> None:
     await upgrade(empty_url)
     await execute(empty_url, f"UPDATE {VERSION_TABLE} SET version_num = '0000'")
-    with pytest.raises(ConfigurationError, match="revision 0000; run: meshpoint db upgrade"):
+    with pytest.raises(ConfigurationError, match="revision 0000; run: meshpoint db upgrade --db URL"):
         await use(empty_url)
 
 

@@ -444,6 +444,7 @@ def test_a_database_is_checked_upgraded_and_checked_again(cli: Cli, tmp_path: Pa
     checked = cli("db", "check", "--config", "mesh.yaml")
     assert (checked.code, checked.out) == (2, "")
     assert checked.err.startswith(f"{shown}: has no tables, needs ")
+    assert checked.err.endswith("; run: meshpoint db upgrade (give it --config FILE or --db URL)\n")
     assert cli("db", "upgrade", "--config", "mesh.yaml").out == f"{shown}: upgraded\n"
     assert cli("db", "upgrade", "--config", "mesh.yaml").code == 0, "a second run changes nothing"
     assert cli("db", "check", "--config", "mesh.yaml").code == 0

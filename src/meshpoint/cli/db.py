@@ -47,7 +47,8 @@ def check(config: sources.Config = None, database: sources.Database = None, as_j
         if as_json:
             print_json({"database": shown, "status": status, "revision": revision, "newest": newest})
         elif status == "behind":
-            print_note(f"{shown}: has {revision or 'no tables'}, needs {newest}; run: meshpoint db upgrade")
+            command = "meshpoint db upgrade (give it --config FILE or --db URL)"
+            print_note(f"{shown}: has {revision or 'no tables'}, needs {newest}; run: {command}")
         else:
             print_text(f"{shown}: up to date ({revision})")
     if old:

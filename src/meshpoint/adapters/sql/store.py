@@ -114,7 +114,8 @@ class SqlCheckpointStore:
             raise refusal from error
         if schema.behind(revision):
             problem = f"the database's tables are at revision {revision or 'none'}"
-            raise ConfigurationError("session_db_url", problem, "run: meshpoint db upgrade")
+            fix = "run: meshpoint db upgrade --db URL (or --config FILE)"
+            raise ConfigurationError("session_db_url", problem, fix)
 
     async def close(self) -> None:
         """Release every connection."""
