@@ -305,6 +305,7 @@ def test_agents_take_the_message_limit_of_the_mesh(write: Write) -> None:
         ("agent: {name: a, entrypoint: m.a}\n", "agent.entrypoint: 'm.a' is not an entrypoint"),
         ("agent:\n", "agent: holds no keys"),
         ("agents: {name: a}\n", "agents: is no list"),
+        ("agent:\n- {name: a, entrypoint: 'm:a'}\n", "agent: holds a list; write 'agents:'"),
         ("agent: {}\nagents: []\n", "agent: stands beside agents"),
         ("- agent\n", "mesh.yaml: holds no mapping"),
         ("agent: [\n", "mesh.yaml: line 2, column 1: "),

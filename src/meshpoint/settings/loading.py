@@ -57,6 +57,8 @@ def _add(given: _Given, path: Path, content: dict[str, Any], label: str) -> None
     if "agent" in content and "agents" in content:
         raise ConfigurationError(f"{path}: agent", "stands beside agents", "keep one of them")
     _add_mesh(given, path, content.get("mesh"))
+    if isinstance(content.get("agent"), list):
+        raise ConfigurationError(f"{label}agent", "holds a list", "write 'agents:' above several agents")
     if "agent" in content:
         given.agents.append((f"{label}agent", content["agent"]))
     agents = content.get("agents") or []
