@@ -19,6 +19,7 @@ import pytest
 from pydantic import JsonValue
 
 import meshpoint
+from meshpoint.adapters.sql.tables import REVISION
 from meshpoint.cli import main
 from meshpoint.cli.db import without_password
 from meshpoint.cli.output import span
@@ -445,8 +446,10 @@ def test_a_database_is_checked_upgraded_and_checked_again(cli: Cli, tmp_path: Pa
     assert (checked.code, checked.out) == (2, "")
     assert checked.err.startswith(f"{shown}: has no tables, needs ")
     assert checked.err.endswith("; run: meshpoint db upgrade (give it --config FILE or --db URL)\n")
-    assert cli("db", "upgrade", "--config", "mesh.yaml").out == f"{shown}: upgraded\n"
-    assert cli("db", "upgrade", "--config", "mesh.yaml").code == 0, "a second run changes nothing"
+    assert cli("db", "upgrade", "--config", "mesh.yaml").out == f"{shown}: upgraded to revision {REVISION}\n"
+    assert cli("db", "upgrade", "--config", "mesh.yaml").out == f"{shown}: already at revision {REVISION}\n"
+    assert cli("db", "upgrade", "--db", "sqlite:///tasks.db", "--json").json["status"] == "up to date"
+    assert cli("db", "upgrade", "--db", "sqlite:///new.db", "--json").json["status"] == "upgraded"
     assert cli("db", "check", "--config", "mesh.yaml").code == 0
     told = cli("db", "check", "--db", "sqlite:///tasks.db", "--json").json
     assert (told["status"], told["revision"]) == ("up to date", told["newest"])

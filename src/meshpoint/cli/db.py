@@ -27,9 +27,13 @@ def upgrade(
     from meshpoint.adapters.sql import migrations
 
     for agent in sources.databases_of(config, database):
+        before, newest = migrations.check(agent.session_db_url)
         migrations.upgrade(agent.session_db_url)
         shown = without_password(agent.session_db_url)
-        print_json({"database": shown, "status": "upgraded"}) if as_json else print_text(f"{shown}: upgraded")
+        if as_json:
+            print_json({"database": shown, "status": "up to date" if before == newest else "upgraded"})
+        else:
+            print_text(f"{shown}: {'already at' if before == newest else 'upgraded to'} revision {newest}")
 
 
 @app.command("check", epilog=_examples("check"))
