@@ -360,6 +360,12 @@ def test_tasks_are_listed_as_a_table(cli: Cli, mesh: Mesh) -> None:
     assert mesh.seen["filter"] == ("travel", [TaskState.WAITING], 5)
 
 
+def test_a_list_without_tasks_says_so(cli: Cli, mesh: Mesh) -> None:
+    mesh.tasks = []
+    assert cli("tasks", "list", "--config", "mesh.yaml").out == "no tasks\n"
+    assert cli("tasks", "list", "--config", "mesh.yaml", "--json").json == []
+
+
 def test_a_database_shared_by_agents_is_read_once_and_closed(cli: Cli, mesh: Mesh, tmp_path: Path) -> None:
     cli("tasks", "list", "--config", "mesh.yaml")
     assert mesh.seen["databases"] == [(f"sqlite:///{tmp_path}/tasks.db", "demo")]

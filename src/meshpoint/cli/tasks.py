@@ -58,6 +58,9 @@ def list_tasks(
     if as_json:
         print_json([asdict(task) for task in tasks])
         return
+    if not tasks:
+        print_text("no tasks")
+        return
     columns = ("task", "agent", "state", "generation", "age", "due", "owner")
     print_table(columns, [(t.task_id, t.agent, told(t), str(t.generation), *_when(t), t.owner or "-") for t in tasks])
 
