@@ -141,6 +141,8 @@ async def sweep_once(settings: Settings) -> dict[str, int]:
         for agent in settings.agents:
             by_hand = replace(agent.options(), max_concurrency=0, settle_time=timedelta())
             await make_worker(agent, settings.mesh.namespace, broker, counts, by_hand).look_once()
+    except BaseExceptionGroup as group:
+        raise first_of(group) from group
     finally:
         await broker.close()
     return counts.done

@@ -29,7 +29,7 @@ _WARNINGS = frozenset(
         Step.LEASE_LOST,
     }
 )
-_NEWS = frozenset({Step.STARTED, Step.DRAINED, Step.STORE_BACK})
+_NEWS = frozenset({Step.STARTED, Step.DRAINING, Step.DRAINED, Step.STORE_BACK})
 _NEWS_OF_TASKS = frozenset({Step.CHECKPOINT, Step.RESTORE, Step.END, Step.CANCEL, Step.TAKE_OVER})
 _CHATTY = ("aio_pika", "aiormq", "aiosqlite", "sqlalchemy")
 _LONGEST = 200

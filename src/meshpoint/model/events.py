@@ -42,6 +42,7 @@ class Step(StrEnum):
     TAKE_OVER = "take_over"  # tasks whose lease is over were taken
     PURGE = "purge"  # tombstones were deleted
     STARTED = "started"  # the replica consumes
+    DRAINING = "draining"  # told to end: it waits for the tasks it runs, and those held in memory
     DRAINED = "drained"
     DUPLICATE = "duplicate"  # a response whose call has its outcome
     LATE = "late"  # a response for a call that is gone

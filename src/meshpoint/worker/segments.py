@@ -127,6 +127,8 @@ class Segments:
     def resume(self, home: Home, task: Resumable) -> None:
         """Run the next segment of a task this replica owns now. The caller's slot passes to it."""
         segment = Segment(run=task.run, requester=task.requester, home=home)
+        if earlier := self.live.get(task.run.task_id):  # this replica stood still, and took over from itself
+            self.lose(earlier.run)
         self.arrive(segment)
         if task.cancel_requested:
             self._begin(segment, partial(_already, run.Stopped(Stop.CANCELLED)))

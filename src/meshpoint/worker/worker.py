@@ -130,14 +130,16 @@ class Worker:
 
     async def look_once(self) -> None:
         """Look once for what is due, and end when what was found is seen to."""
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
+        try:
             for home in self.site.homes:
                 await home.store.open()
-            await self._sweeper.look(self.site.homes)
-            await self._sweeper.purge(self.site.homes[0])
-        for home in self.site.homes:
-            await home.store.close()
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                await self._sweeper.look(self.site.homes)
+                await self._sweeper.purge(self.site.homes[0])
+        finally:
+            for home in self.site.homes:
+                await home.store.close()
 
     async def _start(self) -> None:
         async def open_all() -> None:
@@ -235,6 +237,7 @@ class Worker:
     async def _drain(self, entrances: Sequence[asyncio.Task[None]]) -> None:
         """Stop consuming, let segments come to a pause or an end, give the rest back."""
         self._draining = True
+        self.site.steps.note(Step.DRAINING, *self.segments.live, held=len(self.segments.held))
         await self._unsubscribe("requests", self._request_inbox)
         await self._unsubscribe("shared", self._shared_inbox)
         self._poke()

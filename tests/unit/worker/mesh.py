@@ -127,6 +127,7 @@ class Mesh:
         for agent in agents:
             running = await self.launch(agent, durable=durable, **options)
             await self.events.wait(Step.STARTED, replica=running.id)
+            await self.settle()  # so that replicas look in the order in which they were started
         return running
 
     async def launch(self, agent: Any, durable: bool = True, *, away: str = "", **options: Any) -> Running:

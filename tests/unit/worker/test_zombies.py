@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def two_steps(gates: list[Gate], then: str) -> Scripted:
 async def taken_over(mesh: Mesh, boss: Puppet, peer: Puppet, then: str) -> tuple[TaskId, Running, list[Gate]]:
     """A task that runs in two replicas: the first is the zombie, it renewed no lease."""
     gates: list[Gate] = []
-    zombie = await mesh.replica(two_steps(gates, then))
+    zombie = await mesh.replica(two_steps(gates, then), sweep_interval=timedelta(hours=1))  # as if it stood still
     task_id = await boss.ask("agent", 1)
     request = await peer.request_number()
     await mesh.settle()
@@ -204,3 +205,19 @@ async def test_a_begin_that_comes_second_runs_nothing(mesh: Mesh, boss: Puppet) 
     await mesh.settle()
     assert len(mesh.events.of(Step.SEGMENT, Phase.AFTER)) == 1
     assert mesh.unacked("agent") == 0
+
+
+async def test_a_replica_that_takes_over_from_itself_runs_the_task_once(
+    mesh: Mesh, boss: Puppet, peer: Puppet
+) -> None:
+    """It stood still for longer than its lease, and looks before it renews."""
+    gates: list[Gate] = []
+    await mesh.replica(two_steps(gates, "end"))
+    task_id = await boss.ask("agent", 1)
+    await peer.respond(await peer.request_number(), 1)
+    await mesh.advance(17)
+    await mesh.events.wait(Step.TAKE_OVER)
+    await mesh.settle()
+    assert [gate.cancelled for gate in gates] == [1, 0]
+    gates[1].opened.set()
+    assert await boss.reply(task_id) == Ok("run 2")
