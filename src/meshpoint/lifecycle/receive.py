@@ -110,6 +110,8 @@ def claim(message: Message, options: Options) -> Claim:
     body = parse(ResponseBody, _within(options, message))
     if not message.app_id:
         raise PoisonMessage("app_id: a response must name its sender")
+    if is_impostor(message, options):
+        raise PoisonMessage(f"user_id: {message.app_id!r} does not send as {message.user_id!r}")
     return Claim(
         id=RunId(new_id()),
         task_id=_parent_task(message),
@@ -117,6 +119,12 @@ def claim(message: Message, options: Options) -> Claim:
         outcome=body.outcome(),
         sender=message.app_id,
     )
+
+
+def is_impostor(message: Message, options: Options) -> bool:
+    """Whether the broker vouches for another login than the one that `peer_logins` names for the sender."""
+    login = options.peer_logins.get(message.app_id)
+    return login is not None and login != message.user_id
 
 
 def unreadable_claim(message: Message, reason: str) -> Claim | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
 
@@ -49,3 +50,4 @@ class Options:
     ack_policy: AckPolicy = AckPolicy.AT_CHECKPOINT
     on_checkpoint_failure: OnCheckpointFailure = OnCheckpointFailure.KEEP_IN_MEMORY
     app_version: str | None = None
+    peer_logins: Mapping[str, str] = field(default_factory=dict)  # by agent, the broker login its messages must carry

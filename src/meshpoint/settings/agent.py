@@ -129,6 +129,10 @@ class AgentSettings(Section):
         default=DEFAULT.incompatible_pause.total_seconds(),
         description="before a task whose state could not be read is offered again",
     )
+    peer_logins: dict[str, str] = Field(
+        default={},
+        description="by agent, the broker login that its responses must carry (RabbitMQ verifies logins); {}: any",
+    )
     app_version: str | None = Field(
         default=DEFAULT.app_version,
         description="version of the agent's code, written beside each checkpoint; unset: none",

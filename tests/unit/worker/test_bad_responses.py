@@ -127,6 +127,19 @@ async def test_the_wrong_sender_is_not_believed(mesh: Mesh, boss: Puppet, peer: 
     assert len(mesh.dead_letters("asker")) == 2
 
 
+async def test_another_login_than_the_peers_is_not_believed(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    await mesh.replica(asker("asker", "peer"), peer_logins={"peer": "peer-login"})
+    task_id = await boss.ask("asker", 1)
+    request = await peer.request_number()
+    await peer.respond(request, "forged", user_id="mallory")
+    await peer.respond(request, "", user_id="mallory", body=b"forged and unreadable")
+    await peer.respond(request, "forged too")
+    await mesh.events.wait(Step.DEAD_LETTER, count=3)
+    await peer.respond(request, "right", user_id="peer-login")
+    assert await boss.reply(task_id) == Ok({"peer": "right"})
+    assert len(mesh.dead_letters("asker")) == 3
+
+
 @pytest.mark.parametrize("fields", [{"app_id": ""}, {"headers": {}}], ids=["no sender", "no parent task"])
 async def test_a_response_that_names_no_sender_or_no_task(
     mesh: Mesh, boss: Puppet, peer: Puppet, fields: dict[str, Any]
