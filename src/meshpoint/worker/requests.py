@@ -94,11 +94,17 @@ class Requests:
             await self._refusals.dead_letter(delivery, str(error))
             return None
         if self._segments.adopt(request.task_id, delivery):
+            await self._ack_if_row_is_enough(request.task_id)
             return None
         run = Run(request.task_id, self._site.agent, RunId(new_id()))
         segment = Segment(run=run, requester=request.requester, request=pack(delivery.message), deliveries=[delivery])
         self._segments.arrive(segment)
         return segment, request
+
+    async def _ack_if_row_is_enough(self, task_id: TaskId) -> None:
+        running = self._segments.live.get(task_id)
+        if running is not None and running.home is not None and running.home.durable:
+            await self._segments.ack(running)
 
     async def _lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, tuple[Home, Known]]:
         found: dict[TaskId, tuple[Home, Known]] = {}

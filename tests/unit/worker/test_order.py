@@ -210,6 +210,21 @@ async def test_again_while_it_runs_here(mesh: Mesh, boss: Puppet, durable: bool)
     assert len(boss.replies()) == 1
 
 
+async def test_again_while_it_runs_here_under_a_lease(mesh: Mesh, boss: Puppet) -> None:
+    """Its row is enough: the request is acked while the code still runs."""
+    gate = Gate()
+    await mesh.replica(gated("agent", gate), begin_at_delivery=1)
+    request = boss.request(1)
+    await boss.send("agent", request)
+    await gate.reach()
+    await boss.send("agent", request)
+    await mesh.events.wait(Step.ACK, Phase.AFTER, count=2)
+    assert mesh.unacked("agent") == 0
+    gate.opened.set()
+    await boss.reply(request.correlation_id)
+    assert gate.visits == 1
+
+
 @pytest.mark.parametrize("durable", [True, False])
 async def test_again_at_the_very_moment_of_the_ack(
     mesh: Mesh, boss: Puppet, durable: bool, monkeypatch: pytest.MonkeyPatch
