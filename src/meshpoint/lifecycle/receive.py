@@ -110,7 +110,7 @@ def claim(message: Message, options: Options) -> Claim:
     body = parse(ResponseBody, _within(options, message))
     if not message.app_id:
         raise PoisonMessage("app_id: a response must name its sender")
-    if is_impostor(message, options):
+    if _is_impostor(message, options):
         raise PoisonMessage(f"user_id: {message.app_id!r} does not send as {message.user_id!r}")
     return Claim(
         id=RunId(new_id()),
@@ -121,14 +121,19 @@ def claim(message: Message, options: Options) -> Claim:
     )
 
 
-def is_impostor(message: Message, options: Options) -> bool:
+def _is_impostor(message: Message, options: Options) -> bool:
     """Whether the broker vouches for another login than the one that `peer_logins` names for the sender."""
     login = options.peer_logins.get(message.app_id)
     return login is not None and login != message.user_id
 
 
-def unreadable_claim(message: Message, reason: str) -> Claim | None:
-    """The outcome of a call whose peer sent what nobody can read; None when its envelope names no call."""
+def unreadable_claim(message: Message, reason: str, options: Options) -> Claim | None:
+    """The outcome of a call whose peer sent what nobody can read.
+
+    None when its envelope names no call, or when it did not come from the peer at all.
+    """
+    if _is_impostor(message, options):
+        return None
     try:
         task_id, sub_task_id = _parent_task(message), _sub_task(message)
     except PoisonMessage:

@@ -77,8 +77,7 @@ class Letters:
             try:
                 readable.append((delivery, receive.claim(delivery.message, self._site.options), None))
             except PoisonMessage as error:
-                impostor = receive.is_impostor(delivery.message, self._site.options)
-                failed = None if impostor else receive.unreadable_claim(delivery.message, str(error))
+                failed = receive.unreadable_claim(delivery.message, str(error), self._site.options)
                 if failed is None:
                     await self._refusals.dead_letter(delivery, str(error))
                 else:

@@ -40,7 +40,7 @@ def test_a_bad_name_is_refused_wherever_it_stands(bad: str) -> None:
     for message in (replace(answered, correlation_id=bad), replace(answered, headers=parent)):
         with pytest.raises(PoisonMessage, match="printable"):
             receive.claim(message, OPTIONS)
-        assert receive.unreadable_claim(message, "why") is None
+        assert receive.unreadable_claim(message, "why", OPTIONS) is None
 
 
 def test_a_cancel_that_names_no_possible_task_is_refused() -> None:
