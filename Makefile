@@ -4,6 +4,7 @@
 #   make outages database and broker away for a minute under load, each; the suite has a short form
 #   make check   formatting, lint, types, layers
 #   make fmt     format in place
+#   make bench   Meshpoint beside others, on private servers; `make bench ARGS="store --quick"`
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +12,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 STAMPS := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: demo test outages check fmt clean
+.PHONY: demo test outages bench check fmt clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -23,6 +24,9 @@ test: check
 
 outages: $(STAMPS)/dev
 	@MESHPOINT_OUTAGE_SECONDS=60 $(BIN)/python -m pytest tests/acceptance/test_outages.py $(ARGS)
+
+bench: $(STAMPS)/benchmarks
+	@PYTHONPATH=tests $(BIN)/python -m benchmarks $(ARGS)
 
 check: $(STAMPS)/dev
 	@$(BIN)/ruff format --check --quiet .
@@ -54,4 +58,9 @@ $(STAMPS)/dev: $(STAMPS)/runtime
 	@echo "installing the development tools into $(VENV)"
 	@$(PIP) install --upgrade 'pip>=25.1'
 	@$(PIP) install --constraint constraints.txt --group dev
+	@touch $@
+
+$(STAMPS)/benchmarks: $(STAMPS)/dev
+	@echo "installing what the benchmarks compare with into $(VENV)"
+	@$(PIP) install --constraint constraints.txt --group benchmarks
 	@touch $@

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 
 from .find import postgres_programs
 from .process import Home, PrivateServer, free_port
 
 
 class PostgresServer(PrivateServer):
-    """A fresh cluster with fsync on: what the tests say about lost commits must be true."""
+    """A fresh cluster with fsync on: what the tests say about lost commits must be true.
+
+    `settings` come on top of its own.
+    """
 
     stop_signal = signal.SIGINT  # "fast": ends sessions
     abort_signal = signal.SIGQUIT  # "immediate": recovers at the next start
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Mapping[str, str] | None = None) -> None:
+        self._settings = settings or {}
         self._programs = postgres_programs()
         super().__init__(Home("postgres", ("postgres", "nobody")))
         self.port = free_port()
@@ -30,6 +35,7 @@ class PostgresServer(PrivateServer):
             "listen_addresses": "127.0.0.1",
             "unix_socket_directories": str(self.home.path),
             "max_connections": "200",
+            **self._settings,
         }
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
         return [str(self._programs / "postgres"), "-D", str(self._data), *options]

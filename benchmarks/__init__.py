@@ -1,0 +1,1 @@
+"""What Meshpoint costs, and what the same work costs elsewhere: `python -m benchmarks --help`."""

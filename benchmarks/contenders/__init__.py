@@ -1,0 +1,1 @@
+"""Who takes part: Meshpoint, and others that do the same job."""

@@ -1,0 +1,94 @@
+"""Rounds in turn, so that whatever drifts on the machine hits all contenders alike."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One round of one contender: so many pieces of work in so many seconds, and what else was seen."""
+
+    count: float
+    seconds: float
+    extras: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> float:
+        """Pieces of work per second."""
+        return self.count / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The median of the rounds, and the lowest and the highest of them."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of `values`."""
+        return cls(median(values), min(values), max(values))
+
+    def __format__(self, spec: str) -> str:
+        """`0.82 (0.80..0.85)` for the spec `.2f`."""
+        return f"{self.median:{spec}} ({self.low:{spec}}..{self.high:{spec}})"
+
+
+@dataclass(frozen=True, slots=True)
+class Medians:
+    """All samples of a measurement, by contender, in order of the rounds."""
+
+    samples: Mapping[str, Sequence[Sample]]
+
+    def rate(self, name: str) -> Spread:
+        """Pieces of work per second."""
+        return Spread.of([sample.rate for sample in self.samples[name]])
+
+    def extra(self, name: str, key: str) -> Spread:
+        """What a contender's samples say about `key`."""
+        return Spread.of([sample.extras[key] for sample in self.samples[name]])
+
+    def ratio(self, name: str, to: str) -> Spread:
+        """How many times as fast `name` is as `to`: each round against its own neighbour."""
+        pairs = zip(self.samples[name], self.samples[to], strict=True)
+        return Spread.of([mine.rate / yours.rate for mine, yours in pairs])
+
+
+async def interleaved(
+    contenders: Mapping[str, Callable[[], Awaitable[Sample]]], rounds: int, *, title: str = "rounds"
+) -> Medians:
+    """Samples of all contenders, round after round; every other round in the opposite order.
+
+    Whoever needs a warm-up does it before.
+    """
+    samples: dict[str, list[Sample]] = {name: [] for name in contenders}
+    with _progress() as progress:
+        task = progress.add_task(title, total=rounds * len(contenders))
+        for number in range(rounds):
+            for name in list(contenders)[:: 1 if number % 2 == 0 else -1]:
+                progress.update(task, description=f"{title}: {name}")
+                samples[name].append(await contenders[name]())
+                progress.advance(task)
+    return Medians(samples)
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )

@@ -1,0 +1,128 @@
+"""Private servers for one run of a benchmark, and what they were."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import asyncpg
+from pydantic import JsonValue
+
+from meshpoint.adapters.sql import migrations
+from meshpoint.model.ids import new_id
+from servers import PostgresServer, PrivateServer, RabbitServer
+from servers.find import postgres_programs, rabbit_programs
+
+Server = TypeVar("Server", bound=PrivateServer)
+
+POSTGRES_SETTINGS = {
+    "fsync": "on",
+    "synchronous_commit": "on",
+    "shared_buffers": "1GB",
+    "max_wal_size": "8GB",
+}
+_PACKAGES = ("meshpoint", "asyncpg", "sqlalchemy", "aiormq", "aiosqlite", "pydantic")
+
+
+class Stage:
+    """Servers, each started when it is first asked for and gone with the stage. An async context manager."""
+
+    def __init__(self) -> None:
+        self._servers: dict[object, PrivateServer] = {}
+        self._template: str | None = None
+
+    async def __aenter__(self) -> Stage:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        while self._servers:
+            _, server = self._servers.popitem()
+            await asyncio.to_thread(server.close)
+
+    async def server(self, kind: Callable[[], Server]) -> Server:
+        """The running server that `kind()` makes: one for each `kind`."""
+        if kind not in self._servers:
+            self._servers[kind] = kind()
+            await self._servers[kind].start()
+        return self._servers[kind]  # type: ignore[return-value]  # it was made by `kind`
+
+    async def postgres(self) -> PostgresServer:
+        """PostgreSQL with `POSTGRES_SETTINGS`, which counts statements where its module for that is installed."""
+        return await self.server(_postgres)
+
+    async def rabbit(self) -> RabbitServer:
+        """RabbitMQ as the tests start it."""
+        return await self.server(RabbitServer)
+
+    async def database(self) -> str:
+        """The URL of a fresh database with Meshpoint's tables."""
+        if self._template is None:
+            self._template = await self.empty_database()
+            await asyncio.to_thread(migrations.upgrade, self._template)
+        return await self.empty_database(template=urlsplit(self._template).path.strip("/"))
+
+    async def empty_database(self, *, template: str = "template0") -> str:
+        """The URL of a fresh database, a copy of `template`."""
+        server, name = await self.postgres(), f"bench_{new_id().replace('-', '')}"
+        await self._execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+        return urlsplit(server.url)._replace(path=f"/{name}").geturl()
+
+    async def _execute(self, statement: str) -> None:
+        connection = await asyncpg.connect((await self.postgres()).url)
+        try:
+            await connection.execute(statement)
+        finally:
+            await connection.close()
+
+    async def about(self, *packages: str) -> dict[str, JsonValue]:
+        """The machine, the settings and the versions of servers in use and packages: `packages`, and the usual."""
+        facts: dict[str, JsonValue] = {
+            "cpus": os.cpu_count(),
+            "processor": _processor(),
+            "memory GB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in (*_PACKAGES, *packages)},
+        }
+        if _postgres in self._servers:
+            facts["postgresql"] = (await self._scalar("SHOW server_version")).split()[0]
+            facts["postgresql settings"] = ", ".join(f"{k} {v}" for k, v in POSTGRES_SETTINGS.items())
+        if RabbitServer in self._servers:
+            facts["rabbitmq"] = _rabbit_version()
+        return facts
+
+    async def _scalar(self, query: str) -> str:
+        connection = await asyncpg.connect((await self.postgres()).url)
+        try:
+            return str(await connection.fetchval(query))
+        finally:
+            await connection.close()
+
+
+def _postgres() -> PostgresServer:
+    settings = dict(POSTGRES_SETTINGS)
+    if (postgres_programs().parent / "lib" / "pg_stat_statements.so").exists():
+        settings["shared_preload_libraries"] = "pg_stat_statements"
+    return PostgresServer(settings)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _rabbit_version() -> str:
+    found = sorted(rabbit_programs().parent.glob("lib/rabbitmq_server-*"))
+    return found[-1].name.rpartition("-")[2] if found else "unknown"
