@@ -1,60 +1,269 @@
-"""On PostgreSQL, what replicas run all the time finds its rows by an index."""
+"""On PostgreSQL, whatever replicas run finds its rows by an index, in tables that a scan would have to read whole.
+
+PostgreSQL itself tells the plan of every statement that it executes (auto_explain), also of those that its foreign
+keys send. So nobody has to list statements here, and one that no step below sends is found missing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import importlib
+import json
+import pkgutil
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
+import asyncpg
 import pytest
+from sqlalchemy import event
+from sqlalchemy.pool import Pool
 
-from meshpoint.adapters.sql import statements as sql
-from meshpoint.adapters.sql.database import Database, Transaction
-from meshpoint.adapters.sql.rows import pairs
+from loading import TABLES, multiply, standing_task
+from meshpoint.adapters import sql
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql.dialect import Dialect
+from meshpoint.conformance.build import (
+    AGENT,
+    HERE,
+    HOUR,
+    a_begin,
+    a_call,
+    a_cancel,
+    a_claim,
+    a_pause,
+    a_progress,
+    a_release,
+    a_requester,
+    an_end,
+)
+from meshpoint.model.calls import Join
+from meshpoint.model.checkpoint import AllArrived, Begun, Pause, Replica, Resumable, Send
+from meshpoint.model.ids import TaskId, new_id
 
 pytestmark = pytest.mark.servers
 
-_DUE = "ix_agent_paused_tasks_due"
-_TASK = "pk_agent_paused_tasks"
-_CALL = "pk_agent_peer_sub_tasks"
-_UNSENT = "ix_agent_peer_sub_tasks_unsent"
-_KEEP_ALIVE = "ix_agent_paused_tasks_keep_alive"
-_SWEEP = {"agent": "test/travel", "limit": 100}
-_IDS = {"ids": ["a", "b"]}
-_KEYS = {"pairs": pairs([("a", "b")])}
+_NOW = timedelta()
+_STANDING = 50_000
+_IMPATIENT = Replica(HERE.id, HERE.agent, HERE.formats, _NOW)
+"""A replica whose leases are over at once."""
+
+_FOR_PEOPLE = {"LIST_ALL", "LIST_OF_AGENT"}
+"""Statements that read many rows and sort them, for a person who asks."""
+
+_AFTER_A_LOST_COMMIT = {"READ_DISPATCHES"}
+"""Statements for which PostgreSQL may read the whole index of what is still to be sent, which is short: they are
+sent only when a pause is repeated."""
 
 
-@pytest.fixture
-async def database(postgres_url: str) -> AsyncIterator[Database]:
-    database = Database(postgres_url, command_timeout=timedelta(seconds=30), pool_size=1, clock=None)
-    yield database
-    await database.close()
+@dataclass
+class Plans:
+    """What PostgreSQL told: each statement with its plan."""
+
+    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def hear(self, connection: object, message: Any) -> None:
+        _, _, plan = str(message.message).partition("plan:\n")
+        if plan:
+            read = json.loads(plan)
+            self.told.append((read["Query Text"], read["Plan"]))
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hear every connection that is opened meanwhile."""
+
+        def listen(connection: Any, record: object) -> None:
+            connection.driver_connection.add_log_listener(self.hear)
+
+        event.listen(Pool, "connect", listen)
+        try:
+            yield
+        finally:
+            event.remove(Pool, "connect", listen)
+
+    def scans(self) -> list[tuple[str, str]]:
+        """The statements that read a table, or an index, from end to end; each also with its plan."""
+        return [
+            (_bare(text), f"{text}\n{json.dumps(plan, indent=1)}")
+            for text, plan in self.told
+            if any(map(_scans, _nodes(plan)))
+        ]
+
+    def texts(self) -> set[str]:
+        return {_bare(text) for text, _ in self.told}
 
 
-@pytest.mark.parametrize(
-    ("statement", "values", "index"),
-    [
-        pytest.param(sql.LOOKUP, _IDS, _TASK, id="lookup"),
-        pytest.param(sql.LOCK_TASKS, _IDS, _TASK, id="lock"),
-        pytest.param(sql.READ_CALLS, _KEYS, _CALL, id="claim"),
-        pytest.param(sql.READ_PROGRESS, _KEYS, _CALL, id="progress"),
-        pytest.param(sql.READ_OUTCOMES, _IDS, _CALL, id="restore"),
-        pytest.param(sql.PICK_EXPIRED, _SWEEP, _DUE, id="expire"),
-        pytest.param(sql.PICK_RUNNABLE, {**_SWEEP, "status": "ready", "formats": ["travel/1"]}, _DUE, id="take"),
-        pytest.param(sql.PICK_RUNNABLE, {**_SWEEP, "status": "running", "formats": []}, _DUE, id="take over"),
-        pytest.param(sql.PICK_UNSENT_CALLS, _SWEEP, _UNSENT, id="unsent calls"),
-        pytest.param(sql.PICK_UNSENT_REPLIES, _SWEEP, _DUE, id="unsent replies"),
-        pytest.param(sql.PICK_KEEP_ALIVES, _SWEEP, _KEEP_ALIVE, id="keep alives"),
-        pytest.param(sql.PICK_PURGEABLE, _SWEEP, _DUE, id="purge"),
-    ],
-)
-async def test_a_hot_statement_uses_its_index(
-    database: Database, statement: str, values: dict[str, object], index: str
-) -> None:
-    async def explain(tx: Transaction) -> list[str]:
-        await tx.run("SET LOCAL enable_seqscan = off")  # the tables are empty: anything else would cost more
-        await tx.run("SET LOCAL enable_bitmapscan = off")
-        return [row[0] for row in await tx.rows("EXPLAIN " + statement, **values)]
+def _nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield plan
+    for below in plan.get("Plans", ()):
+        yield from _nodes(below)
 
-    plan = "\n".join(await database.write(explain))
-    assert f" using {index} " in plan
-    assert "Seq Scan" not in plan
+
+def _scans(node: dict[str, Any]) -> bool:
+    read = node["Actual Loops"] * (node["Actual Rows"] + node.get("Rows Removed by Filter", 0))
+    if read > _STANDING / 10:
+        return True
+    if node["Node Type"] == "Seq Scan":
+        return node["Relation Name"] in {table.name for table in TABLES}
+    return node["Node Type"] in {"Index Scan", "Index Only Scan", "Bitmap Index Scan"} and "Index Cond" not in node
+
+
+def _bare(statement: str) -> str:
+    """`statement` without its parameters' names and its white space, however they are written."""
+    return " ".join(re.sub(r"(?<!:):\w+|\$\d+(::[\w ]+)?", "?", statement).split())
+
+
+def _statements() -> dict[str, str]:
+    """Every statement of the store on the three tables, by its name."""
+    modules = [importlib.import_module(f"{sql.__name__}.{each.name}") for each in pkgutil.iter_modules(sql.__path__)]
+    return {
+        name: _bare(Dialect("postgresql").statement(value).text)
+        for module in modules
+        for name, value in vars(module).items()
+        if name.isupper() and isinstance(value, str) and not name.startswith("_")
+        if any(table.name in value for table in TABLES)
+    }
+
+
+@pytest.fixture(params=["force_custom_plan", "force_generic_plan"])
+async def crowded_url(request: pytest.FixtureRequest, postgres_url: str) -> str:
+    """A database with many paused tasks, which tells its plans: for the values at hand, or for any."""
+    store = _store(postgres_url)
+    await store.open()
+    patient = a_pause(a_call("a", timeout=100 * HOUR), requester=a_requester(idle_timeout=90 * HOUR))
+    await multiply(postgres_url, await standing_task(store, patient), _STANDING, over=24 * HOUR)
+    await store.close()
+    settings = {
+        "session_preload_libraries": "auto_explain",
+        "auto_explain.log_min_duration": "0",
+        "auto_explain.log_analyze": "on",  # how many rows were read
+        "auto_explain.log_timing": "off",
+        "auto_explain.log_nested_statements": "on",
+        "auto_explain.log_format": "json",
+        "auto_explain.log_level": "notice",
+        "plan_cache_mode": request.param,
+    }
+    connection = await asyncpg.connect(postgres_url)
+    try:
+        await connection.execute("LOAD 'auto_explain'")  # then its settings are known
+        for name, value in settings.items():
+            database = await connection.fetchval("SELECT current_database()")
+            await connection.execute(f"ALTER DATABASE {database} SET {name} = '{value}'")
+    finally:
+        await connection.close()
+    return postgres_url
+
+
+@asynccontextmanager
+async def _listened(url: str, plans: Plans) -> AsyncIterator[SqlCheckpointStore]:
+    """A store whose every statement `plans` hears."""
+    with plans.listening():
+        store = _store(url)
+        await store.open()
+        yield store
+        await store.close()
+
+
+def _store(url: str) -> SqlCheckpointStore:
+    """A store for which all that it has to tell, or to forget, is due at once."""
+    return SqlCheckpointStore(
+        url, namespace="test", dispatch_lease=_NOW, tombstone_ttl=_NOW, incompatible_limit=HOUR, pool_size=1
+    )
+
+
+class Life:
+    """All that may happen to a task, to `batch` tasks at a time."""
+
+    def __init__(self, store: SqlCheckpointStore, batch: int) -> None:
+        self._store = store
+        self._batch = batch
+
+    async def run(self) -> None:
+        await self._answer()
+        await self._expire()
+        await self._take_over()
+        await self._cancel()
+        await self._send()
+        while await self._store.purge(AGENT, 100):
+            pass
+
+    async def _pause(self, *calls: Any, **values: Any) -> list[Pause]:
+        pauses = [a_pause(*(a_call(**call) for call in calls), **values) for _ in range(self._batch)]
+        await self._store.pause(pauses)
+        return pauses
+
+    async def _claim(self, pauses: list[Pause]) -> list[Resumable]:
+        claims = [a_claim(pause) for pause in pauses]
+        first = await self._store.claim(claims, HERE, self._batch)
+        again = await self._store.claim(claims, HERE, self._batch)  # the answer to its COMMIT was lost
+        assert first == again
+        return [each.task for each in again if isinstance(each, AllArrived)]
+
+    async def _answer(self) -> None:
+        """Pause, hear of the peer, go on without the other, pause again, end."""
+        idle = {"call_id": "a", "idle_timeout": timedelta(milliseconds=1)}
+        pauses = await self._pause(idle, {"call_id": "b"}, join=Join(needed=1))
+        await self._store.pause(pauses)
+        assert len(await self._store.lookup([pause.run.task_id for pause in pauses])) == self._batch
+        assert await self._store.task(pauses[0].run.task_id)
+        assert None not in await self._store.progress([a_progress(pause) for pause in pauses])
+        resumed = await self._claim(pauses)
+        assert await self._store.renew([task.run for task in resumed], HERE) == []
+        pauses = [a_pause("a", run=task.run) for task in resumed]
+        await self._store.pause(pauses)
+        await self._store.end([an_end(task.run) for task in await self._claim(pauses)])
+
+    async def _expire(self) -> None:
+        """A deadline passes: for one call, which leaves another, and for the only one; somebody takes the task."""
+        requester = a_requester(idle_timeout=_NOW)
+        over = {"call_id": "a", "timeout": _NOW}
+        await self._pause(over, {"call_id": "b"}, requester=requester)
+        await self._pause(over, requester=requester)
+        assert len(await self._store.expire(HERE, 2 * self._batch, self._batch // 2)) == 2 * self._batch
+        assert await self._store.keep_alives(HERE, 100)
+        assert await self._store.take(HERE, 100)
+
+    async def _take_over(self) -> None:
+        await self._store.begin([a_begin(replica=_IMPATIENT) for _ in range(self._batch)])
+        taken = await self._store.take_over(HERE, 100)
+        assert all(await self._store.release([a_release(task.run) for task in taken]))
+
+    async def _cancel(self) -> None:
+        """Waiting tasks, running ones, and unknown ones; then all once more, since they have ended."""
+        waiting = [pause.run.task_id for pause in await self._pause({"call_id": "a"})]
+        begun = await self._store.begin([a_begin() for _ in range(self._batch)])
+        running = [each.run.task_id for each in begun if isinstance(each, Begun)]
+        unknown = [TaskId(new_id()) for _ in range(self._batch)]
+        for _ in range(2):
+            await self._store.cancel([a_cancel(task_id) for task_id in (*waiting, *running, *unknown)])
+
+    async def _send(self) -> None:
+        """Requests, cancels and replies: all are due, since nobody has them for himself for any time."""
+        await self._pause({"call_id": "a", "timeout": HOUR})
+        kinds = set[type[Send]]()
+        while sends := await self._store.unsent(AGENT, 100):
+            kinds |= {type(send) for send in sends}
+            await self._store.mark_sent(sends)
+        assert len(kinds) == 3
+
+
+@pytest.mark.parametrize("batch", [1, 60])
+async def test_nothing_that_replicas_run_scans_a_table(crowded_url: str, batch: int) -> None:
+    plans = Plans()
+    async with _listened(crowded_url, plans) as store:
+        await Life(store, batch).run()
+    statements = _statements()
+    scans = [scan for text, scan in plans.scans() if text not in {statements[name] for name in _AFTER_A_LOST_COMMIT}]
+    assert not scans, "\n\n".join(scans)
+    missing = {name for name, text in statements.items() if text not in plans.texts()}
+    assert missing - _FOR_PEOPLE == set(), "statements that no step of `Life` sends"
+
+
+async def test_a_scan_would_be_noticed(crowded_url: str) -> None:
+    plans = Plans()
+    async with _listened(crowded_url, plans) as store:
+        await store.tasks()
+    [(_, plan)] = plans.scans()
+    assert "Seq Scan" in plan

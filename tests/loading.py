@@ -1,0 +1,96 @@
+"""Many paused tasks at once: one that the store itself wrote, copied inside PostgreSQL.
+
+A copy has every column of the original, so it stays as the store writes tasks now. Its ids are as new ones are: they
+begin with the time, spread over the past; so are its instants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+import asyncpg
+from sqlalchemy import Table
+
+from meshpoint.adapters.sql.tables import calls, joins, tasks
+from meshpoint.model.checkpoint import Committed, Pause
+from meshpoint.ports.store import CheckpointStore
+
+TABLES = (tasks, calls, joins)
+
+# The g-th of :count copies is this many seconds older than the original.
+_AGE = "$3::double precision * ($2 - g) / $2"
+_INSTANTS = {
+    "wake_at",
+    "keep_alive_at",
+    "task_deadline",
+    "checkpointed_at",
+    "ended_at",
+    "expires_at",
+    "dispatched_at",
+    "send_due_at",
+    "timeout_deadline",
+    "absolute_deadline",
+    "join_deadline",
+    "created_at",
+}
+
+
+async def standing_task(store: CheckpointStore, pause: Pause) -> str:
+    """The id of a task that waits, its requests sent."""
+    (result,) = await store.pause([pause])
+    assert isinstance(result, Committed)
+    await store.mark_sent(result.dispatches)
+    return pause.run.task_id
+
+
+async def multiply(url: str, task_id: str, count: int, *, over: timedelta) -> None:
+    """Add `count` copies of the task with its calls and joins, as if they had come evenly during the time `over`.
+
+    Deadlines are as much earlier as a copy is older: give the original more than `over` to wait.
+    """
+    connection = await asyncpg.connect(url)
+    try:
+        async with connection.transaction():  # one `now()` for all: a task's id is the same in each table
+            await connection.execute("SET LOCAL session_replication_role = replica")  # no look at foreign keys
+            for table in TABLES:
+                await connection.execute(_copies(table), task_id, count, over.total_seconds())
+        await connection.execute("VACUUM ANALYZE")
+    finally:
+        await connection.close()
+
+
+def _copies(table: Table) -> str:
+    names = [column.name for column in table.columns]
+    values = ", ".join(_value(name) for name in names)
+    return f"""
+        INSERT INTO {table.name} ({", ".join(names)})
+        SELECT {values} FROM {table.name} AS original, generate_series(1, $2::bigint) AS g
+         WHERE original.logical_task_id = $1 ORDER BY g"""
+
+
+def _value(column: str) -> str:
+    if column in _IDS:
+        return _IDS[column]
+    return f"original.{column} - {_AGE}" if column in _INSTANTS else f"original.{column}"
+
+
+def _id(seed: str) -> str:
+    """A UUIDv7 of the copy's age; the random part is a digest of `seed`."""
+    instant = f"to_hex((1000 * (EXTRACT(EPOCH FROM now()) - {_AGE}))::bigint)"
+    time, chance = f"lpad({instant}, 12, '0')", f"md5({seed})"
+    parts = (
+        f"substr({time}, 1, 8)",
+        f"substr({time}, 9, 4)",
+        f"'7' || substr({chance}, 1, 3)",
+        f"'a' || substr({chance}, 4, 3)",
+        f"substr({chance}, 7, 12)",
+    )
+    return " || '-' || ".join(parts)
+
+
+_IDS: Mapping[str, str] = {
+    "logical_task_id": _id("original.logical_task_id || g"),
+    "sub_task_id": _id("original.sub_task_id || g"),
+    "run_id": _id("original.run_id || g"),
+}
