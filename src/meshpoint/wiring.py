@@ -163,6 +163,6 @@ class _Counts:
         self.done: dict[str, int] = dict.fromkeys(self._NAMES.values(), 0)
 
     def emit(self, event: Event) -> None:
-        if event.phase in {Phase.AFTER, Phase.NOTED} and (name := self._NAMES.get(event.step)):
+        if event.phase is Phase.AFTER and (name := self._NAMES.get(event.step)):
             purged = event.detail.get("purged")
             self.done[name] += purged if isinstance(purged, int) else len(event.task_ids)

@@ -16,7 +16,7 @@ async def test_a_peer_that_never_answers_ends_as_a_timeout(mesh: Mesh) -> None:
     first, _ = await peer.asked(2)
     await first.answer(10)
     assert (await within(reply)).outcome == Ok([10, "timeout"] if first.input == 1 else ["timeout", 10])
-    assert replica.of("expire:noted")
+    assert replica.of("expire:after")
     cancelled = await peer.cancels.get()
     assert cancelled.message.correlation_id != first.sub_task_id
 
@@ -55,7 +55,7 @@ async def test_a_frozen_replica_that_lost_its_lease_changes_nothing(mesh: Mesh) 
     await frozen.wait("end:before")
     other = await mesh.replica(config)
     assert (await within(reply)).outcome == Ok([10])
-    assert await other.wait("take_over:noted")
+    assert await other.wait("take_over:after")
     frozen.signal(signal.SIGCONT)
     told = await frozen.wait("fenced:noted")
     assert told[0]["detail"]["what"] == "end"

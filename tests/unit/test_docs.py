@@ -11,7 +11,7 @@ import pytest
 
 from meshpoint.demo import screen
 from meshpoint.model.checkpoint import CallState, TaskState
-from meshpoint.model.events import Step
+from meshpoint.model.events import EFFECTS, LOOKS, Step
 from meshpoint.settings import AgentSettings, MeshSettings, load
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +114,13 @@ def test_every_event_is_told_where_the_page_says() -> None:
     for event, places in told.items():
         for file in places:
             assert f"Step.{event.upper()}" in (PACKAGE / file).read_text(encoding="utf-8"), (event, file)
+
+
+def test_the_page_says_how_often_an_event_is_told() -> None:
+    told = {event: phases for events, phases, _ in rows(HOW, "Events") for event in quoted(events)}
+    twice = {event for event, phases in told.items() if phases.startswith("before, after")}
+    assert twice == {step.value for step in EFFECTS}
+    assert {event for event, phases in told.items() if "when" in phases} == {step.value for step in LOOKS}
 
 
 def test_no_file_tells_an_event_that_the_page_does_not_know_of() -> None:

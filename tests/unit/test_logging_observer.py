@@ -13,7 +13,7 @@ import pytest
 from pydantic import JsonValue
 
 from meshpoint.adapters.logging_observer import LoggingObserver, level_of, logging_to
-from meshpoint.model.events import Event, Phase, Step
+from meshpoint.model.events import LOOKS, Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 
 
@@ -47,7 +47,7 @@ def logs(stream: io.StringIO, level: str = "info", *, as_json: bool = False) -> 
         *((event(step), logging.WARNING) for step in (Step.PARKED, Step.REPLY_UNROUTABLE, Step.CODE_CANCELLED)),
         *((event(step), logging.INFO) for step in (Step.STARTED, Step.DRAINED, Step.STORE_BACK)),
         *((event(step, Phase.AFTER, "t"), logging.INFO) for step in (Step.CHECKPOINT, Step.RESTORE, Step.END)),
-        (event(Step.TAKE_OVER, Phase.AFTER), logging.DEBUG),
+        (event(Step.TAKE, Phase.AFTER, "t"), logging.DEBUG),
         (event(Step.TAKE_OVER, Phase.AFTER, "t"), logging.INFO),
         (event(Step.CHECKPOINT, Phase.BEFORE, "t"), logging.DEBUG),
         (event(Step.DUPLICATE, Phase.NOTED, "t"), logging.DEBUG),
@@ -58,6 +58,14 @@ def logs(stream: io.StringIO, level: str = "info", *, as_json: bool = False) -> 
 )
 def test_events_have_levels(told: Event, level: int) -> None:
     assert level_of(told) == level
+
+
+@pytest.mark.parametrize("step", LOOKS)
+def test_the_beat_of_the_looks_is_not_even_for_those_who_debug(stream: io.StringIO, step: Step) -> None:
+    with logs(stream, "debug") as observer:
+        observer.emit(event(step, Phase.BEFORE))
+        observer.emit(event(step, Phase.FAILED, error="StoreUnavailable: away"))  # the sweep tells
+    assert stream.getvalue() == ""
 
 
 def test_a_pipe_gets_one_json_object_per_line(stream: io.StringIO) -> None:

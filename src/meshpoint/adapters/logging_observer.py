@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from pydantic import JsonValue
 
-from meshpoint.model.events import Event, Phase, Step
+from meshpoint.model.events import LOOKS, Event, Phase, Step
 
 _WARNINGS = frozenset(
     {
@@ -31,6 +31,8 @@ _WARNINGS = frozenset(
 )
 _NEWS = frozenset({Step.STARTED, Step.DRAINING, Step.DRAINED, Step.STORE_BACK})
 _NEWS_OF_TASKS = frozenset({Step.CHECKPOINT, Step.RESTORE, Step.END, Step.CANCEL, Step.TAKE_OVER})
+_BENEATH_DEBUG = logging.DEBUG // 2
+"""The level of looks that found nothing: several in each sweep, which is told anyway."""
 _CHATTY = ("aio_pika", "aiormq", "aiosqlite", "sqlalchemy")
 _LONGEST = 200
 """Characters of a string in a line. Details tell what happened; what passes through is not theirs to tell."""
@@ -55,7 +57,9 @@ class LoggingObserver:
 
 
 def level_of(event: Event) -> int:
-    """How much `event` matters: `logging.WARNING`, `INFO` or `DEBUG`."""
+    """How much `event` matters: `logging.WARNING`, `INFO` or `DEBUG`; less for the beat of the looks."""
+    if event.step in LOOKS and event.phase is not Phase.AFTER:
+        return _BENEATH_DEBUG  # the sweep around it tells that it failed
     if event.phase is Phase.FAILED:
         # Draining cancels whatever still runs; that is no news.
         return logging.DEBUG if str(event.detail.get("error")).startswith("CancelledError") else logging.WARNING

@@ -26,7 +26,7 @@ _TOLD = {
     (Step.SEGMENT, Phase.FAILED),
     (Step.CHECKPOINT, Phase.AFTER),
     (Step.ACK, Phase.AFTER),
-    (Step.TAKE_OVER, Phase.NOTED),
+    (Step.TAKE_OVER, Phase.AFTER),
     (Step.END, Phase.AFTER),
     (Step.FENCED, Phase.NOTED),
     (Step.DEGRADED, Phase.NOTED),

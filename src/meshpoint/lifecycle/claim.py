@@ -36,12 +36,12 @@ async def expire(home: Home, site: Site) -> list[Expired]:
     granted = site.slots.take(site.options.sweep_batch)
     used = 0
     try:
-        expired = await home.store.expire(site.replica, site.options.sweep_batch, granted)
+        with site.steps.look(Step.EXPIRE) as found:
+            expired = await home.store.expire(site.replica, site.options.sweep_batch, granted)
+            found.task_ids = tuple(each.task_id for each in expired)
         used = sum(isinstance(each.then, AllArrived) for each in expired)
     finally:
         site.slots.give_back(granted - used)
-    if expired:
-        site.steps.note(Step.EXPIRE, *[each.task_id for each in expired])
     return expired
 
 
@@ -63,9 +63,9 @@ async def _take(
         return []
     taken: list[Resumable] = []
     try:
-        taken = await take(site.replica, granted)
+        with site.steps.look(step) as found:
+            taken = await take(site.replica, granted)
+            found.task_ids = tuple(task.run.task_id for task in taken)
     finally:
         site.slots.give_back(granted - len(taken))
-    if taken:
-        site.steps.note(step, *[task.run.task_id for task in taken])
     return taken

@@ -1,7 +1,8 @@
 """The named events of a task's life.
 
-A `Step` with a durable or visible effect is emitted twice, before and after the effect, so that a test can
-stop a process exactly there. A step that only tells something is emitted once, as NOTED.
+A `Step` with a durable or visible effect (one of `EFFECTS`) is emitted twice, before and after the effect, so that a
+test can stop a process exactly there. A look for what is due (one of `LOOKS`) that finds nothing has no effect, and
+so no AFTER. A step that only tells something is emitted once, as NOTED.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 class Step(StrEnum):
     """What happens."""
 
-    # steps with an effect: before and after
+    # steps with an effect
     RECEIVE = "receive"  # a request is looked up
     BEGIN = "begin"  # a task is written as running before its first segment
     SEGMENT = "segment"  # agent code runs
@@ -35,12 +36,12 @@ class Step(StrEnum):
     CANCEL_NOTICE = "cancel_notice"  # peers are told
     RELEASE = "release"  # a task is given back
     RENEW = "renew"  # leases are renewed
+    EXPIRE = "expire"  # calls or joins end at their deadline
+    TAKE = "take"  # ready tasks are taken
+    TAKE_OVER = "take_over"  # tasks whose lease is over are taken
+    PURGE = "purge"  # tombstones are deleted
 
-    # steps that only tell
-    EXPIRE = "expire"  # calls or joins ended at their deadline
-    TAKE = "take"  # ready tasks were taken
-    TAKE_OVER = "take_over"  # tasks whose lease is over were taken
-    PURGE = "purge"  # tombstones were deleted
+    # steps that only tell: also in ONLY_TOLD
     STARTED = "started"  # the replica consumes
     DRAINING = "draining"  # told to end: it waits for the tasks it runs, and those held in memory
     DRAINED = "drained"
@@ -57,6 +58,32 @@ class Step(StrEnum):
     REPLY_UNROUTABLE = "reply_unroutable"
     CODE_CANCELLED = "code_cancelled"  # running agent code was cancelled
     LEASE_LOST = "lease_lost"
+
+
+ONLY_TOLD = frozenset(
+    {
+        Step.STARTED,
+        Step.DRAINING,
+        Step.DRAINED,
+        Step.DUPLICATE,
+        Step.LATE,
+        Step.FENCED,
+        Step.DEGRADED,
+        Step.DEAD_LETTER,
+        Step.DEAD_TASK,
+        Step.PARKED,
+        Step.STORE_AWAY,
+        Step.STORE_BACK,
+        Step.BROKER_AWAY,
+        Step.REPLY_UNROUTABLE,
+        Step.CODE_CANCELLED,
+        Step.LEASE_LOST,
+    }
+)
+EFFECTS = frozenset(Step) - ONLY_TOLD
+"""Steps before and after which a process may die. Whatever is not said to be only told is one."""
+LOOKS = frozenset({Step.EXPIRE, Step.TAKE, Step.TAKE_OVER, Step.PURGE})
+"""Steps that ask what is due: only their AFTER knows the tasks, and there is none when nothing was due."""
 
 
 class Phase(StrEnum):

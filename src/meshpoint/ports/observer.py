@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from pydantic import JsonValue
@@ -23,6 +23,14 @@ class Observer(Protocol):
         """Take note. Must not raise and must not block."""
 
 
+@dataclass(slots=True)
+class Found:
+    """What a look came upon; empty until its block says."""
+
+    task_ids: tuple[TaskId, ...] = ()
+    detail: dict[str, JsonValue] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class Steps:
     """Tells one worker's steps to an observer."""
@@ -39,13 +47,31 @@ class Steps:
         try:
             yield
         except BaseException as error:
-            self._emit(step, Phase.FAILED, ids, {**detail, "error": f"{type(error).__name__}: {error}"})
+            self._failed(step, ids, detail, error)
             raise
         self._emit(step, Phase.AFTER, ids, detail)
+
+    @contextmanager
+    def look(self, step: Step) -> Iterator[Found]:
+        """Tell that a look is about to take what is due, and then what the block found, unless that is nothing."""
+        found = Found()
+        self._emit(step, Phase.BEFORE, (), {})
+        try:
+            yield found
+        except BaseException as error:
+            self._failed(step, (), {}, error)
+            raise
+        if found.task_ids or found.detail:
+            self._emit(step, Phase.AFTER, found.task_ids, found.detail)
 
     def note(self, step: Step, *task_ids: TaskId, **detail: JsonValue) -> None:
         """Tell something that has no effect of its own."""
         self._emit(step, Phase.NOTED, task_ids, detail)
+
+    def _failed(
+        self, step: Step, ids: tuple[TaskId, ...], detail: dict[str, JsonValue], error: BaseException
+    ) -> None:
+        self._emit(step, Phase.FAILED, ids, {**detail, "error": f"{type(error).__name__}: {error}"})
 
     def _emit(self, step: Step, phase: Phase, ids: tuple[TaskId, ...], detail: dict[str, JsonValue]) -> None:
         self.observer.emit(Event(step, phase, self.agent, self.replica, ids, detail))

@@ -103,9 +103,9 @@ class Sweeper:
         limit = _PURGE_BATCHES * self._site.options.sweep_batch
         purged = limit
         while purged == limit:
-            purged = await home.store.purge(self._site.agent, limit)
-            if purged:
-                self._site.steps.note(Step.PURGE, purged=purged)
+            with self._site.steps.look(Step.PURGE) as found:
+                purged = await home.store.purge(self._site.agent, limit)
+                found.detail = {"purged": purged} if purged else {}
 
     async def _expire(self, home: Home) -> None:
         if not self._site.broker.connected or (home.durable and self._site.patience.note_back()):

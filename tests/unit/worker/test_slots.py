@@ -150,7 +150,7 @@ async def test_a_replica_with_a_free_slot_is_woken(mesh: Mesh, boss: Puppet, pee
     await second.worker._subscriptions["shared"].cancel()  # the busy one hears the answer
     await peer.respond(request, 1)
     assert await boss.reply(task_id) == Ok("resumed")
-    (taken,) = mesh.events.of(Step.TAKE)
+    (taken,) = mesh.events.of(Step.TAKE, Phase.AFTER)
     assert taken.replica == second.id != first.id
 
 

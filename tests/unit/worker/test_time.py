@@ -10,7 +10,7 @@ import pytest
 from meshpoint.model.calls import ALL, AT_LEAST, FIRST, Call, Done, Join, Paused
 from meshpoint.model.checkpoint import TaskState
 from meshpoint.model.context import TaskExecutionContext
-from meshpoint.model.events import Event, Phase, Step
+from meshpoint.model.events import LOOKS, Event, Phase, Step
 from meshpoint.model.messages import Header
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 
@@ -254,7 +254,7 @@ async def test_after_an_outage_of_the_broker_a_queued_answer_beats_the_timeout(
     await mesh.settle()
     replica.broker.away = True
     await mesh.advance(60)
-    assert mesh.events.of(Step.EXPIRE) == []
+    assert mesh.events.of(Step.EXPIRE, Phase.AFTER) == []
     replica.broker.away = False
     await mesh.advance(1)
     await peer.respond(request, "in time")
@@ -278,7 +278,7 @@ async def test_after_an_outage_owners_renew_before_their_tasks_are_taken(
     (segment,) = owner.worker.segments.live.values()
     assert await mesh.store.renew([segment.run], owner.worker.site.replica) == []
     await mesh.advance(10)
-    assert mesh.events.of(Step.TAKE_OVER) == []
+    assert mesh.events.of(Step.TAKE_OVER, Phase.AFTER) == []
     gate.opened.set()
     assert await boss.reply(task_id) == Ok({"peer": 1})
 
@@ -378,12 +378,16 @@ async def test_tombstones_are_purged(mesh: Mesh, boss: Puppet, peer: Puppet) -> 
     mesh.clock.advance(timedelta(days=1))
     await mesh.advance(61)
     assert await mesh.state(task_id) is None
-    assert len(mesh.events.of(Step.PURGE)) == 1
+    assert len(mesh.events.of(Step.PURGE, Phase.AFTER)) == 1
 
 
 def told(mesh: Mesh) -> list[Event]:
-    """Everything but the sweeper's own beat."""
-    return [event for event in mesh.events.all if event.step.value != "sweep"]
+    """Everything but the beat of the sweeper and its looks."""
+    return [
+        event
+        for event in mesh.events.all
+        if event.step is not Step.SWEEP and (event.step not in LOOKS or event.phase is not Phase.BEFORE)
+    ]
 
 
 async def test_nothing_is_written_while_nothing_is_due(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:

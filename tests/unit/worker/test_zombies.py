@@ -57,7 +57,7 @@ async def taken_over(mesh: Mesh, boss: Puppet, peer: Puppet, then: str) -> tuple
     await mesh.settle()
     await mesh.replica(two_steps(gates, then))
     await mesh.advance(17)
-    await mesh.events.wait(Step.TAKE_OVER)
+    await mesh.events.wait(Step.TAKE_OVER, Phase.AFTER)
     await mesh.settle()
     assert len(gates) == 2
     return task_id, zombie, gates
@@ -216,7 +216,7 @@ async def test_a_replica_that_takes_over_from_itself_runs_the_task_once(
     task_id = await boss.ask("agent", 1)
     await peer.respond(await peer.request_number(), 1)
     await mesh.advance(17)
-    await mesh.events.wait(Step.TAKE_OVER)
+    await mesh.events.wait(Step.TAKE_OVER, Phase.AFTER)
     await mesh.settle()
     assert [gate.cancelled for gate in gates] == [1, 0]
     gates[1].opened.set()
