@@ -2,6 +2,7 @@
 #   make demo    the demonstration; installs the runtime dependencies only
 #   make test    the checks, then every test; `make test ARGS="-k claim"` runs some
 #   make outages database and broker away for a minute under load, each; the suite has a short form
+#   make chaos   every fault at random, for MINUTES=20, and a ledger that must balance; the suite has a short form
 #   make check   formatting, lint, types, layers
 #   make fmt     format in place
 #   make bench   Meshpoint beside others, on private servers; `make bench ARGS="store --quick"`
@@ -11,8 +12,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 STAMPS := $(VENV)/.installed
 ARGS ?=
+MINUTES ?= 20
 
-.PHONY: demo test outages bench check fmt clean
+.PHONY: demo test outages chaos bench check fmt clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -27,6 +29,9 @@ outages: $(STAMPS)/dev
 
 bench: $(STAMPS)/benchmarks
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks $(ARGS)
+
+chaos: $(STAMPS)/benchmarks
+	@PYTHONPATH=tests $(BIN)/python -m chaos --minutes $(MINUTES) $(ARGS)
 
 check: $(STAMPS)/dev
 	@$(BIN)/ruff format --check --quiet .

@@ -18,7 +18,7 @@ class NamedServer:
     url: str
 
 
-KINDS: dict[str, type[PrivateServer]] = {
+KINDS: dict[str, type[PostgresServer] | type[RabbitServer]] = {
     "postgres_server": PostgresServer,
     "rabbit_server": RabbitServer,
     "own_postgres_server": PostgresServer,

@@ -1,0 +1,109 @@
+"""The agents under chaos: `root` asks five peers at once, `middle` asks `leaf`, `leaf` has an effect and answers.
+
+What each must answer follows from its input, so that a wrong answer is seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import zlib
+
+from pydantic import BaseModel
+
+from meshpoint.agents.function import agent
+from meshpoint.agents.peer import Peer
+from meshpoint.model.calls import ALL, Join
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.outcomes import Failed
+
+WIDTH = 5
+"""Peers that `root` asks at once."""
+EFFECTS = "CHAOS_EFFECTS"
+"""The environment variable that names the file of effects."""
+
+
+class Work(BaseModel):
+    """What one request wants of `root`: `nested` asks by way of `middle`; `needed` results meet its joins."""
+
+    number: int
+    rounds: int = 1
+    nested: bool = False
+    needed: int | None = None
+
+
+class Piece(BaseModel):
+    """What `root` asks of one peer."""
+
+    number: int
+    round: int
+    index: int
+
+    def value(self) -> int:
+        """What `leaf` answers."""
+        return zlib.crc32(f"{self.number} {self.round} {self.index}".encode())
+
+    def seconds(self) -> float:
+        """How long `leaf` takes: some milliseconds, so that a fault finds work under way."""
+        return 0.005 + self.value() % 40 / 1000
+
+
+Answer = list[list[int | None]]
+"""For each round, each peer's value; None where the join closed the call."""
+
+leaf_peer = Peer("leaf", Piece, int)
+middle_peer = Peer("middle", Piece, int)
+
+
+def right(work: Work, answer: object) -> bool:
+    """Whether `answer` is one that `root` may give to `work`."""
+    if not isinstance(answer, list) or len(answer) != work.rounds:
+        return False
+    return all(_right(work, number, values) for number, values in enumerate(answer))
+
+
+def _right(work: Work, number: int, values: object) -> bool:
+    if not isinstance(values, list) or len(values) != WIDTH:
+        return False
+    expected = [Piece(number=work.number, round=number, index=index).value() for index in range(WIDTH)]
+    given = [value for value in values if value is not None]
+    fitting = all(value in {None, wanted} for value, wanted in zip(values, expected, strict=True))
+    return fitting and len(given) >= (work.needed or WIDTH)
+
+
+@agent("root", version="1")
+async def root(ctx: TaskExecutionContext, work: Work) -> Answer:
+    """The peers' values, round by round."""
+    _note("root", ctx.task_id, work.number)
+    peer, join = middle_peer if work.nested else leaf_peer, Join(work.needed) if work.needed else ALL
+    answer: Answer = []
+    for number in range(work.rounds):
+        pieces = [Piece(number=work.number, round=number, index=index) for index in range(WIDTH)]
+        values = await ctx.gather(*[peer(piece) for piece in pieces], join=join, return_errors=True)
+        answer.append([None if isinstance(value, Failed) else value for value in values])
+        await asyncio.sleep(0.01)
+    return answer
+
+
+@agent("middle", version="1")
+async def middle(ctx: TaskExecutionContext, piece: Piece) -> int:
+    """What `leaf` answers."""
+    _note("middle", ctx.task_id, piece.number, piece.round, piece.index)
+    return await ctx.call(leaf_peer(piece))
+
+
+@agent("leaf", version="1")
+async def leaf(ctx: TaskExecutionContext, piece: Piece) -> int:
+    """Has an effect outside the mesh, then answers."""
+    await asyncio.sleep(piece.seconds())
+    _note("leaf", ctx.task_id, piece.number, piece.round, piece.index)
+    return piece.value()
+
+
+def _note(*what: object) -> None:
+    """One line in the file of effects, in one write: whole, whoever dies next."""
+    file = os.open(os.environ[EFFECTS], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, (" ".join(str(each) for each in what) + "\n").encode())
+    finally:
+        os.close(file)

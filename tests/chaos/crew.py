@@ -1,0 +1,164 @@
+"""The replicas: real processes, kept at strength. One that dies is followed by a new one in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from servers import Proxy
+
+from .cast import EFFECTS
+
+AGENTS = ("root", "middle", "leaf")
+QUICK = {
+    "stateless_checkpointing": True,
+    "session_service": "sql",
+    "lease_seconds": 2,
+    "renew_interval_seconds": 0.5,
+    "sweep_interval_seconds": 0.2,
+    "settle_time_seconds": 1,
+    "dispatch_lease_seconds": 1,
+    "drain_timeout_seconds": 5,
+    "checkpoint_retry_time_seconds": 2,
+    "db_pool_size": 3,
+}
+"""Timings at which faults show within seconds."""
+TESTS = Path(__file__).parents[1]
+_BREATH = 0.5
+"""Seconds before a place is filled again whose replica did not come to serve."""
+
+
+@dataclass
+class Post:
+    """One place in the crew, with a network of its own, and the process that holds it now."""
+
+    number: int
+    config: Path
+    broker: Proxy
+    database: Proxy
+    process: asyncio.subprocess.Process | None = None
+    serving: asyncio.Event = field(default_factory=asyncio.Event)
+    frozen: bool = False
+    told: signal.Signals | None = None
+    incarnations: int = 0
+
+    @property
+    def fit(self) -> bool:
+        """Whether a fault may strike here: its process serves."""
+        return self.serving.is_set() and not self.frozen and self.told is None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send `number`, if there is still somebody to get it."""
+        if self.process is not None and self.process.returncode is None:
+            if number in {signal.SIGKILL, signal.SIGTERM}:
+                self.told = number
+                self.serving.clear()
+            self.process.send_signal(number)
+
+
+class Crew:
+    """`size` replicas, each serving every agent. An async context manager."""
+
+    def __init__(self, folder: Path, namespace: str, broker_url: str, db_url: str, *, seed: int, size: int) -> None:
+        self._folder, self._namespace, self._seed, self._size = folder, namespace, seed, size
+        self._urls = broker_url, db_url
+        self._keepers: list[asyncio.Task[None]] = []
+        self._ending = False
+        self._changed = asyncio.Event()
+        self.posts: list[Post] = []
+        self.exits: Counter[str] = Counter()
+        self.double = 0.03
+
+    async def __aenter__(self) -> Crew:
+        for number in range(self._size):
+            broker, database = await Proxy(self._urls[0]).__aenter__(), await Proxy(self._urls[1]).__aenter__()
+            self.posts.append(Post(number, self._configure(number, broker.url, database.url), broker, database))
+        self._keepers = [asyncio.create_task(self._keep(post)) for post in self.posts]
+        await asyncio.gather(*(post.serving.wait() for post in self.posts))
+        return self
+
+    async def __aexit__(self, *failure: object) -> None:
+        self._ending = True
+        for post in self.posts:
+            post.signal(signal.SIGKILL)
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for post in self.posts:
+            await post.broker.__aexit__(None, None, None)
+            await post.database.__aexit__(None, None, None)
+
+    async def drain(self) -> None:
+        """End every replica with SIGTERM, for good."""
+        self._ending = True
+        for post in self.posts:
+            post.signal(signal.SIGTERM)
+        await asyncio.gather(*self._keepers)
+
+    async def fit(self) -> list[Post]:
+        """The places that a fault may strike, as soon as there is one."""
+        while not (fit := [post for post in self.posts if post.fit]):
+            self._changed.clear()
+            await self._changed.wait()
+        return fit
+
+    def _configure(self, number: int, broker_url: str, db_url: str) -> Path:
+        agents = [
+            {"name": name, "entrypoint": f"chaos.cast:{name}", "session_db_url": db_url, **QUICK} for name in AGENTS
+        ]
+        mesh = {"namespace": self._namespace, "broker_url": broker_url}
+        path = self._folder / f"replica-{number}.yaml"
+        path.write_text(yaml.safe_dump({"mesh": mesh, "agents": agents}))
+        return path
+
+    async def _keep(self, post: Post) -> None:
+        while not self._ending:
+            served = await self._hold(post)
+            if not served and not self._ending:
+                await asyncio.sleep(_BREATH)
+
+    async def _hold(self, post: Post) -> bool:
+        """Fill the place once, until its process has ended; whether it served."""
+        post.incarnations += 1
+        name = f"{post.number}-{post.incarnations:04}"
+        post.told = None
+        with (self._folder / f"{name}.log").open("wb") as log:
+            post.process = process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "chaos.replica", str(post.config), "--seed", f"{self._seed} {name}"),
+                *("--events", str(self._folder / f"{name}.events"), "--double", str(self.double)),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": str(TESTS), EFFECTS: str(self._folder / "effects")},
+            )
+        served = await self._listen(post, process)
+        self._note_exit(post, name, await process.wait(), served)
+        post.frozen = False
+        return served
+
+    async def _listen(self, post: Post, process: asyncio.subprocess.Process) -> bool:
+        assert process.stdout is not None
+        agents = 0
+        async for _ in process.stdout:
+            agents += 1
+            if agents == len(AGENTS) and post.told is None:
+                post.serving.set()
+                self._changed.set()
+        post.serving.clear()
+        return agents == len(AGENTS)
+
+    def _note_exit(self, post: Post, name: str, code: int, served: bool) -> None:
+        if post.told is signal.SIGKILL:
+            kind = "killed"
+        elif post.told is signal.SIGTERM:
+            kind = "drained" if code == 0 else f"drain ended with {code}"
+        else:
+            kind = "fell" if served else "did not start"
+        self.exits[kind] += 1
+        with (self._folder / "exits").open("a") as file:
+            file.write(f"{time.time():.3f} {name} {kind} {code}\n")

@@ -1,0 +1,77 @@
+"""When which fault strikes: made from a seed, before anything runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What can go wrong."""
+
+    KILL = "kill"  # SIGKILL to a replica
+    FREEZE = "freeze"  # SIGSTOP, past the lease, then SIGCONT
+    ROLL = "roll"  # SIGTERM to each replica in turn, as a deployment does
+    BROKER = "broker"  # RabbitMQ stops and starts: cleanly and at once, in turns
+    DATABASE = "database"  # PostgreSQL stops at once and starts
+    CUT_BROKER = "cut broker"  # a replica's connections to RabbitMQ are reset
+    CUT_DATABASE = "cut database"  # a replica's connections to PostgreSQL are reset
+    SILENCE = "silence"  # a replica's connections to both stay open and carry nothing
+
+
+PER_MINUTE = {
+    Kind.KILL: 12.5,
+    Kind.FREEZE: 2.0,
+    Kind.ROLL: 0.6,
+    Kind.BROKER: 0.6,
+    Kind.DATABASE: 0.6,
+    Kind.CUT_BROKER: 1.5,
+    Kind.CUT_DATABASE: 1.5,
+    Kind.SILENCE: 0.6,
+}
+SECONDS = {
+    Kind.FREEZE: (3.0, 13.0),  # the lease is 2 s, the broker's patience about 10 s
+    Kind.BROKER: (0.0, 3.0),
+    Kind.DATABASE: (0.0, 5.0),  # a first checkpoint is tried for 2 s
+    Kind.SILENCE: (3.0, 9.0),
+}
+BLOCK = 300.0
+"""Seconds. Each block begins with a tenth of quiet, to compare with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault: `at` seconds from the start, for `seconds`; `aim` in 0..1 picks the replica."""
+
+    at: float
+    kind: Kind
+    aim: float
+    seconds: float = 0.0
+    immediate: bool = True
+
+
+def plan(seed: int, seconds: float) -> list[Fault]:
+    """All faults of a run, in the order of time: of each kind as many as its rate asks for, and one at least."""
+    chance = random.Random(seed)
+    quiet = min(seconds, BLOCK) / 10
+    blocks = max(1, round(seconds / BLOCK))
+    active = seconds - (blocks + 1) * quiet  # quiet at the end too
+    faults = [fault for kind in Kind for fault in _of(kind, chance, seconds, active)]
+    share = active / blocks
+    moved = [_moved(fault, quiet * (1 + fault.at // share)) for fault in faults]
+    return sorted(moved, key=lambda fault: fault.at)
+
+
+def _of(kind: Kind, chance: random.Random, seconds: float, active: float) -> Iterator[Fault]:
+    count = max(1, round(PER_MINUTE[kind] * seconds / 60))
+    for number in range(count):
+        at = (number + chance.random() * 0.999) * active / count
+        length = chance.uniform(*SECONDS.get(kind, (0.0, 0.0)))
+        immediate = kind is not Kind.BROKER or number % 2 == 0
+        yield Fault(at, kind, chance.random(), length, immediate)
+
+
+def _moved(fault: Fault, by: float) -> Fault:
+    return Fault(fault.at + by, fault.kind, fault.aim, fault.seconds, fault.immediate)

@@ -1,0 +1,167 @@
+"""One run of chaos, from empty servers to the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import asyncpg
+
+from meshpoint import wiring
+from meshpoint.adapters.sql import migrations
+from meshpoint.model.ids import new_id
+from meshpoint.ports.broker import Broker
+from meshpoint.settings import MeshSettings
+from servers import PostgresServer, RabbitServer
+
+from . import leftovers, story, tally
+from .crew import Crew
+from .ledger import Ledger
+from .plan import plan
+from .report import Findings, Report, judge
+from .stream import Stream
+from .strikes import Strikes
+
+_HEARTBEAT = "heartbeat=5"
+"""Bounds how long a frozen replica keeps its messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a run is to be. `stories`: where tasks that went wrong are written down."""
+
+    seed: int
+    seconds: float
+    rate: float = 9.5
+    in_flight: int = 100
+    replicas: int = 4
+    patience: float = 90.0  # seconds for the last answers, and again for the last rows and messages
+    stories: Path = Path("chaos-stories")
+
+
+@dataclass
+class Running:
+    """A run that goes on, for whoever shows it."""
+
+    wish: Wish
+    ledger: Ledger
+    strikes: Strikes
+    crew: Crew
+    began: float = field(default_factory=time.time)
+    phase: str = "faults"
+
+
+Watch = Callable[[Running], None]
+
+
+async def run(wish: Wish, rabbit: RabbitServer, postgres: PostgresServer, watch: Watch | None = None) -> Report:
+    """Do it. `watch` hears of the run once, when it starts."""
+    folder = Path(tempfile.mkdtemp(prefix="meshpoint-chaos-"))
+    try:
+        async with _database(postgres.url) as db_url:
+            return await _run(wish, rabbit, postgres, db_url, folder, watch)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, True)
+
+
+async def _run(
+    wish: Wish, rabbit: RabbitServer, postgres: PostgresServer, db_url: str, folder: Path, watch: Watch | None
+) -> Report:
+    namespace, ledger = f"chaos-{new_id()}", Ledger()
+    broker_url = f"{rabbit.url}?{_HEARTBEAT}"
+
+    def broker() -> Broker:
+        return wiring.make_broker(MeshSettings(namespace=namespace, broker_url=broker_url))
+
+    async with Crew(folder, namespace, broker_url, db_url, seed=wish.seed, size=wish.replicas) as crew:
+        async with Stream(broker(), ledger, seed=wish.seed, rate=wish.rate, in_flight=wish.in_flight) as stream:
+            strikes = Strikes(crew, rabbit, postgres)
+            running = Running(wish, ledger, strikes, crew)
+            if watch is not None:
+                watch(running)
+            async with asyncio.TaskGroup() as storm:
+                storm.create_task(stream.run(wish.seconds))
+                storm.create_task(strikes.run(plan(wish.seed, wish.seconds)))
+            running.phase = "last answers"
+            await stream.all_answered(wish.patience)
+            running.phase = "last rows"
+            left = await _leftovers(db_url, broker(), crew, wish.patience)
+        running.phase = "verdict"
+        faults = Counter({**strikes.counts, "requests doubled": stream.doubled})
+        found = await asyncio.to_thread(_findings, running, folder, dict(faults), left)
+        report = judge(found)
+        report.bad = await _stories(found, wish.stories / str(wish.seed), folder, db_url)
+        return report
+
+
+async def _leftovers(db_url: str, broker: Broker, crew: Crew, limit: float) -> leftovers.Leftovers:
+    """What is left in quiet; then, when all replicas have drained, what they had still in hand."""
+    await broker.open()
+    try:
+        before = await leftovers.until_none(db_url, broker, limit)
+        await crew.drain()
+        after = await leftovers.until_none(db_url, broker, 0 if before.total else 5)
+    finally:
+        await broker.close()
+    return before if before.total else after
+
+
+def _findings(running: Running, folder: Path, faults: dict[str, int], left: leftovers.Leftovers) -> Findings:
+    counts, degraded = tally.counts(folder)
+    return Findings(
+        seed=running.wish.seed,
+        seconds=running.wish.seconds,
+        began=running.began,
+        ledger=running.ledger,
+        strikes=running.strikes.log,
+        faults=faults,
+        events=dict(counts),
+        exits=dict(running.crew.exits),
+        degraded=degraded,
+        effects=tally.effects(folder, running.ledger, degraded),
+        leftovers=left,
+    )
+
+
+async def _stories(found: Findings, into: Path, folder: Path, db_url: str) -> list[str]:
+    bad = found.bad()
+    files = await story.write(
+        [entry for entries in bad.values() for entry in entries],
+        into,
+        folder=folder,
+        found=found.effects,
+        strikes=found.strikes,
+        db_url=db_url,
+    )
+    if files or found.leftovers.total:
+        await asyncio.to_thread(shutil.copytree, folder, into / "events", dirs_exist_ok=True)
+    return [str(path) for path in files]
+
+
+@asynccontextmanager
+async def _database(server_url: str) -> AsyncIterator[str]:
+    """A migrated database of the run's own."""
+    name = f"chaos_{new_id().replace('-', '')}"
+    await _execute(server_url, f"CREATE DATABASE {name}")
+    url = urlsplit(server_url)._replace(path=f"/{name}").geturl()
+    try:
+        await asyncio.to_thread(migrations.upgrade, url)
+        yield url
+    finally:
+        await _execute(server_url, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+async def _execute(url: str, statement: str) -> None:
+    connection = await asyncpg.connect(url)
+    try:
+        await connection.execute(statement)
+    finally:
+        await connection.close()

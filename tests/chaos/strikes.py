@@ -1,0 +1,127 @@
+"""Does what the plan says to replicas, servers and networks, and keeps a log of what was done when."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from servers import PostgresServer, RabbitServer
+
+from .crew import Crew, Post
+from .plan import Fault, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """A fault that was done: `what` to whom, from `at` until `until` (both as `time.time()`)."""
+
+    kind: Kind
+    what: str
+    at: float
+    until: float
+
+
+@dataclass
+class Strikes:
+    """The faults of one run."""
+
+    crew: Crew
+    rabbit: RabbitServer
+    postgres: PostgresServer
+    log: list[Strike] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    going_on: set[str] = field(default_factory=set)
+    _broker: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _database: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _rolling: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def run(self, faults: list[Fault]) -> None:
+        """Strike at the planned times; returns when the last fault is over and all replicas serve."""
+        start = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as going_on:
+            for fault in faults:
+                await asyncio.sleep(start + fault.at - asyncio.get_running_loop().time())
+                going_on.create_task(self._strike(fault))
+        await asyncio.gather(*(post.serving.wait() for post in self.crew.posts))
+
+    async def _strike(self, fault: Fault) -> None:
+        began = time.time()
+        name = f"{fault.kind.value} {began:.3f}"
+        self.going_on.add(name)
+        what = await self._do(fault)
+        self.going_on.discard(name)
+        self.counts[fault.kind.value] += 1
+        self.log.append(Strike(fault.kind, what, began, time.time()))
+
+    async def _do(self, fault: Fault) -> str:
+        if fault.kind is Kind.BROKER:
+            return await self._restart(self._broker, self.rabbit, fault)
+        if fault.kind is Kind.DATABASE:
+            return await self._restart(self._database, self.postgres, fault)
+        if fault.kind is Kind.ROLL:
+            return await self._roll()
+        fit = await self.crew.fit()
+        post = fit[int(fault.aim * len(fit))]
+        await _TO_A_REPLICA[fault.kind](post, fault)
+        return f"replica {post.number}-{post.incarnations:04}"
+
+    async def _restart(self, lock: asyncio.Lock, server: RabbitServer | PostgresServer, fault: Fault) -> str:
+        async with lock:
+            await server.stop(immediate=fault.immediate)
+            await asyncio.sleep(fault.seconds)
+            await server.start()
+        how = "immediate" if fault.immediate else "clean"
+        self.counts[f"{fault.kind.value}, {how}"] += 1
+        return f"{how}, away {fault.seconds:.1f} s and its start"
+
+    async def _roll(self) -> str:
+        async with self._rolling:
+            for post in self.crew.posts:
+                await post.serving.wait()
+                post.signal(signal.SIGTERM)
+                await post.serving.wait()
+        return "all replicas"
+
+
+async def _kill(post: Post, fault: Fault) -> None:
+    post.signal(signal.SIGKILL)
+
+
+async def _freeze(post: Post, fault: Fault) -> None:
+    process = post.process
+    assert process is not None
+    post.frozen = True
+    post.signal(signal.SIGSTOP)
+    await asyncio.sleep(fault.seconds)
+    if post.process is process:
+        post.signal(signal.SIGCONT)
+        post.frozen = False
+
+
+async def _cut_broker(post: Post, fault: Fault) -> None:
+    post.broker.cut()
+
+
+async def _cut_database(post: Post, fault: Fault) -> None:
+    post.database.cut()
+
+
+async def _silence(post: Post, fault: Fault) -> None:
+    post.broker.silence()
+    post.database.silence()
+    await asyncio.sleep(fault.seconds)
+    post.broker.resume()
+    post.database.resume()
+
+
+_TO_A_REPLICA: dict[Kind, Callable[[Post, Fault], Awaitable[None]]] = {
+    Kind.KILL: _kill,
+    Kind.FREEZE: _freeze,
+    Kind.CUT_BROKER: _cut_broker,
+    Kind.CUT_DATABASE: _cut_database,
+    Kind.SILENCE: _silence,
+}
