@@ -1,0 +1,149 @@
+"""What a long run of short-lived tasks leaves in the tables, with autovacuum as the migrations set it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+import asyncpg
+from pydantic import JsonValue
+
+from benchmarks.crowd import DAY, STATE_BYTES, a_fresh_pause, a_response, a_store
+from benchmarks.report import Lines, Table
+from loading import TABLES, multiply, standing_task
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.conformance.build import AGENT, HERE, an_end
+from meshpoint.model.checkpoint import AllArrived, Committed, Ended
+
+STANDING = 10_000
+_BATCH = 256
+_SAMPLES = 50
+_MB = 1024 * 1024
+
+_SIZES = {
+    "tables": "pg_relation_size(oid)",
+    "indexes": "pg_indexes_size(oid)",
+    "large values": "pg_table_size(oid) - pg_relation_size(oid)",
+}
+"""What a table consists of. Maps of free and of visible pages are counted as large values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The three tables after so many cycles, in MB."""
+
+    cycles: int
+    seconds: float
+    parts: dict[str, float]
+    dead_rows: int
+    vacuums: int
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Worn:
+    """Sizes in the course of a churn; the first is that of the standing tasks alone."""
+
+    sizes: Sequence[Size]
+
+    @property
+    def growth(self) -> float:
+        """The mean size in the last quarter to that in the second: 1 is a plateau."""
+        quarter = len(self.sizes) // 4
+        return self._mean(self.sizes[-quarter:]) / self._mean(self.sizes[quarter : 2 * quarter])
+
+    def _mean(self, sizes: Sequence[Size]) -> float:
+        return mean(size.total for size in sizes)
+
+    def table(self) -> Table:
+        """Eleven of the sizes."""
+        step = max(1, (len(self.sizes) - 1) // 10)
+        rows = [
+            [size.cycles, size.total, *size.parts.values(), size.dead_rows, size.vacuums]
+            for size in self.sizes[::step]
+        ]
+        last = self.sizes[-1]
+        return Table(
+            "Size of the three tables under churn",
+            ("cycles", "MB", *(f"{part} MB" for part in _SIZES), "dead rows", "vacuums"),
+            rows,
+            f"A cycle: pause, response, end, reply sent, purged; {_BATCH} at a time, {STATE_BYTES} bytes of state, "
+            f"{last.cycles / last.seconds:,.0f} cycles/s beside {STANDING:,} paused tasks. Last quarter to second "
+            f"quarter: {self.growth:.2f} (1 is a plateau).",
+        )
+
+    def figures(self) -> dict[str, JsonValue]:
+        """For scripts."""
+        return {
+            "churn cycles": self.sizes[-1].cycles,
+            "churn seconds": round(self.sizes[-1].seconds),
+            "churn MB at the start": round(self.sizes[0].total, 1),
+            "churn MB at most": round(max(size.total for size in self.sizes), 1),
+            "churn MB at the end": round(self.sizes[-1].total, 1),
+            "churn growth, last quarter to second": round(self.growth, 3),
+            "churn vacuums": self.sizes[-1].vacuums,
+        }
+
+    def plot(self) -> Lines:
+        """Sizes over cycles."""
+        parts: dict[str, Callable[[Size], float]] = {part: _part(part) for part in _SIZES}
+        series = {
+            name: [(float(size.cycles), of(size)) for size in self.sizes]
+            for name, of in {"all": lambda size: size.total, **parts}.items()
+        }
+        return Lines("Size of the three tables under churn", "cycles", "MB", series)
+
+
+def _part(name: str) -> Callable[[Size], float]:
+    return lambda size: size.parts[name]
+
+
+async def churn(url: str, *, cycles: int) -> Worn:
+    """Let `cycles` tasks come and go beside the standing ones, and watch the tables."""
+    store = a_store(url)
+    await store.open()
+    watcher = await asyncpg.connect(url)
+    try:
+        await multiply(url, await standing_task(store, a_fresh_pause()), STANDING - 1, over=DAY)
+        sizes, begun, done = [await _size(watcher, 0, 0)], time.perf_counter(), 0
+        while done < cycles:
+            await _cycles(store)
+            done += _BATCH
+            if done >= len(sizes) * cycles / _SAMPLES:
+                sizes.append(await _size(watcher, done, time.perf_counter() - begun))
+        return Worn(sizes)
+    finally:
+        await watcher.close()
+        await store.close()
+
+
+async def _cycles(store: SqlCheckpointStore) -> None:
+    """A batch of tasks from their first checkpoint until nothing is left of them."""
+    pauses = [a_fresh_pause() for _ in range(_BATCH)]
+    paused = await store.pause(pauses)
+    await store.mark_sent([send for each in paused if isinstance(each, Committed) for send in each.dispatches])
+    responses = [a_response((pause.run.task_id, pause.calls[0].sub_task_id)) for pause in pauses]
+    arrived = await store.claim(responses, HERE, _BATCH)
+    runs = [each.task.run for each in arrived if isinstance(each, AllArrived)]
+    ended = await store.end([an_end(run, reply=b"x" * 300) for run in runs])
+    await store.mark_sent([each.reply for each in ended if isinstance(each, Ended)])
+    assert await store.purge(AGENT, _BATCH) == _BATCH
+
+
+async def _size(connection: asyncpg.Connection, cycles: int, seconds: float) -> Size:
+    columns = ", ".join(f'sum({size}) AS "{part}"' for part, size in _SIZES.items())
+    names = [table.name for table in TABLES]
+    size = await connection.fetchrow(f"SELECT {columns} FROM pg_class WHERE relname = ANY($1)", names)
+    seen = await connection.fetchrow(
+        """SELECT sum(n_dead_tup)::bigint AS dead, sum(autovacuum_count)::bigint AS vacuums
+             FROM pg_stat_user_tables WHERE relname = ANY($1)""",
+        names,
+    )
+    parts = {part: float(size[part]) / _MB for part in _SIZES}
+    return Size(cycles, seconds, parts, seen["dead"], seen["vacuums"])
