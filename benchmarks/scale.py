@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from benchmarks.churn import churn
 from benchmarks.crowd import DUE, STATE_BYTES, Crowd
 from benchmarks.measure import interleaved
-from benchmarks.report import Lines, Report, Table
+from benchmarks.report import Cell, Lines, Report, Table
 from benchmarks.stage import Stage
 
 STEPS = ("claim", "pause", "end", "lookup", "look", f"expire {DUE}")
@@ -49,7 +49,7 @@ async def _measure(crowds: list[Crowd], rounds: int) -> None:
 
 def _latencies(crowds: Sequence[Crowd]) -> Table:
     least = crowds[0]
-    rows = [
+    rows: list[list[Cell]] = [
         [
             step,
             crowd.size,
