@@ -165,7 +165,8 @@ def _table(weighed: dict[str, Weighed]) -> Table:
         ),
         rows,
         f"Target: less than {_TARGET} MB more in the database. {STATE_BYTES // 1024} KB of state each: base64 of "
-        f"random bytes, which zstd shrinks by a quarter. Before it, {_WARM_UP} tasks ({_WARM_UP_IN_MEMORY} in memory) "
+        "random bytes, which zstd shrinks by a quarter. Before it, "
+        f"{_WARM_UP} tasks ({_WARM_UP_IN_MEMORY} in memory) "
         "came and were cancelled, twice. Garbage is collected before each look; trimmed: after malloc_trim, still "
         "against before. At the rate per task in memory, "
         f"{weighed['in the database'].tasks:,} tasks would take {extrapolated / _MB:,.0f} MB there (extrapolated).",
