@@ -123,6 +123,13 @@ async def postgres_url(postgres_server: NamedServer | PostgresServer, _migrated:
         yield url
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def module_postgres_url(postgres_server: NamedServer | PostgresServer, _migrated: str) -> AsyncIterator[str]:
+    """A database for all tests of a module, with the tables."""
+    async with _database(postgres_server.url, _migrated) as url:
+        yield url
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def _migrated(postgres_server: NamedServer | PostgresServer) -> AsyncIterator[str]:
     """The name of a database that was migrated once and is cloned for each test."""

@@ -17,7 +17,7 @@ from meshpoint.model.outcomes import Failed
 
 
 class Work(BaseModel):
-    """What `root` does: ask the peer once per number, `rounds` times over. `trace` collects a line per segment.
+    """What `root` does: ask `peer` once per number, `rounds` times over. `trace` collects a line per segment.
 
     With `gate`, the first segment runs until that file exists.
     """
@@ -27,6 +27,7 @@ class Work(BaseModel):
     timeout: float = 600
     trace: str | None = None
     gate: str | None = None
+    peer: str = "peer"
 
 
 peer = Peer("peer", int, int)
@@ -45,11 +46,17 @@ async def root(ctx: TaskExecutionContext, work: Work) -> list[int | str]:
     while work.gate and not os.path.exists(work.gate):
         await asyncio.sleep(0.05)
     results: list[int | str] = []
-    asked = Peer("peer", int, int, timeout=timedelta(seconds=work.timeout))
+    asked = Peer(work.peer, int, int, timeout=timedelta(seconds=work.timeout))
     for _ in range(work.rounds):
         answers = await ctx.gather(*[asked(number) for number in work.numbers], return_errors=True)
         results = [answer.kind.value if isinstance(answer, Failed) else answer for answer in answers]
     return results
+
+
+@agent("chief", version="1")
+async def chief(ctx: TaskExecutionContext, work: Work) -> list[int | str]:
+    """Lets `root` do the work."""
+    return await ctx.call(Peer("root", Work, list[int | str])(work))
 
 
 class Level(BaseModel):

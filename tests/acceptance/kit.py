@@ -25,6 +25,8 @@ from meshpoint.model.outcomes import Ok, Outcome
 from meshpoint.ports.broker import Broker, Delivery
 from meshpoint.settings import Settings, load
 
+from .nursery import Forked, Nursery
+
 HERE = Path(__file__).parent
 PATIENCE = 60
 """Seconds after which a test that waits has failed: far more than anything here takes."""
@@ -68,28 +70,25 @@ class Rung:
         return load([config])
 
 
+class EndedBefore(AssertionError):
+    """A replica is dead that was to come to an event."""
+
+
 @dataclass
 class Process:
     """One replica's process and the events it told."""
 
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | Forked
     events: list[Told] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _reading: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, config: Path, *arguments: str) -> Self:
-        environment = {**os.environ, "PYTHONPATH": str(HERE)}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(HERE / "replica.py"),
-            str(config),
-            *arguments,
-            stdout=asyncio.subprocess.PIPE,
-            env=environment,
-            limit=1 << 24,
-        )
-        started = cls(process)
+    async def start(cls, config: Path, *arguments: str, nursery: Nursery | None = None) -> Self:
+        if nursery is not None:
+            started = cls(await nursery.start([str(config), *arguments]))
+        else:
+            started = cls(await _executed(config, *arguments))
         started._reading = asyncio.create_task(started._read())
         return started
 
@@ -116,7 +115,7 @@ class Process:
         async with asyncio.timeout(PATIENCE):
             while len(found := self.of(at, **detail)) < count:
                 if self.process.returncode is not None:
-                    raise AssertionError(f"the replica ended ({self.process.returncode}) before {at}")
+                    raise EndedBefore(f"the replica ended ({self.process.returncode}) before {at}")
                 self._changed.clear()
                 await self._changed.wait()
         return found
@@ -135,6 +134,18 @@ class Process:
     async def kill(self) -> None:
         self.signal(signal.SIGKILL)
         await self.ended()
+
+
+async def _executed(config: Path, *arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(HERE / "replica.py"),
+        str(config),
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(HERE)},
+        limit=1 << 24,
+    )
 
 
 @dataclass
@@ -205,15 +216,16 @@ class PlayedPeer:
 class Mesh:
     """What one test runs; everything is ended with it."""
 
-    def __init__(self, rung: Rung) -> None:
+    def __init__(self, rung: Rung, nursery: Nursery | None = None) -> None:
         self.rung = rung
+        self._nursery = nursery
         self.processes: list[Process] = []
         self.clients: list[Client] = []
         self.peers: list[PlayedPeer] = []
 
     async def replica(self, config: Path, *arguments: str, started: int = 1) -> Process:
-        """A replica that consumes already. `started`: how many agents it serves."""
-        process = await Process.start(config, *arguments)
+        """A replica that consumes already. `started`: how many agents it serves; 0 to wait for none."""
+        process = await Process.start(config, *arguments, nursery=self._nursery)
         self.processes.append(process)
         await process.wait("started", started)
         return process

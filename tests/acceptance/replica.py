@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from meshpoint import wiring
@@ -47,14 +48,15 @@ class Reporter:
                 os.kill(os.getpid(), _SIGNALS[self._do])
 
 
-async def main() -> None:
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("config", type=Path)
-    arguments.add_argument("--at")
-    arguments.add_argument("--do", choices=_SIGNALS, default="kill")
-    arguments.add_argument("--agent")
-    arguments.add_argument("--skip", type=int, default=0)
-    options = arguments.parse_args()
+async def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve until SIGTERM; `arguments` are those of the command line unless given."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--at")
+    parser.add_argument("--do", choices=_SIGNALS, default="kill")
+    parser.add_argument("--agent")
+    parser.add_argument("--skip", type=int, default=0)
+    options = parser.parse_args(arguments)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     reporter = Reporter(options.at, options.do, options.agent, options.skip)

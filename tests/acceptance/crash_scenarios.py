@@ -1,0 +1,147 @@
+"""The ways into each step: what brings a replica to the event at which it dies."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshpoint.model.events import Step
+
+from .crash_stage import VICTIM, Stage
+
+Scenario = Callable[[Stage], Awaitable[None]]
+
+
+async def journey(stage: Stage) -> None:
+    """From the request through two pauses to the reply, in one replica."""
+    await stage.ask(1, 2, rounds=2)
+    await stage.doom()
+
+
+async def on_receipt(stage: Stage) -> None:
+    """The request is acked before its first segment."""
+    stage.configure(ack_policy="on_receipt")
+    await stage.ask(1, 2)
+    await stage.doom()
+
+
+async def long_segment(stage: Stage) -> None:
+    """Code that runs for as long as its replica lives."""
+    stage.configure(ack_policy="on_receipt")
+    await stage.ask(1, gated=True)
+    await stage.doom()
+
+
+async def drained(stage: Stage) -> None:
+    """SIGTERM finds code that does not end in time."""
+    await long_segment(stage)
+    await stage.terminate_while_it_runs(stage.doomed)
+
+
+async def handed_back(stage: Stage) -> None:
+    """A drained replica has left a task that is ready."""
+    stage.configure(ack_policy="on_receipt")
+    await stage.ask(1, gated=True)
+    earlier = await stage.replica()
+    await stage.terminate_while_it_runs(earlier)
+    assert await earlier.ended() == 0
+    await stage.doom()
+
+
+async def orphaned(stage: Stage) -> None:
+    """A killed replica has left a task that runs."""
+    stage.configure(ack_policy="on_receipt")
+    await stage.ask(1)
+    await stage.kill_one_at("begin:after")
+    await stage.doom()
+
+
+async def overdue(stage: Stage) -> None:
+    """A killed replica has left a task that waits, and its deadline passes."""
+    await stage.ask(-1, -2, timeout=0.4)
+    stage.configure(sweep_interval_seconds=600)
+    await stage.kill_one_at("ack:after")
+    stage.configure(settle_time_seconds=0.5)  # so that the first look for deadlines finds this one
+    stage.expected = ["timeout", "timeout"]
+    await stage.doom()
+
+
+async def unsent(stage: Stage) -> None:
+    """A killed replica has left calls that are committed and not sent."""
+    await stage.ask(1, 2)
+    await stage.kill_one_at("dispatch:before")
+    await stage.doom()
+
+
+async def unanswered(stage: Stage) -> None:
+    """A killed replica has left a task that has ended, and whose reply is not sent."""
+    await stage.ask(1, 2)
+    await stage.kill_one_at("end:after")
+    await stage.doom()
+
+
+async def cancelled(stage: Stage) -> None:
+    """The client cancels, three levels above the peer."""
+    await stage.ask(-1)
+    await stage.doom()
+    await stage.cancel()
+
+
+async def no_such_peer(stage: Stage) -> None:
+    """The broker knows no queue of the peer."""
+    await stage.ask(1, peer="nobody")
+    stage.expected = ["undeliverable"]
+    await stage.doom()
+
+
+async def entombed(stage: Stage) -> None:
+    """A killed replica has left a task that is over, and so is the time of its tombstone."""
+    stage.configure(tombstone_ttl_seconds=0.2, sweep_interval_seconds=0.02)
+    await stage.ask(1, agent=VICTIM)
+    await stage.kill_one_at("mark:after", skip=1)
+    stage.all_purged = True
+    await stage.doom()
+
+
+@dataclass(frozen=True)
+class Way:
+    """A scenario, and how often the victim comes to the step before it dies there."""
+
+    scenario: Scenario
+    what: str
+    skip: int = 0
+
+
+WAYS: Mapping[Step, Sequence[Way]] = {
+    Step.RECEIVE: [Way(journey, "request")],
+    Step.BEGIN: [Way(on_receipt, "request")],
+    Step.SEGMENT: [Way(journey, "first"), Way(journey, "resumed", 1), Way(journey, "last", 2)],
+    Step.CHECKPOINT: [Way(journey, "first"), Way(journey, "second", 1)],
+    Step.DISPATCH: [Way(journey, "first"), Way(journey, "second", 1), Way(unsent, "by the sweeper")],
+    Step.MARK: [
+        Way(journey, "of calls"),
+        Way(journey, "of the reply", 2),
+        Way(unsent, "of calls by the sweeper"),
+        Way(cancelled, "of cancels", 1),
+    ],
+    Step.ACK: [
+        Way(journey, "of the request"),
+        Way(journey, "of a response", 1),
+        Way(journey, "of the last response", 2),
+        Way(on_receipt, "on receipt"),
+    ],
+    Step.CLAIM: [Way(journey, "of one of two"), Way(journey, "of the last", 1), Way(no_such_peer, "undeliverable")],
+    Step.RESTORE: [Way(journey, "first"), Way(orphaned, "after a take-over")],
+    Step.END: [Way(journey, "completed"), Way(overdue, "after a timeout")],
+    Step.REPLY: [Way(journey, "at once"), Way(unanswered, "by the sweeper"), Way(cancelled, "cancelled")],
+    Step.SWEEP: [Way(unsent, "calls are due"), Way(unanswered, "a reply is due")],
+    Step.CANCEL: [Way(cancelled, "waiting")],
+    Step.CANCEL_NOTICE: [Way(cancelled, "cancelled"), Way(overdue, "timed out")],
+    Step.RELEASE: [Way(drained, "running")],
+    Step.RENEW: [Way(long_segment, "running")],
+    Step.EXPIRE: [Way(overdue, "waiting")],
+    Step.TAKE: [Way(handed_back, "ready")],
+    Step.TAKE_OVER: [Way(orphaned, "running")],
+    Step.PURGE: [Way(entombed, "tombstone")],
+}
+"""Every step with an effect, and the ways in which a task comes to it."""

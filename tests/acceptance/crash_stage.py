@@ -1,0 +1,167 @@
+"""Where one replica is killed at one step and another finishes, and the ledger outside that tells what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
+
+from pydantic import JsonValue
+
+from meshpoint.model.ids import AgentName, TaskId, new_id
+from meshpoint.model.messages import dead_letters_of
+from meshpoint.model.outcomes import Failed
+
+from .kit import EndedBefore, Mesh, Process, within
+
+AGENTS = ("chief", "root")
+"""The client asks `chief`, which lets `root` do the work, which asks the peer that the test plays."""
+VICTIM = "root"
+"""Whose steps count: its requester is an agent, and its peers are outside. `chief` dies with it, wherever it is."""
+_QUICK: Mapping[str, JsonValue] = {
+    "lease_seconds": 1,
+    "renew_interval_seconds": 0.25,
+    "sweep_interval_seconds": 0.1,
+    "settle_time_seconds": 0.3,
+    "dispatch_lease_seconds": 0.5,
+    "drain_timeout_seconds": 0.2,
+    "db_pool_size": 1,
+}
+
+
+class Stage:
+    """A mesh in which one replica dies at one event. A scenario brings it there, `finish` sees what comes of it."""
+
+    def __init__(self, mesh: Mesh, at: str, skip: int) -> None:
+        self.mesh = mesh
+        self.doomed: Process | None = None
+        self.expected: JsonValue = None
+        self.all_purged = False
+        self.silent: set[TaskId] = set()
+        self._at, self._skip = at, skip
+        self._gate = mesh.rung.folder / f"{new_id()}.gate"
+        self._asked_as: defaultdict[tuple[JsonValue, str], set[TaskId]] = defaultdict(set)
+        self._turns = 0
+
+    # ── the cast ───────────────────────────────────────────────────────────────────────────────────
+
+    async def open(self) -> None:
+        """The peer and the client are there, and every queue."""
+        self.peer, self.client = await self.mesh.peer(), await self.mesh.client()
+        for agent in AGENTS:
+            await self.mesh.declare(agent)
+        self.configure()
+        self._playing = asyncio.create_task(self._play())
+
+    def configure(self, **options: JsonValue) -> None:
+        """Set what the replicas that start from now on are given."""
+        self._config = self.mesh.rung.config(*AGENTS, **{**_QUICK, **options})
+
+    async def replica(self, *arguments: str) -> Process:
+        """A replica that lives until the scenario ends it, or until it dies `--at` an event of the victim."""
+        return await self.mesh.replica(self._config, *arguments, "--agent", VICTIM, started=0)
+
+    async def doom(self) -> Process:
+        """The replica that is to die at the event."""
+        self.doomed = await self.replica("--at", self._at, "--skip", str(self._skip))
+        return self.doomed
+
+    async def kill_one_at(self, at: str, skip: int = 0) -> None:
+        """Let an earlier replica die."""
+        await (await self.replica("--at", at, "--skip", str(skip))).ended()
+
+    async def terminate_while_it_runs(self, replica: Process | None) -> None:
+        """SIGTERM to a replica in the middle of a segment."""
+        assert replica is not None
+        await replica.wait("segment:before", agent=VICTIM)
+        replica.signal(signal.SIGTERM)
+
+    async def ask(
+        self, *numbers: int, agent: str = "chief", rounds: int = 1, gated: bool = False, **work: JsonValue
+    ) -> None:
+        """Send the request; a number below zero is one that the peer never answers."""
+        self._task_id, self._agent = TaskId(new_id()), agent
+        self.expected = [number * 10 for number in numbers]
+        self._rounds = rounds
+        asked: dict[str, JsonValue] = {"numbers": [*numbers], "rounds": rounds, **work}
+        if gated:
+            asked["gate"] = str(self._gate)
+        self._reply = await self.client.send(agent, asked, task_id=self._task_id)
+
+    def open_gate(self) -> None:
+        """Let gated code go on."""
+        self._gate.touch()
+
+    async def cancel(self) -> None:
+        """Ask for the end of the task, once it has come to wait for the peer."""
+        assert self.doomed is not None
+        self.expected = "cancelled"
+        await self.doomed.wait("ack:after", agent=VICTIM)
+        await self.client.cancel(self._agent, self._task_id)
+
+    # ── the peer ───────────────────────────────────────────────────────────────────────────────────
+
+    async def _play(self) -> None:
+        while True:
+            asked = await self.peer.requests.get()
+            self._asked_as[asked.input, str(asked.delivery.message.headers["x-parent-task-id"])].add(
+                asked.sub_task_id
+            )
+            number = int(str(asked.input))
+            if number < 0:
+                self.silent.add(asked.sub_task_id)
+                await asked.delivery.ack()
+            else:
+                await self._in_turn()
+                await asked.answer(number * 10)
+
+    async def _in_turn(self) -> None:
+        """Wait until the doomed replica has acked all that came before, or is dead: so its steps have one order."""
+        self._turns += 1
+        if self.doomed is not None:
+            with suppress(EndedBefore):
+                await self.doomed.wait("ack:after", self._turns, agent=VICTIM)
+
+    # ── the end ────────────────────────────────────────────────────────────────────────────────────
+
+    async def finish(self) -> None:
+        """Let another replica finish, and judge: one outcome, no second set of calls, nothing left behind."""
+        await self._death()
+        self.open_gate()
+        survivor = await self.replica()
+        outcome = (await within(self._reply)).outcome
+        assert (outcome.kind.value if isinstance(outcome, Failed) else outcome.value) == self.expected
+        await self._at_rest(survivor)
+        assert self.client.conflicts == 0, "a second reply said something else"  # the same one may come again
+        for question, ids in self._asked_as.items():
+            assert len(ids) == self._rounds, f"a second set of calls: {question} was asked as {ids}"
+        assert not survivor.of("dead_task")
+        for agent in (*AGENTS, self.peer.name):
+            assert await self.peer.broker.depth(dead_letters_of(AgentName(agent))) == 0, f"dead letters of {agent}"
+
+    async def _death(self) -> None:
+        assert self.doomed is not None
+        try:
+            code = await self.doomed.ended()
+        except TimeoutError:
+            told = [f"{event['agent']} {event['step']}:{event['phase']}" for event in self.doomed.events]
+            raise AssertionError(f"no replica died at {self._at}; the last it told: {told[-20:]}") from None
+        assert code == -signal.SIGKILL
+
+    async def _at_rest(self, survivor: Process) -> None:
+        """Return when no task is open, and every call that got no answer is told to the peer as cancelled."""
+        looks = 0
+        while (left := await self.mesh.rows())["open"] or left["calls"] or (self.all_purged and left["tasks"]):
+            looks += 1
+            await survivor.wait("sweep:after", looks, agent=VICTIM)
+        while self.silent:
+            cancel = await within(self.peer.cancels.get())
+            self.silent.discard(TaskId(cancel.message.correlation_id))
+
+    async def close(self) -> None:
+        """End everything."""
+        self._playing.cancel()
+        await asyncio.gather(self._playing, return_exceptions=True)
+        await self.mesh.close()

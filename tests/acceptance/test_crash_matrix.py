@@ -1,0 +1,108 @@
+"""Every event is a crash point: a real replica is killed before and after each step with an effect, on each rung.
+
+Another replica finishes. The ledger outside, the client and the peer that the test plays, sees one outcome for each
+request and one id for each call, and nothing is left open or set aside. The cases run beside one another, since what
+they do most is wait for a lease; each is a test of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+import pytest_asyncio
+
+from meshpoint.model.events import EFFECTS, Phase, Step
+from meshpoint.model.ids import new_id
+
+from .crash_scenarios import WAYS, Way
+from .crash_stage import Stage
+from .kit import Mesh, Rung
+from .nursery import Nursery
+
+AT_A_TIME = 6
+Case: TypeAlias = tuple[str, Step, Phase, Way | None]
+
+POINTS = [
+    pytest.param(step, phase, way, id=f"{step}:{phase}" + (f" ({way.what})" if way else ""))
+    for step in Step
+    if step in EFFECTS
+    for phase in (Phase.BEFORE, Phase.AFTER)
+    for way in WAYS.get(step, [None])
+]
+RUNGS = ["embedded", pytest.param("production", marks=pytest.mark.servers)]
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def selected(request: pytest.FixtureRequest) -> list[Case]:
+    """The cases that this session runs."""
+    told = [getattr(item, "callspec", None) for item in request.session.items if item.parent is request.node]
+    names = ("rung_name", "step", "phase", "way")
+    return [tuple(each.params[name] for name in names) for each in told if each is not None]
+
+
+@pytest.fixture(scope="module")
+def urls(request: pytest.FixtureRequest, selected: list[Case]) -> tuple[str, str] | None:
+    """RabbitMQ and a database for all cases on them, each in a namespace of its own."""
+    if all(rung_name != "production" for rung_name, *_ in selected):
+        return None
+    rabbit = request.getfixturevalue("rabbit_server").url
+    return f"{rabbit}?heartbeat=5", request.getfixturevalue("module_postgres_url")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(
+    selected: list[Case],
+    urls: tuple[str, str] | None,
+    nursery: Nursery,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[Mapping[Case, asyncio.Task[None]]]:
+    """Every case, running or waiting for its turn."""
+    turns = asyncio.Semaphore(AT_A_TIME)
+
+    async def run(case: Case) -> None:
+        async with turns:
+            rung = _rung(case[0], urls, tmp_path_factory.mktemp("case"))
+            await _killed_at(Mesh(rung, nursery), *case[1:])
+
+    tasks = {case: asyncio.create_task(run(case)) for case in selected}
+    yield tasks
+    for task in tasks.values():
+        task.cancel()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+def _rung(name: str, urls: tuple[str, str] | None, folder: Path) -> Rung:
+    if name == "production":
+        assert urls is not None
+        return Rung(*urls, f"test-{new_id()}", folder)
+    return Rung(f"sqlite:///{folder}/broker.db", f"sqlite:///{folder}/tasks.db", f"test-{new_id()}", folder)
+
+
+async def _killed_at(mesh: Mesh, step: Step, phase: Phase, way: Way | None) -> None:
+    assert way is not None, f"no scenario brings a replica to {step}: add one to WAYS in crash_scenarios.py"
+    stage = Stage(mesh, f"{step}:{phase}", way.skip)
+    try:
+        await stage.open()
+        await way.scenario(stage)
+        await stage.finish()
+    finally:
+        await stage.close()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("step", "phase", "way"), POINTS)
+@pytest.mark.parametrize("rung_name", RUNGS)
+async def test_killed_at(
+    running: Mapping[Case, asyncio.Task[None]], rung_name: str, step: Step, phase: Phase, way: Way | None
+) -> None:
+    await running[rung_name, step, phase, way]
