@@ -1,0 +1,260 @@
+"""The floor: Meshpoint's rows, written by hand-made SQL on the bare driver, without Meshpoint.
+
+What remains is what nobody can save: each answer is recorded once, the last one takes the task, the end is fenced,
+and all of it is durable. What is left out: whether a task is there already, was cancelled or is late; senders,
+repeated writes, other joins than "all", retries, expiry. Whoever writes this knows every row in advance.
+
+One connection for each kind of statement; what queued while the last flush was on the wire goes with the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import asyncpg
+import zstandard
+from pydantic_core import from_json, to_json
+
+from benchmarks.contenders import floor_sql as sql
+from benchmarks.contenders import job
+from benchmarks.contenders.job import Job, at_a_time
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_AGENT = f"{job.NAMESPACE}/{job.AGENT}"
+_OWNER = "A"
+_HEADERS = json.dumps({"x-call-depth": 2})
+_RAW, _ZSTD = b"\x00", b"\x01"
+_MOST_TOGETHER = 256
+_OWN_COLUMNS = (
+    "a2a_context",
+    "produced_artifacts",
+    "artifact_signals_to_return",
+    "response_buffer",
+    "flags",
+    "token_usage",
+)
+_NO_USAGE = {"total": {"input": 0, "output": 0, "cached": 0}, "by_model": {}, "by_source": {}}
+
+Answer = tuple[Job, int]
+"""The answer to one call: its job, and the place of the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A task to go on with, decoded."""
+
+    task_id: str
+    fence: int
+    run_id: str
+    state: bytes
+    request: bytes
+    context: list[Any]
+    outcomes: list[tuple[str, str, Any]]
+
+
+class Batcher(Generic[Item, Result]):
+    """Flushes on one connection: one after the other, each with all that queued meanwhile."""
+
+    def __init__(
+        self, flush: Callable[[list[Item]], Awaitable[Sequence[Result]]], most: int = _MOST_TOGETHER
+    ) -> None:
+        self._flush = flush
+        self._most = most
+        self._queue: deque[tuple[Item, asyncio.Future[Result]]] = deque()
+        self._busy: asyncio.Task[None] | None = None
+
+    def put(self, item: Item) -> asyncio.Future[Result]:
+        """The result of `item`, when its flush is done."""
+        done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._queue.append((item, done))
+        if self._busy is None:
+            self._busy = asyncio.create_task(self._drain())
+        return done
+
+    async def _drain(self) -> None:
+        while self._queue:
+            batch = [self._queue.popleft() for _ in range(min(self._most, len(self._queue)))]
+            try:
+                results = await self._flush([item for item, _ in batch])
+            except Exception as error:
+                for _, done in batch:
+                    done.set_exception(error)
+            else:
+                for (_, done), result in zip(batch, results, strict=True):
+                    done.set_result(result)
+        self._busy = None
+
+
+class Floor:
+    """An expert's program for these jobs alone."""
+
+    async def open(self, url: str) -> None:
+        """Connect; the claim's function is made if it is missing."""
+        self._connections = [await asyncpg.connect(url) for _ in range(4)]
+        pausing, claiming, ending, marking = self._connections
+        await claiming.execute(sql.CREATE_CLAIM)
+        await marking.execute("SET synchronous_commit TO OFF")  # as Meshpoint: a lost mark only sends again
+        self._pause = await pausing.prepare(sql.PAUSE)
+        self._claim = await claiming.prepare(sql.CLAIM)
+        self._end = await ending.prepare(sql.END)
+        self._mark_dispatched = await marking.prepare(sql.MARK_DISPATCHED)
+        self._mark_replied = await marking.prepare(sql.MARK_REPLIED)
+        self._pauses = Batcher(self._flush_pauses)
+        self._ends = Batcher(self._flush_ends)
+        self._marks = Batcher(self._flush_marks)
+        self._arrived: deque[Answer] = deque()
+        self._waiting: dict[str, asyncio.Future[Resumed]] = {}
+        self._claiming: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """Disconnect."""
+        for connection in self._connections:
+            await connection.close()
+
+    def prepared(self, jobs: Sequence[Job]) -> Sequence[Job]:
+        """`jobs` as they are."""
+        return jobs
+
+    async def run(self, prepared: Sequence[Job], in_flight: int) -> None:
+        """Do all of it."""
+        await at_a_time(in_flight, prepared, self._life)
+
+    async def _life(self, each: Job) -> None:
+        await self.pause(each)
+        await self.end(each, await self._answered(each))
+
+    async def pause(self, each: Job) -> None:
+        """Checkpoint the task, then mark its requests as sent."""
+        await self._pauses.put(each)
+        await self._marks.put((False, each.task_id))
+
+    async def end(self, each: Job, resumed: Resumed) -> None:
+        """Turn the task into a tombstone, then mark its reply as sent."""
+        await self.bury(each, resumed)
+        await self.mark_replied(each)
+
+    async def bury(self, each: Job, resumed: Resumed) -> None:
+        """Turn the task into a tombstone."""
+        assert len(resumed.outcomes) == len(each.calls)
+        await self._ends.put((each, resumed))
+
+    async def mark_replied(self, each: Job) -> None:
+        """Mark the reply as sent."""
+        await self._marks.put((True, each.task_id))
+
+    def _answered(self, each: Job) -> asyncio.Future[Resumed]:
+        waiting: asyncio.Future[Resumed] = asyncio.get_running_loop().create_future()
+        self._waiting[each.task_id] = waiting
+        self._arrived.extend((each, place) for place in range(len(each.calls)))
+        if self._claiming is None:
+            self._claiming = asyncio.create_task(self._claim_arrived())
+        return waiting
+
+    async def _claim_arrived(self) -> None:
+        try:
+            while self._arrived:
+                batch = [self._arrived.popleft() for _ in range(min(_MOST_TOGETHER, len(self._arrived)))]
+                for resumed in await self.claim(batch):
+                    self._waiting.pop(resumed.task_id).set_result(resumed)
+        except Exception as error:
+            for waiting in self._waiting.values():
+                waiting.set_exception(error)
+        self._claiming = None
+
+    # ── round trips ────────────────────────────────────────────────────────────────────────────────
+
+    async def _flush_pauses(self, batch: list[Job]) -> Sequence[None]:
+        calls = [(each.task_id, place, call) for each in batch for place, call in enumerate(each.calls)]
+        await self._pause.fetch(
+            [each.task_id for each in batch],
+            [len(each.calls) for each in batch],
+            [each.run_id for each in batch],
+            [each.parent_task_id for each in batch],
+            [_RAW + each.request for each in batch],
+            *zip(*[_context_columns(each.context) for each in batch], strict=True),
+            [_ZSTD + zstandard.compress(each.state, 1) for each in batch],
+            [job.REPLY_TO] * len(batch),
+            [job.REQUESTER] * len(batch),
+            [task_id for task_id, _, _ in calls],
+            [call.sub_task_id for _, _, call in calls],
+            [place for _, place, _ in calls],
+            [call.call_id for _, _, call in calls],
+            [job.PEER] * len(calls),
+            _AGENT,
+            job.STATE_FORMAT,
+            job.APP_VERSION,
+            job.TIMEOUT,
+            job.DISPATCH_LEASE,
+            _HEADERS,
+            [_RAW + call.body for _, _, call in calls],
+        )
+        return [None] * len(batch)
+
+    async def claim(self, batch: Sequence[Answer]) -> list[Resumed]:
+        """Record answers; the tasks to go on with."""
+        rows = await self._claim.fetch(
+            [each.task_id for each, _ in batch],
+            [each.calls[place].sub_task_id for each, place in batch],
+            [_RAW + to_json({"value": each.answer, "artifacts": [], "usage": _NO_USAGE}) for each, _ in batch],
+            [each.calls[place].claim_id for each, place in batch],
+            _OWNER,
+            job.LEASE,
+        )
+        return [_resumed(row) for row in rows]
+
+    async def _flush_ends(self, batch: list[tuple[Job, Resumed]]) -> Sequence[None]:
+        await self._end.fetch(
+            [each.task_id for each, _ in batch],
+            [resumed.fence for _, resumed in batch],
+            [_RAW + each.reply for each, _ in batch],
+            job.TOMBSTONE_TTL,
+            job.DISPATCH_LEASE,
+            [resumed.run_id for _, resumed in batch],
+        )
+        return [None] * len(batch)
+
+    async def _flush_marks(self, batch: list[tuple[bool, str]]) -> Sequence[None]:
+        for statement, replied in ((self._mark_dispatched, False), (self._mark_replied, True)):
+            if task_ids := [task_id for is_reply, task_id in batch if is_reply is replied]:
+                await statement.fetch(task_ids)
+        return [None] * len(batch)
+
+
+def _context_columns(context: dict[str, Any]) -> tuple[Any, ...]:
+    origin = context["a2a_context"]
+    rest = {key: value for key, value in context.items() if key not in {*_OWN_COLUMNS, "security_context"}}
+    own = {name: to_json(context[name]).decode() for name in _OWN_COLUMNS}
+    return (
+        own["a2a_context"],
+        origin["session_id"],
+        origin["user_id"],
+        own["produced_artifacts"],
+        own["artifact_signals_to_return"],
+        own["response_buffer"],
+        own["flags"],
+        _RAW + to_json(context["security_context"]),
+        own["token_usage"],
+        to_json(rest).decode(),
+    )
+
+
+def _resumed(row: asyncpg.Record) -> Resumed:
+    return Resumed(
+        task_id=row[0],
+        fence=row[1],
+        run_id=row[2],
+        state=zstandard.decompress(row[3][1:]),
+        request=row[4][1:],
+        context=[from_json(row[5][1:]), *[from_json(text) for text in row[6]]],
+        outcomes=[
+            (call_id, peer, from_json(outcome[1:]))
+            for call_id, peer, outcome in zip(row[7], row[8], row[9], strict=True)
+        ],
+    )

@@ -1,0 +1,165 @@
+"""The work that every contender does: a task that pauses for N peers, and what they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Protocol, TypeVar
+
+from pydantic import JsonValue
+
+from meshpoint.model.context import A2AContext, TaskExecutionContext
+from meshpoint.model.ids import TaskId, new_id
+from meshpoint.model.messages import Address
+
+AGENT, PEER = "travel", "flights"
+NAMESPACE = "bench"
+STATE_FORMAT, APP_VERSION = "travel/1", "7"
+REPLY_TO, REQUESTER = "bench.desk.resp", "desk"
+TIMEOUT, LEASE, DISPATCH_LEASE, TOMBSTONE_TTL = 600.0, 15.0, 5.0, 86400.0
+"""In seconds."""
+
+_WORDS = 900
+_STATE_BYTES = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class JobCall:
+    """One peer call, and the claim that will record its answer."""
+
+    sub_task_id: str
+    call_id: str
+    body: bytes
+    claim_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One task from its pause to its end."""
+
+    task_id: str
+    run_id: str
+    parent_task_id: str
+    context: dict[str, JsonValue]
+    state: bytes
+    request: bytes
+    calls: tuple[JobCall, ...]
+    answer: dict[str, JsonValue]
+    reply: bytes
+
+
+def jobs(fan_out: int, count: int, *, seed: int = 0) -> list[Job]:
+    """`count` tasks with `fan_out` calls each. Ids are new, contents depend on `seed` only."""
+    random = Random(seed)
+    states = [_state(random) for _ in range(min(count, 16))]
+    return [_job(random, fan_out, states[index % len(states)]) for index in range(count)]
+
+
+def _job(random: Random, fan_out: int, state: bytes) -> Job:
+    task_id = new_id()
+    return Job(
+        task_id=task_id,
+        run_id=new_id(),
+        parent_task_id=new_id(),
+        context=_context(task_id),
+        state=state,
+        request=_message(task_id, _text(random, 40)),
+        calls=tuple(_call(random, index) for index in range(fan_out)),
+        answer={"text": _text(random, 42), "price": random.randrange(10_000), "currency": "EUR"},
+        reply=_message(task_id, _text(random, 40)),
+    )
+
+
+def _call(random: Random, index: int) -> JobCall:
+    sub_task_id = new_id()
+    return JobCall(sub_task_id, f"call-{index}", _message(sub_task_id, _text(random, 12)), new_id())
+
+
+def _context(task_id: str) -> dict[str, JsonValue]:
+    origin = A2AContext(
+        context_id="trip-2291",
+        session_id="session-7781",
+        user_id="user-12",
+        reply_to=Address(REPLY_TO),
+        requester=REQUESTER,
+        call_depth=1,
+        user_config={"locale": "en-GB", "currency": "EUR"},
+    )
+    context = TaskExecutionContext(
+        TaskId(task_id), origin, flags={"vip": True}, security_context={"auth_token": "a" * 200}
+    )
+    return context.to_checkpoint_dict()
+
+
+def _message(task_id: str, text: str) -> bytes:
+    message: dict[str, JsonValue] = {
+        "messageId": task_id,
+        "role": "ROLE_AGENT",
+        "parts": [{"data": {"text": text}}],
+        "contextId": "trip-2291",
+        "taskId": task_id,
+    }
+    return json.dumps({"message": message, "metadata": {"userId": "user-12"}}).encode()
+
+
+def _state(random: Random) -> bytes:
+    """A conversation as an agent keeps it: 8 KB, which zstd makes 2.9 times smaller."""
+    history: list[dict[str, JsonValue]] = []
+    while len(json.dumps(history)) < _STATE_BYTES - 200:
+        call: dict[str, JsonValue] = {
+            "id": f"{random.getrandbits(96):024x}",
+            "name": "search",
+            "arguments": {"query": _text(random, 5)},
+        }
+        history.append({"role": "assistant", "content": _text(random, 40), "tool_calls": [call]})
+    return json.dumps({"history": history}).encode()
+
+
+def _text(random: Random, words: int) -> str:
+    return " ".join(_VOCABULARY[min(int(random.expovariate(6.6 / _WORDS)), _WORDS - 1)] for _ in range(words))
+
+
+def _vocabulary() -> list[str]:
+    random = Random(1)
+    return ["".join(random.choices("etaoinshrdlucmfwyp", k=random.randint(2, 9))) for _ in range(_WORDS)]
+
+
+_VOCABULARY = _vocabulary()
+
+
+# ── contenders ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Contender(Protocol):
+    """Somebody who can do jobs with a database of their own."""
+
+    async def open(self, url: str) -> None:
+        """Connect; make what tables are missing."""
+
+    async def close(self) -> None:
+        """Disconnect."""
+
+    def prepared(self, jobs: Sequence[Job]) -> Sequence[Any]:
+        """What `run` takes: jobs in the form in which an agent would hand them over. Not timed."""
+
+    async def run(self, prepared: Any, in_flight: int) -> None:
+        """Do all of it, `in_flight` tasks at a time."""
+
+
+T = TypeVar("T")
+
+
+async def at_a_time(width: int, items: Sequence[T], life: Callable[[T], Awaitable[None]]) -> None:
+    """Lead every item through its life, `width` of them at a time."""
+    rest = iter(items)
+
+    async def one_after_another() -> None:
+        for item in rest:
+            await life(item)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(width, len(items))):
+            group.create_task(one_after_another())

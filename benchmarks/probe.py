@@ -1,0 +1,64 @@
+"""What PostgreSQL counted while a contender worked."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import asyncpg
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Totals since the server started. `commits` are transactions that wrote; `statements` may not be counted."""
+
+    statements: float | None
+    commits: float
+    wal_bytes: float
+    cpu_seconds: float
+
+    def per(self, count: int, before: Counters) -> dict[str, float]:
+        """What came on top of `before`, for each of `count` tasks."""
+        seen = {
+            "commits": self.commits - before.commits,
+            "wal_kib": (self.wal_bytes - before.wal_bytes) / 1024,
+            "cpu_us": (self.cpu_seconds - before.cpu_seconds) * 1e6,
+        }
+        if self.statements is not None and before.statements is not None:
+            seen["statements"] = self.statements - before.statements
+        return {name: value / count for name, value in seen.items()}
+
+
+class Probe:
+    """A connection of its own to a contender's database."""
+
+    async def open(self, url: str) -> None:
+        """Connect."""
+        self._connection = await asyncpg.connect(url)
+        preloaded = await self._connection.fetchval("SHOW shared_preload_libraries")
+        self._counts = "pg_stat_statements" in preloaded
+        if self._counts:
+            await self._connection.execute("CREATE EXTENSION IF NOT EXISTS pg_stat_statements")
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._connection.close()
+
+    async def counters(self) -> Counters:
+        """Where the totals stand; the processor time is this process's."""
+        row = await self._connection.fetchrow(
+            "SELECT pg_current_wal_lsn() - '0/0'::pg_lsn, pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
+        )
+        statements = await self._connection.fetchval(_STATEMENTS) if self._counts else None
+        return Counters(
+            statements=None if statements is None else float(statements),
+            commits=float(row[1]),
+            wal_bytes=float(row[0]),
+            cpu_seconds=time.process_time(),
+        )
+
+
+_STATEMENTS = """
+SELECT coalesce(sum(calls), 0) FROM pg_stat_statements
+ WHERE dbid = (SELECT oid FROM pg_database WHERE datname = current_database())
+"""

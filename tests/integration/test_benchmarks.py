@@ -1,0 +1,152 @@
+"""The benchmark of the store compares like with like: the floor leaves the same rows as Meshpoint, at every step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import asyncpg
+import pytest
+import zstandard
+
+from benchmarks.contenders import job
+from benchmarks.contenders.floor import Floor
+from benchmarks.contenders.job import Contender, Job
+from benchmarks.contenders.mesh import Mesh, mesh_job
+from meshpoint.model.checkpoint import AllArrived
+
+Row = dict[str, Any]
+
+_TABLES = {
+    "agent_paused_tasks": "logical_task_id",
+    "agent_peer_sub_tasks": "sub_task_id",
+    "agent_parallel_invocations": "logical_task_id",
+}
+_MINUTE = 60.0
+
+
+@pytest.fixture
+async def mesh(postgres_url: str) -> AsyncIterator[Mesh]:
+    mesh = Mesh()
+    await mesh.open(postgres_url)
+    yield mesh
+    await mesh.close()
+
+
+@pytest.fixture
+async def floor(postgres_url: str) -> AsyncIterator[Floor]:
+    floor = Floor()
+    await floor.open(postgres_url)
+    yield floor
+    await floor.close()
+
+
+@pytest.fixture(params=[1, 3])
+def jobs(request: pytest.FixtureRequest) -> list[Job]:
+    """Tasks with one call each, or three: the same for both, one after the other in the same tables."""
+    return job.jobs(request.param, 2)
+
+
+async def of_mesh(mesh: Mesh, jobs: list[Job], url: str) -> AsyncIterator[dict[str, list[Row]]]:
+    """The tables after each step."""
+    tasks = [mesh_job(each) for each in jobs]
+    for task in tasks:
+        await mesh.pause(task)
+    yield await tables(url)
+    first = await mesh.claim([task.claims[0] for task in tasks])
+    yield await tables(url)
+    arrivals = first + await mesh.claim([claim for task in tasks for claim in task.claims[1:]])
+    resumed = {arrival.task_id: arrival.task for arrival in arrivals if isinstance(arrival, AllArrived)}
+    yield await tables(url)
+    ended = [await mesh.bury(task, resumed[task.pause.run.task_id]) for task in tasks]
+    yield await tables(url)
+    for each in ended:
+        await mesh.mark_replied(each)
+    yield await tables(url)
+
+
+async def of_floor(floor: Floor, jobs: list[Job], url: str) -> AsyncIterator[dict[str, list[Row]]]:
+    """The tables after each step."""
+    for each in jobs:
+        await floor.pause(each)
+    yield await tables(url)
+    first = await floor.claim([(each, 0) for each in jobs])
+    yield await tables(url)
+    rest = [(each, place) for each in jobs for place in range(1, len(each.calls))]
+    resumed = {one.task_id: one for one in first + (await floor.claim(rest) if rest else [])}
+    yield await tables(url)
+    for each in jobs:
+        await floor.bury(each, resumed[each.task_id])
+    yield await tables(url)
+    for each in jobs:
+        await floor.mark_replied(each)
+    yield await tables(url)
+
+
+async def test_the_floor_writes_the_rows_that_meshpoint_writes(
+    mesh: Mesh, floor: Floor, jobs: list[Job], postgres_url: str
+) -> None:
+    wanted = [rows async for rows in of_mesh(mesh, jobs, postgres_url)]
+    await wipe(postgres_url)
+    found = [rows async for rows in of_floor(floor, jobs, postgres_url)]
+
+    assert [len(step["agent_paused_tasks"]) for step in wanted] == [2] * 5
+    for step, (expected, actual) in enumerate(zip(wanted, found, strict=True)):
+        assert actual == expected, f"step {step}"
+
+
+async def test_all_do_a_round_to_its_end(mesh: Mesh, floor: Floor, postgres_url: str) -> None:
+    alone = Mesh(claim_together=False)
+    await alone.open(postgres_url)
+    contenders: list[Contender] = [mesh, alone, floor]
+    for contender in contenders:
+        await contender.run(contender.prepared(job.jobs(3, 20)), 8)
+    await alone.close()
+
+    rows = await tables(postgres_url)
+    assert [row["status"] for row in rows["agent_paused_tasks"]] == ["completed"] * 60
+    assert all(row["reply_sent"] for row in rows["agent_paused_tasks"])
+    assert rows["agent_peer_sub_tasks"] == rows["agent_parallel_invocations"] == []
+
+
+async def tables(url: str) -> dict[str, list[Row]]:
+    """What is in the tables, as far as it does not depend on the moment or on blanks in JSON."""
+    connection = await asyncpg.connect(url)
+    try:
+        return {
+            table: [plain(dict(row)) for row in await connection.fetch(f"SELECT * FROM {table} ORDER BY {key}")]
+            for table, key in _TABLES.items()
+        }
+    finally:
+        await connection.close()
+
+
+def plain(row: Row) -> Row:
+    """Instants in minutes from the row's first one, bytes opened, JSON read."""
+    began = row.get("checkpointed_at") or row.get("created_at") or 0.0
+    return {column: _plain(value, began) for column, value in row.items()}
+
+
+def _plain(value: object, began: float) -> object:
+    match value:
+        case float():
+            return round((value - began) / _MINUTE)
+        case bytes():
+            opened = zstandard.decompress(value[1:]) if value[:1] == b"\x01" else value[1:]
+            return value[:1], _plain(opened.decode(), began)
+        case str():
+            try:
+                return json.loads(value)
+            except ValueError:
+                return value
+        case _:
+            return value
+
+
+async def wipe(url: str) -> None:
+    connection = await asyncpg.connect(url)
+    try:
+        await connection.execute("DELETE FROM agent_paused_tasks")
+    finally:
+        await connection.close()
