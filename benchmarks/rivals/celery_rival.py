@@ -1,0 +1,55 @@
+"""Celery on Redis: `python -m benchmarks.rivals.celery_rival URL`, with a worker of two processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from argparse import ArgumentParser
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+from benchmarks.rivals import driver
+
+_WORKERS, _THREADS = 2, 64
+_PATIENCE = 60.0
+"""Seconds that an answer may take: far more than any does."""
+
+
+@asynccontextmanager
+async def running(url: str) -> AsyncIterator[driver.Ask]:
+    """A worker, and how to ask it: results are awaited in threads, as Celery's client blocks."""
+    os.environ["CELERY_URL"] = url
+    app = ["-A", "benchmarks.rivals.celery_app"]
+    options = ["--pool", "prefork", "--concurrency", str(_WORKERS), "--loglevel", "ERROR"]
+    options += ["--without-gossip", "--without-mingle"]
+    worker = subprocess.Popen([sys.executable, "-m", "celery", *app, "worker", *options], stdin=subprocess.DEVNULL)
+    try:
+        from benchmarks.rivals.celery_app import root
+
+        loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(_THREADS)
+
+        def asked(fan_out: int) -> object:
+            return root.delay(fan_out).get(timeout=_PATIENCE)
+
+        async def ask(fan_out: int) -> object:
+            return await loop.run_in_executor(threads, asked, fan_out)
+
+        await ask(1)  # the worker serves
+        yield ask
+    finally:
+        worker.terminate()
+        worker.wait()
+
+
+def main() -> None:
+    """Serve the driver."""
+    arguments = ArgumentParser()
+    arguments.add_argument("url")
+    driver.serve(running(arguments.parse_args().url))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""DBOS on PostgreSQL: a workflow that starts a child workflow for each peer. `python -m benchmarks.rivals.dbos_rival URL`.
+
+All in one process, without a transport: requests, children and answers are calls. The 8 KB are the result of a step,
+as what a model has said would be.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from dbos import DBOS, DBOSConfig
+
+from benchmarks.rivals import driver, job
+
+
+@DBOS.step()
+async def remember() -> list[dict[str, Any]]:
+    """What the root keeps while it waits."""
+    return list(job.history())
+
+
+@DBOS.workflow()
+async def peer(question: str) -> str:
+    """Answers at once."""
+    return job.answer()
+
+
+@DBOS.workflow()
+async def root(fan_out: int) -> str:
+    """Asks as many peers as it is told to."""
+    await remember()
+    asked = [await DBOS.start_workflow_async(peer, "what do you say?") for _ in range(fan_out)]
+    return job.summary([await each.get_result() for each in asked])
+
+
+@asynccontextmanager
+async def running(db_url: str) -> AsyncIterator[driver.Ask]:
+    """DBOS in this process, and how to ask it."""
+    config: DBOSConfig = {
+        "name": "bench",
+        "system_database_url": db_url,
+        "run_admin_server": False,
+        "log_level": "ERROR",
+    }
+    DBOS(config=config)
+    DBOS.launch()
+    try:
+
+        async def ask(fan_out: int) -> object:
+            return await (await DBOS.start_workflow_async(root, fan_out)).get_result()
+
+        yield ask
+    finally:
+        DBOS.destroy()
+
+
+def main() -> None:
+    """Serve the driver."""
+    arguments = ArgumentParser()
+    arguments.add_argument("db_url")
+    driver.serve(running(arguments.parse_args(sys.argv[1:]).db_url))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Meshpoint itself: replicas as processes, and a client. `python -m benchmarks.rivals.mesh --help`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from benchmarks.rivals import driver
+from meshpoint.client import Client
+from meshpoint.model.ids import new_id
+from meshpoint.model.outcomes import Ok
+from meshpoint.settings import AgentSettings, MeshSettings, Settings
+from meshpoint.wiring import make_broker
+
+MAX_CONCURRENCY = 64
+"""Segments at a time: as many as requests are ever in flight, so that no contender is held back by a default."""
+
+
+@asynccontextmanager
+async def mesh(options: Namespace) -> AsyncIterator[driver.Ask]:
+    """A mesh that serves the job, and how to ask it."""
+    settings = MeshSettings(namespace=f"bench-{new_id()}", broker_url=options.broker_url)
+    async with AsyncExitStack() as stack:
+        groups: Sequence[Sequence[str]] = [["root", "peer"]] if options.together else [["root"], ["peer"]]
+        for names in groups:
+            agents = tuple(_agent(name, options.db_url) for name in names)
+            await stack.enter_async_context(_replica(Settings(mesh=settings, agents=agents)))
+        client = await stack.enter_async_context(Client(make_broker(settings)))
+
+        async def ask(fan_out: int) -> object:
+            outcome = await client.ask("root", fan_out)
+            return outcome.value if isinstance(outcome, Ok) else outcome
+
+        yield ask
+
+
+def _agent(name: str, db_url: str | None) -> AgentSettings:
+    durable = {"stateless_checkpointing": True, "session_service": "sql", "session_db_url": db_url} if db_url else {}
+    entrypoint = f"benchmarks.rivals.mesh_agents:{name}"
+    return AgentSettings.model_validate(
+        {"name": name, "entrypoint": entrypoint, "max_concurrency": MAX_CONCURRENCY, **durable}
+    )
+
+
+@asynccontextmanager
+async def _replica(settings: Settings) -> AsyncIterator[None]:
+    """A process that serves `settings`, from its first word to its end."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "benchmarks.rivals.mesh_replica",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(settings.model_dump_json().encode() + b"\n")
+        if await process.stdout.readline() != b"ready\n":
+            raise RuntimeError("a replica did not start; see above")
+        yield
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+def main() -> None:
+    """Serve the driver."""
+    arguments = ArgumentParser()
+    arguments.add_argument("broker_url")
+    arguments.add_argument("db_url", nargs="?", help="without: stateless_checkpointing is false")
+    arguments.add_argument("--together", action="store_true", help="root and peer in one process")
+    driver.serve(mesh(arguments.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

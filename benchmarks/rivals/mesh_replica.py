@@ -1,0 +1,62 @@
+"""One replica: `python -m benchmarks.rivals.mesh_replica`, its settings as one line of JSON on standard input.
+
+Says `ready` when it serves, and drains when standard input closes. `MESHPOINT_PROFILE=FOLDER` has a profile written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import cProfile
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from meshpoint import wiring
+from meshpoint.model.events import Event, Step
+from meshpoint.settings import Settings
+
+
+class _Announcer:
+    """Says when all agents of this process serve, and calls `then`; deaf to the rest."""
+
+    def __init__(self, agents: int, then: Callable[[], object]) -> None:
+        self._starting, self._then = agents, then
+
+    def emit(self, event: Event) -> None:
+        if event.step is Step.STARTED:
+            self._starting -= 1
+            if not self._starting:
+                self._then()
+                print("ready", flush=True)
+
+
+async def _serve(settings: Settings, then: Callable[[], object]) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def closed() -> None:
+        loop.remove_reader(0)
+        stop.set()
+
+    loop.add_reader(0, closed)  # nothing comes after the settings, so it is readable when it ends
+    await wiring.serve(settings, observer=_Announcer(len(settings.agents), then), stop=stop)
+
+
+def main() -> None:
+    """Serve until standard input closes."""
+    with open(0, "rb", buffering=0, closefd=False) as stdin:
+        settings = Settings.model_validate_json(stdin.readline())
+    print(f"serving {', '.join(agent.name for agent in settings.agents)}: {os.getpid()}", file=sys.stderr)
+    folder = os.environ.get("MESHPOINT_PROFILE")
+    if not folder:
+        asyncio.run(_serve(settings, lambda: None))
+        return
+    profile = cProfile.Profile(time.thread_time)  # what the machine does meanwhile is not counted
+    asyncio.run(_serve(settings, profile.enable))
+    profile.disable()
+    profile.dump_stats(Path(folder) / f"{os.getpid()}.prof")
+
+
+if __name__ == "__main__":
+    main()
