@@ -48,9 +48,14 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Worn:
-    """Sizes in the course of a churn; the first is that of the standing tasks alone."""
+    """Sizes in the course of a churn; the first is that of the standing tasks alone.
+
+    `free` is the percentage of the tasks' table and its large values that new rows can use at the end, where the
+    server can tell.
+    """
 
     sizes: Sequence[Size]
+    free: float | None
 
     @property
     def growth(self) -> float:
@@ -88,6 +93,7 @@ class Worn:
             "churn MB at the end": round(self.sizes[-1].total, 1),
             "churn growth, last quarter to second": round(self.growth, 3),
             "churn vacuums": self.sizes[-1].vacuums,
+            "churn free percent at the end": None if self.free is None else round(self.free, 1),
         }
 
     def plot(self) -> Lines:
@@ -117,7 +123,7 @@ async def churn(url: str, *, cycles: int) -> Worn:
             done += _BATCH
             if done >= len(sizes) * cycles / _SAMPLES:
                 sizes.append(await _size(watcher, done, time.perf_counter() - begun))
-        return Worn(sizes)
+        return Worn(sizes, await _free(watcher))
     finally:
         await watcher.close()
         await store.close()
@@ -147,3 +153,14 @@ async def _size(connection: asyncpg.Connection, cycles: int, seconds: float) -> 
     )
     parts = {part: float(size[part]) / _MB for part in _SIZES}
     return Size(cycles, seconds, parts, seen["dead"], seen["vacuums"])
+
+
+async def _free(connection: asyncpg.Connection) -> float | None:
+    available = "SELECT count(*) FROM pg_available_extensions WHERE name = 'pgstattuple'"
+    if not await connection.fetchval(available):
+        return None
+    await connection.execute("CREATE EXTENSION pgstattuple")
+    share = """SELECT 100.0 * sum(seen.free_space) / sum(seen.table_len)
+                 FROM pg_class, LATERAL unnest(ARRAY[oid, reltoastrelid]) AS part, pgstattuple(part) AS seen
+                WHERE relname = $1"""
+    return float(await connection.fetchval(share, TABLES[0].name))
