@@ -8,7 +8,6 @@ from meshpoint.model.checkpoint import (
     CallState,
     CancelNotice,
     Claim,
-    Duplicate,
     MadeReady,
     Replica,
     StillWaiting,
@@ -26,24 +25,27 @@ def go_on(
     closed = row.pending
     for call in closed:
         call.close(FailureKind.CANCELLED, "no longer needed: the join is met", now + tables.timings.dispatch_lease)
+        row.completed += 1
     cancels = tuple(row.notice(call) for call in closed)
     if slots > 0 and row.readable_by(replica):
         return AllArrived(row.task_id, last.sub_task_id, tables.own(row, replica, run_id), cancels)
-    row.state, row.due_at = TaskState.READY, now
+    row.state, row.due_at, row.run_id = TaskState.READY, now, run_id
     tables.put(row)
     return MadeReady(row.task_id, last.sub_task_id, cancels)
 
 
-def answer_again(row: TaskRow, call: CallRow, claim: Claim) -> StillWaiting | MadeReady | AllArrived | Duplicate:
-    """The result of a claim that is repeated because its answer was lost."""
-    if row.met_by != claim.id:
-        return StillWaiting(row.task_id, call.sub_task_id)
-    cancels = _cancels(row)
-    if row.state is TaskState.READY:
-        return MadeReady(row.task_id, call.sub_task_id, cancels)
-    if row.run_id == claim.id and row.state is TaskState.RUNNING:
-        return AllArrived(row.task_id, call.sub_task_id, row.resumable(), cancels)
-    return Duplicate(row.task_id, call.sub_task_id)  # another run has taken the task meanwhile
+def answer_again(
+    row: TaskRow, call: CallRow, claim: Claim, replica: Replica
+) -> StillWaiting | MadeReady | AllArrived:
+    """The result of a claim that is repeated because its answer was lost.
+
+    What it gave away is given again to the same replica only, and only while no other run has had the task.
+    """
+    if row.run_id == claim.id and row.state is TaskState.READY:
+        return MadeReady(row.task_id, call.sub_task_id, _cancels(row))
+    if row.run_id == claim.id and row.state is TaskState.RUNNING and row.owner == replica.id:
+        return AllArrived(row.task_id, call.sub_task_id, row.resumable(), _cancels(row))
+    return StillWaiting(row.task_id, call.sub_task_id)
 
 
 def _cancels(row: TaskRow) -> tuple[CancelNotice, ...]:

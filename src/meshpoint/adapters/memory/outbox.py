@@ -72,7 +72,9 @@ class MemoryCatalog:
 def _offers(row: TaskRow, now: datetime, lease: timedelta, limit: int) -> list[Send]:
     offers: list[Send] = []
     for call in row.calls.values():
-        if call.unsent and call.send_at <= now and len(offers) < limit:
+        # A request past its deadline is not worth sending: it is about to expire.
+        expired = call.state is CallState.PENDING and call.due_at <= now
+        if call.unsent and not expired and call.send_at <= now and len(offers) < limit:
             call.postpone(now, lease)
             offers.append(row.dispatch(call) if call.state is CallState.PENDING else row.notice(call))
     owes_reply = row.state.ended and not row.reply_sent and row.send_at is not None and row.send_at <= now
@@ -89,7 +91,7 @@ def _mark(row: TaskRow, send: Send, now: datetime) -> None:
             row.reply_sent = row.reply_sent or row.state.ended
         case Dispatch(sub_task_id=sub_task_id):
             call = row.calls.get(sub_task_id)
-            if call is not None and call.dispatched_at is None:
+            if call is not None and call.state is CallState.PENDING:
                 call.dispatched_at = now
         case CancelNotice(sub_task_id=sub_task_id):
             call = row.calls.get(sub_task_id)
@@ -133,5 +135,5 @@ def _call_summary(call: CallRow) -> CallSummary:
         call.state,
         None if outcome is None else outcome.kind.value if isinstance(outcome, Failed) else "ok",
         call.dispatched_at,
-        call.deadline,
+        call.due_at,
     )

@@ -99,7 +99,6 @@ class TaskRow:
     expected: int = 0
     completed: int = 0
     succeeded: int = 0
-    met_by: RunId | None = None
     calls: dict[TaskId, CallRow] = field(default_factory=dict)
     # the end
     reply: bytes = b""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import assert_never
 
@@ -139,7 +140,7 @@ class MemoryTransitions:
         row.generation, row.attempt, row.incompatible_since = row.generation + 1, 0, None
         row.context, row.body, row.state_format = json.dumps(pause.context), pause.state, pause.state_format
         row.checkpointed_at = row.due_at = now
-        row.state, row.join, row.met_by = TaskState.WAITING, pause.join, None
+        row.state, row.join, row.dead_reason = TaskState.WAITING, pause.join, None
         row.join_deadline = now + pause.join.deadline if pause.join.deadline else None
         row.expected, row.completed, row.succeeded = len(pause.calls), 0, 0
         if row.requester.idle_timeout is not None:
@@ -170,19 +171,22 @@ class MemoryTransitions:
 
     def _claim(self, claim: Claim, replica: Replica, slots: int) -> Arrival:
         task_id, sub_task_id = claim.task_id, claim.sub_task_id
-        row = self._tables.live.get(task_id)
+        row = self._tables.tasks.get(task_id)
         call = row.calls.get(sub_task_id) if row else None
         if row is None or call is None:
             return Unknown(task_id, sub_task_id)
         if claim.sender is not None and claim.sender != call.peer:
             return WrongSender(task_id, sub_task_id, call.peer)
         if call.state is not CallState.PENDING:
-            return answer_again(row, call, claim) if call.claim_id == claim.id else Duplicate(task_id, sub_task_id)
+            return (
+                answer_again(row, call, claim, replica)
+                if call.claim_id == claim.id
+                else Duplicate(task_id, sub_task_id)
+            )
         row.record(call, claim.outcome, claim.id)
         if not row.met:
             self._tables.put(row)
             return StillWaiting(task_id, sub_task_id)
-        row.met_by = claim.id
         return go_on(self._tables, row, call, replica, run_id=claim.id, slots=slots)
 
     def _end(self, end: End) -> EndResult:
@@ -202,10 +206,11 @@ class MemoryTransitions:
         if row.state is not TaskState.RUNNING:
             return (row.run_id, row.generation) == (run.id, run.generation)
         row.state, row.run_id, row.owner, row.due_at = TaskState.READY, run.id, None, now + release.not_before
+        row.dead_reason = None
         if release.incompatible is not None:
             row.incompatible_since = row.incompatible_since or now
             if now - row.incompatible_since >= self._tables.timings.incompatible_limit:
-                row.state = TaskState.PARKED
+                row.state, row.dead_reason = TaskState.PARKED, release.incompatible
         self._tables.put(row)
         return True
 
@@ -214,11 +219,13 @@ class MemoryTransitions:
         row = tables.tasks.get(cancel.task_id)
         if row is None:
             row = TaskRow(cancel.task_id, cancel.agent, cancel.run_id, Requester(), TaskState.CANCELLED, now, now)
+            row.fence = 0  # no run ever owned it
             tables.entomb(row, TaskState.CANCELLED, cancel.run_id, cancel.reply)
             return CancelBeforeRequest()
         match row.state:
             case TaskState.COMPLETED | TaskState.FAILED | TaskState.CANCELLED:
-                return CancelTooLate(row.reply_at(now))
+                again = row.fence == 0 and row.run_id == cancel.run_id  # its broadcast may not have been sent
+                return CancelBeforeRequest() if again else CancelTooLate(row.reply_at(now))
             case TaskState.RUNNING:
                 row.cancel_requested = True
                 return CancelRequested(row.owner)
@@ -257,4 +264,5 @@ def _refuse_pause(row: TaskRow | None, run: Run) -> PauseResult | None:
 
 
 def _committed(row: TaskRow) -> Committed:
-    return Committed(row.state, tuple(row.dispatch(call) for call in row.pending if call.dispatched_at is None))
+    unsent = [call for call in row.pending if call.dispatched_at is None]
+    return Committed(row.state, tuple(replace(row.dispatch(call), attempt=1) for call in unsent))
