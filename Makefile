@@ -3,6 +3,7 @@
 #   make test    the checks, then every test; `make test ARGS="-k claim"` runs some
 #   make outages database and broker away for a minute under load, each; the suite has a short form
 #   make chaos   every fault at random, for MINUTES=20, and a ledger that must balance; the suite has a short form
+#   make model   the store's model at length, with new seeds; MESHPOINT_MODEL_EXAMPLES=1000 says how long
 #   make check   formatting, lint, types, layers
 #   make fmt     format in place
 #   make bench   Meshpoint beside others, on private servers; `make bench ARGS="store --quick"`
@@ -14,7 +15,7 @@ STAMPS := $(VENV)/.installed
 ARGS ?=
 MINUTES ?= 20
 
-.PHONY: demo test outages chaos bench check fmt clean
+.PHONY: demo test outages chaos bench model check fmt clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -32,6 +33,9 @@ bench: $(STAMPS)/benchmarks
 
 chaos: $(STAMPS)/benchmarks
 	@PYTHONPATH=tests $(BIN)/python -m chaos --minutes $(MINUTES) $(ARGS)
+
+model: $(STAMPS)/dev
+	@MESHPOINT_MODEL_EXAMPLES=$${MESHPOINT_MODEL_EXAMPLES:-1000} $(BIN)/python -m pytest tests/machines --timeout=0 $(ARGS)
 
 check: $(STAMPS)/dev
 	@$(BIN)/ruff format --check --quiet .

@@ -1,0 +1,1 @@
+"""A model of the checkpoint store, and machines that drive real stores beside it."""

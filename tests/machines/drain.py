@@ -1,0 +1,59 @@
+"""From any state, replicas that go on sweeping bring every task to its end and the tables to nothing."""
+
+from __future__ import annotations
+
+from machines import passing
+from machines.ledger import Ledger
+from machines.wishes import READS_ALL, Wishes
+from meshpoint.adapters.memory.clock import FakeClock
+from meshpoint.conformance.build import AGENT, HOUR
+from meshpoint.model.checkpoint import AllArrived, Resumable, TaskState
+from meshpoint.ports.store import CheckpointStore
+
+PLENTY = 1_000
+_LIVE = (TaskState.WAITING, TaskState.READY, TaskState.RUNNING)
+
+
+async def drained(store: CheckpointStore, ledger: Ledger, wishes: Wishes, clock: FakeClock) -> None:
+    """Every task ends but for the parked ones, which a person cancels; all is sent; all is purged."""
+    for _ in range(2):  # longer than any timeout, lease or back-off: whatever is due at all is due in the first round
+        clock.advance(4 * HOUR)
+        await _sweep(store, ledger, wishes)
+    assert await store.tasks(states=_LIVE, limit=PLENTY) == [], "not every task has ended"
+    for story in ledger.in_state(TaskState.PARKED):
+        cancel = wishes.cancel(story.task_id)
+        [result] = await store.cancel([cancel])
+        ledger.cancelled(cancel, result)
+    clock.advance(12 * HOUR)
+    await _send(store, ledger)
+    clock.advance(12 * HOUR)
+    assert await store.unsent(AGENT, PLENTY) == [], "something is still to be sent"
+    passing.purged(ledger, await store.purge(AGENT, PLENTY))
+    assert await store.tasks(limit=PLENTY) == [], "something is left"
+    assert ledger.stories == {}
+
+
+async def _sweep(store: CheckpointStore, ledger: Ledger, wishes: Wishes) -> None:
+    """One look of a replica that reads every format, as the sweeper does it."""
+    ready = await store.take(READS_ALL, PLENTY)
+    passing.taken(ledger, READS_ALL, PLENTY, TaskState.READY, ready)
+    expired = await store.expire(READS_ALL, PLENTY, PLENTY)
+    passing.expired(ledger, READS_ALL, PLENTY, expired)
+    abandoned = await store.take_over(READS_ALL, PLENTY)
+    passing.taken(ledger, READS_ALL, PLENTY, TaskState.RUNNING, abandoned)
+    resumed = [each.then.task for each in expired if isinstance(each.then, AllArrived)]
+    await _end([*ready, *resumed, *abandoned], store, ledger, wishes)
+    await _send(store, ledger)
+
+
+async def _end(tasks: list[Resumable], store: CheckpointStore, ledger: Ledger, wishes: Wishes) -> None:
+    ends = [wishes.end(task.run, number) for number, task in enumerate(tasks)]
+    for end, result in zip(ends, await store.end(ends), strict=True):
+        ledger.ended(end, result)
+
+
+async def _send(store: CheckpointStore, ledger: Ledger) -> None:
+    sends = await store.unsent(AGENT, PLENTY)
+    passing.offered(ledger, sends)
+    await store.mark_sent(sends)
+    passing.marked(ledger, sends)

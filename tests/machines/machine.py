@@ -1,0 +1,398 @@
+"""The machine: replicas that pause, claim, crash, come back as zombies and sweep, in any order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from itertools import count
+from typing import Any, TypeVar
+
+import hypothesis.strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from machines import passing
+from machines.drain import drained
+from machines.ledger import Ledger
+from machines.seen import check_known, check_row
+from machines.story import CallStory, Story
+from machines.wishes import READS_ALL, REPLICAS, Shape, Wishes
+from meshpoint.adapters.memory.clock import FakeClock
+from meshpoint.conformance.build import AGENT, FORMAT, OTHER_FORMAT, SECOND
+from meshpoint.model.checkpoint import (
+    Begin,
+    Cancel,
+    Claim,
+    End,
+    Pause,
+    Progress,
+    Release,
+    Replica,
+    Run,
+    Send,
+    TaskState,
+)
+from meshpoint.model.ids import TaskId
+from meshpoint.ports.store import CheckpointStore
+
+T = TypeVar("T")
+PLENTY = 100
+_SERIAL = count(1)
+
+
+def picks(*kinds: str) -> st.SearchStrategy[list[tuple[str, int]]]:
+    """A batch of one to six: of which kind each is, and which one of what there is of it."""
+    return st.lists(st.tuples(st.sampled_from(kinds), numbers), min_size=1, max_size=6)
+
+
+numbers = st.integers(0, 40)
+replicas = st.sampled_from((*REPLICAS[:2], *REPLICAS))
+shapes = st.builds(
+    Shape,
+    failed=st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=5).map(tuple),
+    needed=st.sampled_from([None, None, 1, 2]),
+    join_seconds=st.sampled_from([None, None, 8, 90]),
+    times=st.integers(0, 5),
+    state_format=st.sampled_from([FORMAT, FORMAT, OTHER_FORMAT]),
+)
+
+
+def pick(pool: Sequence[T], number: int) -> list[T]:
+    """That one of the pool, if there is one; the last first, so that small numbers go on with what is fresh."""
+    return [pool[-1 - number % len(pool)]] if pool else []
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Drives the store that `open_store` gives it, and judges every answer by the ledger."""
+
+    check_all = True  # look at every task after each step, or only at those that it touched
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self.clock = FakeClock()
+        self.serial = next(_SERIAL)
+        self.ledger, self.wishes = Ledger(self.clock), Wishes(f"{self.serial:04}")
+        self.crashed: set[str] = set()
+        self.written: dict[str, Pause | End] = {}  # what a run has once decided to write
+        self.claims: list[tuple[Claim, Replica]] = []
+        self.cancels: list[Cancel] = []
+        self.sends: list[Send] = []
+        self.touched: set[TaskId] = set()
+        self.sound = True
+        self.store = self.open_store()
+        self.do(self.store.open())
+
+    def open_store(self) -> CheckpointStore:
+        """The store to drive."""
+        raise NotImplementedError
+
+    def do(self, step: Coroutine[Any, Any, T]) -> T:
+        """Run one step to its end; after one that failed there is nothing to look at any more."""
+        self.sound = False
+        result = self.runner.run(step)
+        self.sound = True
+        return result
+
+    def tell(self, task_ids: Sequence[TaskId], judge: Any, *answer: Any) -> None:
+        """Have the ledger judge an answer, and look at these tasks afterwards."""
+        self.sound = False
+        self.touched |= set(task_ids)
+        judge(*answer)
+        self.sound = True
+
+    # ── what there is ──────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def stories(self) -> list[Story]:
+        """The tasks that have a row."""
+        return list(self.ledger.stories.values())
+
+    def owners(self) -> list[Run]:
+        """The runs that own their task, in replicas that live."""
+        running = self.ledger.in_state(TaskState.RUNNING)
+        return [story.owner for story in running if story.owner and story.owner.id not in self.crashed]
+
+    def runs(self, replica: Replica | None = None) -> list[Run]:
+        """All runs that ever owned a task that is still there."""
+        return [run for story in self.stories for run, owner in story.runs if replica in {None, owner}]
+
+    def all_calls(self) -> list[tuple[TaskId, CallStory]]:
+        """All calls that ever were."""
+        stories = [*self.ledger.gone.values(), *self.stories]
+        return [(story.task_id, call) for story in stories for call in story.calls.values()]
+
+    def pending(self) -> list[tuple[TaskId, CallStory]]:
+        """The calls that a response is waited for."""
+        return [(story.task_id, call) for story in self.stories for call in story.pending]
+
+    # ── requests and checkpoints ───────────────────────────────────────────────────────────────────
+
+    @initialize(shape=shapes, number=numbers)
+    def start(self, shape: Shape, number: int) -> None:
+        """One task waits from the start."""
+        self.pause([("new", number, shape)])
+
+    @rule(items=picks("new", "again", "other"), replica=replicas)
+    def begin(self, items: list[tuple[str, int]], replica: Replica) -> None:
+        """Requests that are written before they run: new ones, the same again, and ones whose task is there."""
+        begins: list[Begin] = []
+        for kind, number in items:
+            requester = self.wishes.requester(number, self.clock.now())
+            if kind == "new":
+                begins.append(self.wishes.begin(self.wishes.run(), replica, requester))
+            for story in pick(self.stories, number) if kind == "other" else []:
+                begins.append(self.wishes.begin(self.wishes.run(story.task_id), replica, requester))
+            for run in (
+                pick([run for run in self.runs(replica) if run.generation == 0], number) if kind == "again" else []
+            ):
+                story = self.ledger.stories[run.task_id]
+                begins.append(self.wishes.begin(story.runs[0][0], replica, story.requester))
+        results = self.do(self.store.begin(begins))
+        for wish, result in zip(begins, results, strict=True):
+            self.tell([wish.run.task_id], self.ledger.began, wish, result)
+
+    @rule(
+        items=st.lists(
+            st.tuples(st.sampled_from(["new", "new", "own", "own", "again", "zombie", "other"]), numbers, shapes),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    def pause(self, items: list[tuple[str, int, Shape]]) -> None:
+        """Checkpoints of new tasks, of owners, of zombies, repeated ones, and ones over a row that is there."""
+        pauses = [pause for kind, number, shape in items for pause in self._pauses(kind, number, shape)]
+        results = self.do(self.store.pause(pauses))
+        for pause, result in zip(pauses, results, strict=True):
+            self.tell([pause.run.task_id], self.ledger.paused, pause, result)
+            self.sends += getattr(result, "dispatches", ())
+
+    def _pauses(self, kind: str, number: int, shape: Shape) -> list[Pause]:
+        match kind:
+            case "new":
+                requester = self.wishes.requester(number, self.clock.now())
+                return [self.wishes.pause(self.wishes.run(), requester, shape)]
+            case "own" | "zombie":
+                return [self._pause_of(run, shape) for run in pick(self._writers(kind), number)]
+            case "other":
+                stories = pick(self.stories, number)
+                return [self.wishes.pause(self.wishes.run(s.task_id), s.requester, shape) for s in stories]
+            case _:
+                return pick([pause for story in self.stories for pause in story.pauses], number)
+
+    def _writers(self, kind: str) -> list[Run]:
+        return self.owners() if kind == "own" else self.runs()
+
+    def _pause_of(self, run: Run, shape: Shape) -> Pause:
+        pause = self.written.get(f"pause {run.id}")
+        if not isinstance(pause, Pause):
+            pause = self.wishes.pause(run, self.ledger.stories[run.task_id].requester, shape)
+            self.written[f"pause {run.id}"] = pause
+        return pause
+
+    # ── responses ──────────────────────────────────────────────────────────────────────────────────
+
+    @rule(
+        items=picks("fresh", "fresh", "fresh", "any", "again", "wrong", "mesh", "nobody"),
+        replica=replicas,
+        slots=st.sampled_from([0, 1, 2, PLENTY]),
+    )
+    def claim(self, items: list[tuple[str, int]], replica: Replica, slots: int) -> None:
+        """Responses that arrive together: fresh, duplicate or late, repeated, forged, lost their way."""
+        claims = {claim.id: claim for kind, number in items for claim in self._claims(kind, number, replica)}
+        self._claim(list(claims.values()), replica, slots)
+
+    @precondition(lambda self: self.ledger.in_state(TaskState.WAITING))
+    @rule(number=numbers, replica=replicas, slots=st.sampled_from([0, 1, 1]))
+    def answer(self, number: int, replica: Replica, slots: int) -> None:
+        """All that one task waits for arrives together."""
+        [story] = pick(self.ledger.in_state(TaskState.WAITING), number)
+        claims = [self._response(story.task_id, call, index + number) for index, call in enumerate(story.pending)]
+        self._claim(claims, replica, slots)
+
+    def _claims(self, kind: str, number: int, replica: Replica) -> list[Claim]:
+        match kind:
+            case "again":
+                return pick([claim for claim, claimant in self.claims if claimant == replica], number)
+            case "nobody":
+                return [self.wishes.claim(TaskId("nobody"), TaskId("nobody"), None, number)]
+            case "wrong" | "mesh":
+                sender = "mallory" if kind == "wrong" else None
+                found = pick(self.all_calls() if kind == "wrong" else self.pending(), number)
+                return [self.wishes.claim(task_id, call.id, sender, number) for task_id, call in found]
+            case _:
+                found = pick(self.pending() if kind == "fresh" else self.all_calls(), number)
+                return [self._response(task_id, call, number) for task_id, call in found]
+
+    def _response(self, task_id: TaskId, call: CallStory, number: int) -> Claim:
+        return self.wishes.claim(task_id, call.id, call.planned.peer, number)
+
+    def _claim(self, claims: list[Claim], replica: Replica, slots: int) -> None:
+        arrivals = self.do(self.store.claim(claims, replica, slots))
+        self.claims += [(claim, replica) for claim in claims]
+        self.tell([c.task_id for c in claims], self.ledger.claimed, claims, replica, slots, arrivals)
+
+    @rule(items=picks("fresh", "any", "wrong"))
+    def progress(self, items: list[tuple[str, int]]) -> None:
+        """Status updates."""
+        updates: list[Progress] = []
+        for kind, number in items:
+            for task_id, call in pick(self.all_calls() if kind == "any" else self.pending(), number):
+                updates.append(Progress(task_id, call.id, "mallory" if kind == "wrong" else call.planned.peer))
+        noted = self.do(self.store.progress(updates))
+        self.tell([u.task_id for u in updates], passing.progressed, self.ledger, updates, noted)
+
+    # ── what else runs write ───────────────────────────────────────────────────────────────────────
+
+    @precondition(lambda self: self.runs())
+    @rule(items=picks("own", "own", "zombie"))
+    def end(self, items: list[tuple[str, int]]) -> None:
+        """Ends, of owners and of zombies; a run that ends again ends as it did."""
+        ends = [self._end_of(run, number) for kind, number in items for run in pick(self._writers(kind), number)]
+        results = self.do(self.store.end(ends))
+        for end, result in zip(ends, results, strict=True):
+            self.tell([end.run.task_id], self.ledger.ended, end, result)
+            self.sends += [result.reply] if hasattr(result, "reply") else []
+
+    def _end_of(self, run: Run, number: int) -> End:
+        end = self.written.get(f"end {run.id}")
+        if not isinstance(end, End):
+            end = self.written[f"end {run.id}"] = self.wishes.end(run, number)
+        return end
+
+    @precondition(lambda self: self.runs())
+    @rule(
+        items=picks("own", "own", "zombie"),
+        wait=st.sampled_from([0, 0, 30]),
+        incompatible=st.sampled_from([None, None, "travel/9"]),
+    )
+    def release(self, items: list[tuple[str, int]], wait: int, incompatible: str | None) -> None:
+        """Tasks given back."""
+        runs = [run for kind, number in items for run in pick(self._writers(kind), number)]
+        releases = [Release(run, wait * SECOND, incompatible) for run in runs]
+        results = self.do(self.store.release(releases))
+        for release, result in zip(releases, results, strict=True):
+            self.tell([release.run.task_id], self.ledger.released, release, result)
+
+    @rule(items=picks("any", "any", "again", "unknown"))
+    def cancel(self, items: list[tuple[str, int]]) -> None:
+        """Cancels of tasks in any state, of tasks not heard of yet, and repeated ones."""
+        cancels: list[Cancel] = []
+        for kind, number in items:
+            if kind == "again":
+                known = [cancel for cancel in self.cancels if cancel.task_id in self.ledger.stories]
+                cancels += pick(known, number)
+            elif kind == "unknown":
+                cancels.append(self.wishes.cancel(TaskId(self.wishes.id("task"))))
+            else:
+                cancels += [self.wishes.cancel(story.task_id) for story in pick(self.stories, number)]
+        results = self.do(self.store.cancel(cancels))
+        self.cancels += cancels
+        for cancel, result in zip(cancels, results, strict=True):
+            self.tell([cancel.task_id], self.ledger.cancelled, cancel, result)
+
+    @rule(replica=replicas, chosen=st.lists(numbers, min_size=1, max_size=6))
+    def renew(self, replica: Replica, chosen: list[int]) -> None:
+        """Leases extended, and those that are lost."""
+        runs = list(dict.fromkeys(run for number in chosen for run in pick(self.runs(replica), number)))
+        lost = self.do(self.store.renew(runs, replica))
+        self.tell([run.task_id for run in runs], passing.renewed, self.ledger, runs, replica, lost)
+
+    @rule(replica=replicas)
+    def crash(self, replica: Replica) -> None:
+        """A replica forgets its runs: they write no more, unless as zombies."""
+        self.crashed |= {run.id for run in self.runs(replica)}
+
+    # ── time, and the sweeper ──────────────────────────────────────────────────────────────────────
+
+    @rule(seconds=st.sampled_from([1, 3, 6, 11, 16, 31, 61]))
+    def wait(self, seconds: int) -> None:
+        """The clock moves."""
+        self.clock.advance(seconds * SECOND)
+
+    @precondition(lambda self: self.ledger.in_state(TaskState.WAITING))
+    @rule(replica=replicas, slots=st.sampled_from([0, 1, PLENTY]), after=st.sampled_from([0, 6, 13, 21, 61, 91]))
+    def expire(self, replica: Replica, slots: int, after: int) -> None:
+        """Deadlines are enforced."""
+        self.wait(after)
+        due = [story.task_id for story in self.stories if story.late(self.clock.now())]
+        slots = PLENTY if 0 < slots < len(due) else slots
+        results = self.do(self.store.expire(replica, PLENTY, slots))
+        self.tell(due, passing.expired, self.ledger, replica, slots, results)
+
+    @precondition(lambda self: self.ledger.in_state(TaskState.READY))
+    @rule(replica=replicas, limit=st.sampled_from([1, 2, PLENTY]))
+    def take(self, replica: Replica, limit: int) -> None:
+        """Ready tasks find a slot."""
+        due = passing.runnable(self.ledger, replica, TaskState.READY)
+        limit = passing.untied(due, limit)
+        tasks = self.do(self.store.take(replica, limit))
+        touched = [story.task_id for story in due]
+        self.tell(touched, passing.taken, self.ledger, replica, limit, TaskState.READY, tasks)
+
+    @precondition(lambda self: self.ledger.in_state(TaskState.RUNNING))
+    @rule(replica=replicas, limit=st.sampled_from([1, 2, PLENTY]), after=st.sampled_from([0, 3, 16]))
+    def take_over(self, replica: Replica, limit: int, after: int) -> None:
+        """Leases that are over."""
+        self.wait(after)
+        due = passing.runnable(self.ledger, replica, TaskState.RUNNING)
+        limit = passing.untied(due, limit)
+        tasks = self.do(self.store.take_over(replica, limit))
+        touched = [story.task_id for story in due]
+        self.tell(touched, passing.taken, self.ledger, replica, limit, TaskState.RUNNING, tasks)
+
+    @rule(after=st.sampled_from([0, 11]))
+    def keep_alives(self, after: int) -> None:
+        """Requesters hear of the tasks they wait for."""
+        self.wait(after)
+        self.tell([], passing.kept_alive, self.ledger, self.do(self.store.keep_alives(READS_ALL, PLENTY)))
+
+    @precondition(lambda self: any(story.state.ended for story in self.stories))
+    @rule(hours=st.sampled_from([0, 2, 4]))
+    def purge(self, hours: int) -> None:
+        """Tombstones go."""
+        self.wait(hours * 3_600 + 1)
+        count = self.do(self.store.purge(AGENT, PLENTY))
+        self.tell([], passing.purged, self.ledger, count)
+
+    # ── the outbox ─────────────────────────────────────────────────────────────────────────────────
+
+    @rule(after=st.sampled_from([0, 11, 21]))
+    def unsent(self, after: int) -> None:
+        """What is due for sending is leased."""
+        self.wait(after)
+        sends = self.do(self.store.unsent(AGENT, PLENTY))
+        self.tell([send.task_id for send in sends], passing.offered, self.ledger, sends)
+        self.sends += sends
+
+    @precondition(lambda self: self.sends)
+    @rule(chosen=st.lists(numbers, min_size=1, max_size=6))
+    def mark_sent(self, chosen: list[int]) -> None:
+        """The broker has some of what was to be sent, long ago or just now; some is marked twice."""
+        sends = [send for number in chosen for send in pick(self.sends, number)]
+        self.do(self.store.mark_sent(sends))
+        self.tell([send.task_id for send in sends], passing.marked, self.ledger, sends)
+
+    # ── what must always hold ──────────────────────────────────────────────────────────────────────
+
+    @invariant()
+    def seen_as_told(self) -> None:
+        """What people and repeated requests see of the tasks is what the ledger says."""
+        wanted = [story for story in self.stories if self.check_all or story.task_id in self.touched]
+        self.touched.clear()
+        self.do(self._look_at(wanted))
+
+    async def _look_at(self, stories: Sequence[Story]) -> None:
+        known = await self.store.lookup([story.task_id for story in stories])
+        for story in stories:
+            check_known(story, known.get(story.task_id), self.clock.now())
+            check_row(story, await self.store.task(story.task_id))
+
+    def teardown(self) -> None:
+        """From wherever it stands, everything comes to its end, and nothing is left."""
+        try:
+            if self.sound:
+                self.do(self._look_at(self.stories))
+                self.do(drained(self.store, self.ledger, self.wishes, self.clock))
+        finally:
+            self.runner.run(self.store.close())
+            self.runner.close()

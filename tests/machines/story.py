@@ -1,0 +1,225 @@
+"""One task as it must be, kept beside the store in plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+
+from meshpoint.conformance.build import TIMINGS
+from meshpoint.model.checkpoint import (
+    CancelNotice,
+    Pause,
+    PlannedCall,
+    Replica,
+    Reply,
+    Requester,
+    Resumable,
+    Run,
+    TaskState,
+)
+from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
+from meshpoint.model.outcomes import Failed, FailureKind, Outcome
+
+KEEP_ALIVES_PER_TIMEOUT = 3
+LONGEST_LEASE = 64  # dispatch leases that whoever sends something has for itself, at most
+CLOSED = {FailureKind.TIMEOUT, FailureKind.CANCELLED}
+
+
+def plain(outcome: Outcome) -> Outcome:
+    """`outcome` without the words for people in what a store writes by itself."""
+    return Failed(outcome.kind) if isinstance(outcome, Failed) and outcome.kind in CLOSED else outcome
+
+
+@dataclass(slots=True)
+class Sending:
+    """Something committed that is still to be sent: who sends it has it for itself until `due_at`."""
+
+    due_at: datetime
+    attempts: int = 1
+
+    def offer(self, now: datetime) -> None:
+        """Lease it to whoever asked, for twice as long each time."""
+        self.due_at = now + TIMINGS.dispatch_lease * min(2**self.attempts, LONGEST_LEASE)
+        self.attempts += 1
+
+
+@dataclass(slots=True)
+class CallStory:
+    """One call, from its checkpoint on. It keeps its outcome when its row is long gone."""
+
+    planned: PlannedCall
+    generation: int
+    deadline: datetime
+    due_at: datetime
+    sending: Sending
+    outcome: Outcome | None = None
+    claim_id: RunId | None = None
+    dispatched: bool = False
+    cancelling: bool = False
+
+    @property
+    def id(self) -> TaskId:
+        """Its `sub_task_id`."""
+        return self.planned.sub_task_id
+
+    def record(self, outcome: Outcome, claim_id: RunId | None) -> None:
+        """Give it its only outcome."""
+        assert self.outcome is None, f"{self.id} has {self.outcome} and is given {outcome}"
+        self.outcome, self.claim_id = plain(outcome), claim_id
+
+    def close(self, kind: FailureKind, now: datetime) -> None:
+        """End it without its peer, who is still to be told."""
+        self.record(Failed(kind), None)
+        self.cancelling, self.sending = True, Sending(now + TIMINGS.dispatch_lease)
+
+
+@dataclass(slots=True)
+class Story:
+    """What was promised about one task, and to whom."""
+
+    task_id: TaskId
+    agent: AgentName
+    requester: Requester
+    state: TaskState
+    request: bytes | None = None
+    fence: int = 1
+    generation: int = 0
+    attempt: int = 0
+    written_by: RunId | None = None  # the run, claim or cancel whose repetition finds itself
+    owner: Run | None = None
+    replica: ReplicaId | None = None
+    due_at: datetime | None = None  # of a running task: the end of its lease; of a ready one: when it may be taken
+    pause: Pause | None = None
+    join_deadline: datetime | None = None
+    keep_alive_at: datetime | None = None
+    cancel_requested: bool = False
+    incompatible_since: datetime | None = None
+    calls: dict[TaskId, CallStory] = field(default_factory=dict)
+    runs: list[tuple[Run, Replica]] = field(default_factory=list)
+    pauses: list[Pause] = field(default_factory=list)
+    reply: Reply | None = None
+    reply_sending: Sending | None = None
+    ended_at: datetime | None = None
+    expires_at: datetime | None = None
+
+    @property
+    def current(self) -> list[CallStory]:
+        """The calls of this pause, in call order."""
+        if self.state.ended:
+            return []
+        return [call for call in self.calls.values() if call.generation == self.generation]
+
+    @property
+    def rows(self) -> list[CallStory]:
+        """The calls that have a row: those of this pause, and those whose peer is still to be told."""
+        current = {call.id for call in self.current}
+        return [call for call in self.calls.values() if call.cancelling or call.id in current]
+
+    @property
+    def pending(self) -> list[CallStory]:
+        """The calls without an outcome, in call order."""
+        return [call for call in self.current if call.outcome is None]
+
+    @property
+    def met(self) -> bool:
+        """Whether the outcomes that are there meet the join."""
+        assert self.pause is not None
+        outcomes = [call.outcome for call in self.current if call.outcome is not None]
+        succeeded = sum(not isinstance(outcome, Failed) for outcome in outcomes)
+        return self.pause.join.met(total=len(self.current), completed=len(outcomes), succeeded=succeeded)
+
+    def owned_by(self, run: Run) -> bool:
+        """Whether `run` may write."""
+        return self.state is TaskState.RUNNING and self.owner is not None and self.owner.fence == run.fence
+
+    def readable_by(self, replica: Replica) -> bool:
+        """Whether `replica` may take the task."""
+        return self.generation == 0 or (self.pause is not None and self.pause.state_format in replica.formats)
+
+    def late(self, now: datetime) -> list[CallStory]:
+        """The calls that time alone has ended by now."""
+        if self.state is not TaskState.WAITING:
+            return []
+        everything = self.join_deadline is not None and self.join_deadline <= now
+        return [call for call in self.pending if everything or call.due_at <= now]
+
+    def notice(self, call: CallStory) -> CancelNotice:
+        """What the peer of a closed call is to be told."""
+        return CancelNotice(self.agent, self.task_id, call.id, call.planned.peer)
+
+    # ── steps ──────────────────────────────────────────────────────────────────────────────────────
+
+    def own(self, run: Run, replica: Replica, now: datetime) -> None:
+        """`run` writes from now on, nobody else."""
+        self.state, self.owner, self.replica, self.written_by = TaskState.RUNNING, run, replica.id, run.id
+        self.fence, self.attempt, self.due_at = run.fence, max(self.attempt, 1), now + replica.lease
+        self.runs.append((run, replica))
+
+    def make_ready(self, at: datetime, written_by: RunId | None) -> None:
+        """Nobody writes; any replica may take it."""
+        self.state, self.due_at, self.written_by = TaskState.READY, at, written_by
+        self.owner = self.replica = None
+
+    def checkpoint(self, pause: Pause, now: datetime) -> None:
+        """The task waits for these calls."""
+        self.state, self.pause, self.written_by = TaskState.WAITING, pause, pause.run.id
+        self.owner = self.replica = self.incompatible_since = self.due_at = None
+        self.generation, self.attempt = self.generation + 1, 0
+        self.pauses.append(pause)
+        self.join_deadline = now + pause.join.deadline if pause.join.deadline else None
+        idle = self.requester.idle_timeout
+        self.keep_alive_at = now + idle / KEEP_ALIVES_PER_TIMEOUT if idle else None
+        for planned in pause.calls:
+            self.calls[planned.sub_task_id] = self._call(planned, now)
+        if self.met:
+            self.state, self.due_at = TaskState.READY, now
+
+    def _call(self, planned: PlannedCall, now: datetime) -> CallStory:
+        deadline = min(now + planned.timeout, self.requester.deadline or now + planned.timeout)
+        due_at = min(deadline, now + planned.idle_timeout) if planned.idle_timeout else deadline
+        sending = Sending(now + TIMINGS.dispatch_lease)
+        return CallStory(planned, self.generation, deadline, due_at, sending, planned.outcome)
+
+    def close_pending(self, now: datetime) -> tuple[CancelNotice, ...]:
+        """End the calls nobody needs any more; whom to tell."""
+        closed = self.pending
+        for call in closed:
+            call.close(FailureKind.CANCELLED, now)
+        return tuple(self.notice(call) for call in closed)
+
+    def entomb(self, state: TaskState, body: bytes, written_by: RunId, now: datetime) -> None:
+        """The task has its reply."""
+        assert self.reply is None, f"{self.task_id} has a reply and is given another"
+        self.state, self.written_by, self.ended_at = state, written_by, now
+        self.owner = self.replica = None
+        self.reply = Reply(self.agent, self.task_id, state, body, self.requester)
+        self.reply_sending = Sending(now + TIMINGS.dispatch_lease) if self.requester.reply_to else None
+        self.expires_at = max(now, self.requester.deadline or now) + TIMINGS.tombstone_ttl
+
+    def reply_at(self, now: datetime) -> Reply:
+        """The reply, as old as it is now."""
+        assert self.reply is not None
+        assert self.ended_at is not None
+        return replace(self.reply, age=now - self.ended_at)
+
+    def resumable(self) -> Resumable:
+        """What the owner was given."""
+        assert self.owner is not None
+        waited = self.pause
+        outcomes = tuple(
+            (call.planned.call_id, call.planned.peer, call.outcome)
+            for call in self.current
+            if call.outcome is not None
+        )
+        assert len(outcomes) == len(self.current), f"{self.task_id} is resumed with calls that have no outcome"
+        return Resumable(
+            run=self.owner,
+            requester=self.requester,
+            context=waited.context if waited else {},
+            state=waited.state if waited else b"",
+            state_format=waited.state_format if waited else "",
+            outcomes=outcomes,
+            request=None if waited else self.request,  # may be left out once there is a state
+            attempt=self.attempt,
+            cancel_requested=self.cancel_requested,
+        )

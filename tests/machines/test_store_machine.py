@@ -1,0 +1,81 @@
+"""The store's model, driven on each adapter: on SQL in lockstep with the store in memory.
+
+Every run is the same, so that a failure seen once is seen again. `make model` runs the long form:
+`MESHPOINT_MODEL_EXAMPLES` says how many runs each store gets then, with a seed that is new each time and printed.
+A failing run is printed as the steps of a program, the fewest that fail.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import count
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from machines.lockstep import Lockstep
+from machines.machine import StoreMachine
+from meshpoint.adapters.memory.store import MemoryCheckpointStore
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.conformance.build import TIMINGS
+from meshpoint.ports.store import CheckpointStore
+
+_EXAMPLES = int(os.environ.get("MESHPOINT_MODEL_EXAMPLES", "0"))
+_NAMESPACES = count(1)
+
+
+class MemoryMachine(StoreMachine):
+    """The store in memory, against the ledger alone."""
+
+    def open_store(self) -> CheckpointStore:
+        return MemoryCheckpointStore(self.clock, timings=TIMINGS)
+
+
+def sql_machine(url: str) -> type[StoreMachine]:
+    """Machines that drive one database, each in a namespace of its own, beside a store in memory."""
+
+    class SqlMachine(StoreMachine):
+        check_all = False
+
+        def open_store(self) -> CheckpointStore:
+            store = SqlCheckpointStore(
+                url,
+                namespace=f"machine-{next(_NAMESPACES)}",
+                dispatch_lease=TIMINGS.dispatch_lease,
+                tombstone_ttl=TIMINGS.tombstone_ttl,
+                incompatible_limit=TIMINGS.incompatible_limit,
+                pool_size=1,
+                clock=self.clock,
+            )
+            return Lockstep(store, MemoryCheckpointStore(self.clock, timings=TIMINGS))
+
+    return SqlMachine
+
+
+def drive(machine: type[StoreMachine], *, examples: int, steps: int) -> None:
+    """Run so many machines for so many steps; in the long form as many as the environment says."""
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            derandomize=not _EXAMPLES,
+            max_examples=_EXAMPLES or examples,
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            print_blob=bool(_EXAMPLES),
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_the_store_in_memory_keeps_its_promises() -> None:
+    drive(MemoryMachine, examples=120, steps=40)
+
+
+def test_the_store_on_sqlite_keeps_its_promises(tmp_path: Path) -> None:
+    drive(sql_machine(f"sqlite:///{tmp_path}/tasks.db"), examples=40, steps=30)
+
+
+def test_the_store_on_postgres_keeps_its_promises(postgres_url: str) -> None:
+    drive(sql_machine(postgres_url), examples=40, steps=30)
