@@ -11,6 +11,7 @@ from meshpoint.model.calls import Join
 from meshpoint.model.checkpoint import (
     Begin,
     Cancel,
+    Checkpoint,
     Claim,
     End,
     Pause,
