@@ -4,6 +4,7 @@
 #   make outages database and broker away for a minute under load, each; the suite has a short form
 #   make chaos   every fault at random, for MINUTES=20, and a ledger that must balance; the suite has a short form
 #   make model   the store's model at length, with new seeds; MESHPOINT_MODEL_EXAMPLES=1000 says how long
+#   make simulation SEEDS=2000   the whole worker on a simulated loop, broker and store; SEED=17 replays one
 #   make check   formatting, lint, types, layers
 #   make fmt     format in place
 #   make bench   Meshpoint beside others, on private servers; `make bench ARGS="store --quick"`
@@ -13,9 +14,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 STAMPS := $(VENV)/.installed
 ARGS ?=
+SEEDS ?= 200
 MINUTES ?= 20
 
-.PHONY: demo test outages chaos bench model check fmt clean
+.PHONY: demo test outages simulation chaos bench model check fmt clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -36,6 +38,9 @@ chaos: $(STAMPS)/benchmarks
 
 model: $(STAMPS)/dev
 	@MESHPOINT_MODEL_EXAMPLES=$${MESHPOINT_MODEL_EXAMPLES:-1000} $(BIN)/python -m pytest tests/machines --timeout=0 $(ARGS)
+
+simulation: $(STAMPS)/dev
+	@cd tests && ../$(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(ARGS)
 
 check: $(STAMPS)/dev
 	@$(BIN)/ruff format --check --quiet .

@@ -1,0 +1,42 @@
+"""Run many seeds, or replay one: `make simulation SEEDS=2000`, `make simulation SEED=17`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from .world import brief, simulate
+
+
+def main() -> int:
+    """The exit code: 1 when something was broken."""
+    parser = argparse.ArgumentParser(prog="simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=200, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--seed", type=int, help="replay this one, with its trace")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    options = parser.parse_args()
+    if options.seed is not None:
+        report = simulate(options.seed)
+        print(*report.trace, f"trace {report.digest}", report, sep="\n")
+        return bool(report.broken)
+    return _many(range(options.first, options.first + options.seeds), options.jobs)
+
+
+def _many(seeds: range, jobs: int) -> int:
+    began, broken = time.monotonic(), 0
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        for report in pool.map(brief, seeds):
+            if report.broken:
+                broken += 1
+                print(report, flush=True)
+    print(f"{len(seeds)} seeds, {broken} broken, {time.monotonic() - began:.0f} s")
+    return bool(broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

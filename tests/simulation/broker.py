@@ -1,0 +1,183 @@
+"""The memory exchange as a broker's server, behind a network that delays, doubles, reorders and loses."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from meshpoint.adapters.memory.broker import MemoryBroker, MemorySubscription
+from meshpoint.adapters.memory.exchange import MemoryExchange, Queue
+from meshpoint.errors import BrokerUnavailable
+from meshpoint.model.ids import AgentName, ReplicaId
+from meshpoint.model.messages import Address, Message
+from meshpoint.ports.broker import Delivery, OnDelivery, Published
+
+from .loop import WORLD, process_context
+from .weather import Weather, Word
+from .wire import at_once, call
+
+BROKER = "broker"
+Published_ = Callable[[Address, Message], None]
+"""Hears of each message that the server takes."""
+
+
+class SimulatedExchange(MemoryExchange):
+    """Hands each message over after a time of its own, so that later ones overtake earlier ones."""
+
+    def __init__(self, weather: Weather) -> None:
+        super().__init__(delivery_limit=100_000)
+        self._weather = weather
+
+    def serve(self, queue: Queue) -> None:
+        """Send ready messages to consumers with room."""
+        while queue.ready and (consumer := queue.next_consumer()):
+            item = heapq.heappop(queue.ready)
+            item.count += 1
+            consumer.held[item.place] = item
+            asyncio.get_running_loop().call_later(
+                self._weather.delay(),
+                self._hand_over,
+                consumer,
+                item,
+                item.count,
+                context=process_context(WORLD),
+            )
+
+    def left_over(self) -> dict[str, int]:
+        """What is still in queues, or un-acked, without the private queues that nobody serves any more."""
+        counts = {
+            queue.address: len(queue.ready) + sum(len(consumer.held) for consumer in queue.consumers)
+            for queue in self._queues.values()
+            if queue.users or not queue.private
+        }
+        return {address: found for address, found in counts.items() if found}
+
+
+class SimulatedBroker(MemoryBroker):
+    """One process's connection to the exchange."""
+
+    def __init__(self, exchange: SimulatedExchange, weather: Weather, process: str, heard: Published_) -> None:
+        super().__init__(exchange)
+        self._server, self._weather, self._process, self._heard = exchange, weather, process, heard
+        self._settling: dict[asyncio.TimerHandle, Callable[[], None]] = {}
+
+    @property
+    def connected(self) -> bool:
+        """Whether it is open and the network lets it through."""
+        return super().connected and not self._weather.is_away(self._process, BROKER)
+
+    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+        """Have each message taken, or refused, or neither is known."""
+        if not super().connected:
+            raise BrokerUnavailable("not open")
+        fate = self._weather.fate(BROKER, "publish")
+        in_doubt = fate.word is Word.DOUBT
+        taken = self._weather.between(1, len(messages)) if in_doubt else len(messages)
+        return await call(partial(self._take, list(messages)[:taken]), fate, _away)
+
+    async def broadcast(self, agent: AgentName, message: Message) -> None:
+        """Have `message` put into some of the private queues of `agent`."""
+        fate = self._weather.fate(BROKER, "broadcast")
+        await call(partial(self._spread, agent, message), fate, _away)
+
+    async def declare(self, agent: AgentName, replica: ReplicaId | None = None) -> None:
+        """Make queues exist."""
+        fate = self._weather.fate(BROKER, "declare")
+        await call(partial(self._server.declare, agent, replica, self), fate, _away)
+
+    async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> MemorySubscription:
+        """Deliver; what is settled reaches the server after a while."""
+
+        def take(delivery: Delivery) -> None:
+            on_delivery(SimulatedDelivery(delivery, self._settle))
+
+        return await super().consume(address, prefetch, take)
+
+    async def close(self) -> None:
+        """Close in good order: what was acked before is acked."""
+        self._flush(0.0)
+        await super().close()
+
+    def lose_connection(self) -> None:
+        """The connection breaks and comes back: acks on their way may be lost, what is un-acked comes again."""
+        self._flush(self._weather.climate.ack_lost)
+        super().lose_connection()
+
+    def vanish(self) -> None:
+        """The process is gone: the server notices."""
+        self._flush(self._weather.climate.ack_lost)
+        at_close = super().close()
+        at_close.send(None)  # it closes at once, and then gives the loop a turn
+        at_close.close()
+
+    def _flush(self, lost: float) -> None:
+        for timer, settle in list(self._settling.items()):
+            timer.cancel()
+            if not self._weather.chance(lost):
+                settle()
+        self._settling.clear()
+
+    def _settle(self, settle: Callable[[], None]) -> None:
+        def arrive() -> None:
+            del self._settling[timer]
+            settle()
+
+        timer = asyncio.get_running_loop().call_later(self._weather.delay(), arrive, context=process_context(WORLD))
+        self._settling[timer] = settle
+
+    def _take(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+        words = []
+        for address, message in messages:
+            word = Published.OVERLOADED
+            if not self._weather.chance(self._weather.climate.overloaded):
+                word = self._publish(address, message)
+            words.append(word)
+            if word is Published.ACCEPTED:
+                self._heard(address, message)
+                if self._weather.chance(self._weather.climate.duplicated):
+                    self._publish(address, message)
+        return words
+
+    def _spread(self, agent: AgentName, message: Message) -> None:
+        for queue in self._server.private_queues(agent):
+            if not self._weather.chance(self._weather.climate.broadcast_lost):
+                self._server.put(queue, message)
+
+
+class SimulatedDelivery:
+    """A delivery whose ack travels: the process goes on, the server hears of it later, or never."""
+
+    def __init__(self, delivery: Delivery, send: Callable[[Callable[[], None]], None]) -> None:
+        self._delivery, self._send = delivery, send
+        self._settled = False
+        self.message, self.address, self.count = delivery.message, delivery.address, delivery.count
+
+    async def ack(self) -> bool:
+        """Settle it: done."""
+        return self._settle(self._delivery.ack)
+
+    async def requeue(self) -> bool:
+        """Give it back."""
+        return self._settle(self._delivery.requeue)
+
+    async def dead_letter(self, reason: str) -> bool:
+        """Move it to the dead letters."""
+        return self._settle(partial(self._delivery.dead_letter, reason))
+
+    def _settle(self, settle: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
+        if self._settled:
+            return False
+        self._settled = True
+
+        def arrive() -> None:
+            at_once(settle())
+
+        self._send(arrive)
+        return True
+
+
+def _away(word: Word) -> Exception:
+    return BrokerUnavailable(f"the broker: {word}")

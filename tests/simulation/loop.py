@@ -1,0 +1,181 @@
+"""An event loop whose order and time follow from a seed.
+
+What is assumed of the order of callbacks:
+
+- Each simulated process has a loop of its own in reality, so callbacks of different processes may interleave in any
+  way, and a process may lag behind. The process of a callback is a context variable, which asyncio hands on.
+- asyncio runs the callbacks of one loop in the order in which they were scheduled; a loop that is not `unruly` keeps
+  to that. An unruly one permutes them within one turn: asyncio does not do so, but a program should not rest on it,
+  since any await may take a turn more.
+- Callbacks never overlap: there are no threads.
+
+Time stands still while there is something to do, but for a small step per turn, and jumps to the next timer when
+there is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+from collections import deque
+from collections.abc import Coroutine
+from itertools import count
+from random import Random
+from typing import Any
+
+WORLD = "world"
+"""The process of whatever belongs to none: servers, the network, the plan."""
+_PROCESS: contextvars.ContextVar[str] = contextvars.ContextVar("process", default=WORLD)
+_TURN = 0.00001  # seconds
+_LAG = 0.15
+_MOST_TURNS = 3_000_000
+
+
+class Stuck(Exception):
+    """Nothing is left that could ever happen."""
+
+
+def process_context(process: str) -> contextvars.Context:
+    """The context in which everything that begins belongs to `process`."""
+    context = contextvars.copy_context()
+    context.run(_PROCESS.set, process)
+    return context
+
+
+def current_process() -> str:
+    """Who runs now."""
+    return _PROCESS.get()
+
+
+class _NumberedFuture(asyncio.Future[Any]):
+    """A future whose hash does not hang on its address, so that sets of futures have the same order each time."""
+
+    def __init__(self, loop: SimulatedLoop) -> None:
+        self._number = next(loop.numbers)
+        super().__init__(loop=loop)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _NumberedTask(asyncio.Task[Any]):
+    """The same for tasks."""
+
+    def __init__(self, coro: Coroutine[Any, Any, Any], loop: SimulatedLoop, **options: Any) -> None:
+        self._number = next(loop.numbers)
+        super().__init__(coro, loop=loop, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _NothingToSelect:
+    def select(self, timeout: float | None) -> list[Any]:
+        return []
+
+
+class SimulatedLoop(asyncio.BaseEventLoop):
+    """A loop without files and without a wall clock."""
+
+    def __init__(self, dice: Random, *, unruly: bool = False) -> None:
+        self.numbers = count()
+        super().__init__()
+        self._dice, self._unruly = dice, unruly
+        self._now, self._turns = 0.0, 0
+        self._selector = _NothingToSelect()
+        self._stopped: set[str] = set()
+        self._held_back: deque[Any] = deque()
+        self._lagging: deque[Any] = deque()
+        self.set_task_factory(self._make_task)
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._now
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """A future with a number."""
+        return _NumberedFuture(self)
+
+    def freeze(self, process: str) -> None:
+        """Let nothing of `process` run until `thaw`: SIGSTOP, or, without a thaw, SIGKILL."""
+        self._stopped.add(process)
+
+    def thaw(self, process: str) -> None:
+        """Let it go on; its timers are due at once."""
+        self._stopped.discard(process)
+
+    def is_frozen(self, process: str) -> bool:
+        """Whether `process` stands still."""
+        return process in self._stopped
+
+    # ── what BaseEventLoop asks of its children ────────────────────────────────────────────────────
+
+    def _make_task(self, _loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        return _NumberedTask(coro, self, **options)
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass
+
+    def _run_once(self) -> None:
+        self._turns += 1
+        if self._turns > _MOST_TURNS:
+            raise Stuck(f"{_MOST_TURNS} turns, and no end")
+        self._pass_time()
+        self._deal()
+        super()._run_once()  # type: ignore[misc]
+
+    def _pass_time(self) -> None:
+        self._now += _TURN
+        thawed = any(_process_of(handle) not in self._stopped for handle in self._held_back)
+        if not (self._ready or self._lagging or thawed or self._stopping):
+            while self._scheduled and self._scheduled[0]._cancelled:
+                self._next_timer()
+            if not self._scheduled:
+                raise Stuck("nothing is scheduled")
+            self._now = max(self._now, self._scheduled[0]._when)
+        while self._scheduled and self._scheduled[0]._when <= self._now:
+            handle = self._next_timer()
+            if not handle._cancelled:
+                self._ready.append(handle)
+
+    def _next_timer(self) -> Any:
+        handle = heapq.heappop(self._scheduled)
+        handle._scheduled = False
+        self._timer_cancelled_count -= handle._cancelled
+        return handle
+
+    def _deal(self) -> None:
+        """Put into `_ready` what runs in this turn, in the order in which it runs."""
+        queues: dict[str, deque[Any]] = {}
+        for handle in [*self._held_back, *self._lagging, *self._ready]:
+            queues.setdefault(_process_of(handle), deque()).append(handle)
+        self._held_back.clear()
+        self._lagging.clear()
+        self._ready.clear()
+        turns: list[str] = []
+        for process, queue in queues.items():
+            if process in self._stopped:
+                self._held_back.extend(queue)
+            elif len(queues) > 1 and self._dice.random() < _LAG:
+                self._lagging.extend(queue)
+            else:
+                if self._unruly:
+                    self._dice.shuffle(queue)
+                turns += [process] * len(queue)
+        self._dice.shuffle(turns)
+        self._ready.extend(queues[process].popleft() for process in turns)
+
+    # For typing: attributes of BaseEventLoop that it does not declare.
+    _ready: deque[Any]
+    _scheduled: list[Any]
+    _timer_cancelled_count: int
+    _stopping: bool
+
+
+def _process_of(handle: Any) -> str:
+    process: str = handle._context.get(_PROCESS, WORLD)
+    return process

@@ -1,0 +1,120 @@
+"""Replicas as processes: each has a context of its own, in which it can be frozen, killed or drained."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from meshpoint.lifecycle.leases import LeaseKeeper
+from meshpoint.model.ids import ReplicaId
+from meshpoint.model.options import Options
+from meshpoint.ports.observer import Observer
+from meshpoint.ports.store import CheckpointStore
+from meshpoint.worker import Worker
+
+from .broker import SimulatedBroker
+from .loop import SimulatedLoop, process_context
+
+EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class VirtualClock:
+    """The loop's time as a clock, a little wrong in each replica."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, skew: float = 0.0) -> None:
+        self._loop, self._skew = loop, skew
+
+    def now(self) -> datetime:
+        """The present instant."""
+        return EPOCH + timedelta(seconds=self._loop.time() + self._skew)
+
+    async def sleep(self, duration: timedelta) -> None:
+        """Return after `duration` of virtual time."""
+        await asyncio.sleep(duration.total_seconds())
+
+
+class LeasesInLoop(LeaseKeeper):
+    """Renews leases as a task of the process: a thread would not follow from the seed."""
+
+    _lock: threading.Lock
+    _renewing: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to renew."""
+        self._renewing = asyncio.create_task(self._keep_renewing(asyncio.get_running_loop()))
+
+    async def close(self) -> None:
+        """Stop."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
+
+
+class Process:
+    """One worker in a process of its own."""
+
+    def __init__(
+        self,
+        name: str,
+        agent: Any,
+        *,
+        broker: SimulatedBroker,
+        memory: CheckpointStore,
+        durable: Callable[[], CheckpointStore] | None,
+        clock: VirtualClock,
+        observer: Observer,
+        options: Options,
+    ) -> None:
+        self.name, self.agent, self.broker = name, agent, broker
+        self.stop = asyncio.Event()
+        self.frozen_until: float | None = None
+        self.worker = Worker(
+            agent,
+            broker=broker,
+            memory=memory,
+            durable=durable() if durable else None,
+            lease_store=durable,
+            clock=clock,
+            observer=observer,
+            options=options,
+            replica_id=ReplicaId(name),
+        )
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimulatedLoop)
+        self._loop = loop
+        self.task = loop.create_task(self._live(), context=process_context(name))
+
+    async def _live(self) -> None:
+        await self.broker.open()
+        await self.worker.run(self.stop)
+
+    def kill(self) -> None:
+        """SIGKILL: nothing of it ever runs again, and the broker notices its closed connection."""
+        self._loop.freeze(self.name)
+        self.broker.vanish()
+
+    async def abort(self) -> None:
+        """End it as an unhandled signal would end an event loop: everything is cancelled, nothing drained."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        self.broker.vanish()
+
+    async def drain(self) -> None:
+        """SIGTERM, and wait for its end."""
+        self.stop.set()
+        await asyncio.wait({self.task})
+        await self.broker.close()
+
+    def freeze(self, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT after `seconds`."""
+        self._loop.freeze(self.name)
+        self.frozen_until = self._loop.time() + seconds
+        self._loop.call_at(self.frozen_until, self.thaw)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        self.frozen_until = None
+        self._loop.thaw(self.name)
