@@ -28,6 +28,7 @@ def _arguments() -> argparse.Namespace:
     arguments.add_argument("--in-flight", type=int, default=100, help="unanswered requests at most")
     arguments.add_argument("--replicas", type=int, default=4, help="processes, each serving all agents")
     arguments.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    arguments.add_argument("--keep", action="store_true", help="keep the events of every replica")
     arguments.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
     return arguments.parse_args()
 
@@ -57,7 +58,8 @@ def main() -> None:
     options = _arguments()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1_000_000)
     console = Console(stderr=options.json)
-    logging.getLogger("aiormq").setLevel(logging.CRITICAL)  # the broker is away by intent
+    for name in ("aiormq", "meshpoint"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the broker is away by intent
     console.print(f"chaos: {options.minutes:g} minutes, seed {seed}")
     wish = Wish(
         seed=seed,
@@ -66,6 +68,7 @@ def main() -> None:
         in_flight=options.in_flight,
         replicas=options.replicas,
         stories=options.out / "chaos-stories",
+        keep=options.keep,
     )
     report = asyncio.run(_run(wish, console))
     options.out.mkdir(parents=True, exist_ok=True)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import yaml
 
 from servers import Proxy
 
-from .cast import EFFECTS
+from .replica import HEAVY, Order, main
 
 AGENTS = ("root", "middle", "leaf")
 QUICK = {
@@ -31,7 +33,8 @@ QUICK = {
     "db_pool_size": 3,
 }
 """Timings at which faults show within seconds."""
-TESTS = Path(__file__).parents[1]
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(HEAVY)
 _BREATH = 0.5
 """Seconds before a place is filled again whose replica did not come to serve."""
 
@@ -44,7 +47,7 @@ class Post:
     config: Path
     broker: Proxy
     database: Proxy
-    process: asyncio.subprocess.Process | None = None
+    process: ForkServerProcess | None = None
     serving: asyncio.Event = field(default_factory=asyncio.Event)
     frozen: bool = False
     told: signal.Signals | None = None
@@ -57,11 +60,11 @@ class Post:
 
     def signal(self, number: signal.Signals) -> None:
         """Send `number`, if there is still somebody to get it."""
-        if self.process is not None and self.process.returncode is None:
+        if self.process is not None and self.process.pid is not None:
             if number in {signal.SIGKILL, signal.SIGTERM}:
                 self.told = number
                 self.serving.clear()
-            self.process.send_signal(number)
+            os.kill(self.process.pid, number)
 
 
 class Crew:
@@ -126,29 +129,37 @@ class Crew:
     async def _hold(self, post: Post) -> bool:
         """Fill the place once, until its process has ended; whether it served."""
         post.incarnations += 1
-        name = f"{post.number}-{post.incarnations:04}"
         post.told = None
-        with (self._folder / f"{name}.log").open("wb") as log:
-            post.process = process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "chaos.replica", str(post.config), "--seed", f"{self._seed} {name}"),
-                *("--events", str(self._folder / f"{name}.events"), "--double", str(self.double)),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, "PYTHONPATH": str(TESTS), EFFECTS: str(self._folder / "effects")},
-            )
-        served = await self._listen(post, process)
-        self._note_exit(post, name, await process.wait(), served)
+        name = f"{post.number}-{post.incarnations:04}"
+        order = Order(post.config, self._folder, name, f"{self._seed} {name}", self.double)
+        ours, theirs = _FORKS.Pipe()
+        process = _FORKS.Process(target=main, args=(order, theirs))
+        await asyncio.to_thread(process.start)
+        theirs.close()
+        post.process = process
+        served = await self._listen(post, ours)
+        await _readable(process.sentinel)
+        process.join()
+        post.process = None
+        self._note_exit(post, name, process.exitcode or 0, served)
+        process.close()
         post.frozen = False
         return served
 
-    async def _listen(self, post: Post, process: asyncio.subprocess.Process) -> bool:
-        assert process.stdout is not None
+    async def _listen(self, post: Post, ours: Connection) -> bool:
+        """Hear the process until its end of the pipe is closed; whether it served every agent."""
         agents = 0
-        async for _ in process.stdout:
-            agents += 1
-            if agents == len(AGENTS) and post.told is None:
-                post.serving.set()
-                self._changed.set()
+        with ours:
+            while True:
+                await _readable(ours.fileno())
+                try:
+                    ours.recv_bytes()
+                except (EOFError, OSError):
+                    break
+                agents += 1
+                if agents == len(AGENTS) and post.told is None:
+                    post.serving.set()
+                    self._changed.set()
         post.serving.clear()
         return agents == len(AGENTS)
 
@@ -162,3 +173,12 @@ class Crew:
         self.exits[kind] += 1
         with (self._folder / "exits").open("a") as file:
             file.write(f"{time.time():.3f} {name} {kind} {code}\n")
+
+
+async def _readable(file: int) -> None:
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(file, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(file)

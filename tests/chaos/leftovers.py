@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 
 import asyncpg
 
-from meshpoint.errors import Unavailable
 from meshpoint.model.ids import AgentName
 from meshpoint.model.messages import dead_letters_of, requests_of, responses_of
-from meshpoint.ports.broker import Broker
+from servers import RabbitServer
 
 from .crew import AGENTS
 
@@ -38,39 +37,32 @@ class Leftovers:
         return {name: {key: count for key, count in part.items() if count} for name, part in asdict(self).items()}
 
 
-async def look(db_url: str, broker: Broker) -> Leftovers:
-    """What is there now. Un-acked messages are not seen: look again when the consumers have gone."""
+async def _rows(db_url: str) -> dict[str, int]:
     connection = await asyncpg.connect(db_url)
     try:
-        rows = {name: int(await connection.fetchval(query)) for name, query in _ROWS.items()}
+        return {name: int(await connection.fetchval(query)) for name, query in _ROWS.items()}
     finally:
         await connection.close()
-    queues: dict[str, int] = {}
-    for agent in (*AGENTS, "ledger"):
-        for address in (requests_of, responses_of, dead_letters_of):
-            name = address(AgentName(agent))
-            queues[name] = await broker.depth(name) or 0
-    return Leftovers(rows, queues)
 
 
-async def until_none(db_url: str, broker: Broker, limit: float) -> Leftovers:
+async def _queues(rabbit: RabbitServer, namespace: str) -> dict[str, int]:
+    """Messages in the shared queues, those in a consumer's hand included.
+
+    What lies in the private queue of a dead replica is for nobody any more; such queues expire.
+    """
+    kinds = (requests_of, responses_of, dead_letters_of)
+    shared = {f"{namespace}.{address(AgentName(agent))}" for agent in (*AGENTS, "ledger") for address in kinds}
+    found = await rabbit.messages()
+    return {name.removeprefix(f"{namespace}."): found.get(name, 0) for name in sorted(shared)}
+
+
+async def until_none(db_url: str, rabbit: RabbitServer, namespace: str, limit: float) -> Leftovers:
     """What is left after `limit` seconds, or as soon as nothing is."""
     end = asyncio.get_running_loop().time() + limit
     while True:
-        try:
-            left = await look(db_url, broker)
-        except (Unavailable, OSError, asyncpg.PostgresError) as error:
-            left = Leftovers({f"cannot look: {type(error).__name__}": 1}, {})
+        left = Leftovers(await _rows(db_url), {})
+        if not left.total:
+            left = Leftovers(left.rows, await _queues(rabbit, namespace))
         if not left.total or asyncio.get_running_loop().time() > end:
             return left
         await asyncio.sleep(0.5)
-
-
-async def statuses(db_url: str) -> dict[str, int]:
-    """How many task rows stand in which state."""
-    connection = await asyncpg.connect(db_url)
-    try:
-        found = await connection.fetch("SELECT status, count(*) AS rows FROM agent_paused_tasks GROUP BY status")
-    finally:
-        await connection.close()
-    return {row["status"]: row["rows"] for row in found}

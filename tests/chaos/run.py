@@ -18,7 +18,6 @@ import asyncpg
 from meshpoint import wiring
 from meshpoint.adapters.sql import migrations
 from meshpoint.model.ids import new_id
-from meshpoint.ports.broker import Broker
 from meshpoint.settings import MeshSettings
 from servers import PostgresServer, RabbitServer
 
@@ -45,6 +44,7 @@ class Wish:
     replicas: int = 4
     patience: float = 90.0  # seconds for the last answers, and again for the last rows and messages
     stories: Path = Path("chaos-stories")
+    keep: bool = False  # the events of a good run too
 
 
 @dataclass
@@ -78,11 +78,9 @@ async def _run(
     namespace, ledger = f"chaos-{new_id()}", Ledger()
     broker_url = f"{rabbit.url}?{_HEARTBEAT}"
 
-    def broker() -> Broker:
-        return wiring.make_broker(MeshSettings(namespace=namespace, broker_url=broker_url))
-
+    broker = wiring.make_broker(MeshSettings(namespace=namespace, broker_url=broker_url))
     async with Crew(folder, namespace, broker_url, db_url, seed=wish.seed, size=wish.replicas) as crew:
-        async with Stream(broker(), ledger, seed=wish.seed, rate=wish.rate, in_flight=wish.in_flight) as stream:
+        async with Stream(broker, ledger, seed=wish.seed, rate=wish.rate, in_flight=wish.in_flight) as stream:
             strikes = Strikes(crew, rabbit, postgres)
             running = Running(wish, ledger, strikes, crew)
             if watch is not None:
@@ -93,25 +91,18 @@ async def _run(
             running.phase = "last answers"
             await stream.all_answered(wish.patience)
             running.phase = "last rows"
-            left = await _leftovers(db_url, broker(), crew, wish.patience)
+            left = await leftovers.until_none(db_url, rabbit, namespace, wish.patience)
+            await crew.drain()
         running.phase = "verdict"
         faults = Counter({**strikes.counts, "requests doubled": stream.doubled})
         found = await asyncio.to_thread(_findings, running, folder, dict(faults), left)
         report = judge(found)
         report.bad = await _stories(found, wish.stories / str(wish.seed), folder, db_url)
+        if wish.keep or not report.good:
+            await asyncio.to_thread(
+                shutil.copytree, folder, wish.stories / str(wish.seed) / "events", dirs_exist_ok=True
+            )
         return report
-
-
-async def _leftovers(db_url: str, broker: Broker, crew: Crew, limit: float) -> leftovers.Leftovers:
-    """What is left in quiet; then, when all replicas have drained, what they had still in hand."""
-    await broker.open()
-    try:
-        before = await leftovers.until_none(db_url, broker, limit)
-        await crew.drain()
-        after = await leftovers.until_none(db_url, broker, 0 if before.total else 5)
-    finally:
-        await broker.close()
-    return before if before.total else after
 
 
 def _findings(running: Running, folder: Path, faults: dict[str, int], left: leftovers.Leftovers) -> Findings:
@@ -141,8 +132,6 @@ async def _stories(found: Findings, into: Path, folder: Path, db_url: str) -> li
         strikes=found.strikes,
         db_url=db_url,
     )
-    if files or found.leftovers.total:
-        await asyncio.to_thread(shutil.copytree, folder, into / "events", dirs_exist_ok=True)
     return [str(path) for path in files]
 
 

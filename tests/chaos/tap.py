@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ DOUBLED, REDELIVERED = "doubled", "redelivered"
 class EventFile:
     """An observer that writes a line per event, whole in the file before anything else happens."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, told: Connection) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._told = told
 
     def emit(self, event: Event) -> None:
         """Write what a count or a story needs; tell the supervisor that an agent is served."""
@@ -37,7 +39,7 @@ class EventFile:
             return
         self.write(event.step, event.phase, event.agent, event.task_ids, event.detail)
         if event.step is Step.STARTED:
-            os.write(1, f"{event.agent}\n".encode())
+            self._told.send_bytes(event.agent.encode())
 
     def write(self, step: str, phase: str, agent: str, ids: Sequence[str], detail: Any = None) -> None:
         """Append one line."""

@@ -58,13 +58,15 @@ class Home:
         path.write_text(text)
         return self.own(path)
 
-    def spawn(self, command: list[str], env: dict[str, str], last_signal: signal.Signals) -> subprocess.Popen[bytes]:
-        """Start `command` here, as the server's user.
+    def spawn(
+        self, command: list[str], env: dict[str, str], last_signal: signal.Signals, into: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start `command` here, as the server's user; what it prints goes to the log, or to the file `into`.
 
         Call it on the main thread: for the kernel, the parent that must not die is the calling *thread*.
         """
         guard = [sys.executable, "-I", "-c", _GUARD, str(os.getpid()), self.user, str(int(last_signal))]
-        with (self.path / "log").open("ab") as log:
+        with (into or self.path / "log").open("ab") as log:
             return subprocess.Popen(
                 guard + command,
                 cwd=self.path,

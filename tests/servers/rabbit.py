@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+from pathlib import Path
 
 from .find import rabbit_programs
 from .process import Home, PrivateServer, ServerFailed, free_port
@@ -75,13 +76,24 @@ class RabbitServer(PrivateServer):
             self._mapper.kill()
             self._mapper.wait()
 
-    async def control(self, *arguments: str) -> None:
-        """Run `rabbitmqctl` on this node.
+    async def messages(self) -> dict[str, int]:
+        """How many messages each queue holds, those that a consumer has in hand included.
+
+        Raises:
+            ServerFailed: the node does not say.
+        """
+        asked = self.home.write("queues", "")
+        await self.control("list_queues", "--no-table-headers", "name", "messages", into=asked)
+        rows = (line.rsplit("\t", 1) for line in asked.read_text().splitlines() if "\t" in line)
+        return {name: int(count) for name, count in rows if count.isdigit()}
+
+    async def control(self, *arguments: str, into: Path | None = None) -> None:
+        """Run `rabbitmqctl` on this node; what it prints goes to the log, or to the file `into`.
 
         Raises:
             ServerFailed: it failed.
         """
         command = [str(self._programs / "rabbitmqctl"), "--quiet", *arguments]
-        process = self.home.spawn(command, self.environment(), signal.SIGKILL)
+        process = self.home.spawn(command, self.environment(), signal.SIGKILL, into)
         if await asyncio.to_thread(process.wait, self.patience) != 0:
             raise ServerFailed(f"rabbitmqctl {' '.join(arguments)} failed:\n{self.home.log_end()}")

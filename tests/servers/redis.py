@@ -1,0 +1,42 @@
+"""A Redis of the tests' own."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from .find import redis_programs
+from .process import Home, PrivateServer, free_port
+
+
+class RedisServer(PrivateServer):
+    """A fresh instance that appends each write to a file and syncs it every second, as production does."""
+
+    def __init__(self) -> None:
+        self._programs = redis_programs()
+        super().__init__(Home("redis", ("redis", "nobody")))
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+
+    def command(self) -> list[str]:
+        settings = {
+            "port": str(self.port),
+            "bind": "127.0.0.1",
+            "dir": str(self.home.path),
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "save": "",
+        }
+        options = [part for name, value in settings.items() for part in (f"--{name}", value)]
+        return [str(self._programs / "redis-server"), *options]
+
+    def environment(self) -> dict[str, str]:
+        return {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(self.home.path), "LC_ALL": "C"}
+
+    def answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=2) as client:
+                client.sendall(b"PING\r\n")
+                return self.running and client.recv(5) == b"+PONG"
+        except OSError:
+            return False
