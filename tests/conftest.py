@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from meshpoint.adapters.sql import migrations
 from meshpoint.model.ids import new_id
-from servers import KINDS, Fleet, NamedServer, PostgresServer, RabbitServer, ServersMissing
+from servers import KINDS, Fleet, NamedServer, PostgresServer, RabbitServer, RedisServer, ServersMissing
 
 _FLEET = pytest.StashKey[Fleet]()
 
@@ -49,7 +49,7 @@ def _wanted(item: pytest.Item) -> list[str]:
     return [name for name in getattr(item, "fixturenames", ()) if name in KINDS]
 
 
-def _server(config: pytest.Config, fixture: str) -> NamedServer | PostgresServer | RabbitServer:
+def _server(config: pytest.Config, fixture: str) -> NamedServer | PostgresServer | RabbitServer | RedisServer:
     fleet = config.stash[_FLEET]
     named = fleet.named(fixture)
     if named:
@@ -59,7 +59,7 @@ def _server(config: pytest.Config, fixture: str) -> NamedServer | PostgresServer
     except ServersMissing as missing:
         pytest.fail(str(missing), pytrace=False)
     server.wait_ready()
-    assert isinstance(server, PostgresServer | RabbitServer)
+    assert isinstance(server, PostgresServer | RabbitServer | RedisServer)
     return server
 
 
@@ -67,7 +67,7 @@ def _server(config: pytest.Config, fixture: str) -> NamedServer | PostgresServer
 def postgres_server(pytestconfig: pytest.Config) -> NamedServer | PostgresServer:
     """The PostgreSQL that tests share: `.url`."""
     server = _server(pytestconfig, "postgres_server")
-    assert not isinstance(server, RabbitServer)
+    assert isinstance(server, NamedServer | PostgresServer)
     return server
 
 
@@ -75,7 +75,15 @@ def postgres_server(pytestconfig: pytest.Config) -> NamedServer | PostgresServer
 def rabbit_server(pytestconfig: pytest.Config) -> NamedServer | RabbitServer:
     """The RabbitMQ that tests share: `.url`."""
     server = _server(pytestconfig, "rabbit_server")
-    assert not isinstance(server, PostgresServer)
+    assert isinstance(server, NamedServer | RabbitServer)
+    return server
+
+
+@pytest.fixture(scope="session")
+def redis_server(pytestconfig: pytest.Config) -> NamedServer | RedisServer:
+    """The Redis that tests share: `.url`."""
+    server = _server(pytestconfig, "redis_server")
+    assert isinstance(server, NamedServer | RedisServer)
     return server
 
 
@@ -160,6 +168,12 @@ async def _execute(url: str, statement: str) -> None:
 def amqp_url(rabbit_server: NamedServer | RabbitServer) -> str:
     """Where the shared RabbitMQ listens."""
     return rabbit_server.url
+
+
+@pytest.fixture
+def redis_url(redis_server: NamedServer | RedisServer) -> str:
+    """Where the shared Redis listens."""
+    return redis_server.url
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from urllib.parse import urlsplit
 
 import aiormq
 import asyncpg
@@ -51,6 +52,15 @@ async def test_rabbit_goes_and_comes_back(own_rabbit: RabbitServer) -> None:
         await aiormq.connect(own_rabbit.url)
     await own_rabbit.start()
     await (await aiormq.connect(own_rabbit.url)).close()
+
+
+async def test_redis_serves(redis_url: str) -> None:
+    address = urlsplit(redis_url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write(b"CONFIG GET appendonly\r\n")
+    assert (await reader.readuntil(b"yes\r\n")).startswith(b"*2")
+    writer.close()
+    await writer.wait_closed()
 
 
 async def _execute(url: str, statement: str) -> None:

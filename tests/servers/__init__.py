@@ -1,4 +1,4 @@
-"""PostgreSQL and RabbitMQ for tests: named by the environment, or started here, never skipped in silence."""
+"""PostgreSQL, RabbitMQ and Redis for tests: named by the environment, or started here, never skipped in silence."""
 
 from .find import ServersMissing
 from .fleet import KINDS, Fleet, NamedServer
@@ -6,6 +6,7 @@ from .postgres import PostgresServer
 from .process import PrivateServer, ServerFailed
 from .proxy import Proxy
 from .rabbit import RabbitServer
+from .redis import RedisServer
 
 __all__ = [
     "KINDS",
@@ -15,6 +16,7 @@ __all__ = [
     "PrivateServer",
     "Proxy",
     "RabbitServer",
+    "RedisServer",
     "ServerFailed",
     "ServersMissing",
 ]

@@ -1,4 +1,4 @@
-"""Where the programs of PostgreSQL and RabbitMQ are; installs them where that is allowed."""
+"""Where the programs of PostgreSQL, RabbitMQ and Redis are; installs them where that is allowed."""
 
 from __future__ import annotations
 
@@ -36,6 +36,15 @@ def rabbit_programs() -> Path:
     return _found("rabbitmq-server", "rabbitmq-server", _rabbit, "MESHPOINT_TEST_AMQP_URL=amqp://user:password@host/")
 
 
+def redis_programs() -> Path:
+    """The folder of `redis-server`.
+
+    Raises:
+        ServersMissing: nothing found, nothing could be installed.
+    """
+    return _found("redis-server", "redis-server", _redis, "MESHPOINT_TEST_REDIS_URL=redis://host/0")
+
+
 def _postgres() -> Iterator[Path]:
     def version(folder: Path) -> float:
         name = folder.parent.name
@@ -48,6 +57,10 @@ def _postgres() -> Iterator[Path]:
 def _rabbit() -> Iterator[Path]:
     yield Path("/usr/lib/rabbitmq/bin")  # Debian's programs on PATH are wrappers that drop the environment
     yield from _on_path("rabbitmq-server")
+
+
+def _redis() -> Iterator[Path]:
+    yield from _on_path("redis-server")
 
 
 def _on_path(program: str) -> Iterator[Path]:

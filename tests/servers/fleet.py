@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from .postgres import PostgresServer
 from .process import PrivateServer
 from .rabbit import RabbitServer
+from .redis import RedisServer
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,18 @@ class NamedServer:
     url: str
 
 
-KINDS: dict[str, type[PostgresServer] | type[RabbitServer]] = {
+KINDS: dict[str, type[PostgresServer] | type[RabbitServer] | type[RedisServer]] = {
     "postgres_server": PostgresServer,
     "rabbit_server": RabbitServer,
+    "redis_server": RedisServer,
     "own_postgres_server": PostgresServer,
     "own_rabbit_server": RabbitServer,
 }
-VARIABLES = {"postgres_server": "MESHPOINT_TEST_PG_URL", "rabbit_server": "MESHPOINT_TEST_AMQP_URL"}
+VARIABLES = {
+    "postgres_server": "MESHPOINT_TEST_PG_URL",
+    "rabbit_server": "MESHPOINT_TEST_AMQP_URL",
+    "redis_server": "MESHPOINT_TEST_REDIS_URL",
+}
 
 
 class Fleet:
