@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import AsyncIterator
@@ -25,7 +24,8 @@ async def running(url: str) -> AsyncIterator[driver.Ask]:
     app = ["-A", "benchmarks.rivals.celery_app"]
     options = ["--pool", "prefork", "--concurrency", str(_WORKERS), "--loglevel", "ERROR"]
     options += ["--without-gossip", "--without-mingle"]
-    worker = subprocess.Popen([sys.executable, "-m", "celery", *app, "worker", *options], stdin=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "celery", "--quiet", *app, "worker", *options]
+    worker = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
     try:
         from benchmarks.rivals.celery_app import root
 
@@ -41,7 +41,7 @@ async def running(url: str) -> AsyncIterator[driver.Ask]:
         yield ask
     finally:
         worker.terminate()
-        worker.wait()
+        await worker.wait()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""DBOS on PostgreSQL: a workflow that starts a child workflow for each peer. `python -m benchmarks.rivals.dbos_rival URL`.
+"""DBOS on PostgreSQL: a workflow starts a child workflow for each peer. `python -m benchmarks.rivals.dbos_rival URL`.
 
 All in one process, without a transport: requests, children and answers are calls. The 8 KB are the result of a step,
 as what a model has said would be.

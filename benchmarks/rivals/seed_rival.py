@@ -1,0 +1,169 @@
+"""The design that Meshpoint started from, on RabbitMQ: `python -m benchmarks.rivals.seed_rival AMQP_URL DB_URL`.
+
+A bare loop on the driver that Meshpoint uses, with quorum queues, persistent messages and confirms as Meshpoint has
+them. Its better variant: the transactions run in eight threads instead of the event loop, and calls are sent after
+the checkpoint instead of before it, so that no answer comes too early. It sends nothing again, knows no deadline, and
+loses the task when its process dies between two of its transactions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+from uuid import uuid4
+
+import aiormq
+from aiormq.abc import AbstractChannel, AbstractConnection, DeliveredMessage
+
+from benchmarks.rivals import driver, job
+from benchmarks.rivals.seed_store import SeedStore
+
+_THREADS, _PREFETCH = 8, 64
+Handle: TypeAlias = Callable[[str, str, Any], Awaitable[None]]
+"""Takes the id of a message, where its answer goes, and what it says."""
+
+
+class _Post:
+    """One connection: confirmed publishing on a channel, and consumers."""
+
+    def __init__(self, connection: AbstractConnection, channel: AbstractChannel, prefix: str) -> None:
+        self._connection, self._channel, self._prefix = connection, channel, prefix
+        self._handling: set[asyncio.Task[None]] = set()
+
+    async def send(self, queue: str, id_: str, said: Any, reply_to: str = "") -> None:
+        """Publish, and return when the broker has it."""
+        properties = aiormq.spec.Basic.Properties(
+            correlation_id=id_, reply_to=reply_to or None, delivery_mode=2, content_type="application/json"
+        )
+        body = json.dumps(said).encode()
+        await self._channel.basic_publish(
+            body, routing_key=self._prefix + queue, properties=properties, mandatory=True
+        )
+
+    async def consume(self, queue: str, handle: Handle) -> None:
+        """Have each message of `queue` handled in a task of its own, then acked."""
+        channel, name = await self._connection.channel(), self._prefix + queue
+        await channel.basic_qos(prefetch_count=_PREFETCH)
+        await channel.queue_declare(name, durable=True, arguments={"x-queue-type": "quorum", "x-expires": 60_000})
+
+        async def handled(message: DeliveredMessage) -> None:
+            properties = message.header.properties
+            await handle(str(properties.correlation_id), properties.reply_to or "", json.loads(message.body))
+            assert message.delivery_tag is not None
+            await channel.basic_ack(message.delivery_tag)
+
+        async def received(message: DeliveredMessage) -> None:
+            handling = asyncio.create_task(handled(message))
+            self._handling.add(handling)
+            handling.add_done_callback(self._handling.discard)
+
+        await channel.basic_consume(name, received)
+
+
+@asynccontextmanager
+async def _post(options: Namespace) -> AsyncIterator[_Post]:
+    connection = await aiormq.connect(options.amqp_url)
+    try:
+        yield _Post(connection, await connection.channel(publisher_confirms=True), options.prefix)
+    finally:
+        await connection.close()
+
+
+async def _serve_peer(post: _Post) -> None:
+    async def answer(id_: str, reply_to: str, question: Any) -> None:
+        await post.send(reply_to, id_, job.answer())
+
+    await post.consume("peer", answer)
+
+
+async def _serve_root(post: _Post, store: SeedStore) -> None:
+    threads, loop = ThreadPoolExecutor(_THREADS), asyncio.get_running_loop()
+
+    async def begin(id_: str, reply_to: str, fan_out: Any) -> None:
+        calls = [str(uuid4()) for _ in range(fan_out)]
+        await loop.run_in_executor(threads, store.checkpoint, id_, reply_to, calls)
+        await asyncio.gather(*[post.send("peer", call, "what do you say?", "root.resp") for call in calls])
+
+    async def answered(id_: str, reply_to: str, answer: Any) -> None:
+        task_id = await loop.run_in_executor(threads, store.answered, id_, answer)
+        if task_id is not None:
+            requester, answers = await loop.run_in_executor(threads, store.restore, task_id)
+            await post.send(requester, task_id, job.summary(answers))
+
+    await post.consume("root.resp", answered)
+    await post.consume("root", begin)
+
+
+async def _replica(options: Namespace) -> None:
+    """Serve one role until standard input closes."""
+    closed, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_reader(0, closed.set)  # nothing is ever said to it, so it is readable when it ends
+    async with _post(options) as post:
+        if options.role == "root":
+            await _serve_root(post, SeedStore(options.db_url, _THREADS))
+        else:
+            await _serve_peer(post)
+        print("ready", flush=True)
+        await closed.wait()
+        loop.remove_reader(0)
+
+
+@asynccontextmanager
+async def _process(options: Namespace, role: str) -> AsyncIterator[None]:
+    command = [sys.executable, "-m", "benchmarks.rivals.seed_rival", options.amqp_url, options.db_url]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--role", role, "--prefix", options.prefix, stdin=-1, stdout=-1
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        if await process.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"{role} did not start; see above")
+        yield
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+@asynccontextmanager
+async def running(options: Namespace) -> AsyncIterator[driver.Ask]:
+    """A root and a peer, and how to ask them."""
+    waiting: dict[str, asyncio.Future[object]] = {}
+
+    async def replied(id_: str, reply_to: str, result: Any) -> None:
+        waiting.pop(id_).set_result(result)
+
+    async with _process(options, "root"), _process(options, "peer"), _post(options) as post:
+        await post.consume("client", replied)
+
+        async def ask(fan_out: int) -> object:
+            id_ = str(uuid4())
+            reply = waiting[id_] = asyncio.get_running_loop().create_future()
+            await post.send("root", id_, fan_out, "client")
+            return await reply
+
+        yield ask
+
+
+def main() -> None:
+    """Serve the driver, or one role."""
+    arguments = ArgumentParser()
+    arguments.add_argument("amqp_url")
+    arguments.add_argument("db_url")
+    arguments.add_argument("--role", choices=["root", "peer"])
+    arguments.add_argument("--prefix", default=f"seed-{uuid4()}.")
+    options = arguments.parse_args()
+    if options.role:
+        asyncio.run(_replica(options))
+    else:
+        driver.serve(running(options))
+
+
+if __name__ == "__main__":
+    main()
