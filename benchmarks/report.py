@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,7 +115,7 @@ class Report:
 
     def show(self) -> None:
         """Print it."""
-        console = Console()
+        console = Console(width=None if sys.stdout.isatty() else 120)
         facts = ", ".join(f"{name} {value}" for name, value in self.about.items())
         console.print(f"[bold]{self.name}[/bold]: {facts}", highlight=False)
         for table in self.tables:

@@ -99,6 +99,8 @@ class Floor:
         """Connect; the claim's function is made if it is missing."""
         self._connections = [await asyncpg.connect(url) for _ in range(4)]
         pausing, claiming, ending, marking = self._connections
+        for connection in self._connections:
+            await connection.execute("SET plan_cache_mode TO force_generic_plan")  # there is one good plan for each
         await claiming.execute(sql.CREATE_CLAIM)
         await marking.execute("SET synchronous_commit TO OFF")  # as Meshpoint: a lost mark only sends again
         self._pause = await pausing.prepare(sql.PAUSE)

@@ -24,6 +24,8 @@ TIMEOUT, LEASE, DISPATCH_LEASE, TOMBSTONE_TTL = 600.0, 15.0, 5.0, 86400.0
 
 _WORDS = 900
 _STATE_BYTES = 8192
+_STATES, _QUESTIONS = 16, 100
+"""Different ones among the jobs of a round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,12 @@ class Job:
 def jobs(fan_out: int, count: int, *, seed: int = 0) -> list[Job]:
     """`count` tasks with `fan_out` calls each. Ids are new, contents depend on `seed` only."""
     random = Random(seed)
-    states = [_state(random) for _ in range(min(count, 16))]
-    return [_job(random, fan_out, states[index % len(states)]) for index in range(count)]
+    states = [_state(random) for _ in range(min(count, _STATES))]
+    questions = [_text(random, 12) for _ in range(_QUESTIONS)]
+    return [_job(random, fan_out, states[index % len(states)], questions) for index in range(count)]
 
 
-def _job(random: Random, fan_out: int, state: bytes) -> Job:
+def _job(random: Random, fan_out: int, state: bytes, questions: Sequence[str]) -> Job:
     task_id = new_id()
     return Job(
         task_id=task_id,
@@ -67,15 +70,15 @@ def _job(random: Random, fan_out: int, state: bytes) -> Job:
         context=_context(task_id),
         state=state,
         request=_message(task_id, _text(random, 40)),
-        calls=tuple(_call(random, index) for index in range(fan_out)),
+        calls=tuple(_call(index, questions[index % len(questions)]) for index in range(fan_out)),
         answer={"text": _text(random, 42), "price": random.randrange(10_000), "currency": "EUR"},
         reply=_message(task_id, _text(random, 40)),
     )
 
 
-def _call(random: Random, index: int) -> JobCall:
+def _call(index: int, question: str) -> JobCall:
     sub_task_id = new_id()
-    return JobCall(sub_task_id, f"call-{index}", _message(sub_task_id, _text(random, 12)), new_id())
+    return JobCall(sub_task_id, f"call-{index}", _message(sub_task_id, question), new_id())
 
 
 def _context(task_id: str) -> dict[str, JsonValue]:

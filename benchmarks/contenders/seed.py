@@ -21,8 +21,6 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 from benchmarks.contenders import job
 from benchmarks.contenders.job import Job
 
-_THREADS = 8
-
 
 class _Base(DeclarativeBase):
     pass
@@ -75,14 +73,17 @@ class ParallelInvocation(_Base):
 
 
 class Seed:
-    """The design of the source document, as its text says."""
+    """The design of the source document. One thread: as its text has it, where each step blocks the event loop."""
+
+    def __init__(self, threads: int = 8) -> None:
+        self._width = threads
 
     async def open(self, url: str) -> None:
         """Connect; make the tables."""
-        self._engine = create_engine(make_url(url).set(drivername="postgresql+psycopg"), pool_size=_THREADS)
+        self._engine = create_engine(make_url(url).set(drivername="postgresql+psycopg"), pool_size=self._width)
         self._session = sessionmaker(self._engine)
         await asyncio.to_thread(_Base.metadata.create_all, self._engine)
-        self._threads = ThreadPoolExecutor(_THREADS)
+        self._threads = ThreadPoolExecutor(self._width)
 
     async def close(self) -> None:
         """Disconnect."""
@@ -97,7 +98,7 @@ class Seed:
         """Do all of it, one task for each thread at a time."""
         rest = deque(prepared)
         loop = asyncio.get_running_loop()
-        await asyncio.gather(*[loop.run_in_executor(self._threads, self._serve, rest) for _ in range(_THREADS)])
+        await asyncio.gather(*[loop.run_in_executor(self._threads, self._serve, rest) for _ in range(self._width)])
 
     def _serve(self, rest: deque[Job]) -> None:
         while True:
