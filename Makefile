@@ -30,7 +30,7 @@ test: check
 outages: $(STAMPS)/dev
 	@MESHPOINT_OUTAGE_SECONDS=60 $(BIN)/python -m pytest tests/acceptance/test_outages.py $(ARGS)
 
-bench: $(STAMPS)/benchmarks
+bench: $(STAMPS)/benchmarks $(STAMPS)/rivals
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks $(ARGS)
 
 chaos: $(STAMPS)/benchmarks
@@ -77,4 +77,12 @@ $(STAMPS)/dev: $(STAMPS)/runtime
 $(STAMPS)/benchmarks: $(STAMPS)/dev
 	@echo "installing what the benchmarks compare with into $(VENV)"
 	@$(PIP) install --constraint constraints.txt --group benchmarks
+	@touch $@
+
+$(STAMPS)/rivals: $(STAMPS)/python pyproject.toml benchmarks/rivals/constraints.txt
+	@echo "installing others who do the same job into $(VENV)/rivals"
+	@$(BIN)/python -m venv $(VENV)/rivals
+	@$(VENV)/rivals/bin/python -m pip --quiet --disable-pip-version-check install --upgrade 'pip>=25.1'
+	@$(VENV)/rivals/bin/python -m pip --quiet --disable-pip-version-check install \
+	  --constraint benchmarks/rivals/constraints.txt --group rivals
 	@touch $@

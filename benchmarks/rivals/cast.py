@@ -1,0 +1,104 @@
+"""Who takes part: what each is started with, and what its servers promise."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.rivals.meters import Meter, PostgresMeter, RedisMeter
+from benchmarks.stage import Stage
+from meshpoint.adapters.sql import migrations
+from servers import RedisServer
+
+MESHPOINT, IN_MEMORY, SQLITE = "Meshpoint", "Meshpoint, not durable", "Meshpoint on SQLite"
+SEED, DBOS, LANGGRAPH, CELERY = "seed's design", "DBOS", "LangGraph", "Celery"
+
+RIVALS_PYTHON = Path(sys.prefix) / "rivals" / "bin" / "python"
+"""Rivals have an environment of their own: what some of them need contradicts what others, and Meshpoint, need."""
+_VERSIONS = """
+import json, sys
+from importlib.metadata import version
+print(json.dumps({n: version(n) for n in sys.argv[1:]}))
+"""
+_RIVAL_PACKAGES = ("dbos", "langgraph", "langgraph-checkpoint-postgres", "celery", "redis")
+
+PROMISES = {
+    MESHPOINT: "PostgreSQL with synchronous_commit; RabbitMQ: quorum queues, persistent, confirmed; requests acked "
+    "when their checkpoint is committed",
+    IN_MEMORY: "stateless_checkpointing: false, the bare mesh: a request stays un-acked until its task ends",
+    SQLITE: "one file for tasks and messages, WAL with synchronous FULL; RabbitMQ and PostgreSQL are not used",
+    SEED: "PostgreSQL and RabbitMQ as above; a task is lost when its process dies between two transactions",
+    DBOS: "PostgreSQL with synchronous_commit; child workflows in one process, no transport, no second agent",
+    LANGGRAPH: "PostgreSQL with synchronous_commit, durability exit (written at the pause and at the end); one "
+    "resume for all answers, in one process, no transport, no second agent: the answers are there at once",
+    CELERY: "Redis with appendfsync everysec: what is written may be lost for a second; prefork 2, acks late",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """How to start a contender, and what counts its servers' work."""
+
+    name: str
+    command: Sequence[str]
+    meter: Meter | None = None
+
+
+async def parts(stage: Stage, folder: Path, layout: Sequence[str] = ()) -> list[Part]:
+    """All who can take part on this machine; `layout` is for Meshpoint's processes."""
+    amqp = (await stage.rabbit()).url
+    meshpoint, seed = await stage.database(), await stage.empty_database()
+    file = f"sqlite:///{folder}/meshpoint.db"
+    await asyncio.to_thread(migrations.upgrade, file)
+    found = [
+        Part(MESHPOINT, _here("mesh", amqp, meshpoint, *layout), await _meter(stage, meshpoint)),
+        Part(IN_MEMORY, _here("mesh", amqp, *layout)),
+        Part(SQLITE, _here("mesh", file, file, *layout)),
+        Part(SEED, _here("seed_rival", amqp, seed), await _meter(stage, seed)),
+    ]
+    return [*found, *await _rivals(stage)] if RIVALS_PYTHON.exists() else found
+
+
+async def _rivals(stage: Stage) -> list[Part]:
+    dbos, langgraph = await stage.empty_database(), await stage.empty_database()
+    redis = (await stage.server(RedisServer)).url
+    return [
+        Part(DBOS, _there("dbos_rival", dbos), await _meter(stage, dbos)),
+        Part(LANGGRAPH, _there("langgraph_rival", langgraph), await _meter(stage, langgraph)),
+        Part(CELERY, _there("celery_rival", redis), await RedisMeter.open(redis)),
+    ]
+
+
+async def versions() -> dict[str, str]:
+    """The rivals' versions."""
+    if not RIVALS_PYTHON.exists():
+        return {"rivals": "not installed; `make bench` installs them"}
+    command = [str(RIVALS_PYTHON), "-c", _VERSIONS, *_RIVAL_PACKAGES]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    said, _ = await process.communicate()
+    found: dict[str, str] = json.loads(said)
+    return found
+
+
+def layout_commands(amqp: str, database: str) -> dict[str, list[str]]:
+    """The two ways to spread Meshpoint's agents over processes."""
+    return {
+        "a process for each agent": _here("mesh", amqp, database),
+        "one process": _here("mesh", amqp, database, "--together"),
+    }
+
+
+def _here(module: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", f"benchmarks.rivals.{module}", *arguments]
+
+
+def _there(module: str, *arguments: str) -> list[str]:
+    return [str(RIVALS_PYTHON), "-m", f"benchmarks.rivals.{module}", *arguments]
+
+
+async def _meter(stage: Stage, database: str) -> Meter:
+    return await PostgresMeter.open((await stage.postgres()).url, database)

@@ -1,0 +1,93 @@
+"""The benchmark's side of the conversation with a rival's process; `driver` is the other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Self
+
+_LONGEST_LINE = 1 << 26
+_FAREWELL = 20.0
+"""Seconds that a rival has to drain at the end."""
+
+
+class RivalFailed(Exception):
+    """A rival did not start, or could not do what it was told to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a rival says of one round; latencies in seconds, sorted."""
+
+    seconds: float
+    latencies: Sequence[float]
+
+    def quantile(self, share: float) -> float:
+        """The latency that `share` of all tasks did not exceed, in milliseconds."""
+        return self.latencies[min(int(len(self.latencies) * share), len(self.latencies) - 1)] * 1e3
+
+
+class Contender:
+    """A rival's process, with a session of its own for it and all processes it starts."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name, self._process = name, process
+        self.pid = process.pid
+
+    @classmethod
+    async def start(cls, name: str, command: Sequence[str]) -> Self:
+        """Start `command`, and return when it is ready for orders.
+
+        Raises:
+            RivalFailed: it ended before.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_LONGEST_LINE,
+            start_new_session=True,
+        )
+        contender = cls(name, process)
+        try:
+            await contender._word()
+        except BaseException:
+            await contender.close()
+            raise
+        return contender
+
+    async def round(self, fan_out: int, in_flight: int, seconds: float) -> Round:
+        """Have jobs done.
+
+        Raises:
+            RivalFailed: one of them was not done, or done wrong.
+        """
+        assert self._process.stdin is not None
+        order = {"fan_out": fan_out, "in_flight": in_flight, "seconds": seconds}
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        word = await self._word()
+        return Round(word["seconds"], sorted(word["latencies"]))
+
+    async def close(self) -> None:
+        """Let it drain for a while, then kill what is left of it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FAREWELL):
+                await self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        await self._process.wait()
+
+    async def _word(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        word: dict[str, Any] = json.loads(line) if line else {"error": "its process has ended; see above"}
+        if "error" in word:
+            raise RivalFailed(f"{self.name}: {word['error']}")
+        return word

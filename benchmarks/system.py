@@ -1,0 +1,233 @@
+"""The whole system beside others: a client asks an agent that asks N peers; nobody does any work.
+
+So tasks per second, latency and everything else is what the system itself costs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import JsonValue
+
+from benchmarks.measure import Medians, Sample, interleaved
+from benchmarks.report import Cell, Report, Table
+from benchmarks.rivals import cast
+from benchmarks.rivals.contender import Contender
+from benchmarks.rivals.meters import Meter, cpu_seconds, servers_beside
+from benchmarks.stage import Stage
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MANY, MORE = 16, 64
+"""Requests in flight."""
+_COSTS = {
+    "cpu ms": "CPU ms",
+    "server cpu ms": "servers' CPU ms",
+    "commits": "commits",
+    "statements": "statements",
+    "wal KiB": "WAL KiB",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long everything takes."""
+
+    fan_outs: Sequence[int]
+    rounds: int
+    seconds: float
+    alone_seconds: float
+
+
+FULL = Plan(fan_outs=(1, 3, 10, 100), rounds=3, seconds=4, alone_seconds=2)
+QUICK = Plan(fan_outs=(1, 10), rounds=1, seconds=2, alone_seconds=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All rounds with one fan-out: with many requests in flight, with one, and Meshpoint with more."""
+
+    many: Medians
+    alone: Medians
+    more: Medians
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The contenders."""
+        return list(self.many.samples)
+
+
+async def run(stage: Stage, *, quick: bool) -> Report:
+    """Measure all contenders."""
+    plan = QUICK if quick else FULL
+    await stage.postgres()
+    layout, layout_table = await _faster_layout(stage, plan)
+    async with _contenders(stage, layout) as (contenders, meters):
+        measured = {fan_out: await _measured(contenders, meters, plan, fan_out) for fan_out in plan.fan_outs}
+    return Report(
+        name="system",
+        about={**await stage.about(), **await cast.versions()},
+        tables=[layout_table, *[_table(fan_out, each) for fan_out, each in measured.items()], _promises()],
+        figures={f"N={fan_out}": _figures(each) for fan_out, each in measured.items()},
+        plots={
+            "rate": partial(_bars, measured, "tasks/s, 16 in flight", lambda each, name: each.many.rate(name).median),
+            "latency": partial(
+                _bars, measured, "p50 in ms, one in flight", lambda each, name: each.alone.extra(name, "p50").median
+            ),
+        },
+    )
+
+
+# ── measuring ──────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _faster_layout(stage: Stage, plan: Plan) -> tuple[list[str], Table]:
+    """The arguments for the better of Meshpoint's two layouts, and the proof."""
+    commands = cast.layout_commands((await stage.rabbit()).url, await stage.database())
+    async with AsyncExitStack() as stack:
+        contenders = {name: await _started(stack, name, command) for name, command in commands.items()}
+        medians = await interleaved(
+            {name: partial(_sample, each, None, [], 10, MANY, plan.seconds) for name, each in contenders.items()},
+            plan.rounds,
+            title="layout",
+        )
+    rows: list[list[Cell]] = [[name, medians.rate(name).median] for name in commands]
+    table = Table("Meshpoint's layout: the faster is used", ["agents in", "tasks/s at N=10"], rows)
+    together = medians.rate("one process").median > medians.rate("a process for each agent").median
+    return (["--together"] if together else []), table
+
+
+@asynccontextmanager
+async def _contenders(
+    stage: Stage, layout: Sequence[str]
+) -> AsyncIterator[tuple[dict[str, Contender], dict[str, Meter | None]]]:
+    """All contenders, warm: each is started once, and idle while others work."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshpoint-bench-")))
+        parts = await cast.parts(stage, folder, layout)
+        for part in parts:
+            if part.meter is not None:
+                stack.push_async_callback(part.meter.close)
+        yield (
+            {part.name: await _started(stack, part.name, part.command) for part in parts},
+            {part.name: part.meter for part in parts},
+        )
+
+
+async def _started(stack: AsyncExitStack, name: str, command: Sequence[str]) -> Contender:
+    contender = await Contender.start(name, command)
+    stack.push_async_callback(contender.close)
+    await contender.round(10, MANY, 1)
+    return contender
+
+
+async def _measured(
+    contenders: Mapping[str, Contender], meters: Mapping[str, Meter | None], plan: Plan, fan_out: int
+) -> Measured:
+    pids = [each.pid for each in contenders.values()]
+
+    def rounds(names: Sequence[str], in_flight: int, seconds: float) -> dict[str, Callable[[], Awaitable[Sample]]]:
+        return {
+            name: partial(_sample, contenders[name], meters[name], pids, fan_out, in_flight, seconds)
+            for name in names
+        }
+
+    title, everyone = f"N={fan_out}", list(contenders)
+    return Measured(
+        await interleaved(rounds(everyone, MANY, plan.seconds), plan.rounds, title=title),
+        await interleaved(rounds(everyone, 1, plan.alone_seconds), plan.rounds, title=f"{title} alone"),
+        await interleaved(rounds([cast.MESHPOINT], MORE, plan.seconds), plan.rounds, title=f"{title} more"),
+    )
+
+
+async def _sample(
+    contender: Contender, meter: Meter | None, pids: Sequence[int], fan_out: int, in_flight: int, seconds: float
+) -> Sample:
+    async def costs() -> dict[str, float]:
+        counted = await meter.read() if meter is not None else {}
+        cpu = {"cpu ms": cpu_seconds([contender.pid]) * 1e3, "server cpu ms": cpu_seconds(servers_beside(pids)) * 1e3}
+        return {**cpu, **counted}
+
+    before = await costs()
+    done = await contender.round(fan_out, in_flight, seconds)
+    after, count = await costs(), len(done.latencies)
+    each = {name: (after[name] - before[name]) / count for name in before}
+    return Sample(count, done.seconds, {"p50": done.quantile(0.5), "p99": done.quantile(0.99), **each})
+
+
+# ── telling ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _table(fan_out: int, measured: Measured) -> Table:
+    columns = ["", "tasks/s", "of Meshpoint", "p50 ms", "p99 ms", "alone: p50 ms", "p99 ms", *_COSTS.values()]
+    rows = [_row(name, measured) for name in measured.names]
+    more = measured.more
+    rows.insert(
+        1,
+        [
+            f"{cast.MESHPOINT}, {MORE} in flight",
+            *_speed(more, cast.MESHPOINT),
+            None,
+            None,
+            *_costs(more, cast.MESHPOINT),
+        ],
+    )
+    note = (
+        f"{MANY} in flight, or one (alone). CPU and counts are for each task. Celery's statements are Redis commands."
+    )
+    return Table(f"N={fan_out}: an agent asks {fan_out} peers and waits for all", columns, rows, note)
+
+
+def _row(name: str, measured: Measured) -> list[Cell]:
+    alone = [measured.alone.extra(name, "p50").median, measured.alone.extra(name, "p99").median]
+    return [name, *_speed(measured.many, name), *alone, *_costs(measured.many, name)]
+
+
+def _speed(medians: Medians, name: str) -> list[Cell]:
+    ratio = medians.ratio(name, to=cast.MESHPOINT)
+    return [medians.rate(name).median, f"{ratio:.2f}", *[medians.extra(name, key).median for key in ("p50", "p99")]]
+
+
+def _costs(medians: Medians, name: str) -> list[Cell]:
+    known = medians.samples[name][0].extras
+    return [medians.extra(name, key).median if key in known else None for key in _COSTS]
+
+
+def _figures(measured: Measured) -> dict[str, JsonValue]:
+    def told(medians: Medians, name: str) -> dict[str, JsonValue]:
+        rate = medians.rate(name)
+        extras = {key: medians.extra(name, key).median for key in medians.samples[name][0].extras}
+        return {"tasks/s": rate.median, "lowest": rate.low, "highest": rate.high, **extras}
+
+    figures: dict[str, JsonValue] = {
+        name: {f"{MANY} in flight": told(measured.many, name), "alone": told(measured.alone, name)}
+        for name in measured.names
+    }
+    return {**figures, f"{cast.MESHPOINT}, {MORE} in flight": told(measured.more, cast.MESHPOINT)}
+
+
+def _promises() -> Table:
+    return Table(
+        "What each promises", ["", "durability and transport"], [list(each) for each in cast.PROMISES.items()]
+    )
+
+
+def _bars(measured: Mapping[int, Measured], label: str, value: Callable[[Measured, str], float], axes: Axes) -> None:
+    """Draw a group of bars for each fan-out, one bar for each contender."""
+    names = next(iter(measured.values())).names
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        places = [group + index * width for group in range(len(measured))]
+        axes.bar(places, [value(each, name) for each in measured.values()], width, label=name)
+    axes.set_xticks([group + 0.4 - width / 2 for group in range(len(measured))], [f"N={each}" for each in measured])
+    axes.set_yscale("log")
+    axes.set(ylabel=label)
+    axes.grid(visible=True, axis="y", alpha=0.3)
+    axes.legend(fontsize="small")
