@@ -8,22 +8,23 @@ from enum import Enum, auto
 from types import TracebackType
 from urllib.parse import urlsplit
 
-_PARSE_COMMIT = re.compile(rb"P....([^\0]*)\0COMMIT\0", re.DOTALL)
+_PARSE_COMMIT = re.compile(rb"P....([^\0]*)\0(?:COMMIT|/\* commits: [^\0]*)\0", re.DOTALL)
+"""The preparation of a statement that commits: COMMIT, or one that commits by itself and says so."""
 
 
 class Lost(Enum):
-    """What of a COMMIT is lost."""
+    """What of a commit is lost."""
 
     REQUEST = auto()  # it never reaches the server
     ANSWER = auto()  # the server has committed, the client never hears of it
 
 
 class CommitCutter:
-    """A proxy before PostgreSQL that cuts the connection at the COMMIT after `cut_next`. An async context manager."""
+    """A proxy before PostgreSQL that cuts the connection at the next commits. An async context manager."""
 
     def __init__(self, url: str) -> None:
         self._parts = urlsplit(url)
-        self._lost: Lost | None = None
+        self._lost: list[Lost] = []
         self._clients: set[asyncio.Task[None]] = set()
         self.cuts = 0
 
@@ -46,9 +47,9 @@ class CommitCutter:
         port = self._server.sockets[0].getsockname()[1]
         return self._parts._replace(netloc=f"{user}{at}127.0.0.1:{port}", query="ssl=disable").geturl()
 
-    def cut_next(self, lost: Lost) -> None:
-        """Cut at the next COMMIT."""
-        self._lost = lost
+    def cut_next(self, *lost: Lost) -> None:
+        """Cut at the next commits, one for each of `lost`."""
+        self._lost = list(lost)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -78,10 +79,10 @@ class CommitCutter:
             executed = not prepared and any(
                 re.search(rb"B....\0" + name + rb"\0", chunk, re.DOTALL) for name in commits
             )
-            if self._lost is None or not executed:
+            if not self._lost or not executed:
                 to_writer.write(chunk)
                 continue
-            lost, self._lost, self.cuts = self._lost, None, self.cuts + 1
+            lost, self.cuts = self._lost.pop(0), self.cuts + 1
             if lost is Lost.ANSWER:
                 answers.cancel()
                 await asyncio.gather(answers, return_exceptions=True)

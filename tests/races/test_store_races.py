@@ -186,46 +186,65 @@ async def far_store(cutter: CommitCutter) -> AsyncIterator[SqlCheckpointStore]:
 
 @pytest.mark.servers
 @pytest.mark.parametrize("lost", Lost)
-async def test_a_pause_whose_commit_is_in_doubt_is_repeated(
+async def test_a_pause_whose_commit_is_in_doubt_finds_out(
     far_store: SqlCheckpointStore, cutter: CommitCutter, lost: Lost
 ) -> None:
     pause = a_pause("a", "b")
     cutter.cut_next(lost)
+    committed = one(await far_store.pause([pause]))
+    assert isinstance(committed, Committed)
+    assert [send.sub_task_id for send in committed.dispatches] == [call.sub_task_id for call in pause.calls]
+    assert cutter.cuts == 1
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("lost", Lost)
+async def test_a_pause_that_cannot_find_out_is_repeated(
+    far_store: SqlCheckpointStore, cutter: CommitCutter, lost: Lost
+) -> None:
+    pause = a_pause("a", "b")
+    cutter.cut_next(lost, lost)
     with pytest.raises(CommitInDoubt):
         await far_store.pause([pause])
     assert await _is_there(far_store, pause) is (lost is Lost.ANSWER)
     again = one(await far_store.pause([pause]))
     assert isinstance(again, Committed)
     assert [send.sub_task_id for send in again.dispatches] == [call.sub_task_id for call in pause.calls]
-    assert cutter.cuts == 1
+    assert cutter.cuts == 2
 
 
 @pytest.mark.servers
+@pytest.mark.parametrize("cuts", [1, 2])
 @pytest.mark.parametrize("lost", Lost)
 async def test_a_claim_whose_commit_is_in_doubt_is_repeated(
-    far_store: SqlCheckpointStore, cutter: CommitCutter, lost: Lost
+    far_store: SqlCheckpointStore, cutter: CommitCutter, lost: Lost, cuts: int
 ) -> None:
     pause = await paused(far_store, "a", "b")
     claims = [a_claim(pause, "b"), a_claim(pause, "a")]
-    cutter.cut_next(lost)
-    with pytest.raises(CommitInDoubt):
-        await far_store.claim(claims, HERE, 1)
+    cutter.cut_next(*[lost] * cuts)
+    if cuts > 1:
+        with pytest.raises(CommitInDoubt):
+            await far_store.claim(claims, HERE, 1)
     arrival = (await far_store.claim(claims, HERE, 1))[-1]
     assert isinstance(arrival, AllArrived)
     assert arrival.task.run.fence == 2
     assert list(outcomes(arrival.task)) == ["a", "b"]
+    assert cutter.cuts == cuts
 
 
 @pytest.mark.servers
+@pytest.mark.parametrize("cuts", [1, 2])
 @pytest.mark.parametrize("lost", Lost)
 async def test_an_end_whose_commit_is_in_doubt_is_repeated(
-    far_store: SqlCheckpointStore, cutter: CommitCutter, lost: Lost
+    far_store: SqlCheckpointStore, cutter: CommitCutter, lost: Lost, cuts: int
 ) -> None:
     end = an_end((await resumed(far_store)).run)
-    cutter.cut_next(lost)
-    with pytest.raises(CommitInDoubt):
-        await far_store.end([end])
+    cutter.cut_next(*[lost] * cuts)
+    if cuts > 1:
+        with pytest.raises(CommitInDoubt):
+            await far_store.end([end])
     assert isinstance(one(await far_store.end([end])), Ended)
+    assert cutter.cuts == cuts
 
 
 async def _is_there(store: SqlCheckpointStore, pause: Pause) -> bool:

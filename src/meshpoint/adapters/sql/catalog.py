@@ -66,5 +66,5 @@ async def _call(row: Row[Any]) -> CallSummary:
 
 
 async def _outcome_word(row: Row[Any]) -> str:
-    outcome = await outcome_of(row)
+    outcome = await outcome_of(row.outcome)
     return "ok" if isinstance(outcome, Ok) else outcome.kind.value

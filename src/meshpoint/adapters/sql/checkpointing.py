@@ -21,6 +21,7 @@ from meshpoint.adapters.sql.rows import (
     instant,
     outcome_column,
     requester_columns,
+    seconds,
 )
 from meshpoint.model.checkpoint import (
     Begin,
@@ -91,6 +92,9 @@ class PackedPause:
     columns: Columns
     bodies: tuple[bytes | None, ...]
     outcomes: tuple[bytes | None, ...]
+    met: bool  # the join, at once: no call could be sent
+    failed: int  # calls that could not be sent
+    soonest: float | None  # seconds until the first of the others times out
 
     @classmethod
     async def of(cls, pause: Pause) -> PackedPause:
@@ -102,14 +106,22 @@ class PackedPause:
             "app_version": pause.app_version,
             "framework": pause.framework,
         }
-        met = _met_at_once(pause)
+        met = met_at_once(pause)
         kept = [call.outcome or (NOT_NEEDED if met else None) for call in pause.calls]
         return cls(
             pause,
             columns,
             bodies=tuple([await pack(call.body) for call in pause.calls]),
             outcomes=tuple([None if outcome is None else await outcome_column(outcome) for outcome in kept]),
+            met=met,
+            failed=sum(call.outcome is not None for call in pause.calls),
+            soonest=min((_patience(call) for call in pause.calls if call.outcome is None), default=None),
         )
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it adds to a statement."""
+        return 1024 + len(self.pause.state) + sum(512 + len(call.body) for call in self.pause.calls)
 
 
 async def pause(
@@ -122,9 +134,7 @@ async def pause(
         results = {packed.pause.run.task_id: _judge(packed.pause, locked) for packed, _ in each}
         await _write([pair for pair in each if results[pair[0].pause.run.task_id] is None], locked, tx, terms)
         await _find_again(results, tx, terms)
-        return [
-            results[packed.pause.run.task_id] or _committed(packed.pause, locked.now, terms) for packed, _ in each
-        ]
+        return [results[packed.pause.run.task_id] or committed(packed, locked.now) for packed, _ in each]
 
     return await in_rounds(pauses, lambda pair: pair[0].pause.run.task_id, turn)
 
@@ -172,7 +182,7 @@ async def _write(
         await tx.run(sql.DELETE_DONE_CALLS, ids=ids)
         await tx.run(sql.DELETE_JOINS, ids=ids)
     await tx.each(sql.INSERT_CALL, [row for packed, _ in each for row in _call_columns(packed, locked.now, terms)])
-    await tx.each(sql.INSERT_JOIN, [_join_columns(packed.pause, locked.now) for packed, _ in each])
+    await tx.each(sql.INSERT_JOIN, [_join_columns(packed, locked.now) for packed, _ in each])
 
 
 async def _find_again(results: dict[Any, PauseResult | None], tx: Transaction, terms: Terms) -> None:
@@ -184,8 +194,10 @@ async def _find_again(results: dict[Any, PauseResult | None], tx: Transaction, t
             results[task_id] = Committed(found.state, tuple(sends))
 
 
-def _committed(pause: Pause, now: float, terms: Terms) -> Committed:
-    if _met_at_once(pause):
+def committed(packed: PackedPause, now: float) -> Committed:
+    """What became of a checkpoint that was written at `now`."""
+    pause = packed.pause
+    if packed.met:
         return Committed(TaskState.READY, ())
     return Committed(
         TaskState.WAITING,
@@ -205,7 +217,8 @@ def _committed(pause: Pause, now: float, terms: Terms) -> Committed:
     )
 
 
-def _met_at_once(pause: Pause) -> bool:
+def met_at_once(pause: Pause) -> bool:
+    """Whether its join is met before any call is sent."""
     failed = sum(call.outcome is not None for call in pause.calls)
     return pause.join.met(total=len(pause.calls), completed=failed, succeeded=0)
 
@@ -217,8 +230,12 @@ def _absolute_deadline(pause: Pause, call: PlannedCall, now: float) -> float:
 
 
 def _effective_deadline(pause: Pause, call: PlannedCall, now: float) -> float:
-    absolute = _absolute_deadline(pause, call, now)
-    return absolute if call.idle_timeout is None else min(absolute, now + call.idle_timeout.total_seconds())
+    return min(_absolute_deadline(pause, call, now), now + _patience(call))
+
+
+def _patience(call: PlannedCall) -> float:
+    timeout = call.timeout.total_seconds()
+    return timeout if call.idle_timeout is None else min(timeout, call.idle_timeout.total_seconds())
 
 
 def _join_deadline(pause: Pause, now: float) -> float | None:
@@ -227,18 +244,15 @@ def _join_deadline(pause: Pause, now: float) -> float | None:
 
 def _task_columns(packed: PackedPause, now: float, terms: Terms) -> dict[str, Any]:
     pause, idle = packed.pause, packed.pause.requester.idle_timeout
-    met = _met_at_once(pause)
-    deadlines = [_effective_deadline(pause, call, now) for call in pause.calls if call.outcome is None]
-    join_deadline = _join_deadline(pause, now)
-    if join_deadline is not None:
-        deadlines.append(join_deadline)
+    soonest = None if packed.soonest is None else now + packed.soonest
+    deadlines = [soonest, seconds(pause.requester.deadline), _join_deadline(pause, now)]
     return {
         "task_id": pause.run.task_id,
         "agent": terms.names.qualified(pause.run.agent),
-        "status": TaskState.READY.value if met else TaskState.WAITING.value,
+        "status": TaskState.READY.value if packed.met else TaskState.WAITING.value,
         "generation": pause.run.generation + 1,
         "run_id": pause.run.id,
-        "wake_at": now if met else min(deadlines),
+        "wake_at": now if packed.met else min(each for each in deadlines if each is not None),
         "keep_alive_at": None if idle is None else now + idle.total_seconds() / KEEP_ALIVES_PER_TIMEOUT,
         "now": now,
         **packed.columns,
@@ -246,10 +260,10 @@ def _task_columns(packed: PackedPause, now: float, terms: Terms) -> dict[str, An
 
 
 def _call_columns(packed: PackedPause, now: float, terms: Terms) -> list[Columns]:
-    pause, met = packed.pause, _met_at_once(packed.pause)
+    pause = packed.pause
     rows: list[Columns] = []
     for seq, (call, body, outcome) in enumerate(zip(pause.calls, packed.bodies, packed.outcomes, strict=True)):
-        sent = call.outcome is None and not met
+        sent = call.outcome is None and not packed.met
         rows.append(
             {
                 "task_id": pause.run.task_id,
@@ -274,13 +288,13 @@ def _call_columns(packed: PackedPause, now: float, terms: Terms) -> list[Columns
     return rows
 
 
-def _join_columns(pause: Pause, now: float) -> Columns:
-    met, failed = _met_at_once(pause), sum(call.outcome is not None for call in pause.calls)
+def _join_columns(packed: PackedPause, now: float) -> Columns:
+    pause = packed.pause
     return {
         "task_id": pause.run.task_id,
         "generation": pause.run.generation + 1,
         "total": len(pause.calls),
-        "completed": len(pause.calls) if met else failed,
+        "completed": len(pause.calls) if packed.met else packed.failed,
         "succeeded": 0,
         "needed": pause.join.needed,
         "join_deadline": _join_deadline(pause, now),

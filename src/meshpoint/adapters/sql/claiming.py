@@ -50,12 +50,10 @@ class Arrivals:
     verdicts: list[Arrival | Taken]
     owned: OwnedTasks
 
-    def with_tasks(self, readable: Mapping[str, Resumable]) -> list[Arrival]:
-        """The same, with the tasks that were taken; those that are not `readable` were given back."""
-        return [
-            _with_task(each, readable.get(each.task_id)) if isinstance(each, Taken) else each
-            for each in self.verdicts
-        ]
+
+def with_tasks(verdicts: Sequence[Arrival | Taken], readable: Mapping[str, Resumable]) -> list[Arrival]:
+    """`verdicts` with the tasks that were taken; those that are not `readable` were given back."""
+    return [_with_task(each, readable.get(each.task_id)) if isinstance(each, Taken) else each for each in verdicts]
 
 
 def _with_task(taken: Taken, task: Resumable | None) -> AllArrived | MadeReady:

@@ -17,6 +17,7 @@ from meshpoint.adapters.sql.engine import ATTEMPTS, TRANSACTION_TIMEOUT, engine_
 from meshpoint.adapters.sql.failures import (
     DRIVER_ERRORS,
     Failure,
+    brief,
     certainly_rolled_back,
     failure,
     is_duplicate,
@@ -109,7 +110,7 @@ class Database:
         except DRIVER_ERRORS as error:
             if certainly_rolled_back(error):
                 raise
-            raise CommitInDoubt(f"the answer to COMMIT was lost: {_brief(error)}") from error
+            raise CommitInDoubt(f"the answer to COMMIT was lost: {brief(error)}") from error
         return result
 
     async def _repeat(self, attempt: Callable[[AsyncConnection], Awaitable[T]]) -> T:
@@ -128,7 +129,7 @@ class Database:
                     case Failure.AWAY if number == 1 and is_stale(error):
                         pass  # the server was restarted since this connection was last used: take a new one
                     case _:
-                        raise StoreUnavailable(_brief(error)) from error
+                        raise StoreUnavailable(brief(error)) from error
         raise AssertionError("the last attempt returns or raises")
 
     async def _connected(self, attempt: Callable[[AsyncConnection], Awaitable[T]]) -> T:
@@ -152,8 +153,3 @@ async def _to_its_end(step: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError:
         await asyncio.gather(running, return_exceptions=True)
         raise
-
-
-def _brief(error: BaseException) -> str:
-    cause = getattr(error, "orig", None) or error
-    return f"{type(cause).__name__}: {cause}".splitlines()[0]

@@ -11,7 +11,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from meshpoint.errors import ConfigurationError
 
 DRIVER_ERRORS = (DBAPIError, PoolTimeout, OSError)
-"""What drivers and the pool raise; a timeout of the driver is an `OSError` too."""
+"""What SQLAlchemy and its pool raise; a timeout of the driver is an `OSError` too."""
 
 
 class Failure(Enum):
@@ -34,20 +34,20 @@ _RETRY_SQLITE = ("SQLITE_BUSY", "SQLITE_LOCKED")
 
 def failure(error: BaseException) -> Failure:
     """What `error` means when it came before COMMIT was sent."""
-    if not isinstance(error, DBAPIError):
+    if isinstance(error, OSError | PoolTimeout):
         return Failure.AWAY
     state, sqlite = _sqlstate(error), _sqlite_name(error)
     # Two transactions wrote the first row of one task: the second finds it when it is repeated.
     if state.startswith(_RETRY) or sqlite.startswith(_RETRY_SQLITE) or "cached statement plan" in str(error):
         return Failure.RETRY
-    if error.connection_invalidated or state.startswith(_AWAY) or sqlite.startswith(_AWAY_SQLITE):
+    if is_stale(error) or state.startswith(_AWAY) or sqlite.startswith(_AWAY_SQLITE):
         return Failure.AWAY
     return Failure.BUG if state or sqlite or _is_misuse(error) else Failure.AWAY
 
 
 def is_duplicate(error: BaseException) -> bool:
     """Whether a row with this key was there already."""
-    return isinstance(error, DBAPIError) and _sqlstate(error) == "23505"
+    return _sqlstate(error) == "23505"
 
 
 def is_stale(error: BaseException) -> bool:
@@ -77,14 +77,25 @@ def refused(error: BaseException | None) -> ConfigurationError | None:
     return None
 
 
-def _is_misuse(error: DBAPIError) -> bool:
+def brief(error: BaseException) -> str:
+    """The driver's own words, on one line."""
+    cause = _of_driver(error)
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]
+
+
+def _is_misuse(error: BaseException) -> bool:
     # A value that a driver could not encode; neither driver gives such errors a code.
-    return isinstance(getattr(error.orig, "__cause__", None), ValueError) or isinstance(error.orig, sqlite3.Error)
+    cause = _of_driver(error)
+    return isinstance(cause, ValueError | sqlite3.Error) or isinstance(cause.__cause__, ValueError)
 
 
-def _sqlstate(error: DBAPIError) -> str:
-    return str(getattr(error.orig, "sqlstate", None) or "")
+def _of_driver(error: BaseException) -> BaseException:
+    return getattr(error, "orig", None) or error
 
 
-def _sqlite_name(error: DBAPIError) -> str:
-    return str(getattr(error.orig, "sqlite_errorname", None) or "")
+def _sqlstate(error: BaseException) -> str:
+    return str(getattr(_of_driver(error), "sqlstate", None) or "")
+
+
+def _sqlite_name(error: BaseException) -> str:
+    return str(getattr(_of_driver(error), "sqlite_errorname", None) or "")

@@ -12,7 +12,7 @@ from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.rows import Columns, Names, by_task, resumable_of, run_of
+from meshpoint.adapters.sql.rows import Columns, Names, StoredOutcome, by_task, resumable_of, run_of
 from meshpoint.model.checkpoint import Release, Replica, Resumable, TaskState
 
 log = logging.getLogger("meshpoint.store")
@@ -48,8 +48,12 @@ def made_ready(row: Row[Any], run_id: str, now: float) -> Columns:
 class OwnedTasks:
     """Rows of tasks that a replica owns, read after their locks were held. Decoded when no lock is held any more."""
 
-    tasks: dict[str, Row[Any]] = field(default_factory=dict)
-    calls: dict[str, list[Row[Any]]] = field(default_factory=dict)
+    tasks: dict[str, Any] = field(default_factory=dict)
+    calls: dict[str, list[StoredOutcome]] = field(default_factory=dict)
+
+    def and_also(self, others: OwnedTasks) -> OwnedTasks:
+        """These and `others`."""
+        return OwnedTasks(self.tasks | others.tasks, self.calls | others.calls)
 
     async def decoded(self, names: Names, offer_again: timedelta) -> tuple[dict[str, Resumable], list[Release]]:
         """Those that can be decoded, by id, and how to give the others back: another release may read them."""
@@ -71,7 +75,8 @@ async def read_owned(tx: Transaction, task_ids: Sequence[str]) -> OwnedTasks:
     ids = sorted(task_ids)
     rows = await tx.rows(sql.READ_TASKS, ids=ids)
     calls = by_task(await tx.rows(sql.READ_OUTCOMES, ids=ids))
-    return OwnedTasks({row.logical_task_id: row for row in rows}, calls)
+    outcomes = {id_: [(row.call_id, row.peer_agent, row.outcome) for row in of] for id_, of in calls.items()}
+    return OwnedTasks({row.logical_task_id: row for row in rows}, outcomes)
 
 
 def new_owner(replica: Replica, row: Row[Any], slots: int) -> bool:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 from sqlalchemy import Row
 
@@ -92,11 +92,12 @@ async def context_columns(context: Checkpoint) -> dict[str, Any]:
     }
 
 
-async def context_of(row: Row[Any]) -> Checkpoint:
+async def context_of(row: Any) -> Checkpoint:
     """The context that `context_columns` took apart."""
-    columns = row._mapping
     context: Checkpoint = json.loads(row.context_rest) if row.context_rest else {}
-    context |= {name: json.loads(columns[name]) for name in _JSON_COLUMNS if columns[name] is not None}
+    for name in _JSON_COLUMNS:
+        if (column := getattr(row, name)) is not None:
+            context[name] = json.loads(column)
     secret = await unpack(row.security_context)
     if secret is not None:
         context["security_context"] = json.loads(secret)
@@ -123,7 +124,7 @@ def requester_columns(requester: Requester) -> dict[str, Any]:
     }
 
 
-def requester_of(row: Row[Any]) -> Requester:
+def requester_of(row: Any) -> Requester:
     """The requester that a task's row names."""
     return Requester(
         reply_to=None if row.reply_to is None else Address(row.reply_to),
@@ -134,7 +135,7 @@ def requester_of(row: Row[Any]) -> Requester:
     )
 
 
-async def reply_of(row: Row[Any], now: float, names: Names) -> Reply:
+async def reply_of(row: Any, now: float, names: Names) -> Reply:
     """The reply on an ended task's row."""
     return Reply(
         agent=names.plain(row.agent_name),
@@ -146,7 +147,7 @@ async def reply_of(row: Row[Any], now: float, names: Names) -> Reply:
     )
 
 
-async def known_of(row: Row[Any], names: Names) -> Known:
+async def known_of(row: Any, names: Names) -> Known:
     """A task's row as a repeated request needs it."""
     state = TaskState(row.status)
     reply = await reply_of(row, row.now, names) if state.ended else None
@@ -182,15 +183,19 @@ async def outcome_column(outcome: Outcome) -> bytes | None:
     return await pack(encode_outcome(outcome))
 
 
-async def outcome_of(row: Row[Any]) -> Outcome:
-    """The outcome on a call's row."""
-    stored = await unpack(row.outcome)
+StoredOutcome: TypeAlias = tuple[str, str, bytes | None]
+"""A call's id, its peer, and its outcome as it rests."""
+
+
+async def outcome_of(packed: bytes | None) -> Outcome:
+    """The outcome that rests on a call's row."""
+    stored = await unpack(packed)
     if stored is None:
         return Failed(FailureKind.CANCELLED, "the call was closed")
     return decode_outcome(stored)
 
 
-def run_of(row: Row[Any], names: Names) -> Run:
+def run_of(row: Any, names: Names) -> Run:
     """The run that owns a running task."""
     return Run(
         task_id=TaskId(row.logical_task_id),
@@ -201,9 +206,9 @@ def run_of(row: Row[Any], names: Names) -> Run:
     )
 
 
-async def resumable_of(row: Row[Any], calls: Sequence[Row[Any]], names: Names) -> Resumable:
+async def resumable_of(row: Any, calls: Sequence[StoredOutcome], names: Names) -> Resumable:
     """A running task's row, and its calls in call order, as what its next segment needs."""
-    outcomes = [(call.call_id, AgentName(call.peer_agent), await outcome_of(call)) for call in calls]
+    outcomes = [(call_id, AgentName(peer), await outcome_of(packed)) for call_id, peer, packed in calls]
     return Resumable(
         run=run_of(row, names),
         requester=requester_of(row),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import repeat
+from typing import TypeAlias, TypeVar
 
 from meshpoint.adapters.sql import (
     catalog,
@@ -18,9 +20,12 @@ from meshpoint.adapters.sql import (
     schema,
 )
 from meshpoint.adapters.sql import statements as sql
+from meshpoint.adapters.sql.batcher import Batcher
+from meshpoint.adapters.sql.claiming import Taken
 from meshpoint.adapters.sql.codec import pack
 from meshpoint.adapters.sql.database import Database
 from meshpoint.adapters.sql.failures import DRIVER_ERRORS, refused
+from meshpoint.adapters.sql.hot import LANES, HotPath
 from meshpoint.adapters.sql.locking import Terms
 from meshpoint.adapters.sql.owning import OwnedTasks
 from meshpoint.adapters.sql.rows import Names, known_of, outcome_column
@@ -31,8 +36,11 @@ from meshpoint.model.checkpoint import (
     BeginResult,
     CallSummary,
     Cancel,
+    CancelNotice,
     CancelResult,
     Claim,
+    Dispatch,
+    Duplicate,
     End,
     EndResult,
     Expired,
@@ -44,6 +52,7 @@ from meshpoint.model.checkpoint import (
     ProgressNoted,
     Release,
     Replica,
+    Reply,
     Resumable,
     Run,
     Send,
@@ -52,6 +61,11 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.ports.clock import Clock
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+PackedRequestedPause: TypeAlias = tuple[checkpointing.PackedPause, bytes | None]
+"""A checkpoint, and the request of its task, packed."""
 
 
 class SqlCheckpointStore:
@@ -86,7 +100,7 @@ class SqlCheckpointStore:
         self._database = Database(
             url,
             command_timeout=command_timeout,
-            pool_size=pool_size,
+            pool_size=pool_size + LANES,
             clock=clock,
         )
         self._terms = Terms(
@@ -95,6 +109,15 @@ class SqlCheckpointStore:
             tombstone_ttl=tombstone_ttl.total_seconds(),
             incompatible_limit=incompatible_limit.total_seconds(),
         )
+        on_postgres = not self._database.dialect.is_sqlite
+        self._hot = HotPath(self._database.engine, self._terms, clock) if on_postgres else None
+        self._pauses: Batcher[PackedRequestedPause, PauseResult] = Batcher(
+            self._pause_together, lambda wish: wish[0].size
+        )
+        self._ends: Batcher[tuple[End, bytes | None], EndResult] = Batcher(
+            self._end_together, lambda wish: len(wish[1] or b"")
+        )
+        self._marks: Batcher[Send, None] = Batcher(self._mark_together)
 
     @property
     def durable(self) -> bool:
@@ -119,6 +142,10 @@ class SqlCheckpointStore:
 
     async def close(self) -> None:
         """Release every connection."""
+        for batcher in (self._pauses, self._ends, self._marks):
+            await batcher.close()
+        if self._hot is not None:
+            await self._hot.close()
         await self._database.close()
 
     # ── transitions ────────────────────────────────────────────────────────────────────────────────
@@ -128,7 +155,10 @@ class SqlCheckpointStore:
         names, ids = self._terms.names, sorted(set(task_ids))
         if not ids:
             return {}
-        rows = await self._database.read(lambda tx: tx.rows(sql.LOOKUP, ids=ids))
+        if self._hot is not None:
+            rows = await self._hot.lookup(ids)
+        else:
+            rows = await self._database.read(lambda tx: tx.rows(sql.LOOKUP, ids=ids))
         return {TaskId(row.logical_task_id): await known_of(row, names) for row in rows}
 
     async def begin(self, begins: Sequence[Begin]) -> list[BeginResult]:
@@ -139,26 +169,52 @@ class SqlCheckpointStore:
         return await self._database.write(lambda tx: checkpointing.begin(tx, packed, self._terms))
 
     async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
-        """Write checkpoints."""
-        if not pauses:
-            return []
-        packed = [(await checkpointing.PackedPause.of(wish), await pack(wish.request)) for wish in pauses]
-        return await self._database.write(lambda tx: checkpointing.pause(tx, packed, self._terms))
+        """Write checkpoints, together with those that others write now."""
+        return await self._pauses.put(
+            [(await checkpointing.PackedPause.of(wish), await pack(wish.request)) for wish in pauses]
+        )
+
+    async def _pause_together(self, packed: Sequence[PackedRequestedPause]) -> Sequence[PauseResult | Exception]:
+        moved = await self._hot.pause(packed) if self._hot is not None else {}
+        return await _with_rest(
+            packed,
+            moved,
+            lambda rest: self._database.write(lambda tx: checkpointing.pause(tx, rest, self._terms)),
+        )
 
     async def claim(self, claims: Sequence[Claim], replica: Replica, slots: int) -> list[Arrival]:
         """Record outcomes, one winner each."""
         if not claims:
             return []
         packed = [(wish, await outcome_column(wish.outcome)) for wish in claims]
-        arrivals = await self._database.write(lambda tx: claiming.claim(tx, packed, replica, slots, self._terms))
-        return arrivals.with_tasks(await self._read(arrivals.owned))
+        moved: dict[int, Arrival | Taken] = {}
+        owned = OwnedTasks()
+        if self._hot is not None:
+            moved, owned = await self._hot.claim(packed, replica, slots)
+        seen = {claims[place].id for place in moved}
+        moved |= {
+            place: Duplicate(wish.task_id, wish.sub_task_id)
+            for place, wish in enumerate(claims)
+            if place not in moved and wish.id in seen
+        }
+        rest = [packed[place] for place in range(len(packed)) if place not in moved]
+        verdicts: Iterator[Arrival | Taken] = iter(())
+        if rest:
+            left = slots - len(owned.tasks)
+            arrivals = await self._database.write(lambda tx: claiming.claim(tx, rest, replica, left, self._terms))
+            verdicts, owned = iter(arrivals.verdicts), owned.and_also(arrivals.owned)
+        in_order = [moved[place] if place in moved else next(verdicts) for place in range(len(packed))]
+        return claiming.with_tasks(in_order, await self._read(owned))
 
     async def end(self, ends: Sequence[End]) -> list[EndResult]:
-        """Turn running tasks into tombstones with their reply."""
-        if not ends:
-            return []
-        packed = [(wish, await pack(wish.reply)) for wish in ends]
-        return await self._database.write(lambda tx: ending.end(tx, packed, self._terms))
+        """Turn running tasks into tombstones with their reply, together with those that others end now."""
+        return await self._ends.put([(wish, await pack(wish.reply)) for wish in ends])
+
+    async def _end_together(self, packed: Sequence[tuple[End, bytes | None]]) -> Sequence[EndResult | Exception]:
+        moved = await self._hot.end(packed) if self._hot is not None else {}
+        return await _with_rest(
+            packed, moved, lambda rest: self._database.write(lambda tx: ending.end(tx, rest, self._terms))
+        )
 
     async def release(self, releases: Sequence[Release]) -> list[bool]:
         """Give running tasks back."""
@@ -234,8 +290,17 @@ class SqlCheckpointStore:
 
     async def mark_sent(self, sent: Sequence[Send]) -> None:
         """The broker has them."""
-        if sent:
-            await self._database.write(lambda tx: outbox.mark_sent(tx, sent))
+        await self._marks.put(sent)
+
+    async def _mark_together(self, sent: Sequence[Send]) -> Sequence[None]:
+        rest = sent
+        if self._hot is not None:
+            await self._hot.mark_dispatched([send for send in sent if isinstance(send, Dispatch)])
+            await self._hot.mark_replied([send for send in sent if isinstance(send, Reply)])
+            rest = [send for send in sent if isinstance(send, CancelNotice)]
+        if rest:
+            await self._database.write(lambda tx: outbox.mark_sent(tx, rest))
+        return [None] * len(sent)
 
     # ── catalog ────────────────────────────────────────────────────────────────────────────────────
 
@@ -249,3 +314,22 @@ class SqlCheckpointStore:
     async def task(self, task_id: TaskId) -> tuple[TaskSummary, list[CallSummary]] | None:
         """One task and its calls in call order."""
         return await self._database.read(lambda tx: catalog.show_task(tx, self._terms.names, task_id))
+
+
+async def _with_rest(
+    items: Sequence[Item],
+    moved: Mapping[int, Result],
+    general: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
+) -> Sequence[Result | Exception]:
+    """Results in the order of `items`: those of the hot path, and what the general transaction says of the rest."""
+    rest = [item for place, item in enumerate(items) if place not in moved]
+    if not rest:
+        return [moved[place] for place in range(len(items))]
+    answers: Iterator[Result | Exception]
+    try:
+        answers = iter(await general(rest))
+    except Exception as error:  # it is for them alone: the others are committed
+        if not moved:
+            raise
+        answers = repeat(error)
+    return [moved[place] if place in moved else next(answers) for place in range(len(items))]

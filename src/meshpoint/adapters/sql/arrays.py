@@ -1,0 +1,237 @@
+"""The hot statements of PostgreSQL: each moves a whole batch one step, over arrays, and commits by itself.
+
+A statement does what every task of a batch ordinarily needs, under the guard that the row is as expected, and
+returns those it moved. What it did not move is left to the general transaction in `checkpointing`, `claiming` or
+`ending`, which decides under the row's lock what that means. So there is one place for decisions, and none of them
+is repeated here.
+
+As everywhere, tasks are locked in order of id and calls only under the lock of their task. A guard on a locked row
+is evaluated on the row's newest version, after the lock was waited for. What others wrote into *other* rows
+meanwhile is older than this statement's snapshot or invisible to it: nothing here reads such rows for a decision,
+and the outcomes of a task are read by `READ_OWNED`, later.
+
+`$1` is the time of tests, or NULL: then it is the database's. The comment at the head of each statement is its name
+in the database's statistics.
+"""
+
+from __future__ import annotations
+
+# The instant of a batch: taken after the last lock.
+_AFTER_LOCKS = """
+clock AS MATERIALIZED (
+  SELECT coalesce($1::double precision, CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS double precision)) AS now
+    FROM (SELECT count(*) FROM locked) AS counted)"""
+
+CONTEXT = (
+    "a2a_context, effective_session_id, user_id, current_invocation_id, produced_artifacts,"
+    " artifact_signals_to_return, response_buffer, flags, security_context, token_usage, context_rest,"
+    " state, state_format, app_version, framework"
+)
+
+# Write the calls and joins of the tasks that `written` holds.
+_CALLS_AND_JOINS = """
+calls AS (
+  INSERT INTO agent_peer_sub_tasks (
+    logical_task_id, sub_task_id, agent_name, invocation_id, seq, call_id, peer_agent, correlation_data, request,
+    status, outcome, send_due_at, send_attempts, idle_timeout, timeout_deadline, absolute_deadline, created_at)
+  SELECT w.logical_task_id, c.sub_task_id, w.agent_name, w.generation, c.seq, c.call_id, c.peer, c.headers, c.request,
+         CASE WHEN c.sent THEN 'pending' ELSE 'done' END, c.outcome,
+         CASE WHEN c.sent THEN w.now + $2::double precision END, c.sent::int, c.idle_timeout,
+         LEAST(w.now + c.timeout, w.now + c.idle_timeout, w.task_deadline), LEAST(w.now + c.timeout, w.task_deadline),
+         w.now
+    FROM unnest($3::text[], $4::text[], $5::int[], $6::text[], $7::text[], $8::text[], $9::bytea[], $10::boolean[],
+                $11::bytea[], $12::double precision[], $13::double precision[])
+         AS c(task_id, sub_task_id, seq, call_id, peer, headers, request, sent, outcome, idle_timeout, timeout)
+    JOIN written AS w ON w.logical_task_id = c.task_id),
+joins AS (
+  INSERT INTO agent_parallel_invocations (
+    logical_task_id, invocation_id, total_expected, completed_count, succeeded_count, needed, join_deadline)
+  SELECT w.logical_task_id, w.generation, given.total, given.completed, 0, given.needed, w.now + given.join_timeout
+    FROM given JOIN written AS w ON w.logical_task_id = given.task_id)
+SELECT logical_task_id, now FROM written"""
+
+# One row for each pause; those of new tasks have more columns.
+_GIVEN = """
+  FROM unnest($14::text[], $15::text[], $16::text[], $17::int[], $18::double precision[], $19::double precision[],
+              $20::int[], $21::int[], $22::int[], $23::double precision[], $24::int[],
+              $25::text[], $26::text[], $27::text[], $28::text[], $29::text[], $30::text[], $31::text[], $32::text[],
+              $33::bytea[], $34::text[], $35::text[], $36::bytea[], $37::text[], $38::text[], $39::text[]{more})
+       AS p(task_id, status, run_id, generation, soonest, task_deadline, total, completed, needed, join_timeout,
+            fence, {context}{named})"""
+
+_WAKE_AT = """CASE WHEN status = 'ready' THEN now
+              ELSE LEAST(now + soonest, task_deadline, now + join_timeout) END"""
+
+# Write the first checkpoints of tasks that have no row.
+PAUSE_NEW = f"""/* commits: pause */
+WITH locked AS (SELECT 1), {_AFTER_LOCKS},
+given AS MATERIALIZED (
+  SELECT p.*, {_WAKE_AT} AS wake_at, clock.now
+  {
+    _GIVEN.format(
+        context=CONTEXT,
+        more=", $40::text[], $41::bytea[], $42::text[], $43::text[], $44::text[], $45::double precision[]",
+        named=", agent, request, reply_to, requester_app_id, parent_task_id, idle_timeout",
+    )
+}, clock
+   WHERE task_deadline IS NULL OR task_deadline > clock.now),
+written AS (
+  INSERT INTO agent_paused_tasks (
+    logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, request, reply_to,
+    requester_app_id, parent_task_id, task_deadline, idle_timeout, keep_alive_at, checkpointed_at, {CONTEXT})
+  SELECT task_id, agent, status, generation, 1, run_id, 0, wake_at, request, reply_to,
+         requester_app_id, parent_task_id, task_deadline, idle_timeout, now + idle_timeout / $46::int, now, {CONTEXT}
+    FROM given
+  ON CONFLICT DO NOTHING
+  RETURNING logical_task_id, agent_name, generation, task_deadline, checkpointed_at AS now),
+{_CALLS_AND_JOINS}
+"""
+
+# Write the checkpoints of tasks that have a row, and delete what they waited for before.
+PAUSE_AGAIN = f"""/* commits: pause again */
+WITH locked AS MATERIALIZED (
+  SELECT t.logical_task_id
+    FROM agent_paused_tasks AS t JOIN unnest($14::text[], $24::int[]) AS mine(task_id, fence)
+      ON mine.task_id = t.logical_task_id AND mine.fence = t.fence
+   WHERE t.logical_task_id = ANY($14::text[]) AND t.status = 'running' AND NOT t.cancel_requested
+   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_AFTER_LOCKS},
+given AS MATERIALIZED (
+  SELECT p.*, {_WAKE_AT} AS wake_at, clock.now
+  {_GIVEN.format(context=CONTEXT, more="", named="")}
+    JOIN locked ON locked.logical_task_id = p.task_id, clock
+   WHERE task_deadline IS NULL OR task_deadline > clock.now),
+written AS (
+  UPDATE agent_paused_tasks AS t SET
+    status = g.status, generation = g.generation, run_id = g.run_id, owner = NULL, attempt = 0, wake_at = g.wake_at,
+    keep_alive_at = g.now + t.idle_timeout / $40::int, checkpointed_at = g.now, incompatible_since = NULL,
+    dead_reason = NULL, ({CONTEXT}) = ROW({", ".join(f"g.{name.strip()}" for name in CONTEXT.split(","))})
+    FROM given AS g WHERE t.logical_task_id = g.task_id
+  RETURNING t.logical_task_id, t.agent_name, t.generation, t.task_deadline, g.now),
+done_calls AS (
+  DELETE FROM agent_peer_sub_tasks AS c USING written
+   WHERE c.logical_task_id = written.logical_task_id AND c.status = 'done'),
+met_joins AS (
+  DELETE FROM agent_parallel_invocations AS j USING written WHERE j.logical_task_id = written.logical_task_id),
+{_CALLS_AND_JOINS}
+"""
+
+# Record outcomes of calls that every call of a join must have; give the tasks whose join that meets to `$2`, or make
+# them ready. Returns the outcomes recorded, by their place in the arrays, and for the last one of each task that
+# goes on, whether it goes on here.
+CLAIM = f"""/* commits: claim */
+WITH locked AS MATERIALIZED (
+  SELECT t.logical_task_id, t.generation, t.state_format
+    FROM agent_paused_tasks AS t
+    JOIN agent_parallel_invocations AS j
+      ON j.logical_task_id = t.logical_task_id AND j.invocation_id = t.generation AND j.needed IS NULL
+   WHERE t.logical_task_id = ANY($3::text[]) AND t.agent_name = $4::text AND t.status = 'waiting'
+   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_AFTER_LOCKS},
+recorded AS (
+  UPDATE agent_peer_sub_tasks AS c
+     SET status = 'done', outcome = g.outcome, claim_id = g.claim_id, send_due_at = NULL
+    FROM unnest($5::text[], $6::text[], $7::text[], $8::bytea[], $9::boolean[], $10::text[])
+         WITH ORDINALITY AS g(task_id, sub_task_id, claim_id, outcome, ok, sender, place)
+    JOIN locked AS l ON l.logical_task_id = g.task_id
+   WHERE c.logical_task_id = g.task_id AND c.sub_task_id = g.sub_task_id AND c.status = 'pending'
+     AND c.invocation_id = l.generation AND (g.sender IS NULL OR g.sender = c.peer_agent)
+  RETURNING c.logical_task_id, g.place, g.claim_id, g.ok),
+counted AS (
+  SELECT logical_task_id, count(*) AS outcomes, count(*) FILTER (WHERE ok) AS results, max(place) AS last
+    FROM recorded GROUP BY logical_task_id),
+joined AS (
+  UPDATE agent_parallel_invocations AS j
+     SET completed_count = j.completed_count + n.outcomes, succeeded_count = j.succeeded_count + n.results
+    FROM counted AS n JOIN locked AS l ON l.logical_task_id = n.logical_task_id
+   WHERE j.logical_task_id = n.logical_task_id AND j.invocation_id = l.generation
+  RETURNING j.logical_task_id, n.last, j.completed_count >= j.total_expected AS met),
+met AS MATERIALIZED (
+  SELECT l.logical_task_id, r.claim_id, r.place,
+         l.state_format = ANY($11::text[])
+         AND sum((l.state_format = ANY($11::text[]))::int) OVER (ORDER BY l.logical_task_id) <= $12::int AS here
+    FROM joined AS j JOIN locked AS l ON l.logical_task_id = j.logical_task_id
+    JOIN recorded AS r ON r.logical_task_id = j.logical_task_id AND r.place = j.last
+   WHERE j.met),
+owned AS (
+  UPDATE agent_paused_tasks AS t SET
+    status = CASE WHEN met.here THEN 'running' ELSE 'ready' END, fence = t.fence + met.here::int,
+    run_id = met.claim_id, owner = CASE WHEN met.here THEN $2::text END, attempt = met.here::int,
+    wake_at = CASE WHEN met.here THEN clock.now + $13::double precision ELSE clock.now END
+    FROM met, clock WHERE t.logical_task_id = met.logical_task_id
+  RETURNING met.place, met.here)
+SELECT recorded.place, owned.here FROM recorded LEFT JOIN owned ON owned.place = recorded.place
+"""
+
+# Read tasks that this replica owns, whole, with the outcomes of their pause in call order.
+READ_OWNED = """/* reads: owned */
+SELECT t.*, calls.*
+  FROM agent_paused_tasks AS t,
+       LATERAL (SELECT array_agg(c.call_id) AS call_ids, array_agg(c.peer_agent) AS peers,
+                       array_agg(c.outcome) AS outcomes
+                  FROM (SELECT call_id, peer_agent, outcome FROM agent_peer_sub_tasks
+                         WHERE logical_task_id = t.logical_task_id AND invocation_id = t.generation
+                         ORDER BY seq) AS c) AS calls
+ WHERE t.logical_task_id = ANY($1::text[]) AND t.owner = $2::text AND t.status = 'running'
+"""
+
+# Turn tasks into tombstones: what they held is wiped, their replies are due.
+END = f"""/* commits: end */
+WITH given AS MATERIALIZED (
+  SELECT * FROM unnest($4::text[], $5::int[], $6::text[], $7::text[], $8::bytea[], $9::text[])
+                AS e(task_id, fence, run_id, status, reply, dead_reason)),
+locked AS MATERIALIZED (
+  SELECT t.logical_task_id
+    FROM agent_paused_tasks AS t JOIN given ON given.task_id = t.logical_task_id AND given.fence = t.fence
+   WHERE t.logical_task_id = ANY($4::text[]) AND t.status = 'running'
+   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_AFTER_LOCKS},
+ended AS (
+  UPDATE agent_paused_tasks AS t SET
+    status = given.status, run_id = given.run_id, owner = NULL, wake_at = clock.now + $2::double precision,
+    keep_alive_at = NULL, reply = given.reply, reply_sent = false, reply_attempts = 1,
+    dead_reason = given.dead_reason, request = CASE WHEN given.dead_reason IS NOT NULL THEN t.request END,
+    ended_at = clock.now, expires_at = GREATEST(clock.now, t.task_deadline) + $3::double precision,
+    a2a_context = NULL, effective_session_id = NULL, user_id = NULL, current_invocation_id = NULL,
+    produced_artifacts = NULL, artifact_signals_to_return = NULL, response_buffer = NULL, flags = NULL,
+    security_context = NULL, token_usage = NULL, context_rest = NULL, state = NULL
+    FROM given, locked, clock
+   WHERE t.logical_task_id = locked.logical_task_id AND given.task_id = locked.logical_task_id
+  RETURNING t.logical_task_id, t.agent_name, t.reply_to, t.requester_app_id, t.parent_task_id, t.task_deadline,
+            t.idle_timeout),
+done_calls AS (
+  DELETE FROM agent_peer_sub_tasks AS c USING ended
+   WHERE c.logical_task_id = ended.logical_task_id AND c.status = 'done'),
+met_joins AS (
+  DELETE FROM agent_parallel_invocations AS j USING ended WHERE j.logical_task_id = ended.logical_task_id)
+SELECT * FROM ended
+"""
+
+# Mark requests as sent that nobody has answered or closed meanwhile. A call that somebody holds is being answered,
+# closed or sent again just now: no mark of ours is worth waiting for it.
+MARK_DISPATCHED = """/* commits: mark dispatched */
+WITH unmarked AS MATERIALIZED (
+  SELECT c.logical_task_id, c.sub_task_id
+    FROM unnest($2::text[], $3::text[]) AS s(task_id, sub_task_id)
+    JOIN agent_peer_sub_tasks AS c ON c.logical_task_id = s.task_id AND c.sub_task_id = s.sub_task_id
+   WHERE c.status = 'pending' FOR NO KEY UPDATE OF c SKIP LOCKED)
+UPDATE agent_peer_sub_tasks AS c SET
+  dispatched_at = coalesce($1::double precision, CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS double precision)),
+  send_due_at = NULL
+  FROM unmarked AS u WHERE c.logical_task_id = u.logical_task_id AND c.sub_task_id = u.sub_task_id
+"""
+
+# Mark replies as sent: the rows stay as tombstones.
+MARK_REPLIED = """/* commits: mark replied */
+WITH locked AS MATERIALIZED (
+  SELECT logical_task_id FROM agent_paused_tasks
+   WHERE logical_task_id = ANY($1::text[]) AND ended_at IS NOT NULL AND NOT reply_sent
+   ORDER BY logical_task_id FOR NO KEY UPDATE)
+UPDATE agent_paused_tasks AS t SET reply_sent = true, wake_at = expires_at
+  FROM locked WHERE t.logical_task_id = locked.logical_task_id
+"""
+
+# Look tasks up by id, without a lock: those that have ended bring their reply.
+LOOKUP = """/* reads: lookup */
+SELECT logical_task_id, agent_name, status, fence, reply, reply_to, requester_app_id, parent_task_id, task_deadline,
+       idle_timeout, ended_at, reply_attempts,
+       coalesce($1::double precision, CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS double precision)) AS now
+  FROM agent_paused_tasks WHERE logical_task_id = ANY($2::text[])
+"""

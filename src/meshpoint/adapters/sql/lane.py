@@ -1,0 +1,134 @@
+"""One connection of the driver's own, on which the statements of one kind follow each other, prepared.
+
+Every statement that is sent here may be repeated: what it moved, the repetition does not move again, and the general
+transaction that then looks finds by the run's or the claim's id that it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import asyncpg
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from meshpoint.adapters.sql.engine import ATTEMPTS
+from meshpoint.adapters.sql.failures import DRIVER_ERRORS, Failure, brief, failure, is_duplicate
+from meshpoint.errors import CommitInDoubt, StoreUnavailable
+
+_SESSION = {
+    # Every hot statement goes by key: a plan made for a small table is right for a large one.
+    "plan_cache_mode": "force_generic_plan",
+    "enable_seqscan": "off",
+    "jit": "off",
+}
+
+_GONE = ("08", "40003", "57P")
+"""SQLSTATEs of a connection or a server that goes away, which may have committed before."""
+
+
+class Row(asyncpg.Record):  # type: ignore[misc]
+    """A row whose columns are attributes, as SQLAlchemy's are."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Lane:
+    """Sends one statement at a time; each commits by itself. Connects when it is first used, and again when it must.
+
+    `settings` hold for the session.
+    """
+
+    def __init__(self, engine: AsyncEngine, settings: Mapping[str, str] | None = None) -> None:
+        self._engine = engine
+        self._settings = _SESSION | dict(settings or {})
+        self._turn = asyncio.Lock()
+        self._connection: AsyncConnection | None = None
+        self._driver: Any = None
+
+    async def read(self, statement: str, *values: Any) -> Sequence[Any]:
+        """What the statement returns.
+
+        Raises:
+            StoreUnavailable: no answer came.
+        """
+        try:
+            return await self._send(statement, values)
+        except CommitInDoubt as error:  # of a statement that writes nothing
+            raise StoreUnavailable(str(error)) from error
+
+    async def write(self, statement: str, *values: Any) -> Sequence[Any]:
+        """What the statement returns, after it has committed.
+
+        Raises:
+            StoreUnavailable: nothing was written.
+            CommitInDoubt: it was sent, and no answer came.
+        """
+        return await self._send(statement, values)
+
+    async def close(self) -> None:
+        """Give the connection back."""
+        connection, self._connection, self._driver = self._connection, None, None
+        if connection is not None:
+            with suppress(*DRIVER_ERRORS):
+                await connection.close()
+
+    async def _send(self, statement: str, values: Sequence[Any]) -> Sequence[Any]:
+        in_doubt = False
+        async with self._turn:
+            for number in range(1, ATTEMPTS + 1):
+                driver = None
+                try:
+                    driver = await self._ready()
+                    rows: Sequence[Any] = await driver.fetch(statement, *values, record_class=Row)
+                    return rows
+                except Exception as error:
+                    lost, meaning = _is_lost(error, driver), failure(error)
+                    in_doubt = in_doubt or (lost and driver is not None)
+                    if lost:
+                        await self._drop()
+                    # A lost connection is made again once: the repeated statement finds what the first one wrote.
+                    if number < (2 if lost else ATTEMPTS if meaning is Failure.RETRY else 0):
+                        await asyncio.sleep(random.uniform(0.001, 0.02) * number)
+                        continue
+                    if meaning is Failure.BUG or is_duplicate(error):
+                        raise
+                    if in_doubt:
+                        raise CommitInDoubt(f"the answer to a statement was lost: {brief(error)}") from error
+                    raise StoreUnavailable(brief(error)) from error
+                except BaseException:
+                    await self._drop()  # cancelled: whatever state it is in, it is not used again
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _ready(self) -> Any:
+        if self._driver is None or self._driver.is_closed():
+            await self._drop()
+            connection = await self._engine.connect()
+            try:
+                driver: Any = (await connection.get_raw_connection()).driver_connection
+                for name, value in self._settings.items():
+                    await driver.execute(f"SET {name} = {value}")
+            except BaseException:
+                await connection.invalidate()
+                await connection.close()
+                raise
+            self._connection, self._driver = connection, driver
+        return self._driver
+
+    async def _drop(self) -> None:
+        connection, self._connection, self._driver = self._connection, None, None
+        if connection is not None:
+            with suppress(*DRIVER_ERRORS):
+                await connection.invalidate()
+                await connection.close()
+
+
+def _is_lost(error: Exception, driver: Any) -> bool:
+    """Whether the connection can tell no more what became of a statement; without a driver, there was none."""
+    state = str(getattr(error, "sqlstate", None) or "")
+    return driver is None or driver.is_closed() or state.startswith(_GONE) or isinstance(error, OSError)
