@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from pydantic import JsonValue, TypeAdapter
+from pydantic import JsonValue
+from pydantic_core import from_json, to_json
 
 from meshpoint.model.usage import TokenUsage
 
@@ -45,18 +46,28 @@ class Failed:
 Outcome: TypeAlias = Ok[JsonValue] | Failed
 """An outcome as it travels and rests: the value is JSON, not yet validated against a declared type."""
 
-_outcome: TypeAdapter[Any] = TypeAdapter(Ok[JsonValue] | Failed)
+_NO_USAGE = TokenUsage()
 
 
 def encode_outcome(outcome: Outcome) -> bytes:
-    """`outcome` as the JSON kept on its call's row."""
-    return _outcome.dump_json(outcome)
+    """`outcome` as the JSON kept on its call's row. What is empty is left out."""
+    kept: dict[str, Any] = (
+        {"value": outcome.value} if isinstance(outcome, Ok) else {"kind": outcome.kind, "message": outcome.message}
+    )
+    if isinstance(outcome, Ok) and outcome.artifacts:
+        kept["artifacts"] = outcome.artifacts
+    if outcome.usage != _NO_USAGE:
+        kept["usage"] = outcome.usage
+    return to_json(kept)
 
 
 def decode_outcome(stored: bytes) -> Outcome:
     """The outcome that `encode_outcome` wrote."""
-    decoded: Outcome = _outcome.validate_json(stored)
-    return decoded
+    kept = from_json(stored)
+    usage = TokenUsage.model_validate(kept["usage"]) if kept.get("usage") else TokenUsage()
+    if "kind" in kept:
+        return Failed(FailureKind(kept["kind"]), kept.get("message", ""), usage)
+    return Ok(kept["value"], tuple(kept.get("artifacts", ())), usage)
 
 
 class Outcomes(Mapping[str, Outcome]):

@@ -6,6 +6,7 @@ The marker leaves room for other forms, so a later release can seal what an earl
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import zstandard
 
@@ -14,6 +15,17 @@ ZSTD = b"\x01"
 
 _COMPRESS_FROM = 1024
 _THREAD_FROM = 256 * 1024
+
+
+class _Tools(threading.local):
+    """A compressor and a decompressor of each thread's own: to make them costs more than to use them."""
+
+    def __init__(self) -> None:
+        self.compress = zstandard.ZstdCompressor(level=1).compress
+        self.decompress = zstandard.ZstdDecompressor().decompress
+
+
+_tools = _Tools()
 
 
 async def pack(value: bytes | None) -> bytes | None:
@@ -39,10 +51,14 @@ async def unpack(stored: bytes | None) -> bytes | None:
     if marker != ZSTD:
         raise ValueError(f"a stored value begins with the unknown marker {marker!r}")
     if len(rest) < _THREAD_FROM:
-        return zstandard.decompress(rest)
-    return await asyncio.to_thread(zstandard.decompress, rest)
+        return _decompress(rest)
+    return await asyncio.to_thread(_decompress, rest)
 
 
 def _compress(value: bytes) -> bytes:
-    packed = zstandard.compress(value, 1)
+    packed = _tools.compress(value)
     return ZSTD + packed if len(packed) < len(value) else RAW + value
+
+
+def _decompress(packed: bytes) -> bytes:
+    return _tools.decompress(packed)
