@@ -53,10 +53,6 @@ _IMPATIENT = Replica(HERE.id, HERE.agent, HERE.formats, _NOW)
 _FOR_PEOPLE = {"LIST_ALL", "LIST_OF_AGENT"}
 """Statements that read many rows and sort them, for a person who asks."""
 
-_AFTER_A_LOST_COMMIT = {"READ_DISPATCHES"}
-"""Statements for which PostgreSQL may read the whole index of what is still to be sent, which is short: they are
-sent only when a pause is repeated."""
-
 
 @dataclass
 class Plans:
@@ -66,8 +62,8 @@ class Plans:
 
     def hear(self, connection: object, message: Any) -> None:
         _, _, plan = str(message.message).partition("plan:\n")
-        if plan:
-            read = json.loads(plan)
+        read = json.loads(plan) if plan else {"Query Text": ""}
+        if any(table.name in read["Query Text"] for table in TABLES):  # not what the driver asks about types
             self.told.append((read["Query Text"], read["Plan"]))
 
     @contextmanager
@@ -157,19 +153,25 @@ async def crowded_url(request: pytest.FixtureRequest, postgres_url: str) -> str:
 
 
 @asynccontextmanager
-async def _listened(url: str, plans: Plans) -> AsyncIterator[SqlCheckpointStore]:
+async def _listened(url: str, plans: Plans, *, hot_path: bool = True) -> AsyncIterator[SqlCheckpointStore]:
     """A store whose every statement `plans` hears."""
     with plans.listening():
-        store = _store(url)
+        store = _store(url, hot_path=hot_path)
         await store.open()
         yield store
         await store.close()
 
 
-def _store(url: str) -> SqlCheckpointStore:
+def _store(url: str, *, hot_path: bool = True) -> SqlCheckpointStore:
     """A store for which all that it has to tell, or to forget, is due at once."""
     return SqlCheckpointStore(
-        url, namespace="test", dispatch_lease=_NOW, tombstone_ttl=_NOW, incompatible_limit=HOUR, pool_size=1
+        url,
+        namespace="test",
+        dispatch_lease=_NOW,
+        tombstone_ttl=_NOW,
+        incompatible_limit=HOUR,
+        pool_size=1,
+        hot_path=hot_path,
     )
 
 
@@ -252,10 +254,11 @@ class Life:
 @pytest.mark.parametrize("batch", [1, 60])
 async def test_nothing_that_replicas_run_scans_a_table(crowded_url: str, batch: int) -> None:
     plans = Plans()
-    async with _listened(crowded_url, plans) as store:
-        await Life(store, batch).run()
+    for hot_path in (True, False):
+        async with _listened(crowded_url, plans, hot_path=hot_path) as store:
+            await Life(store, batch).run()
     statements = _statements()
-    scans = [scan for text, scan in plans.scans() if text not in {statements[name] for name in _AFTER_A_LOST_COMMIT}]
+    scans = [scan for _, scan in plans.scans()]
     assert not scans, "\n\n".join(scans)
     missing = {name for name, text in statements.items() if text not in plans.texts()}
     assert missing - _FOR_PEOPLE == set(), "statements that no step of `Life` sends"

@@ -190,7 +190,8 @@ async def _find_again(results: dict[Any, PauseResult | None], tx: Transaction, t
     if again:
         rows = by_task(await tx.rows(sql.READ_DISPATCHES, ids=sorted(again)))
         for task_id, found in again.items():
-            sends = [await dispatch_of(row, terms.names, attempt=1) for row in rows.get(task_id, [])]
+            unsent = [row for row in rows.get(task_id, []) if row.send_due_at is not None]
+            sends = [await dispatch_of(row, terms.names, attempt=1) for row in unsent]
             results[task_id] = Committed(found.state, tuple(sends))
 
 

@@ -237,11 +237,12 @@ SELECT c.logical_task_id, c.call_id, c.peer_agent, c.outcome
  WHERE c.logical_task_id {one_of:ids} ORDER BY c.logical_task_id, c.seq
 """
 
-# Read the calls of a pause that are still to be sent.
+# Read the calls of a pause that are pending, in call order. Which of them are still to be sent is not asked here: it
+# would make PostgreSQL read the whole index of what is.
 READ_DISPATCHES = """
 SELECT c.* FROM agent_peer_sub_tasks AS c JOIN agent_paused_tasks AS t
     ON t.logical_task_id = c.logical_task_id AND t.generation = c.invocation_id
- WHERE c.logical_task_id {one_of:ids} AND c.status = 'pending' AND c.send_due_at IS NOT NULL
+ WHERE c.logical_task_id {one_of:ids} AND c.status = 'pending'
  ORDER BY c.logical_task_id, c.seq
 """
 

@@ -80,6 +80,7 @@ class SqlCheckpointStore:
         command_timeout: when a database that does not answer counts as away.
         pool_size: connections to PostgreSQL; to SQLite there is one.
         clock: for tests: replaces the database's clock.
+        hot_path: False sends everything through the general transactions, as on SQLite.
 
     Raises:
         ConfigurationError: `url` names no database that Meshpoint runs on.
@@ -96,6 +97,7 @@ class SqlCheckpointStore:
         command_timeout: timedelta = timedelta(seconds=30),
         pool_size: int = 5,
         clock: Clock | None = None,
+        hot_path: bool = True,
     ) -> None:
         self._database = Database(
             url,
@@ -109,8 +111,8 @@ class SqlCheckpointStore:
             tombstone_ttl=tombstone_ttl.total_seconds(),
             incompatible_limit=incompatible_limit.total_seconds(),
         )
-        on_postgres = not self._database.dialect.is_sqlite
-        self._hot = HotPath(self._database.engine, self._terms, clock) if on_postgres else None
+        hot_path = hot_path and not self._database.dialect.is_sqlite
+        self._hot = HotPath(self._database.engine, self._terms, clock) if hot_path else None
         self._pauses: Batcher[PackedRequestedPause, PauseResult] = Batcher(
             self._pause_together, lambda wish: wish[0].size
         )
