@@ -35,8 +35,14 @@ QUICK = {
 """Timings at which faults show within seconds."""
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(HEAVY)
+_FIRST_START = 120.0
+"""Seconds for all replicas to serve, on servers that are up."""
 _BREATH = 0.5
 """Seconds before a place is filled again whose replica did not come to serve."""
+
+
+class CrewMissing(Exception):
+    """The replicas did not come to serve; holds what they said."""
 
 
 @dataclass
@@ -85,7 +91,14 @@ class Crew:
             broker, database = await Proxy(self._urls[0]).__aenter__(), await Proxy(self._urls[1]).__aenter__()
             self.posts.append(Post(number, self._configure(number, broker.url, database.url), broker, database))
         self._keepers = [asyncio.create_task(self._keep(post)) for post in self.posts]
-        await asyncio.gather(*(post.serving.wait() for post in self.posts))
+        try:
+            async with asyncio.timeout(_FIRST_START):
+                await asyncio.gather(*(post.serving.wait() for post in self.posts))
+        except TimeoutError as error:
+            await self.__aexit__()
+            raise CrewMissing(
+                f"no full crew after {_FIRST_START:g} s: {dict(self.exits)}{self._last_words()}"
+            ) from error
         return self
 
     async def __aexit__(self, *failure: object) -> None:
@@ -110,6 +123,10 @@ class Crew:
             self._changed.clear()
             await self._changed.wait()
         return fit
+
+    def _last_words(self) -> str:
+        logs = [path.read_text(errors="replace")[-500:] for path in sorted(self._folder.glob("*.log"))]
+        return "".join(f"\n{log}" for log in logs[-2:])
 
     def _configure(self, number: int, broker_url: str, db_url: str) -> Path:
         agents = [

@@ -49,25 +49,29 @@ class Strikes:
         await asyncio.gather(*(post.serving.wait() for post in self.crew.posts))
 
     async def _strike(self, fault: Fault) -> None:
+        post = await self._aim(fault) if fault.kind in _TO_A_REPLICA else None
         began = time.time()
         name = f"{fault.kind.value} {began:.3f}"
         self.going_on.add(name)
-        what = await self._do(fault)
+        what = await self._do(fault, post)
         self.going_on.discard(name)
         self.counts[fault.kind.value] += 1
         self.log.append(Strike(fault.kind, what, began, time.time()))
 
-    async def _do(self, fault: Fault) -> str:
+    async def _aim(self, fault: Fault) -> Post:
+        fit = await self.crew.fit()
+        return fit[int(fault.aim * len(fit))]
+
+    async def _do(self, fault: Fault, post: Post | None) -> str:
+        if post is not None:
+            incarnation = post.incarnations
+            await _TO_A_REPLICA[fault.kind](post, fault)
+            return f"replica {post.number}-{incarnation:04}"
         if fault.kind is Kind.BROKER:
             return await self._restart(self._broker, self.rabbit, fault)
         if fault.kind is Kind.DATABASE:
             return await self._restart(self._database, self.postgres, fault)
-        if fault.kind is Kind.ROLL:
-            return await self._roll()
-        fit = await self.crew.fit()
-        post = fit[int(fault.aim * len(fit))]
-        await _TO_A_REPLICA[fault.kind](post, fault)
-        return f"replica {post.number}-{post.incarnations:04}"
+        return await self._roll()
 
     async def _restart(self, lock: asyncio.Lock, server: RabbitServer | PostgresServer, fault: Fault) -> str:
         async with lock:
