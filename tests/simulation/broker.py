@@ -86,7 +86,7 @@ class SimulatedBroker(MemoryBroker):
     async def declare(self, agent: AgentName, replica: ReplicaId | None = None) -> None:
         """Make queues exist."""
         fate = self._weather.fate(BROKER, "declare")
-        await call(partial(self._server.declare, agent, replica, self), fate, _away)
+        await call(partial(self._declare, agent, replica), fate, _away)
 
     async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> MemorySubscription:
         """Deliver; what is settled reaches the server after a while."""
@@ -112,6 +112,11 @@ class SimulatedBroker(MemoryBroker):
         at_close = super().close()
         at_close.send(None)  # it closes at once, and then gives the loop a turn
         at_close.close()
+
+    def _declare(self, agent: AgentName, replica: ReplicaId | None) -> None:
+        self._server.declare(agent, replica, self)
+        if not self._open:  # who asked is gone by now: its private queue will expire
+            self._server.leave(self)
 
     def _flush(self, lost: float) -> None:
         for timer, settle in list(self._settling.items()):

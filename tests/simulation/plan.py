@@ -18,7 +18,7 @@ from .replicas import Process
 from .store import STORE
 from .weather import draw_climate
 
-_HEALING = 1500.0
+_HEALING = 600.0
 """Virtual seconds until all must be over: back-offs reach a minute, several may follow each other."""
 
 
