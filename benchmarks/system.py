@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
 MANY, MORE = 16, 64
 """Requests in flight."""
+_MORE_ROW = f"{cast.MESHPOINT}, {MORE} in flight"
 _COSTS = {
     "cpu ms": "CPU ms",
     "server cpu ms": "servers' CPU ms",
+    "tasks per cpu s": "tasks per CPU second",
     "commits": "commits",
     "statements": "statements",
     "wal KiB": "WAL KiB",
@@ -74,7 +76,11 @@ async def run(stage: Stage, *, quick: bool) -> Report:
     return Report(
         name="system",
         about={**await stage.about(), **await cast.versions()},
-        tables=[layout_table, *[_table(fan_out, each) for fan_out, each in measured.items()], _promises()],
+        tables=[
+            layout_table,
+            *[table(fan_out, each) for fan_out, each in measured.items() for table in (_speeds, _costs)],
+            _promises(),
+        ],
         figures={f"N={fan_out}": _figures(each) for fan_out, each in measured.items()},
         plots={
             "rate": partial(_bars, measured, "tasks/s, 16 in flight", lambda each, name: each.many.rate(name).median),
@@ -159,43 +165,38 @@ async def _sample(
     done = await contender.round(fan_out, in_flight, seconds)
     after, count = await costs(), len(done.latencies)
     each = {name: (after[name] - before[name]) / count for name in before}
+    each["tasks per cpu s"] = 1e3 / (each["cpu ms"] + each["server cpu ms"])
     return Sample(count, done.seconds, {"p50": done.quantile(0.5), "p99": done.quantile(0.99), **each})
 
 
 # ── telling ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _table(fan_out: int, measured: Measured) -> Table:
-    columns = ["", "tasks/s", "of Meshpoint", "p50 ms", "p99 ms", "alone: p50 ms", "p99 ms", *_COSTS.values()]
-    rows = [_row(name, measured) for name in measured.names]
-    more = measured.more
-    rows.insert(
-        1,
-        [
-            f"{cast.MESHPOINT}, {MORE} in flight",
-            *_speed(more, cast.MESHPOINT),
-            None,
-            None,
-            *_costs(more, cast.MESHPOINT),
-        ],
-    )
-    note = (
-        f"{MANY} in flight, or one (alone). CPU and counts are for each task. Celery's statements are Redis commands."
-    )
-    return Table(f"N={fan_out}: an agent asks {fan_out} peers and waits for all", columns, rows, note)
+def _speeds(fan_out: int, measured: Measured) -> Table:
+    columns = ["", "tasks/s", "of Meshpoint", "p50 ms", "p99 ms", "alone p50 ms", "alone p99 ms"]
+    rows = [[name, *_speed(measured.many, name), *_latency(measured.alone, name)] for name in measured.names]
+    rows.insert(1, [_MORE_ROW, *_speed(measured.more, cast.MESHPOINT), None, None])
+    note = f"{MANY} requests in flight, or one (alone). Of Meshpoint: median, and lowest..highest, of the rounds."
+    return Table(f"N={fan_out}: a root, {fan_out} peers, an answer", columns, rows, note)
 
 
-def _row(name: str, measured: Measured) -> list[Cell]:
-    alone = [measured.alone.extra(name, "p50").median, measured.alone.extra(name, "p99").median]
-    return [name, *_speed(measured.many, name), *alone, *_costs(measured.many, name)]
+def _costs(fan_out: int, measured: Measured) -> Table:
+    rows = [[name, *_cost(measured.many, name)] for name in measured.names]
+    rows.insert(1, [_MORE_ROW, *_cost(measured.more, cast.MESHPOINT)])
+    note = "Commits: transactions that wrote. Celery's statements are Redis commands."
+    return Table(f"N={fan_out}: what a task costs", ["", *_COSTS.values()], rows, note)
 
 
 def _speed(medians: Medians, name: str) -> list[Cell]:
-    ratio = medians.ratio(name, to=cast.MESHPOINT)
-    return [medians.rate(name).median, f"{ratio:.2f}", *[medians.extra(name, key).median for key in ("p50", "p99")]]
+    ratio = medians.ratio(name, to=cast.MESHPOINT) if name != cast.MESHPOINT else None
+    return [medians.rate(name).median, f"{ratio:.2f}" if ratio else None, *_latency(medians, name)]
 
 
-def _costs(medians: Medians, name: str) -> list[Cell]:
+def _latency(medians: Medians, name: str) -> list[Cell]:
+    return [medians.extra(name, key).median for key in ("p50", "p99")]
+
+
+def _cost(medians: Medians, name: str) -> list[Cell]:
     known = medians.samples[name][0].extras
     return [medians.extra(name, key).median if key in known else None for key in _COSTS]
 
@@ -210,7 +211,7 @@ def _figures(measured: Measured) -> dict[str, JsonValue]:
         name: {f"{MANY} in flight": told(measured.many, name), "alone": told(measured.alone, name)}
         for name in measured.names
     }
-    return {**figures, f"{cast.MESHPOINT}, {MORE} in flight": told(measured.more, cast.MESHPOINT)}
+    return {**figures, _MORE_ROW: told(measured.more, cast.MESHPOINT)}
 
 
 def _promises() -> Table:

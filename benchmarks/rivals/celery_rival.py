@@ -24,7 +24,7 @@ async def running(url: str) -> AsyncIterator[driver.Ask]:
     app = ["-A", "benchmarks.rivals.celery_app"]
     options = ["--pool", "prefork", "--concurrency", str(_WORKERS), "--loglevel", "ERROR"]
     options += ["--without-gossip", "--without-mingle"]
-    command = [sys.executable, "-m", "celery", "--quiet", *app, "worker", *options]
+    command = [sys.executable, "-W", "ignore", "-m", "celery", "--quiet", *app, "worker", *options]
     worker = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
     try:
         from benchmarks.rivals.celery_app import root

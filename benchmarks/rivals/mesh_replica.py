@@ -47,11 +47,11 @@ def main() -> None:
     """Serve until standard input closes."""
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         settings = Settings.model_validate_json(stdin.readline())
-    print(f"serving {', '.join(agent.name for agent in settings.agents)}: {os.getpid()}", file=sys.stderr)
     folder = os.environ.get("MESHPOINT_PROFILE")
     if not folder:
         asyncio.run(_serve(settings, lambda: None))
         return
+    print(f"serving {', '.join(agent.name for agent in settings.agents)}: {os.getpid()}", file=sys.stderr)
     profile = cProfile.Profile(time.thread_time)  # what the machine does meanwhile is not counted
     asyncio.run(_serve(settings, profile.enable))
     profile.disable()

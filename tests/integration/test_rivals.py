@@ -1,0 +1,36 @@
+"""The benchmark's contenders do the whole job, or are told on."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.rivals import job
+from benchmarks.rivals.contender import Contender, RivalFailed
+from meshpoint.adapters.sql import migrations
+
+
+async def test_a_mesh_does_the_jobs_that_are_ordered(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/meshpoint.db"
+    await asyncio.to_thread(migrations.upgrade, url)
+    contender = await Contender.start("mesh", [sys.executable, "-m", "benchmarks.rivals.mesh", url, url])
+    try:
+        done = await contender.round(fan_out=3, in_flight=2, seconds=0.1)
+        assert len(done.latencies) >= 2
+        assert done.latencies == sorted(done.latencies)
+    finally:
+        await contender.close()
+
+
+async def test_a_rival_that_does_not_start_is_told_on() -> None:
+    with pytest.raises(RivalFailed, match="nobody: its process has ended"):
+        await Contender.start("nobody", [sys.executable, "-c", ""])
+
+
+def test_a_lost_answer_is_not_accepted() -> None:
+    job.check(3, job.summary([job.answer()] * 3))
+    with pytest.raises(AssertionError, match="2 answers"):
+        job.check(3, job.summary([job.answer()] * 2))
