@@ -73,7 +73,9 @@ class Mesh:
         self.exchange = SimulatedExchange(self.weather)
         self.ledger = Ledger()
         self.clock = VirtualClock(loop)
-        self.store = WatchedStore(self.clock, _Timings(), partial(self.ledger.written, DATABASE), durable=True)
+        self.store = WatchedStore(
+            self.clock, _Timings(), partial(self.ledger.written, DATABASE), self.ledger.must, durable=True
+        )
         self.processes: list[Process] = []
         self.living: list[Process] = []
         self.memories: dict[str, WatchedStore] = {}
@@ -95,7 +97,7 @@ class Mesh:
         """Start a replica of `agent`."""
         name = f"{agent.name}-{next(self._numbers)}"
         clock = VirtualClock(self.loop, self.dice.uniform(-0.2, 0.2))
-        memory = WatchedStore(clock, _Timings(), partial(self.ledger.written, name), durable=False)
+        memory = WatchedStore(clock, _Timings(), partial(self.ledger.written, name), self.ledger.must, durable=False)
         process = Process(
             name,
             agent,

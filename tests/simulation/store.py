@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,17 @@ from meshpoint.adapters.memory.rows import Tables, TaskRow
 from meshpoint.adapters.memory.store import MemoryCheckpointStore
 from meshpoint.adapters.memory.transitions import MemoryTransitions
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
+from meshpoint.model.checkpoint import (
+    Committed,
+    End,
+    Ended,
+    EndResult,
+    Pause,
+    PauseResult,
+    Release,
+    Replica,
+    Run,
+)
 from meshpoint.ports.clock import Clock
 from meshpoint.ports.store import StoreTimings
 
@@ -21,6 +32,8 @@ from .wire import at_once, call
 STORE = "store"
 Written = Callable[[TaskRow], None]
 """Hears of each write of a row."""
+Must = Callable[[bool, str], None]
+"""Notes what does not hold."""
 
 
 class WatchedTables(Tables):
@@ -39,16 +52,55 @@ class WatchedTables(Tables):
 class WatchedStore(MemoryCheckpointStore):
     """A memory store over watched tables. As a database it outlives every process."""
 
-    def __init__(self, clock: Clock, timings: StoreTimings, written: Written, *, durable: bool) -> None:
+    def __init__(self, clock: Clock, timings: StoreTimings, written: Written, must: Must, *, durable: bool) -> None:
         self.tables = WatchedTables(clock, timings, written)
         for part in (MemoryTransitions, MemoryDueWork, MemoryOutbox, MemoryCatalog):
             part.__init__(self, self.tables)
-        self._durable = durable
+        self._durable, self._must = durable, must
 
     @property
     def durable(self) -> bool:
         """Whether it plays the database."""
         return self._durable
+
+    async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
+        """Checkpoint; a zombie must not."""
+        owned = [self._is_owner(each.run) for each in pauses]
+        results = await super().pause(pauses)
+        for each, owns, result in zip(pauses, owned, results, strict=True):
+            self._must(owns or not isinstance(result, Committed), f"a zombie paused: {each.run}")
+        return results
+
+    async def end(self, ends: Sequence[End]) -> list[EndResult]:
+        """Commit outcomes; a zombie must not."""
+        owned = [self._is_owner(each.run) for each in ends]
+        results = await super().end(ends)
+        for each, owns, result in zip(ends, owned, results, strict=True):
+            self._must(owns or not isinstance(result, Ended), f"a zombie ended: {each.run}")
+        return results
+
+    async def release(self, releases: Sequence[Release]) -> list[bool]:
+        """Give tasks back; a zombie must not."""
+        owned = [self._is_owner(each.run) for each in releases]
+        results = await super().release(releases)
+        for each, owns, released in zip(releases, owned, results, strict=True):
+            self._must(owns or not released, f"a zombie released: {each.run}")
+        return results
+
+    async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
+        """Extend leases; a zombie's is lost."""
+        owned = [self._is_owner(each) for each in runs]
+        lost = await super().renew(runs, replica)
+        for run, owns in zip(runs, owned, strict=True):
+            self._must(owns or run in lost, f"a zombie renewed: {run}")
+        return lost
+
+    def _is_owner(self, run: Run) -> bool:
+        """Whether the task is this run's to write, or has what this run wrote before."""
+        row = self.tables.tasks.get(run.task_id)
+        if row is None or run.fence == 0:
+            return (row is None and run.fence == 0) or (row is not None and row.run_id == run.id)
+        return row.fence == run.fence
 
 
 class RemoteStore:
