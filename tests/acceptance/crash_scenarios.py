@@ -68,6 +68,7 @@ async def overdue(stage: Stage) -> None:
 
 async def unsent(stage: Stage) -> None:
     """A killed replica has left calls that are committed and not sent."""
+    stage.configure(dispatch_lease_seconds=0.5)
     await stage.ask(1, 2)
     await stage.kill_one_at("dispatch:before")
     await stage.doom()

@@ -14,18 +14,20 @@ from meshpoint.model.ids import AgentName, TaskId, new_id
 from meshpoint.model.messages import dead_letters_of
 from meshpoint.model.outcomes import Failed
 
-from .kit import EndedBefore, Mesh, Process, within
+from .kit import EndedBefore, Mesh, Process, count_rows, within
 
-AGENTS = ("chief", "root")
-"""The client asks `chief`, which lets `root` do the work, which asks the peer that the test plays."""
-VICTIM = "root"
-"""Whose steps count: its requester is an agent, and its peers are outside. `chief` dies with it, wherever it is."""
+CHIEF, VICTIM = "chief", "root"
+"""The client asks `chief`, which lets `root` do the work, which asks the peer that the test plays.
+
+`root` is whom the kills meet. `chief` has a replica of its own, which lives: what it sent is sent once, and so hides
+nothing that `root` loses.
+"""
 _QUICK: Mapping[str, JsonValue] = {
     "lease_seconds": 1,
     "renew_interval_seconds": 0.25,
-    "sweep_interval_seconds": 0.1,
+    "sweep_interval_seconds": 0.2,
     "settle_time_seconds": 0.3,
-    "dispatch_lease_seconds": 0.5,
+    "dispatch_lease_seconds": 2,
     "drain_timeout_seconds": 0.2,
     "db_pool_size": 1,
 }
@@ -50,18 +52,18 @@ class Stage:
     async def open(self) -> None:
         """The peer and the client are there, and every queue."""
         self.peer, self.client = await self.mesh.peer(), await self.mesh.client()
-        for agent in AGENTS:
-            await self.mesh.declare(agent)
+        for agent in (CHIEF, VICTIM):
+            await self.peer.broker.declare(AgentName(agent))
         self.configure()
         self._playing = asyncio.create_task(self._play())
 
     def configure(self, **options: JsonValue) -> None:
         """Set what the replicas that start from now on are given."""
-        self._config = self.mesh.rung.config(*AGENTS, **{**_QUICK, **options})
+        self._config = self.mesh.rung.config(VICTIM, **{**_QUICK, **options})
 
     async def replica(self, *arguments: str) -> Process:
         """A replica that lives until the scenario ends it, or until it dies `--at` an event of the victim."""
-        return await self.mesh.replica(self._config, *arguments, "--agent", VICTIM, started=0)
+        return await self.mesh.replica(self._config, *arguments, started=0)
 
     async def doom(self) -> Process:
         """The replica that is to die at the event."""
@@ -75,11 +77,11 @@ class Stage:
     async def terminate_while_it_runs(self, replica: Process | None) -> None:
         """SIGTERM to a replica in the middle of a segment."""
         assert replica is not None
-        await replica.wait("segment:before", agent=VICTIM)
+        await replica.wait("segment:before")
         replica.signal(signal.SIGTERM)
 
     async def ask(
-        self, *numbers: int, agent: str = "chief", rounds: int = 1, gated: bool = False, **work: JsonValue
+        self, *numbers: int, agent: str = CHIEF, rounds: int = 1, gated: bool = False, **work: JsonValue
     ) -> None:
         """Send the request; a number below zero is one that the peer never answers."""
         self._task_id, self._agent = TaskId(new_id()), agent
@@ -89,6 +91,8 @@ class Stage:
         if gated:
             asked["gate"] = str(self._gate)
         self._reply = await self.client.send(agent, asked, task_id=self._task_id)
+        if agent == CHIEF:
+            await self.mesh.replica(self.mesh.rung.config(CHIEF, **_QUICK), started=0)
 
     def open_gate(self) -> None:
         """Let gated code go on."""
@@ -98,7 +102,7 @@ class Stage:
         """Ask for the end of the task, once it has come to wait for the peer."""
         assert self.doomed is not None
         self.expected = "cancelled"
-        await self.doomed.wait("ack:after", agent=VICTIM)
+        await self.doomed.wait("ack:after")
         await self.client.cancel(self._agent, self._task_id)
 
     # ── the peer ───────────────────────────────────────────────────────────────────────────────────
@@ -106,9 +110,8 @@ class Stage:
     async def _play(self) -> None:
         while True:
             asked = await self.peer.requests.get()
-            self._asked_as[asked.input, str(asked.delivery.message.headers["x-parent-task-id"])].add(
-                asked.sub_task_id
-            )
+            parent = str(asked.delivery.message.headers["x-parent-task-id"])
+            self._asked_as[asked.input, parent].add(asked.sub_task_id)
             number = int(str(asked.input))
             if number < 0:
                 self.silent.add(asked.sub_task_id)
@@ -122,7 +125,7 @@ class Stage:
         self._turns += 1
         if self.doomed is not None:
             with suppress(EndedBefore):
-                await self.doomed.wait("ack:after", self._turns, agent=VICTIM)
+                await self.doomed.wait("ack:after", self._turns)
 
     # ── the end ────────────────────────────────────────────────────────────────────────────────────
 
@@ -138,7 +141,7 @@ class Stage:
         for question, ids in self._asked_as.items():
             assert len(ids) == self._rounds, f"a second set of calls: {question} was asked as {ids}"
         assert not survivor.of("dead_task")
-        for agent in (*AGENTS, self.peer.name):
+        for agent in (CHIEF, VICTIM, self.peer.name):
             assert await self.peer.broker.depth(dead_letters_of(AgentName(agent))) == 0, f"dead letters of {agent}"
 
     async def _death(self) -> None:
@@ -152,10 +155,14 @@ class Stage:
 
     async def _at_rest(self, survivor: Process) -> None:
         """Return when no task is open, and every call that got no answer is told to the peer as cancelled."""
-        looks = 0
-        while (left := await self.mesh.rows())["open"] or left["calls"] or (self.all_purged and left["tasks"]):
-            looks += 1
-            await survivor.wait("sweep:after", looks, agent=VICTIM)
+        store = self.mesh.store()
+        await store.open()
+        try:
+            while (left := await count_rows(store))["open"] or left["calls"] or (self.all_purged and left["tasks"]):
+                looks = len(survivor.of("sweep:after", durable=True))
+                await survivor.wait("sweep:after", looks + 1, durable=True)
+        finally:
+            await store.close()
         while self.silent:
             cancel = await within(self.peer.cancels.get())
             self.silent.discard(TaskId(cancel.message.correlation_id))

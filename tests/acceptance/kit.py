@@ -23,6 +23,7 @@ from meshpoint.model.letters import reply_bytes
 from meshpoint.model.messages import Address, Header, Message, MessageType, requests_of, responses_of
 from meshpoint.model.outcomes import Ok, Outcome
 from meshpoint.ports.broker import Broker, Delivery
+from meshpoint.ports.store import CheckpointStore
 from meshpoint.settings import Settings, load
 
 from .nursery import Forked, Nursery
@@ -253,17 +254,16 @@ class Mesh:
 
     async def rows(self) -> dict[str, int]:
         """How many rows the tables hold."""
-        store = wiring.open_store(self.rung.settings(self.rung.config("root")).agents[0], self.rung.namespace)
+        store = self.store()
         await store.open()
         try:
-            tasks = await store.tasks(limit=10_000)
-            calls = 0
-            for task in tasks:
-                shown = await store.task(task.task_id)
-                calls += len(shown[1]) if shown else 0
-            return {"tasks": len(tasks), "calls": calls, "open": sum(not task.state.ended for task in tasks)}
+            return await count_rows(store)
         finally:
             await store.close()
+
+    def store(self) -> CheckpointStore:
+        """The tables, not yet open."""
+        return wiring.open_store(self.rung.settings(self.rung.config("root")).agents[0], self.rung.namespace)
 
     async def close(self) -> None:
         for process in self.processes:
@@ -273,6 +273,16 @@ class Mesh:
             await client.__aexit__(None, None, None)
         for peer in self.peers:
             await peer.broker.close()
+
+
+async def count_rows(store: CheckpointStore) -> dict[str, int]:
+    """How many rows the tables hold."""
+    tasks = await store.tasks(limit=10_000)
+    calls = 0
+    for task in tasks:
+        shown = await store.task(task.task_id)
+        calls += len(shown[1]) if shown else 0
+    return {"tasks": len(tasks), "calls": calls, "open": sum(not task.state.ended for task in tasks)}
 
 
 async def within(future: Awaitable[T]) -> T:

@@ -23,7 +23,7 @@ from .crash_stage import Stage
 from .kit import Mesh, Rung
 from .nursery import Nursery
 
-AT_A_TIME = 6
+AT_A_TIME = 8
 Case: TypeAlias = tuple[str, Step, Phase, Way | None]
 
 POINTS = [
