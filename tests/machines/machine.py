@@ -27,6 +27,7 @@ from meshpoint.model.checkpoint import (
     Progress,
     Release,
     Replica,
+    Reply,
     Run,
     Send,
     TaskState,
@@ -44,7 +45,7 @@ def picks(*kinds: str) -> st.SearchStrategy[list[tuple[str, int]]]:
     return st.lists(st.tuples(st.sampled_from(kinds), numbers), min_size=1, max_size=6)
 
 
-numbers = st.integers(0, 40)
+numbers = st.one_of(st.integers(0, 1), st.integers(0, 40))
 replicas = st.sampled_from((*REPLICAS[:2], *REPLICAS))
 shapes = st.builds(
     Shape,
@@ -64,8 +65,6 @@ def pick(pool: Sequence[T], number: int) -> list[T]:
 class StoreMachine(RuleBasedStateMachine):
     """Drives the store that `open_store` gives it, and judges every answer by the ledger."""
 
-    check_all = True  # look at every task after each step, or only at those that it touched
-
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -74,7 +73,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.ledger, self.wishes = Ledger(self.clock), Wishes(f"{self.serial:04}")
         self.crashed: set[str] = set()
         self.written: dict[str, Pause | End] = {}  # what a run has once decided to write
-        self.claims: list[tuple[Claim, Replica]] = []
+        self.batches: dict[Replica, list[tuple[list[Claim], int]]] = {}
         self.cancels: list[Cancel] = []
         self.sends: list[Send] = []
         self.touched: set[TaskId] = set()
@@ -108,13 +107,18 @@ class StoreMachine(RuleBasedStateMachine):
         return list(self.ledger.stories.values())
 
     def owners(self) -> list[Run]:
-        """The runs that own their task, in replicas that live."""
-        running = self.ledger.in_state(TaskState.RUNNING)
+        """The runs that own their task, in replicas that live; last those that are to be cancelled."""
+        running = sorted(self.ledger.in_state(TaskState.RUNNING), key=lambda story: story.cancel_requested)
         return [story.owner for story in running if story.owner and story.owner.id not in self.crashed]
 
     def runs(self, replica: Replica | None = None) -> list[Run]:
-        """All runs that ever owned a task that is still there."""
-        return [run for story in self.stories for run, owner in story.runs if replica in {None, owner}]
+        """All runs that ever owned a task that is still there; last those whose task another run has now."""
+        runs = [run for story in self.stories for run, owner in story.runs if replica in {None, owner}]
+        return sorted(runs, key=self._is_zombie)
+
+    def _is_zombie(self, run: Run) -> bool:
+        story = self.ledger.stories[run.task_id]
+        return story.state is TaskState.RUNNING and not story.owned_by(run)
 
     def all_calls(self) -> list[tuple[TaskId, CallStory]]:
         """All calls that ever were."""
@@ -156,10 +160,12 @@ class StoreMachine(RuleBasedStateMachine):
             st.tuples(st.sampled_from(["new", "new", "own", "own", "again", "zombie", "other"]), numbers, shapes),
             min_size=1,
             max_size=6,
-        )
+        ),
+        after=st.sampled_from([0, 0, 0, 41]),
     )
-    def pause(self, items: list[tuple[str, int, Shape]]) -> None:
+    def pause(self, items: list[tuple[str, int, Shape]], after: int = 0) -> None:
         """Checkpoints of new tasks, of owners, of zombies, repeated ones, and ones over a row that is there."""
+        self.wait(after)
         pauses = [pause for kind, number, shape in items for pause in self._pauses(kind, number, shape)]
         results = self.do(self.store.pause(pauses))
         for pause, result in zip(pauses, results, strict=True):
@@ -202,17 +208,26 @@ class StoreMachine(RuleBasedStateMachine):
         self._claim(list(claims.values()), replica, slots)
 
     @precondition(lambda self: self.ledger.in_state(TaskState.WAITING))
-    @rule(number=numbers, replica=replicas, slots=st.sampled_from([0, 1, 1]))
-    def answer(self, number: int, replica: Replica, slots: int) -> None:
-        """All that one task waits for arrives together."""
-        [story] = pick(self.ledger.in_state(TaskState.WAITING), number)
-        claims = [self._response(story.task_id, call, index + number) for index, call in enumerate(story.pending)]
-        self._claim(claims, replica, slots)
+    @rule(count=st.integers(1, 4), number=numbers, replica=replicas, slots=st.sampled_from([0, 1, 2, PLENTY]))
+    def answer(self, count: int, number: int, replica: Replica, slots: int) -> None:
+        """All that some tasks wait for arrives together."""
+        stories = self.ledger.in_state(TaskState.WAITING)[-count:]
+        calls = [(index, story, call) for story in stories for index, call in enumerate(story.pending)]
+        calls.sort(key=lambda each: each[0])
+        self._claim([self._response(s.task_id, call, index + number) for index, s, call in calls], replica, slots)
+
+    @precondition(lambda self: self.batches)
+    @rule(replica=replicas, number=st.integers(0, 2))
+    def repeat(self, replica: Replica, number: int) -> None:
+        """The answer to a commit was lost: the same claims come again, all of them."""
+        for claims, slots in pick(self.batches.get(replica, []), number):
+            self._claim(claims, replica, slots)
 
     def _claims(self, kind: str, number: int, replica: Replica) -> list[Claim]:
         match kind:
             case "again":
-                return pick([claim for claim, claimant in self.claims if claimant == replica], number)
+                mine = [claim for batch, _ in self.batches.get(replica, []) for claim in batch]
+                return pick(sorted(mine, key=lambda claim: claim.task_id in self.ledger.stories), number)
             case "nobody":
                 return [self.wishes.claim(TaskId("nobody"), TaskId("nobody"), None, number)]
             case "wrong" | "mesh":
@@ -228,8 +243,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _claim(self, claims: list[Claim], replica: Replica, slots: int) -> None:
         arrivals = self.do(self.store.claim(claims, replica, slots))
-        self.claims += [(claim, replica) for claim in claims]
+        self.batches.setdefault(replica, []).append((claims, slots))
         self.tell([c.task_id for c in claims], self.ledger.claimed, claims, replica, slots, arrivals)
+        self.sends += [notice for arrival in arrivals for notice in getattr(arrival, "cancels", ())]
 
     @rule(items=picks("fresh", "any", "wrong"))
     def progress(self, items: list[tuple[str, int]]) -> None:
@@ -273,7 +289,7 @@ class StoreMachine(RuleBasedStateMachine):
         for release, result in zip(releases, results, strict=True):
             self.tell([release.run.task_id], self.ledger.released, release, result)
 
-    @rule(items=picks("any", "any", "again", "unknown"))
+    @rule(items=picks("any", "running", "running", "again", "unknown"))
     def cancel(self, items: list[tuple[str, int]]) -> None:
         """Cancels of tasks in any state, of tasks not heard of yet, and repeated ones."""
         cancels: list[Cancel] = []
@@ -284,11 +300,13 @@ class StoreMachine(RuleBasedStateMachine):
             elif kind == "unknown":
                 cancels.append(self.wishes.cancel(TaskId(self.wishes.id("task"))))
             else:
-                cancels += [self.wishes.cancel(story.task_id) for story in pick(self.stories, number)]
+                stories = self.ledger.in_state(TaskState.RUNNING) if kind == "running" else self.stories
+                cancels += [self.wishes.cancel(story.task_id) for story in pick(stories, number)]
         results = self.do(self.store.cancel(cancels))
         self.cancels += cancels
         for cancel, result in zip(cancels, results, strict=True):
             self.tell([cancel.task_id], self.ledger.cancelled, cancel, result)
+            self.sends += getattr(result, "cancels", ())
 
     @rule(replica=replicas, chosen=st.lists(numbers, min_size=1, max_size=6))
     def renew(self, replica: Replica, chosen: list[int]) -> None:
@@ -296,6 +314,37 @@ class StoreMachine(RuleBasedStateMachine):
         runs = list(dict.fromkeys(run for number in chosen for run in pick(self.runs(replica), number)))
         lost = self.do(self.store.renew(runs, replica))
         self.tell([run.task_id for run in runs], passing.renewed, self.ledger, runs, replica, lost)
+
+    @precondition(lambda self: self.ledger.in_state(TaskState.WAITING))
+    @rule(count=st.integers(1, 4), replica=st.sampled_from(REPLICAS[:2]), slots=st.sampled_from([1, 2, PLENTY]))
+    def resume(self, count: int, replica: Replica, slots: int) -> None:
+        """Tasks go on in a replica with slots for some of them or for all."""
+        self.answer(count, 0, replica, slots)
+
+    @precondition(lambda self: self.owners())
+    @rule(replica=replicas, write=st.sampled_from(["pause", "end", "release", "renew"]))
+    def lose(self, replica: Replica, write: str) -> None:
+        """A run stands still past its lease, another replica takes its task, and it goes on as a zombie."""
+        self.take_over(replica, PLENTY, 16)
+        match write:
+            case "pause":
+                self.pause([("zombie", 0, Shape((False,), None, None, 0, FORMAT))])
+            case "end":
+                self.end([("zombie", 0)])
+            case "release":
+                self.release([("zombie", 0)], 0, None)
+            case _:
+                for each in REPLICAS:
+                    self.renew(each, [0])
+
+    @precondition(lambda self: self.owners())
+    @rule(replica=replicas, hours=st.lists(st.integers(0, 1), min_size=1, max_size=3))
+    def puzzle(self, replica: Replica, hours: list[int]) -> None:
+        """A state that nobody can read goes from replica to replica."""
+        for hour in hours:
+            self.release([("own", 0)], 0, "travel/9")
+            self.wait(hour * 3_600)
+            self.take(replica, PLENTY)
 
     @rule(replica=replicas)
     def crash(self, replica: Replica) -> None:
@@ -318,6 +367,8 @@ class StoreMachine(RuleBasedStateMachine):
         slots = PLENTY if 0 < slots < len(due) else slots
         results = self.do(self.store.expire(replica, PLENTY, slots))
         self.tell(due, passing.expired, self.ledger, replica, slots, results)
+        self.sends += [notice for result in results for notice in result.cancels]
+        self.do(self._not_looked_at_in_vain())
 
     @precondition(lambda self: self.ledger.in_state(TaskState.READY))
     @rule(replica=replicas, limit=st.sampled_from([1, 2, PLENTY]))
@@ -365,10 +416,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.sends += sends
 
     @precondition(lambda self: self.sends)
-    @rule(chosen=st.lists(numbers, min_size=1, max_size=6))
-    def mark_sent(self, chosen: list[int]) -> None:
+    @rule(chosen=st.lists(numbers, min_size=1, max_size=6), replies=st.booleans())
+    def mark_sent(self, chosen: list[int], replies: bool) -> None:
         """The broker has some of what was to be sent, long ago or just now; some is marked twice."""
         sends = [send for number in chosen for send in pick(self.sends, number)]
+        sends += [send for send in self.sends if isinstance(send, Reply)] if replies else []
         self.do(self.store.mark_sent(sends))
         self.tell([send.task_id for send in sends], passing.marked, self.ledger, sends)
 
@@ -377,15 +429,20 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def seen_as_told(self) -> None:
         """What people and repeated requests see of the tasks is what the ledger says."""
-        wanted = [story for story in self.stories if self.check_all or story.task_id in self.touched]
+        touched = [story for story in self.stories if story.task_id in self.touched]
         self.touched.clear()
-        self.do(self._look_at(wanted))
+        self.do(self._look_at(touched))
 
     async def _look_at(self, stories: Sequence[Story]) -> None:
         known = await self.store.lookup([story.task_id for story in stories])
         for story in stories:
             check_known(story, known.get(story.task_id), self.clock.now())
             check_row(story, await self.store.task(story.task_id))
+
+    async def _not_looked_at_in_vain(self) -> None:
+        """A task that was looked at is due again when there is something to do: a batch of others must fit in."""
+        for summary in await self.store.tasks(states=[TaskState.WAITING], limit=PLENTY):
+            assert summary.wake_at > self.clock.now(), f"{summary} stays due"
 
     def teardown(self) -> None:
         """From wherever it stands, everything comes to its end, and nothing is left."""
