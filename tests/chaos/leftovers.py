@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 import asyncpg
 
@@ -21,12 +21,27 @@ _ROWS = {
 }
 
 
+_SHOWN = """
+SELECT logical_task_id, t.agent_name, t.status, generation, fence, owner, attempt, reply_sent, dead_reason,
+       wake_at - extract(epoch FROM now()) AS wakes_in, ended_at - extract(epoch FROM now()) AS ended_ago,
+       c.sub_task_id, c.invocation_id, c.call_id, c.status AS call, c.send_attempts, c.claim_id,
+       c.send_due_at - extract(epoch FROM now()) AS send_due_in, j.invocation_id AS joined
+  FROM agent_paused_tasks t LEFT JOIN agent_peer_sub_tasks c USING (logical_task_id)
+  LEFT JOIN agent_parallel_invocations j USING (logical_task_id)
+ WHERE t.status NOT IN ('completed', 'failed', 'cancelled') OR t.reply IS NOT NULL AND NOT reply_sent
+       OR c.sub_task_id IS NOT NULL OR j.invocation_id IS NOT NULL
+ ORDER BY logical_task_id, sub_task_id LIMIT 500
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Leftovers:
     """Rows and messages that still want something."""
 
     rows: dict[str, int]
     queues: dict[str, int]
+    tasks: frozenset[str] = frozenset()  # whose rows these are
+    shown: tuple[str, ...] = ()  # the rows themselves
 
     @property
     def total(self) -> int:
@@ -34,13 +49,22 @@ class Leftovers:
 
     def to_dict(self) -> dict[str, dict[str, int]]:
         """As JSON, without what is zero."""
-        return {name: {key: count for key, count in part.items() if count} for name, part in asdict(self).items()}
+        parts = {"rows": self.rows, "queues": self.queues}
+        return {name: {key: count for key, count in part.items() if count} for name, part in parts.items()}
 
 
 async def _rows(db_url: str) -> dict[str, int]:
     connection = await asyncpg.connect(db_url)
     try:
         return {name: int(await connection.fetchval(query)) for name, query in _ROWS.items()}
+    finally:
+        await connection.close()
+
+
+async def _shown(db_url: str) -> list[asyncpg.Record]:
+    connection = await asyncpg.connect(db_url)
+    try:
+        return list(await connection.fetch(_SHOWN))
     finally:
         await connection.close()
 
@@ -63,6 +87,10 @@ async def until_none(db_url: str, rabbit: RabbitServer, namespace: str, limit: f
         left = Leftovers(await _rows(db_url), {})
         if not left.total:
             left = Leftovers(left.rows, await _queues(rabbit, namespace))
-        if not left.total or asyncio.get_running_loop().time() > end:
+        if not left.total:
             return left
+        if asyncio.get_running_loop().time() > end:
+            rows = await _shown(db_url)
+            tasks = frozenset(row["logical_task_id"] for row in rows)
+            return replace(left, tasks=tasks, shown=tuple(str(dict(row)) for row in rows))
         await asyncio.sleep(0.5)

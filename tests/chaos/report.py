@@ -75,6 +75,7 @@ class Findings:
                 *self.ledger.duplicated(self.degraded),
                 *(of[number] for number in sorted(self.effects.doubled_calls)),
             ],
+            "stuck": [of[number] for number, ids in self.effects.tasks.items() if ids & self.leftovers.tasks],
             "wrong": [*self.ledger.wrong(), *(of[number] for number in sorted(self.effects.missing))],
         }
 

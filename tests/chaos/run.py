@@ -132,6 +132,10 @@ async def _stories(found: Findings, into: Path, folder: Path, db_url: str) -> li
         strikes=found.strikes,
         db_url=db_url,
     )
+    if found.leftovers.shown:
+        into.mkdir(parents=True, exist_ok=True)
+        files.append(into / "rows-left.txt")
+        files[-1].write_text("\n".join(found.leftovers.shown) + "\n")
     return [str(path) for path in files]
 
 

@@ -1,0 +1,46 @@
+"""A cancel is marked as sent while its task ends: both hold the task, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import asyncpg
+import pytest
+
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.conformance.build import an_end, one, paused, resumed, row, sub
+from meshpoint.model.calls import FIRST
+from meshpoint.model.checkpoint import Ended
+
+_WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+
+
+@pytest.mark.xfail(strict=True, reason="the end deletes the calls that were done when it began to wait for the task")
+async def test_a_call_whose_cancel_is_marked_just_before_the_end_is_deleted_with_it(postgres_url: str) -> None:
+    store = SqlCheckpointStore(postgres_url, namespace="test", command_timeout=timedelta(seconds=30))
+    await store.open()
+    marking, looking = await asyncpg.connect(postgres_url), await asyncpg.connect(postgres_url)
+    try:
+        pause = await paused(store, "a", "b", join=FIRST)
+        task = await resumed(store, pause, "a")
+        mark = marking.transaction()
+        await mark.start()  # what `mark_sent` does for the cancel of b, up to its commit
+        task_id, call_id = pause.run.task_id, sub(pause, "b")
+        await marking.execute(
+            "SELECT 1 FROM agent_paused_tasks WHERE logical_task_id = $1 FOR NO KEY UPDATE", task_id
+        )
+        await marking.execute(
+            "UPDATE agent_peer_sub_tasks SET status = 'done', send_due_at = NULL WHERE sub_task_id = $1", call_id
+        )
+        ending = asyncio.create_task(store.end([an_end(task.run)]))
+        while not await looking.fetchval(_WAITING):
+            await asyncio.sleep(0.01)
+        await mark.commit()
+        assert isinstance(one(await ending), Ended)
+        _, calls = await row(store, task_id)
+        assert calls == []
+    finally:
+        await marking.close()
+        await looking.close()
+        await store.close()
