@@ -21,7 +21,12 @@ from meshpoint.model.usage import TokenUsage
 class Body(BaseModel):
     """Base of all bodies: camelCase on the wire, snake_case in Python."""
 
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore")
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        populate_by_name=True,
+        extra="ignore",
+        cache_strings="keys",  # ids come once: pydantic would keep 16,384 of them for good
+    )
 
     def to_bytes(self) -> bytes:
         """The body as it travels."""
@@ -157,7 +162,7 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
     """
     try:
         if b"NaN" in body or b"Infinity" in body:  # pydantic takes the bare words for numbers; JSON has no such thing
-            from_json(body, allow_inf_nan=False)
+            from_json(body, allow_inf_nan=False, cache_strings="keys")
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
