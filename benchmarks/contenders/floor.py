@@ -32,6 +32,7 @@ _OWNER = "A"
 _HEADERS = json.dumps({"x-call-depth": 2})
 _RAW, _ZSTD = b"\x00", b"\x01"
 _MOST_TOGETHER = 256
+_compressor, _decompressor = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
 _OWN_COLUMNS = (
     "a2a_context",
     "produced_artifacts",
@@ -40,7 +41,6 @@ _OWN_COLUMNS = (
     "flags",
     "token_usage",
 )
-_NO_USAGE = {"total": {"input": 0, "output": 0, "cached": 0}, "by_model": {}, "by_source": {}}
 
 Answer = tuple[Job, int]
 """The answer to one call: its job, and the place of the call."""
@@ -181,7 +181,7 @@ class Floor:
             [each.parent_task_id for each in batch],
             [_RAW + each.request for each in batch],
             *zip(*[_context_columns(each.context) for each in batch], strict=True),
-            [_ZSTD + zstandard.compress(each.state, 1) for each in batch],
+            [_ZSTD + _compressor.compress(each.state) for each in batch],
             [job.REPLY_TO] * len(batch),
             [job.REQUESTER] * len(batch),
             [task_id for task_id, _, _ in calls],
@@ -204,7 +204,7 @@ class Floor:
         rows = await self._claim.fetch(
             [each.task_id for each, _ in batch],
             [each.calls[place].sub_task_id for each, place in batch],
-            [_RAW + to_json({"value": each.answer, "artifacts": [], "usage": _NO_USAGE}) for each, _ in batch],
+            [_RAW + to_json({"value": each.answer}) for each, _ in batch],
             [each.calls[place].claim_id for each, place in batch],
             _OWNER,
             job.LEASE,
@@ -252,7 +252,7 @@ def _resumed(row: asyncpg.Record) -> Resumed:
         task_id=row[0],
         fence=row[1],
         run_id=row[2],
-        state=zstandard.decompress(row[3][1:]),
+        state=_decompressor.decompress(row[3][1:]),
         request=row[4][1:],
         context=[from_json(row[5][1:]), *[from_json(text) for text in row[6]]],
         outcomes=[

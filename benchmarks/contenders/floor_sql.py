@@ -72,9 +72,8 @@ BEGIN
       UPDATE agent_paused_tasks AS t
          SET status = 'running', fence = t.fence + 1, run_id = last.claim_id, owner = p_owner, attempt = 1,
              wake_at = CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS float8) + p_lease
-        FROM (SELECT DISTINCT ON (task_id) task_id, claim_id
-                FROM unnest(p_tasks, p_claims) WITH ORDINALITY AS i (task_id, claim_id, place)
-               WHERE task_id = ANY (met) ORDER BY task_id, place DESC) AS last
+        FROM (SELECT task_id, (array_agg(claim_id))[count(*)] AS claim_id
+                FROM unnest(p_tasks, p_claims) AS i (task_id, claim_id) WHERE task_id = ANY (met) GROUP BY 1) AS last
        WHERE t.logical_task_id = last.task_id
       RETURNING t.*
     ), calls AS (
