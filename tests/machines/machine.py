@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Sequence
-from itertools import count
-from typing import Any, TypeVar
-
 import hypothesis.strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from machines import passing
-from machines.drain import drained
-from machines.ledger import Ledger
-from machines.seen import check_known, check_row
-from machines.story import CallStory, Story
-from machines.wishes import READS_ALL, REPLICAS, Shape, Wishes
-from meshpoint.adapters.memory.clock import FakeClock
+from machines.stage import PLENTY, Stage, pick
+from machines.story import CallStory
+from machines.wishes import READS_ALL, REPLICAS, Shape
 from meshpoint.conformance.build import AGENT, FORMAT, OTHER_FORMAT, SECOND
 from meshpoint.model.checkpoint import (
     Begin,
@@ -29,15 +21,9 @@ from meshpoint.model.checkpoint import (
     Replica,
     Reply,
     Run,
-    Send,
     TaskState,
 )
 from meshpoint.model.ids import TaskId
-from meshpoint.ports.store import CheckpointStore
-
-T = TypeVar("T")
-PLENTY = 100
-_SERIAL = count(1)
 
 
 def picks(*kinds: str) -> st.SearchStrategy[list[tuple[str, int]]]:
@@ -57,77 +43,8 @@ shapes = st.builds(
 )
 
 
-def pick(pool: Sequence[T], number: int) -> list[T]:
-    """That one of the pool, if there is one; the last first, so that small numbers go on with what is fresh."""
-    return [pool[-1 - number % len(pool)]] if pool else []
-
-
-class StoreMachine(RuleBasedStateMachine):
+class StoreMachine(Stage):
     """Drives the store that `open_store` gives it, and judges every answer by the ledger."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        self.clock = FakeClock()
-        self.serial = next(_SERIAL)
-        self.ledger, self.wishes = Ledger(self.clock), Wishes(f"{self.serial:04}")
-        self.crashed: set[str] = set()
-        self.written: dict[str, Pause | End] = {}  # what a run has once decided to write
-        self.batches: dict[Replica, list[tuple[list[Claim], int]]] = {}
-        self.cancels: list[Cancel] = []
-        self.sends: list[Send] = []
-        self.touched: set[TaskId] = set()
-        self.sound = True
-        self.store = self.open_store()
-        self.do(self.store.open())
-
-    def open_store(self) -> CheckpointStore:
-        """The store to drive."""
-        raise NotImplementedError
-
-    def do(self, step: Coroutine[Any, Any, T]) -> T:
-        """Run one step to its end; after one that failed there is nothing to look at any more."""
-        self.sound = False
-        result = self.runner.run(step)
-        self.sound = True
-        return result
-
-    def tell(self, task_ids: Sequence[TaskId], judge: Any, *answer: Any) -> None:
-        """Have the ledger judge an answer, and look at these tasks afterwards."""
-        self.sound = False
-        self.touched |= set(task_ids)
-        judge(*answer)
-        self.sound = True
-
-    # ── what there is ──────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def stories(self) -> list[Story]:
-        """The tasks that have a row."""
-        return list(self.ledger.stories.values())
-
-    def owners(self) -> list[Run]:
-        """The runs that own their task, in replicas that live; last those that are to be cancelled."""
-        running = sorted(self.ledger.in_state(TaskState.RUNNING), key=lambda story: story.cancel_requested)
-        return [story.owner for story in running if story.owner and story.owner.id not in self.crashed]
-
-    def runs(self, replica: Replica | None = None) -> list[Run]:
-        """All runs that ever owned a task that is still there; last those whose task another run has now."""
-        runs = [run for story in self.stories for run, owner in story.runs if replica in {None, owner}]
-        return sorted(runs, key=self._is_zombie)
-
-    def _is_zombie(self, run: Run) -> bool:
-        story = self.ledger.stories[run.task_id]
-        return story.state is TaskState.RUNNING and not story.owned_by(run)
-
-    def all_calls(self) -> list[tuple[TaskId, CallStory]]:
-        """All calls that ever were."""
-        stories = [*self.ledger.gone.values(), *self.stories]
-        return [(story.task_id, call) for story in stories for call in story.calls.values()]
-
-    def pending(self) -> list[tuple[TaskId, CallStory]]:
-        """The calls that a response is waited for."""
-        return [(story.task_id, call) for story in self.stories for call in story.pending]
 
     # ── requests and checkpoints ───────────────────────────────────────────────────────────────────
 
@@ -346,6 +263,13 @@ class StoreMachine(RuleBasedStateMachine):
             self.wait(hour * 3_600)
             self.take(replica, PLENTY)
 
+    @precondition(lambda self: self.owners())
+    @rule(number=numbers, shape=shapes)
+    def stop(self, number: int, shape: Shape) -> None:
+        """A running task is cancelled, and its owner, who has not heard of it, pauses."""
+        self.cancel([("running", number)])
+        self.pause([("own", 0, shape)])
+
     @rule(replica=replicas)
     def crash(self, replica: Replica) -> None:
         """A replica forgets its runs: they write no more, unless as zombies."""
@@ -423,33 +347,3 @@ class StoreMachine(RuleBasedStateMachine):
         sends += [send for send in self.sends if isinstance(send, Reply)] if replies else []
         self.do(self.store.mark_sent(sends))
         self.tell([send.task_id for send in sends], passing.marked, self.ledger, sends)
-
-    # ── what must always hold ──────────────────────────────────────────────────────────────────────
-
-    @invariant()
-    def seen_as_told(self) -> None:
-        """What people and repeated requests see of the tasks is what the ledger says."""
-        touched = [story for story in self.stories if story.task_id in self.touched]
-        self.touched.clear()
-        self.do(self._look_at(touched))
-
-    async def _look_at(self, stories: Sequence[Story]) -> None:
-        known = await self.store.lookup([story.task_id for story in stories])
-        for story in stories:
-            check_known(story, known.get(story.task_id), self.clock.now())
-            check_row(story, await self.store.task(story.task_id))
-
-    async def _not_looked_at_in_vain(self) -> None:
-        """A task that was looked at is due again when there is something to do: a batch of others must fit in."""
-        for summary in await self.store.tasks(states=[TaskState.WAITING], limit=PLENTY):
-            assert summary.wake_at > self.clock.now(), f"{summary} stays due"
-
-    def teardown(self) -> None:
-        """From wherever it stands, everything comes to its end, and nothing is left."""
-        try:
-            if self.sound:
-                self.do(self._look_at(self.stories))
-                self.do(drained(self.store, self.ledger, self.wishes, self.clock))
-        finally:
-            self.runner.run(self.store.close())
-            self.runner.close()

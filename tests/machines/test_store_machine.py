@@ -1,8 +1,8 @@
 """The store's model, driven on each adapter: on SQL in lockstep with the store in memory.
 
-Every run is the same, so that a failure seen once is seen again. `make model` runs the long form:
-`MESHPOINT_MODEL_EXAMPLES` says how many runs each store gets then, with a seed that is new each time and printed.
-A failing run is printed as the steps of a program, the fewest that fail.
+Every run is the same, so that a failure seen once is seen again; it is printed as the steps that led to it. `make
+model` runs the long form: `MESHPOINT_MODEL_EXAMPLES` says how many runs each store gets then, with seeds that are new
+each time. A failing run is then reduced to few steps, which may take minutes, and printed with what repeats it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from itertools import count
 from pathlib import Path
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from machines.lockstep import Lockstep
@@ -61,6 +61,7 @@ def drive(machine: type[StoreMachine], *, examples: int, steps: int) -> None:
             stateful_step_count=steps,
             deadline=None,
             database=None,
+            phases=[Phase.generate, Phase.shrink] if _EXAMPLES else [Phase.generate],
             print_blob=bool(_EXAMPLES),
             suppress_health_check=list(HealthCheck),
         ),
