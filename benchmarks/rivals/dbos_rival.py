@@ -43,7 +43,6 @@ async def running(db_url: str) -> AsyncIterator[driver.Ask]:
     config: DBOSConfig = {
         "name": "bench",
         "system_database_url": db_url,
-        "run_admin_server": False,
         "log_level": "ERROR",
     }
     DBOS(config=config)

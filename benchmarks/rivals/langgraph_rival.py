@@ -17,8 +17,7 @@ from uuid import uuid4
 from langgraph.checkpoint.postgres.aio import AsyncPostgresSaver
 from langgraph.graph import END, START, StateGraph
 from langgraph.types import Command, Send, interrupt
-from psycopg import AsyncConnection
-from psycopg.rows import DictRow, dict_row
+from psycopg.rows import dict_row
 from psycopg_pool import AsyncConnectionPool
 
 from benchmarks.rivals import driver, job
@@ -43,7 +42,7 @@ def _fan_out(state: State) -> list[Send]:
     return [Send("ask", {"question": "what do you say?"}) for _ in range(state["fan_out"])]
 
 
-async def _ask(question: dict[str, str]) -> State:
+async def _ask(question: Any) -> State:
     return {"answers": [interrupt(question)]}
 
 
@@ -67,7 +66,7 @@ def _graph() -> StateGraph[State]:
 async def running(db_url: str, durability: Any) -> AsyncIterator[driver.Ask]:
     """The graph in this process, and how to ask it."""
     options = {"autocommit": True, "prepare_threshold": 0, "row_factory": dict_row}
-    pool: AsyncConnectionPool[AsyncConnection[DictRow]]
+    pool: AsyncConnectionPool[Any]
     async with AsyncConnectionPool(db_url, max_size=_CONNECTIONS, kwargs=options, open=False) as pool:
         saver = AsyncPostgresSaver(pool)
         await saver.setup()
