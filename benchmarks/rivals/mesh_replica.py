@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from meshpoint import wiring
+from meshpoint import event_loop, wiring
 from meshpoint.model.events import Event, Step
 from meshpoint.settings import Settings
 
@@ -49,11 +49,11 @@ def main() -> None:
         settings = Settings.model_validate_json(stdin.readline())
     folder = os.environ.get("MESHPOINT_PROFILE")
     if not folder:
-        asyncio.run(_serve(settings, lambda: None))
+        event_loop.run(_serve(settings, lambda: None))
         return
     print(f"serving {', '.join(agent.name for agent in settings.agents)}: {os.getpid()}", file=sys.stderr)
     profile = cProfile.Profile(time.thread_time)  # what the machine does meanwhile is not counted
-    asyncio.run(_serve(settings, profile.enable))
+    event_loop.run(_serve(settings, profile.enable))
     profile.disable()
     profile.dump_stats(Path(folder) / f"{os.getpid()}.prof")
 

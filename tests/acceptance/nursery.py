@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
+from meshpoint import event_loop
+
 _LONGEST_LINE = 1 << 24
 
 
@@ -109,7 +111,7 @@ def _watch(arguments: list[str], stdout: int, status: int) -> NoReturn:
 def _replicate(arguments: list[str]) -> NoReturn:
     code = 1
     try:
-        asyncio.run(import_module("replica").main(arguments))
+        event_loop.run(import_module("replica").main(arguments))
         code = 0
     except SystemExit as error:
         sys.stderr.write(f"{error.code}\n")

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshpoint import wiring
+from meshpoint import event_loop, wiring
 from meshpoint.errors import MeshpointError
 from meshpoint.model.events import Event
 from meshpoint.settings import load
@@ -67,4 +67,4 @@ async def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    event_loop.run(main())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from meshpoint import wiring
+from meshpoint import event_loop, wiring
 from meshpoint.errors import MeshpointError
 from meshpoint.settings import load
 
@@ -45,7 +45,7 @@ def main(order: Order, told: Connection) -> None:
     os.environ[EFFECTS] = str(order.folder / "effects")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the supervisor
     try:
-        asyncio.run(_serve(order, told))
+        event_loop.run(_serve(order, told))
     except MeshpointError as error:
         sys.exit(f"error: {error}")
 

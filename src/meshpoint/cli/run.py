@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshpoint import event_loop
 from meshpoint.cli import sources
 from meshpoint.errors import ConfigurationError
 
@@ -56,7 +57,7 @@ def run(
         raise ConfigurationError("mesh.broker_url", "processes cannot share memory://", "use sqlite:///meshpoint.db")
     with logging_to(sys.stderr, level, as_json=log_json):
         if replicas == 1:
-            asyncio.run(_serve(settings, supervised))
+            event_loop.run(_serve(settings, supervised))
             return
         code = asyncio.run(_supervise(_command(configs, level, log_json), replicas))
     raise typer.Exit(code)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-from meshpoint import wiring
+from meshpoint import event_loop, wiring
 from meshpoint.errors import MeshpointError
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.settings import Settings
@@ -77,7 +77,7 @@ def main() -> None:
     with open(_STDIN, "rb", buffering=0, closefd=False) as stdin:
         settings = Settings.model_validate_json(stdin.readline())
     try:
-        asyncio.run(_serve(settings))
+        event_loop.run(_serve(settings))
     except MeshpointError as error:
         sys.exit(str(error))
 

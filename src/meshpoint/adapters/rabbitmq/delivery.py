@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
-from aiormq.abc import AbstractChannel, DeliveredMessage
+from aiormq.abc import DeliveredMessage
 
 from meshpoint.adapters.rabbitmq.envelope import delivery_count
 from meshpoint.adapters.rabbitmq.intake import Intake
-from meshpoint.adapters.rabbitmq.link import translated
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.messages import Address, Message
-
-_PATIENCE = 10.0
-"""Seconds to wait for room on the wire. After them the connection is as good as lost."""
 
 Bury = Callable[[Address, DeliveredMessage, str], Awaitable[None]]
 
@@ -48,12 +43,21 @@ class RabbitDelivery:
         return delivery_count(self._delivered)
 
     async def ack(self) -> bool:
-        """Settle it: done."""
-        return await self._settle(lambda channel, tag: channel.basic_ack(tag, wait=False))
+        """Settle it: done. The word is on the wire a moment later."""
+        if not self._begin_to_settle():
+            return False
+        self._intake.ack(self._delivered.delivery_tag or 0)
+        return True
 
     async def requeue(self) -> bool:
         """Give it back for another consumer; raises its count."""
-        return await self._settle(lambda channel, tag: channel.basic_nack(tag, requeue=True, wait=False))
+        if not self._begin_to_settle():
+            return False
+        try:
+            await self._intake.requeue(self._delivered.delivery_tag or 0)
+        except BrokerUnavailable:
+            return False
+        return True
 
     async def dead_letter(self, reason: str) -> bool:
         """Move it to its agent's dead letters. A crash between copy and ack leaves it in both places."""
@@ -62,15 +66,8 @@ class RabbitDelivery:
         await self._bury(self._address, self._delivered, reason)
         return await self.ack()
 
-    async def _settle(self, send: Callable[[AbstractChannel, int], Awaitable[None]]) -> bool:
+    def _begin_to_settle(self) -> bool:
         if self._settled or self._intake.lost:
             return False
         self._settled = True
-        sending = send(self._intake.channel, self._delivered.delivery_tag or 0)
-        try:
-            with translated("settling"):
-                async with asyncio.timeout(_PATIENCE):
-                    await self._intake.settle(str(self._delivered.consumer_tag), sending)
-        except BrokerUnavailable:
-            return False
         return True

@@ -15,7 +15,13 @@ from uuid import uuid4
 from aiormq import Channel
 from aiormq.abc import DeliveredMessage
 
+from meshpoint.adapters.rabbitmq.link import translated
+from meshpoint.errors import BrokerUnavailable
+
 OnDelivered = Callable[[DeliveredMessage], None]
+
+_PATIENCE = 10.0
+"""Seconds to wait for room on the wire. After them the connection is as good as lost."""
 
 
 class Intake:
@@ -28,6 +34,9 @@ class Intake:
         self._wake = wake
         self._sizes: dict[str, int] = {}  # prefetch by consumer tag, oldest first
         self._unsettled: Counter[str] = Counter()  # by consumer tag, cancelled ones too
+        self._outstanding: dict[int, str] = {}  # consumer tags of what is not acked yet, oldest delivery first
+        self._acked: set[int] = set()  # and not on the wire yet
+        self._acking: asyncio.Task[None] | None = None
         self._adjusting = asyncio.Lock()
         self._given_up = False
         channel.on_consumer_cancel_callbacks.add(lambda _: self.give_up())
@@ -59,12 +68,62 @@ class Intake:
             if room > 0 and (room >= self._size or not self._retired):
                 await self._add(room)
 
-    async def settle(self, tag: str, send: Awaitable[None]) -> None:
-        """Settle a delivery of consumer `tag`."""
-        await send
-        self._unsettled[tag] -= 1
-        if tag not in self._sizes:
-            self._wake()
+    def ack(self, delivery_tag: int) -> None:
+        """Settle a delivery, together with all that are acked in the same turn of the event loop."""
+        self._acked.add(delivery_tag)
+        if self._acking is None:
+            self._acking = asyncio.create_task(self._send_acks())
+
+    async def acks_sent(self) -> None:
+        """Return when all acks are on the wire."""
+        if self._acking is not None:
+            await asyncio.gather(self._acking, return_exceptions=True)
+
+    async def requeue(self, delivery_tag: int) -> None:
+        """Give a delivery back.
+
+        Raises:
+            BrokerUnavailable: the connection is lost, which gives it back too.
+        """
+        await self._on_the_wire(self.channel.basic_nack(delivery_tag, requeue=True, wait=False))
+        self._settled(delivery_tag)
+
+    async def _send_acks(self) -> None:
+        try:
+            while self._acked:
+                acked, self._acked = self._acked, set()
+                up_to = self._all_before(acked)
+                if up_to is not None:
+                    await self._on_the_wire(self.channel.basic_ack(up_to, multiple=True, wait=False))
+                for tag in sorted(acked):
+                    if up_to is None or tag > up_to:
+                        await self._on_the_wire(self.channel.basic_ack(tag, wait=False))
+                    self._settled(tag)
+        except BrokerUnavailable:
+            self.give_up()
+        finally:
+            self._acking = None
+
+    def _all_before(self, acked: set[int]) -> int | None:
+        """The last delivery before which none is left that is not acked."""
+        last = None
+        for tag in self._outstanding:
+            if tag not in acked:
+                break
+            last = tag
+        return last
+
+    async def _on_the_wire(self, sending: Awaitable[None]) -> None:
+        with translated("settling"):
+            async with asyncio.timeout(_PATIENCE):
+                await sending
+
+    def _settled(self, delivery_tag: int) -> None:
+        consumer = self._outstanding.pop(delivery_tag, None)
+        if consumer is not None:
+            self._unsettled[consumer] -= 1
+            if consumer not in self._sizes:
+                self._wake()
 
     @property
     def _size(self) -> int:
@@ -82,4 +141,5 @@ class Intake:
 
     async def _receive(self, delivered: DeliveredMessage) -> None:
         self._unsettled[str(delivered.consumer_tag)] += 1
+        self._outstanding[delivered.delivery_tag or 0] = str(delivered.consumer_tag)
         self._on_delivered(delivered)

@@ -39,7 +39,7 @@ class Publisher:
         self._timeout = timeout.total_seconds() - self._probe_timeout
         self._channel: Channel | None = None
         self._opening = asyncio.Lock()
-        self._on_the_wire: dict[str, asyncio.Event] = {}
+        self._on_the_wire: dict[str, asyncio.Event | None] = {}
 
     async def publish(self, parcels: Sequence[Parcel]) -> list[Published]:
         """Send `parcels` and wait for the broker's word on each, in their order.
@@ -102,14 +102,16 @@ class Publisher:
 
     async def _send_one(self, channel: Channel, parcel: Parcel) -> Published:
         # aiormq finds a returned message by its message id: two of one id must not be on the wire together.
-        while (sooner := self._on_the_wire.get(parcel.properties.message_id or "")) is not None:
+        id_ = parcel.properties.message_id or ""
+        while id_ in self._on_the_wire:
+            sooner = self._on_the_wire[id_] = self._on_the_wire[id_] or asyncio.Event()
             await sooner.wait()
-        gone = self._on_the_wire[parcel.properties.message_id or ""] = asyncio.Event()
+        self._on_the_wire[id_] = None
         try:
             return await self._confirmed(channel, parcel)
         finally:
-            del self._on_the_wire[parcel.properties.message_id or ""]
-            gone.set()
+            if (waited_for := self._on_the_wire.pop(id_)) is not None:
+                waited_for.set()
 
     async def _confirmed(self, channel: Channel, parcel: Parcel) -> Published:
         try:

@@ -100,6 +100,7 @@ class RabbitSubscription:
                 with suppress(asyncio.CancelledError):
                     await task
         if self._intake is not None:
+            await self._intake.acks_sent()
             await close_quietly(self._intake.channel)
 
     async def _keep(self) -> None:
@@ -168,8 +169,7 @@ class RabbitSubscription:
         tag = delivered.delivery_tag or 0
         try:
             await self._bury(self._address, delivered, reason)
-            settling = intake.channel.basic_ack(tag, wait=False)
+            intake.ack(tag)
         except BrokerUnavailable:
-            settling = intake.channel.basic_nack(tag, requeue=True, wait=False)
-        with suppress(BrokerUnavailable), translated("settling"):
-            await intake.settle(str(delivered.consumer_tag), settling)
+            with suppress(BrokerUnavailable):
+                await intake.requeue(tag)
