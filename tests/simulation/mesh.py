@@ -45,9 +45,12 @@ class Variant:
 def draw_variant(dice: Random) -> Variant:
     """Mostly with a database; sometimes tasks may fall back to memory, sometimes they live there."""
     degrades = dice.random() < 0.3
+    lease = timedelta(seconds=dice.choice([2, 2, 15]))  # short ones are lost more often
     options = Options(
         max_concurrency=dice.choice([1, 3, 10]),
         max_attempts=1000,
+        lease=lease,
+        renew_interval=lease / 3,
         max_in_memory=dice.choice([5, 100]),
         peer_timeout=timedelta(days=1),
         drain_timeout=timedelta(seconds=dice.choice([0.1, 3, 20])),
@@ -68,6 +71,7 @@ class Mesh:
         self.loop, self.tell = loop, tell
         self.dice = Random(f"{seed}/mesh")
         self._thoughts = Random(f"{seed}/agents")
+        self._pace = self._thoughts.choice([0.05, 0.05, 1.0, 8.0])
         self.variant = draw_variant(self.dice)
         self.weather = Weather(Random(f"{seed}/weather"), tell)
         self.exchange = SimulatedExchange(self.weather)
@@ -168,5 +172,5 @@ class Mesh:
     async def _think(self) -> None:
         dice = self._thoughts
         draw = dice.random()
-        seconds = dice.uniform(0, 0.05) if draw < 0.9 else dice.uniform(0.5, 5) if draw < 0.98 else 20.0
+        seconds = dice.uniform(0, self._pace) if draw < 0.9 else dice.uniform(0.5, 5) if draw < 0.98 else 20.0
         await asyncio.sleep(seconds)

@@ -117,8 +117,8 @@ class Plan:
         self._well(process)
 
     async def _freeze(self) -> None:
-        if process := self._pick():
-            seconds = self._dice.choice([1, 10, 25, 60]) * self._dice.random()
+        if process := self._pick_busy():  # past its lease, it will be a zombie
+            seconds = self._dice.choice([1, 10, 40, 60]) * self._dice.random()
             self._mesh.tell(f"freeze {process.name} for {seconds}")
             process.freeze(seconds)
             if seconds > 5 and self._dice.random() < 0.5:
@@ -130,9 +130,9 @@ class Plan:
             process.broker.lose_connection()
 
     async def _outage(self) -> None:
-        process = self._pick()
+        process = self._pick_busy()
         who = process.name if process and self._dice.random() < 0.6 else ""
-        server, seconds = self._dice.choice([STORE, BROKER]), self._dice.choice([1, 6, 20]) * self._dice.random()
+        server, seconds = self._dice.choice([STORE, BROKER]), self._dice.choice([1, 6, 20, 40]) * self._dice.random()
         self._mesh.tell(f"{server} is away from {who or 'all'} for {seconds}")
         self._mesh.weather.cut(who, server, seconds)
 
@@ -157,6 +157,11 @@ class Plan:
     def _pick(self) -> Process | None:
         upright = [each for each in self._mesh.living if not self._mesh.loop.is_frozen(each.name)]
         return self._dice.choice(upright) if upright else None
+
+    def _pick_busy(self) -> Process | None:
+        upright = [each for each in self._mesh.living if not self._mesh.loop.is_frozen(each.name)]
+        busy = [each for each in upright if any(run.run.fence for run in each.worker.segments.live.values())]
+        return self._dice.choice(busy) if busy else self._pick()
 
     def _replace(self, process: Process) -> None:
         async def later(seconds: float) -> None:

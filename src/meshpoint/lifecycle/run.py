@@ -63,6 +63,7 @@ async def _run(code: Coroutine[Any, Any, Paused | Done[Any]], segment: Segment, 
         return Stopped(segment.stopped)
     with steps.step(Step.SEGMENT, [run.task_id], generation=run.generation):
         running = segment.code = asyncio.create_task(_guarded(code, segment), name=f"segment {run.task_id}")
+        running.add_done_callback(lambda _: code.close())  # stopped before its first step, nobody ever awaited it
         try:
             await asyncio.wait({running})
         except asyncio.CancelledError:  # the replica ends: what the code came to is nobody's result

@@ -1,0 +1,40 @@
+"""Code that is stopped before its first step leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Coroutine
+from typing import Any
+
+from meshpoint.lifecycle import run
+from meshpoint.lifecycle.segment import Segment, Stop
+from meshpoint.model.checkpoint import Requester, Run
+from meshpoint.model.context import A2AContext, TaskExecutionContext
+from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
+from meshpoint.ports.observer import Steps
+
+from .agents import Gate, gated
+from .mesh import Events
+
+
+async def test_its_coroutine_is_closed() -> None:
+    begun: list[Coroutine[Any, Any, Any]] = []
+    agent = gated("agent", Gate())
+    start = agent.start
+
+    def noted(ctx: TaskExecutionContext, request: Any) -> Coroutine[Any, Any, Any]:
+        begun.append(start(ctx, request))
+        return begun[-1]
+
+    agent.start = noted  # type: ignore[method-assign]
+    name, task_id = AgentName("agent"), TaskId("task")
+    context = TaskExecutionContext(task_id=task_id, a2a_context=A2AContext())
+    segment = Segment(Run(task_id, name, RunId("run")), Requester(), context)
+    running = asyncio.create_task(run.first_segment(agent, segment, 1, Steps(Events(), name, ReplicaId("replica"))))
+    while segment.code is None:
+        await asyncio.sleep(0)
+    segment.stop(Stop.CANCELLED)
+    assert await running == run.Stopped(Stop.CANCELLED)
+    (code,) = begun
+    assert inspect.getcoroutinestate(code) == inspect.CORO_CLOSED
