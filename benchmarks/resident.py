@@ -41,9 +41,16 @@ class Resident:
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> Resident:
-        command = [sys.executable, "-m", "meshpoint.cli", "run", str(self._config), "--log-level", "warning"]
+        command = [sys.executable, "-m", "meshpoint.cli", "run", "--supervised", "--log-level", "warning"]
         environment = {**os.environ, "PYTHONPATH": str(_ROOT), COUNTED: str(self._counted)}
-        self._process = await asyncio.create_subprocess_exec(*command, env=environment, cwd=self._config.parent)
+        # Its standard input closes, and it drains, however this process dies.
+        self._process = await asyncio.create_subprocess_exec(
+            *command,
+            str(self._config),
+            env=environment,
+            cwd=self._config.parent,
+            stdin=asyncio.subprocess.PIPE,
+        )
         return self
 
     async def __aexit__(self, *failure: object) -> None:
