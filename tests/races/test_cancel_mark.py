@@ -16,7 +16,7 @@ from meshpoint.model.checkpoint import Ended
 _WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 
 
-@pytest.mark.xfail(strict=True, reason="the end deletes the calls that were done when it began to wait for the task")
+@pytest.mark.servers
 async def test_a_call_whose_cancel_is_marked_just_before_the_end_is_deleted_with_it(postgres_url: str) -> None:
     store = SqlCheckpointStore(postgres_url, namespace="test", command_timeout=timedelta(seconds=30))
     await store.open()

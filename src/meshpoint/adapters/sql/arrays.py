@@ -28,6 +28,24 @@ CONTEXT = (
     " state, state_format, app_version, framework"
 )
 
+# Delete the calls of the tasks that `{moved}` holds, but for those whose peer is still to be told. While this
+# statement waited for its locks, such a peer may have been told: the snapshot does not show it, the row's lock does.
+_DELETE_DONE_CALLS = """
+told_later AS MATERIALIZED (
+  SELECT c.logical_task_id, c.sub_task_id, c.status
+    FROM (SELECT o.logical_task_id, o.sub_task_id
+            FROM agent_peer_sub_tasks AS o JOIN {moved} ON {moved}.logical_task_id = o.logical_task_id
+           WHERE o.status = 'cancelling' OFFSET 0) AS unsure
+    JOIN agent_peer_sub_tasks AS c
+      ON c.logical_task_id = unsure.logical_task_id AND c.sub_task_id = unsure.sub_task_id
+     FOR UPDATE OF c),
+done_calls AS (
+  DELETE FROM agent_peer_sub_tasks AS c USING {moved}
+   WHERE c.logical_task_id = {moved}.logical_task_id
+     AND (c.status = 'done' OR EXISTS (SELECT 1 FROM told_later AS l
+                                        WHERE l.logical_task_id = c.logical_task_id
+                                          AND l.sub_task_id = c.sub_task_id AND l.status = 'done')))"""
+
 # Write the calls and joins of the tasks that `written` holds.
 _CALLS_AND_JOINS = """
 calls AS (
@@ -107,9 +125,7 @@ written AS (
     dead_reason = NULL, ({CONTEXT}) = ROW({", ".join(f"g.{name.strip()}" for name in CONTEXT.split(","))})
     FROM given AS g WHERE t.logical_task_id = g.task_id
   RETURNING t.logical_task_id, t.agent_name, t.generation, t.task_deadline, g.now),
-done_calls AS (
-  DELETE FROM agent_peer_sub_tasks AS c USING written
-   WHERE c.logical_task_id = written.logical_task_id AND c.status = 'done'),
+{_DELETE_DONE_CALLS.format(moved="written")},
 met_joins AS (
   DELETE FROM agent_parallel_invocations AS j USING written WHERE j.logical_task_id = written.logical_task_id),
 {_CALLS_AND_JOINS}
@@ -196,9 +212,7 @@ ended AS (
    WHERE t.logical_task_id = locked.logical_task_id AND given.task_id = locked.logical_task_id
   RETURNING t.logical_task_id, t.agent_name, t.reply_to, t.requester_app_id, t.parent_task_id, t.task_deadline,
             t.idle_timeout),
-done_calls AS (
-  DELETE FROM agent_peer_sub_tasks AS c USING ended
-   WHERE c.logical_task_id = ended.logical_task_id AND c.status = 'done'),
+{_DELETE_DONE_CALLS.format(moved="ended")},
 met_joins AS (
   DELETE FROM agent_parallel_invocations AS j USING ended WHERE j.logical_task_id = ended.logical_task_id)
 SELECT * FROM ended
