@@ -51,10 +51,9 @@ _CALLS_AND_JOINS = """
 calls AS (
   INSERT INTO agent_peer_sub_tasks (
     logical_task_id, sub_task_id, agent_name, invocation_id, seq, call_id, peer_agent, correlation_data, request,
-    status, outcome, send_due_at, send_attempts, idle_timeout, timeout_deadline, absolute_deadline, created_at)
+    status, outcome, send_attempts, idle_timeout, timeout_deadline, absolute_deadline, created_at)
   SELECT w.logical_task_id, c.sub_task_id, w.agent_name, w.generation, c.seq, c.call_id, c.peer, c.headers, c.request,
-         CASE WHEN c.sent THEN 'pending' ELSE 'done' END, c.outcome,
-         CASE WHEN c.sent THEN w.now + $2::double precision END, c.sent::int, c.idle_timeout,
+         CASE WHEN c.sent THEN 'pending' ELSE 'done' END, c.outcome, c.sent::int, c.idle_timeout,
          LEAST(w.now + c.timeout, w.now + c.idle_timeout, w.task_deadline), LEAST(w.now + c.timeout, w.task_deadline),
          w.now
     FROM unnest($3::text[], $4::text[], $5::int[], $6::text[], $7::text[], $8::text[], $9::bytea[], $10::boolean[],
@@ -63,8 +62,11 @@ calls AS (
     JOIN written AS w ON w.logical_task_id = c.task_id),
 joins AS (
   INSERT INTO agent_parallel_invocations (
-    logical_task_id, invocation_id, total_expected, completed_count, succeeded_count, needed, join_deadline)
-  SELECT w.logical_task_id, w.generation, given.total, given.completed, 0, given.needed, w.now + given.join_timeout
+    logical_task_id, invocation_id, total_expected, completed_count, succeeded_count, needed, join_deadline,
+    agent_name, send_due_at, send_attempts)
+  SELECT w.logical_task_id, w.generation, given.total, given.completed, 0, given.needed, w.now + given.join_timeout,
+         w.agent_name, CASE WHEN given.status = 'waiting' THEN w.now + $2::double precision END,
+         (given.status = 'waiting')::int
     FROM given JOIN written AS w ON w.logical_task_id = given.task_id)
 SELECT logical_task_id, now FROM written"""
 
@@ -156,7 +158,8 @@ counted AS (
     FROM recorded GROUP BY logical_task_id),
 joined AS (
   UPDATE agent_parallel_invocations AS j
-     SET completed_count = j.completed_count + n.outcomes, succeeded_count = j.succeeded_count + n.results
+     SET completed_count = j.completed_count + n.outcomes, succeeded_count = j.succeeded_count + n.results,
+         send_due_at = CASE WHEN j.completed_count + n.outcomes < j.total_expected THEN j.send_due_at END
     FROM counted AS n JOIN locked AS l ON l.logical_task_id = n.logical_task_id
    WHERE j.logical_task_id = n.logical_task_id AND j.invocation_id = l.generation
   RETURNING j.logical_task_id, n.last, j.completed_count >= j.total_expected AS met),
@@ -218,18 +221,37 @@ met_joins AS (
 SELECT * FROM ended
 """
 
-# Mark requests as sent that nobody has answered or closed meanwhile. A call that somebody holds is being answered,
-# closed or sent again just now: no mark of ours is worth waiting for it.
+# Mark the requests of pauses as sent, where they are all that the pause has still to send. What that is only ever
+# gets less, so an older snapshot of the calls marks too little, never too much. Returns the tasks that are left:
+# those whose join somebody holds just now (without the lock of its task, it is not waited for), and those of which
+# not all requests were sent.
 MARK_DISPATCHED = """/* commits: mark dispatched */
-WITH unmarked AS MATERIALIZED (
-  SELECT c.logical_task_id, c.sub_task_id
-    FROM unnest($2::text[], $3::text[]) AS s(task_id, sub_task_id)
-    JOIN agent_peer_sub_tasks AS c ON c.logical_task_id = s.task_id AND c.sub_task_id = s.sub_task_id
-   WHERE c.status = 'pending' FOR NO KEY UPDATE OF c SKIP LOCKED)
-UPDATE agent_peer_sub_tasks AS c SET
-  dispatched_at = coalesce($1::double precision, CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS double precision)),
-  send_due_at = NULL
-  FROM unmarked AS u WHERE c.logical_task_id = u.logical_task_id AND c.sub_task_id = u.sub_task_id
+WITH sent AS MATERIALIZED (SELECT * FROM unnest($2::text[], $3::text[]) AS s(task_id, sub_task_id)),
+unsent AS MATERIALIZED (
+  SELECT c.logical_task_id, c.invocation_id, bool_and(sent.task_id IS NOT NULL) AS settled,
+         bool_or(c.send_due_at IS NOT NULL) AS apart
+    FROM agent_peer_sub_tasks AS c
+    LEFT JOIN sent ON sent.task_id = c.logical_task_id AND sent.sub_task_id = c.sub_task_id
+   WHERE c.logical_task_id = ANY($4::text[]) AND c.status = 'pending' AND c.dispatched_at IS NULL
+   GROUP BY c.logical_task_id, c.invocation_id),
+due AS MATERIALIZED (
+  SELECT j.logical_task_id, j.invocation_id, unsent.settled AND NOT unsent.apart AS together
+    FROM unsent JOIN agent_parallel_invocations AS j
+      ON j.logical_task_id = unsent.logical_task_id AND j.invocation_id = unsent.invocation_id
+   WHERE j.send_due_at IS NOT NULL OR unsent.apart),
+locked AS MATERIALIZED (
+  SELECT j.logical_task_id, j.invocation_id
+    FROM due JOIN agent_parallel_invocations AS j
+      ON j.logical_task_id = due.logical_task_id AND j.invocation_id = due.invocation_id
+   WHERE due.together FOR NO KEY UPDATE OF j SKIP LOCKED),
+marked AS (
+  UPDATE agent_parallel_invocations AS j SET
+    dispatched_at = coalesce($1::double precision, CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS double precision)),
+    send_due_at = NULL
+    FROM locked WHERE j.logical_task_id = locked.logical_task_id AND j.invocation_id = locked.invocation_id
+  RETURNING j.logical_task_id)
+SELECT due.logical_task_id FROM due
+ WHERE NOT EXISTS (SELECT 1 FROM marked WHERE marked.logical_task_id = due.logical_task_id)
 """
 
 # Mark replies as sent: the rows stay as tombstones.

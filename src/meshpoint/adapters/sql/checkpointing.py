@@ -182,7 +182,7 @@ async def _write(
         await tx.run(sql.DELETE_DONE_CALLS, ids=ids)
         await tx.run(sql.DELETE_JOINS, ids=ids)
     await tx.each(sql.INSERT_CALL, [row for packed, _ in each for row in _call_columns(packed, locked.now, terms)])
-    await tx.each(sql.INSERT_JOIN, [_join_columns(packed, locked.now) for packed, _ in each])
+    await tx.each(sql.INSERT_JOIN, [_join_columns(packed, locked.now, terms) for packed, _ in each])
 
 
 async def _find_again(results: dict[Any, PauseResult | None], tx: Transaction, terms: Terms) -> None:
@@ -190,7 +190,7 @@ async def _find_again(results: dict[Any, PauseResult | None], tx: Transaction, t
     if again:
         rows = by_task(await tx.rows(sql.READ_DISPATCHES, ids=sorted(again)))
         for task_id, found in again.items():
-            unsent = [row for row in rows.get(task_id, []) if row.send_due_at is not None]
+            unsent = [row for row in rows.get(task_id, []) if (row.send_due_at or row.join_due_at) is not None]
             sends = [await dispatch_of(row, terms.names, attempt=1) for row in unsent]
             results[task_id] = Committed(found.state, tuple(sends))
 
@@ -278,7 +278,6 @@ def _call_columns(packed: PackedPause, now: float, terms: Terms) -> list[Columns
                 "request": body,
                 "status": CallState.PENDING.value if sent else CallState.DONE.value,
                 "outcome": outcome,
-                "send_due_at": now + terms.backoff(1) if sent else None,
                 "send_attempts": 1 if sent else 0,
                 "idle_timeout": seconds_of(call.idle_timeout),
                 "timeout_deadline": _effective_deadline(pause, call, now),
@@ -289,7 +288,7 @@ def _call_columns(packed: PackedPause, now: float, terms: Terms) -> list[Columns
     return rows
 
 
-def _join_columns(packed: PackedPause, now: float) -> Columns:
+def _join_columns(packed: PackedPause, now: float, terms: Terms) -> Columns:
     pause = packed.pause
     return {
         "task_id": pause.run.task_id,
@@ -299,4 +298,7 @@ def _join_columns(packed: PackedPause, now: float) -> Columns:
         "succeeded": 0,
         "needed": pause.join.needed,
         "join_deadline": _join_deadline(pause, now),
+        "agent": terms.names.qualified(pause.run.agent),
+        "send_due_at": None if packed.met else now + terms.backoff(1),
+        "send_attempts": 0 if packed.met else 1,
     }

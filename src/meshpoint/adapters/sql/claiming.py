@@ -94,6 +94,7 @@ class _Tally:
             "generation": self.row.generation,
             "completed": self.total if self.met_by else self.completed,
             "succeeded": self.succeeded,
+            "met": self.met_by is not None,
         }
 
 

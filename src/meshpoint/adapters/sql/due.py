@@ -71,5 +71,7 @@ async def purge(tx: Transaction, agent: str, limit: int) -> int:
     """Delete tombstones whose time is over; how many."""
     rows = await tx.rows(sql.PICK_PURGEABLE, agent=agent, limit=limit)
     if rows:
-        await tx.run(sql.DELETE_TASKS, ids=sorted(row.logical_task_id for row in rows))
+        ids = sorted(row.logical_task_id for row in rows)
+        for statement in (sql.DELETE_CALLS, sql.DELETE_JOINS, sql.DELETE_TASKS):
+            await tx.run(statement, ids=ids)
     return len(rows)

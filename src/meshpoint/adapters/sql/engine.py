@@ -89,7 +89,7 @@ def _sqlite(url: URL, command_timeout: timedelta) -> AsyncEngine:
     @event.listens_for(engine.sync_engine, "connect")
     def prepare(connection: Any, record: object) -> None:
         cursor = connection.cursor()
-        for pragma in (f"busy_timeout = {busy_ms}", "journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+        for pragma in (f"busy_timeout = {busy_ms}", "journal_mode = WAL", "synchronous = FULL"):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 

@@ -133,6 +133,7 @@ def _counters(task: _Waiting) -> Columns:
         "generation": task.row.generation,
         "completed": task.join.total_expected if task.met else task.completed,
         "succeeded": task.join.succeeded_count,
+        "met": task.met,
     }
 
 

@@ -186,11 +186,14 @@ class HotPath:
 
     # ── marks ──────────────────────────────────────────────────────────────────────────────────────
 
-    async def mark_dispatched(self, sent: Sequence[Dispatch]) -> None:
-        """Note that the broker has requests."""
-        if sent:
-            tasks, calls = [send.task_id for send in sent], [send.sub_task_id for send in sent]
-            await self._marks.write(sql.MARK_DISPATCHED, self._now, tasks, calls)
+    async def mark_dispatched(self, sent: Sequence[Dispatch]) -> list[Dispatch]:
+        """Note that the broker has all requests of pauses; those of which that is still to be noted."""
+        if not sent:
+            return []
+        tasks, calls = [send.task_id for send in sent], [send.sub_task_id for send in sent]
+        rows = await self._marks.write(sql.MARK_DISPATCHED, self._now, tasks, calls, sorted(set(tasks)))
+        left = {row.logical_task_id for row in rows}
+        return [send for send in sent if send.task_id in left]
 
     async def mark_replied(self, sent: Sequence[Reply]) -> None:
         """Note that the broker has replies."""

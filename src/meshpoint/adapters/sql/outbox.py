@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from sqlalchemy import Row
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import Terms, lock_tasks
-from meshpoint.adapters.sql.rows import Columns, Names, dispatch_of, notice_of, reply_of
+from meshpoint.adapters.sql.rows import Columns, Names, by_task, dispatch_of, notice_of, reply_of
 from meshpoint.model.checkpoint import (
     CallState,
     CancelNotice,
@@ -47,7 +48,7 @@ async def _send_of(row: Row[Any], names: Names) -> Send:
     if "reply" in row._fields:
         return await reply_of(row, row.now, names)
     if row.status == CallState.PENDING:
-        return await dispatch_of(row, names, attempt=row.send_attempts + 1)
+        return await dispatch_of(row, names, attempt=row.attempts + 1)
     return notice_of(row, names)
 
 
@@ -56,14 +57,40 @@ async def unsent(tx: Transaction, agent: AgentName, limit: int, terms: Terms) ->
     name = terms.names.qualified(agent)
     replies = await tx.rows(sql.PICK_UNSENT_REPLIES, agent=name, limit=limit)
     await tx.each(sql.LEASE_REPLY, [_lease(row, row.reply_attempts + 1, terms) for row in replies])
-    calls: Sequence[Row[Any]] = ()
+    calls: list[Row[Any]] = []
     if len(replies) < limit:
-        calls = await tx.rows(sql.PICK_UNSENT_CALLS, agent=name, limit=limit - len(replies))
+        picked = await tx.rows(sql.PICK_UNSENT_CALLS, agent=name, limit=limit - len(replies))
+        calls += sorted(picked, key=lambda row: (row.send_due_at, row.logical_task_id, row.seq))
         await tx.each(
             sql.LEASE_SEND,
             [{**_lease(row, row.send_attempts + 1, terms), "sub_task_id": row.sub_task_id} for row in calls],
         )
+    if len(replies) + len(calls) < limit:
+        calls += await _requests(tx, name, limit - len(replies) - len(calls), terms)
     return Due(replies, calls)
+
+
+async def _requests(tx: Transaction, agent: str, limit: int, terms: Terms) -> list[Row[Any]]:
+    """Lease pauses whose requests are due; these. Those of one pause come together, if need be past `limit`."""
+    joins: list[Row[Any]] = []
+    for join in await tx.rows(sql.PICK_UNSENT_JOINS, agent=agent, limit=limit):
+        if limit > 0:
+            joins.append(join)
+            limit -= join.unanswered
+    if not joins:
+        return []
+    ids = sorted(join.logical_task_id for join in joins)
+    unsent = by_task([row for row in await tx.rows(sql.READ_DISPATCHES, ids=ids) if row.send_due_at is None])
+    await tx.each(sql.LEASE_JOIN, [_join_lease(join, join.logical_task_id in unsent, terms) for join in joins])
+    # A request past its deadline is not worth sending: it is about to expire.
+    return [
+        call for join in joins for call in unsent.get(join.logical_task_id, ()) if call.timeout_deadline > join.now
+    ]
+
+
+def _join_lease(join: Row[Any], unsent: bool, terms: Terms) -> Columns:
+    lease = _lease(join, join.send_attempts + 1, terms)
+    return {**lease, "generation": join.invocation_id, "due_at": lease["due_at"] if unsent else None}
 
 
 def _lease(row: Row[Any], attempts: int, terms: Terms) -> dict[str, Any]:
@@ -76,11 +103,28 @@ async def mark_sent(tx: Transaction, sent: Sequence[Send]) -> None:
         await tx.run(sql.COMMIT_LAZILY)
     await lock_tasks(tx, [send.task_id for send in sent])
     await tx.each(sql.MARK_REPLIED, [{"task_id": send.task_id} for send in sent if isinstance(send, Reply)])
-    await tx.each(sql.MARK_DISPATCHED, _keys(send for send in sent if isinstance(send, Dispatch)))
+    await _mark_dispatched(tx, {(send.task_id, send.sub_task_id) for send in sent if isinstance(send, Dispatch)})
     cancels = _keys(send for send in sent if isinstance(send, CancelNotice))
     await tx.each(sql.MARK_CANCEL_SENT, cancels)
     await tx.each(sql.DELETE_CANCELLED_CALL, cancels)
 
 
-def _keys(sends: Iterable[Dispatch | CancelNotice]) -> list[Columns]:
+async def _mark_dispatched(tx: Transaction, sent: AbstractSet[tuple[str, str]]) -> None:
+    """Mark a pause when all requests that it has still to send are among `sent`; otherwise those that are."""
+    if not sent:
+        return
+    pauses, alone = list[Columns](), list[Columns]()
+    rows = by_task(await tx.rows(sql.READ_DISPATCHES, ids=sorted({task_id for task_id, _ in sent})))
+    for task_id, calls in rows.items():
+        due = [call for call in calls if (call.send_due_at or call.join_due_at) is not None]
+        settled = [call for call in due if (task_id, call.sub_task_id) in sent]
+        if due and len(settled) == len(due) and all(call.send_due_at is None for call in due):
+            pauses.append({"task_id": task_id, "generation": due[0].invocation_id})
+        else:
+            alone += [{"task_id": task_id, "sub_task_id": call.sub_task_id} for call in settled]
+    await tx.each(sql.MARK_JOIN_DISPATCHED, pauses)
+    await tx.each(sql.MARK_DISPATCHED, alone)
+
+
+def _keys(sends: Iterable[CancelNotice]) -> list[Columns]:
     return [{"task_id": send.task_id, "sub_task_id": send.sub_task_id} for send in sends]

@@ -1,10 +1,10 @@
 """Every statement, with what it is for. Fragments in braces differ between databases: see `dialect`.
 
 Whoever changes a task, a call or a join first holds the lock of the task, and tasks are locked in order of id:
-so nothing deadlocks, and calls and joins need no locks of their own. (Only the sender's lease on a call is taken
-without its task; it waits for nobody.) LOCK statements wait for their rows; PICK statements skip rows that others
-hold. What a decision rests on is read by a later statement than the one that locks: the snapshot of a statement
-that waited for a lock is older than the lock.
+so nothing deadlocks, and calls and joins need no locks of their own. (Only the sender's lease on a call or a join,
+and its mark on a join, are taken without the task; they wait for nobody.) LOCK statements wait for their rows; PICK
+statements skip rows that others hold. What a decision rests on is read by a later statement than the one that locks:
+the snapshot of a statement that waited for a lock is older than the lock.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ SELECT logical_task_id FROM agent_paused_tasks AS t
  ORDER BY wake_at LIMIT :limit {for_delete_skip_locked}
 """
 
-# Delete tasks, with what is left of their calls.
+# Delete tasks; what is left of their calls and joins goes with them.
 DELETE_TASKS = """
 DELETE FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
 """
@@ -177,10 +177,10 @@ DELETE FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
 INSERT_CALL = """
 INSERT INTO agent_peer_sub_tasks (
   logical_task_id, sub_task_id, agent_name, invocation_id, seq, call_id, peer_agent, correlation_data, request,
-  status, outcome, send_due_at, send_attempts, idle_timeout, timeout_deadline, absolute_deadline, created_at)
+  status, outcome, send_attempts, idle_timeout, timeout_deadline, absolute_deadline, created_at)
 VALUES (
   :task_id, :sub_task_id, :agent, :generation, :seq, :call_id, :peer, :headers, :request,
-  :status, :outcome, :send_due_at, :send_attempts, :idle_timeout, :timeout_deadline, :absolute_deadline, :now)
+  :status, :outcome, :send_attempts, :idle_timeout, :timeout_deadline, :absolute_deadline, :now)
 """
 
 # Read calls by key, with the counters of their join.
@@ -237,18 +237,24 @@ SELECT c.logical_task_id, c.call_id, c.peer_agent, c.outcome
  WHERE c.logical_task_id {one_of:ids} ORDER BY c.logical_task_id, c.seq
 """
 
-# Read the calls of a pause that are pending, in call order. Which of them are still to be sent is not asked here: it
-# would make PostgreSQL read the whole index of what is.
+# Read the calls of tasks that are pending and not themselves marked as sent, in call order, with what their join
+# says. Which of them are due is not asked here: it would make PostgreSQL read the whole index of what is.
 READ_DISPATCHES = """
-SELECT c.* FROM agent_peer_sub_tasks AS c JOIN agent_paused_tasks AS t
-    ON t.logical_task_id = c.logical_task_id AND t.generation = c.invocation_id
- WHERE c.logical_task_id {one_of:ids} AND c.status = 'pending'
+SELECT c.*, j.send_due_at AS join_due_at, j.send_attempts AS attempts
+  FROM agent_peer_sub_tasks AS c JOIN agent_parallel_invocations AS j
+    ON j.logical_task_id = c.logical_task_id AND j.invocation_id = c.invocation_id
+ WHERE c.logical_task_id {one_of:ids} AND c.status = 'pending' AND c.dispatched_at IS NULL
  ORDER BY c.logical_task_id, c.seq
 """
 
 # Delete calls that are done with; those whose peer is still to be told stay.
 DELETE_DONE_CALLS = """
 DELETE FROM agent_peer_sub_tasks WHERE logical_task_id {one_of:ids} AND status = 'done'
+"""
+
+# Delete all calls of tasks that are deleted.
+DELETE_CALLS = """
+DELETE FROM agent_peer_sub_tasks WHERE logical_task_id {one_of:ids}
 """
 
 # Read calls and their tasks' requesters, without a lock, for a status update.
@@ -274,8 +280,11 @@ WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'pe
 # Write the join of a pause.
 INSERT_JOIN = """
 INSERT INTO agent_parallel_invocations (
-  logical_task_id, invocation_id, total_expected, completed_count, succeeded_count, needed, join_deadline)
-VALUES (:task_id, :generation, :total, :completed, :succeeded, :needed, :join_deadline)
+  logical_task_id, invocation_id, total_expected, completed_count, succeeded_count, needed, join_deadline,
+  agent_name, send_due_at, send_attempts)
+VALUES (
+  :task_id, :generation, :total, :completed, :succeeded, :needed, :join_deadline,
+  :agent, :send_due_at, :send_attempts)
 """
 
 # Read the joins of tasks; the lock on the task covers them.
@@ -285,31 +294,48 @@ SELECT j.* FROM agent_parallel_invocations AS j JOIN agent_paused_tasks AS t
  WHERE j.logical_task_id {one_of:ids}
 """
 
-# Count outcomes.
+# Count outcomes. A join that is met has nothing to send any more.
 UPDATE_JOIN = """
-UPDATE agent_parallel_invocations SET completed_count = :completed, succeeded_count = :succeeded
+UPDATE agent_parallel_invocations SET
+  completed_count = :completed, succeeded_count = :succeeded, send_due_at = CASE WHEN NOT :met THEN send_due_at END
 WHERE logical_task_id = :task_id AND invocation_id = :generation
 """
 
-# Delete the joins of tasks that go on.
+# Delete the joins of tasks that go on, or are deleted.
 DELETE_JOINS = """
 DELETE FROM agent_parallel_invocations WHERE logical_task_id {one_of:ids}
 """
 
 # ── what is to be sent ─────────────────────────────────────────────────────────────────────────────
 
-# Calls whose request or cancel is due. A request past its deadline is not worth sending: it is about to expire.
+# Calls whose cancel is due, or, when the release before wrote them, their request. One past its deadline is not worth
+# sending: it is about to expire.
 PICK_UNSENT_CALLS = """
-SELECT c.*, {instant} AS now FROM agent_peer_sub_tasks AS c
+SELECT c.*, c.send_attempts AS attempts, {instant} AS now FROM agent_peer_sub_tasks AS c
  WHERE agent_name = :agent AND send_due_at <= {instant}
    AND (status = 'cancelling' OR status = 'pending' AND timeout_deadline > {instant})
  ORDER BY send_due_at LIMIT :limit {skip_locked}
 """
 
-# Lease a call to whoever sends it now.
+# Lease a call to whoever sends its cancel or its request now.
 LEASE_SEND = """
 UPDATE agent_peer_sub_tasks SET send_due_at = :due_at, send_attempts = :attempts
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
+"""
+
+# Joins with requests that are due: at most so many as calls have no outcome.
+PICK_UNSENT_JOINS = """
+SELECT logical_task_id, invocation_id, send_attempts, total_expected - completed_count AS unanswered,
+       {instant} AS now
+  FROM agent_parallel_invocations
+ WHERE agent_name = :agent AND send_due_at <= {instant}
+ ORDER BY send_due_at LIMIT :limit {skip_locked}
+"""
+
+# Lease the requests of a pause to whoever sends them now; without a time: nothing of it is to be sent any more.
+LEASE_JOIN = """
+UPDATE agent_parallel_invocations SET send_due_at = :due_at, send_attempts = :attempts
+WHERE logical_task_id = :task_id AND invocation_id = :generation
 """
 
 # Ended tasks whose reply is due.
@@ -328,7 +354,13 @@ UPDATE agent_paused_tasks SET wake_at = :due_at, reply_attempts = :attempts WHER
 # Let PostgreSQL answer COMMIT before the disk does: marks may be lost, what they mark is then sent again.
 COMMIT_LAZILY = "SET LOCAL synchronous_commit TO OFF"
 
-# Mark a request as sent, unless it was answered or closed meanwhile.
+# Mark all requests of a pause as sent.
+MARK_JOIN_DISPATCHED = """
+UPDATE agent_parallel_invocations SET dispatched_at = {clock}, send_due_at = NULL
+WHERE logical_task_id = :task_id AND invocation_id = :generation
+"""
+
+# Mark one request as sent, unless it was answered or closed meanwhile.
 MARK_DISPATCHED = """
 UPDATE agent_peer_sub_tasks SET dispatched_at = {clock}, send_due_at = NULL
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'pending'
@@ -380,7 +412,13 @@ SHOW_TASK = f"""
 SELECT {_SUMMARY} WHERE t.logical_task_id = :task_id
 """
 
-# Show the calls of a task.
+# Show the calls of a task. A request was sent for itself, or with the others of its pause.
 SHOW_CALLS = """
-SELECT * FROM agent_peer_sub_tasks WHERE logical_task_id = :task_id ORDER BY invocation_id, seq
+SELECT c.sub_task_id, c.call_id, c.peer_agent, c.invocation_id, c.status, c.outcome, c.timeout_deadline,
+       CASE WHEN c.dispatched_at IS NOT NULL THEN c.dispatched_at
+            WHEN c.send_attempts > 0 AND (c.status <> 'pending' OR c.send_due_at IS NULL) THEN j.dispatched_at
+       END AS dispatched_at
+  FROM agent_peer_sub_tasks AS c LEFT JOIN agent_parallel_invocations AS j
+    ON j.logical_task_id = c.logical_task_id AND j.invocation_id = c.invocation_id
+ WHERE c.logical_task_id = :task_id ORDER BY c.invocation_id, c.seq
 """

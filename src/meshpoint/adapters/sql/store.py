@@ -297,9 +297,9 @@ class SqlCheckpointStore:
     async def _mark_together(self, sent: Sequence[Send]) -> Sequence[None]:
         rest = sent
         if self._hot is not None:
-            await self._hot.mark_dispatched([send for send in sent if isinstance(send, Dispatch)])
+            left = await self._hot.mark_dispatched([send for send in sent if isinstance(send, Dispatch)])
             await self._hot.mark_replied([send for send in sent if isinstance(send, Reply)])
-            rest = [send for send in sent if isinstance(send, CancelNotice)]
+            rest = [*left, *(send for send in sent if isinstance(send, CancelNotice))]
         if rest:
             await self._database.write(lambda tx: outbox.mark_sent(tx, rest))
         return [None] * len(sent)

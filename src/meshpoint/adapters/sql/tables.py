@@ -4,7 +4,8 @@ Instants are seconds since the epoch, by the database's clock. `agent_name` is t
 so that several meshes share one database. `invocation_id` is the generation: the number of the pause.
 
 A call's key begins with its task, so all calls of a task lie together, and the tables can be partitioned by
-`logical_task_id`.
+`logical_task_id`. No foreign key ties calls and joins to their task: whoever deletes a task deletes them with it, and
+a look at the task for each of them would cost as much as the row.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from sqlalchemy import (
     Column,
     Connection,
     Float,
-    ForeignKey,
     Index,
     Integer,
     LargeBinary,
@@ -28,7 +28,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import VARCHAR
 
-REVISION = "0001"
+REVISION = "0002"
 """The newest migration, which this code needs. A later one in the database is one this code can live with."""
 
 VERSION_TABLE = "meshpoint_alembic_version"
@@ -103,7 +103,7 @@ tasks = Table(
 calls = Table(
     "agent_peer_sub_tasks",
     metadata,
-    Column("logical_task_id", _id(), ForeignKey(tasks.c.logical_task_id, ondelete="CASCADE"), primary_key=True),
+    Column("logical_task_id", _id(), primary_key=True),
     Column("sub_task_id", _id(), primary_key=True),
     Column("agent_name", String, nullable=False),
     Column("invocation_id", Integer, nullable=False),
@@ -115,9 +115,11 @@ calls = Table(
     Column("status", String, nullable=False),
     Column("outcome", LargeBinary),
     Column("claim_id", String),
-    Column("dispatched_at", Float),
-    Column("send_due_at", Float),  # a request or a cancel is to be sent, not before this; NULL: nothing to send
-    Column("send_attempts", Integer, nullable=False),
+    Column("dispatched_at", Float),  # NULL for what was sent with all requests of its pause: see the join
+    # The cancel is to be sent, not before this; NULL: nothing to send but what the join says. The release before
+    # wrote here also when the request is due.
+    Column("send_due_at", Float),
+    Column("send_attempts", Integer, nullable=False),  # 0: was never to be sent
     Column("idle_timeout", Float),
     Column("timeout_deadline", Float, nullable=False),  # the earlier of the idle and the absolute one
     Column("absolute_deadline", Float, nullable=False),
@@ -127,13 +129,18 @@ calls = Table(
 joins = Table(
     "agent_parallel_invocations",
     metadata,
-    Column("logical_task_id", _id(), ForeignKey(tasks.c.logical_task_id, ondelete="CASCADE"), primary_key=True),
+    Column("logical_task_id", _id(), primary_key=True),
     Column("invocation_id", Integer, primary_key=True, autoincrement=False),
     Column("total_expected", Integer, nullable=False),
     Column("completed_count", Integer, nullable=False),
     Column("succeeded_count", Integer, nullable=False),
     Column("needed", Integer),  # results that meet the join; NULL: an outcome of every call
     Column("join_deadline", Float),
+    # The outbox of the pause: one lease for the requests of all its calls.
+    Column("agent_name", String),  # NULL: of the release before
+    Column("send_due_at", Float),  # requests are to be sent, not before this; NULL: all are sent, or answered
+    Column("send_attempts", Integer, nullable=False, server_default=text("0")),
+    Column("dispatched_at", Float),
 )
 
 Index("ix_agent_paused_tasks_due", tasks.c.agent_name, tasks.c.status, tasks.c.wake_at)
@@ -150,6 +157,13 @@ Index(
     calls.c.send_due_at,
     postgresql_where=calls.c.send_due_at.is_not(None),
     sqlite_where=calls.c.send_due_at.is_not(None),
+)
+Index(
+    "ix_agent_parallel_invocations_unsent",
+    joins.c.agent_name,
+    joins.c.send_due_at,
+    postgresql_where=joins.c.send_due_at.is_not(None),
+    sqlite_where=joins.c.send_due_at.is_not(None),
 )
 
 POSTGRES_STORAGE = (
