@@ -147,6 +147,7 @@ def _plain(value: object, began: float) -> object:
 async def wipe(url: str) -> None:
     connection = await asyncpg.connect(url)
     try:
-        await connection.execute("DELETE FROM agent_paused_tasks")
+        for table in _TABLES:
+            await connection.execute(f"DELETE FROM {table}")
     finally:
         await connection.close()

@@ -1,7 +1,7 @@
 """On PostgreSQL, whatever replicas run finds its rows by an index, in tables that a scan would have to read whole.
 
-PostgreSQL itself tells the plan of every statement that it executes (auto_explain), also of those that its foreign
-keys send. So nobody has to list statements here, and one that no step below sends is found missing.
+PostgreSQL itself tells the plan of every statement that it executes (auto_explain). So nobody has to list statements
+here, and one that no step below sends is found missing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from meshpoint.conformance.build import (
     an_end,
 )
 from meshpoint.model.calls import Join
-from meshpoint.model.checkpoint import AllArrived, Begun, Pause, Replica, Resumable, Send
+from meshpoint.model.checkpoint import AllArrived, Begun, Committed, Pause, Replica, Resumable, Send
 from meshpoint.model.ids import TaskId, new_id
 
 pytestmark = pytest.mark.servers
@@ -242,8 +242,13 @@ class Life:
             await self._store.cancel([a_cancel(task_id) for task_id in (*waiting, *running, *unknown)])
 
     async def _send(self) -> None:
-        """Requests, cancels and replies: all are due, since nobody has them for himself for any time."""
-        await self._pause({"call_id": "a", "timeout": HOUR})
+        """Requests, cancels and replies: all are due, since nobody has them for himself for any time.
+
+        Of a pause's two requests, one is sent first.
+        """
+        pauses = await self._pause({"call_id": "a", "timeout": HOUR}, {"call_id": "b", "timeout": HOUR})
+        committed = [result for result in await self._store.pause(pauses) if isinstance(result, Committed)]
+        await self._store.mark_sent([result.dispatches[0] for result in committed])
         kinds = set[type[Send]]()
         while sends := await self._store.unsent(AGENT, 100):
             kinds |= {type(send) for send in sends}

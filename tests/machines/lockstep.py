@@ -12,6 +12,7 @@ from meshpoint.model.checkpoint import (
     Arrival,
     Begin,
     BeginResult,
+    CallState,
     CallSummary,
     Cancel,
     CancelledNow,
@@ -48,7 +49,8 @@ class Lockstep:
     """`store`, whose every answer must equal that of `reference` but for what stores are free to choose.
 
     Free are: the ids of the runs that the sweeper starts, which of several met tasks get the slots, the order of
-    what is equally due, the words in a timeout, and `dispatched_at` and `wake_at` where nobody relies on them.
+    what is equally due, the words in a timeout, and `dispatched_at` and `wake_at` where nobody relies on them: the
+    former once a call has an outcome.
     """
 
     def __init__(self, store: CheckpointStore, reference: CheckpointStore) -> None:
@@ -212,7 +214,8 @@ def _normal(value: Any) -> Any:
         case TaskSummary():
             return replace(value, wake_at=value.wake_at if value.state in _TELLING_WAKE else value.checkpointed_at)
         case CallSummary():
-            return replace(value, dispatched_at=value.dispatched_at and value.deadline)
+            pending = value.state is CallState.PENDING
+            return replace(value, dispatched_at=value.deadline if value.dispatched_at and pending else None)
         case dict():
             return {key: _normal(each) for key, each in value.items()}
         case list() | tuple():

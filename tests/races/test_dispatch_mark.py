@@ -1,0 +1,66 @@
+"""The requests of a pause are marked as sent while an answer to one of them is claimed: both write its join."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import asyncpg
+import pytest
+
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.conformance.build import AGENT, a_call, a_pause, one, row
+from meshpoint.model.checkpoint import Committed, Dispatch
+
+_WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+_CLAIM = (  # what a claim does, up to its commit
+    "SELECT 1 FROM agent_paused_tasks WHERE logical_task_id = $1 FOR NO KEY UPDATE",
+    "UPDATE agent_peer_sub_tasks SET status = 'done' WHERE logical_task_id = $1 AND seq = 0",
+    "UPDATE agent_parallel_invocations SET completed_count = 1 WHERE logical_task_id = $1",
+)
+
+
+@pytest.mark.servers
+async def test_a_mark_that_meets_a_claim_is_not_lost(postgres_url: str) -> None:
+    store = SqlCheckpointStore(postgres_url, namespace="test", dispatch_lease=timedelta())
+    await store.open()
+    claiming, looking = await asyncpg.connect(postgres_url), await asyncpg.connect(postgres_url)
+    try:
+        pause = a_pause("a", "b")
+        committed = one(await store.pause([pause]))
+        assert isinstance(committed, Committed)
+        claim = claiming.transaction()
+        await claim.start()
+        for statement in _CLAIM:
+            await claiming.execute(statement, pause.run.task_id)
+        marking = asyncio.create_task(store.mark_sent(committed.dispatches))
+        while not marking.done() and not await looking.fetchval(_WAITING):
+            await asyncio.sleep(0.01)
+        await claim.commit()
+        await marking
+        assert (await row(store, pause.run.task_id))[1][1].dispatched_at is not None
+        assert await store.unsent(AGENT, 10) == []
+    finally:
+        await claiming.close()
+        await looking.close()
+        await store.close()
+
+
+@pytest.mark.servers
+async def test_a_join_that_somebody_holds_is_offered_when_it_is_free_again(postgres_url: str) -> None:
+    store = SqlCheckpointStore(postgres_url, namespace="test", dispatch_lease=timedelta())
+    await store.open()
+    claiming = await asyncpg.connect(postgres_url)
+    try:
+        pause = a_pause(a_call("a", timeout=timedelta(hours=1)), a_call("b", timeout=timedelta(hours=1)))
+        await store.pause([pause])
+        async with claiming.transaction():
+            for statement in _CLAIM:
+                await claiming.execute(statement, pause.run.task_id)
+            assert await store.unsent(AGENT, 10) == []
+        offered = one(await store.unsent(AGENT, 10))
+        assert isinstance(offered, Dispatch)
+        assert offered.sub_task_id == pause.calls[1].sub_task_id
+    finally:
+        await claiming.close()
+        await store.close()
