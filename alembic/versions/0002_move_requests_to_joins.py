@@ -20,6 +20,7 @@ branch_labels = None
 depends_on = None
 
 TASKS, CALLS, JOINS = "agent_paused_tasks", "agent_peer_sub_tasks", "agent_parallel_invocations"
+FILLFACTOR = {TASKS: 70, CALLS: 50, JOINS: 70}
 
 
 def upgrade() -> None:
@@ -29,6 +30,8 @@ def upgrade() -> None:
             op.add_column(JOINS, column)
         for table in (CALLS, JOINS):
             op.drop_constraint(key_of(table), table, type_="foreignkey")
+        for table, percent in FILLFACTOR.items():  # of pages that are filled from now on
+            op.execute(f"ALTER TABLE {table} SET (fillfactor = {percent})")
     else:
         rebuild(JOINS, [*joins_columns(), *outbox_columns()], kept=joins_columns())
         rebuild(CALLS, calls_columns(), kept=calls_columns())
@@ -48,6 +51,8 @@ def downgrade() -> None:
     for table in (CALLS, JOINS):
         op.execute(f"DELETE FROM {table} WHERE logical_task_id NOT IN (SELECT logical_task_id FROM {TASKS})")
     if on_postgres():
+        for table in FILLFACTOR:
+            op.execute(f"ALTER TABLE {table} RESET (fillfactor)")
         op.drop_index(index_of(JOINS), JOINS)
         for column in outbox_columns():
             op.drop_column(JOINS, column.name)

@@ -8,8 +8,9 @@ _NOW = "now AS MATERIALIZED (SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) A
 PAUSE = f"""
 WITH {_NOW}, joined AS (
   INSERT INTO agent_parallel_invocations (
-    logical_task_id, invocation_id, total_expected, completed_count, succeeded_count)
-  SELECT task_id, 1, total, 0, 0 FROM unnest($1::text[], $2::int[]) AS i (task_id, total)
+    logical_task_id, invocation_id, total_expected, completed_count, succeeded_count,
+    agent_name, send_due_at, send_attempts)
+  SELECT task_id, 1, total, 0, 0, $24, now.at + $28, 1 FROM now, unnest($1::text[], $2::int[]) AS i (task_id, total)
 ), paused AS (
   INSERT INTO agent_paused_tasks (
     logical_task_id, run_id, parent_task_id, request, a2a_context, effective_session_id, user_id,
@@ -23,17 +24,17 @@ WITH {_NOW}, joined AS (
 )
 INSERT INTO agent_peer_sub_tasks (
   logical_task_id, sub_task_id, seq, call_id, peer_agent, request,
-  agent_name, invocation_id, correlation_data, status, send_due_at, send_attempts,
+  agent_name, invocation_id, correlation_data, status, send_attempts,
   timeout_deadline, absolute_deadline, created_at)
-SELECT i.*, $24, 1, $29, 'pending', now.at + $28, 1, now.at + $27, now.at + $27, now.at
+SELECT i.*, $24, 1, $29, 'pending', 1, now.at + $27, now.at + $27, now.at
   FROM now, unnest($19::text[], $20::text[], $21::int[], $22::text[], $23::text[], $30::bytea[]) AS i
 """
 
 # Mark the requests of tasks as sent.
 MARK_DISPATCHED = """
-UPDATE agent_peer_sub_tasks
+UPDATE agent_parallel_invocations
    SET dispatched_at = CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS float8), send_due_at = NULL
- WHERE logical_task_id = ANY($1::text[]) AND status = 'pending'
+ WHERE logical_task_id = ANY($1::text[]) AND send_due_at IS NOT NULL
 """
 
 # Record answers, each once, and take the tasks whose last one is among them. A function, because each of its
@@ -51,7 +52,7 @@ BEGIN
   PERFORM 1 FROM agent_paused_tasks WHERE logical_task_id = ANY (p_tasks) ORDER BY logical_task_id FOR NO KEY UPDATE;
   WITH answered AS (
     UPDATE agent_peer_sub_tasks AS c
-       SET status = 'done', outcome = i.outcome, claim_id = i.claim_id, send_due_at = NULL
+       SET status = 'done', outcome = i.outcome, claim_id = i.claim_id
       FROM unnest(p_tasks, p_calls, p_outcomes, p_claims) AS i (task_id, call_id, outcome, claim_id)
      WHERE c.logical_task_id = i.task_id AND c.sub_task_id = i.call_id AND c.status = 'pending'
     RETURNING c.logical_task_id

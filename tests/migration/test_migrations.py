@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import asyncpg
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, text
@@ -15,8 +19,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from meshpoint.adapters.sql import SqlCheckpointStore, migrations
 from meshpoint.adapters.sql.engine import async_url
 from meshpoint.adapters.sql.tables import POSTGRES_STORAGE, REVISION, VERSION_TABLE, metadata
-from meshpoint.conformance.build import paused
+from meshpoint.conformance.build import AGENT, HOUR, a_call, paused
 from meshpoint.errors import ConfigurationError
+from meshpoint.model.checkpoint import Dispatch
 
 
 @pytest.fixture
@@ -168,3 +173,72 @@ async def test_a_file_that_is_no_database_is_named_in_one_line(tmp_path: Path) -
     with pytest.raises(ConfigurationError, match=r"session_db_url.*no SQLite database"):
         await store.open()
     await store.close()
+
+
+# ── 0002: what is to be sent lies on the join ──────────────────────────────────────────────────────
+
+
+async def downgrade(url: str, revision: str) -> None:
+    def run(connection: Connection) -> None:
+        command.downgrade(migrations._config(connection), revision)
+
+    await asyncio.to_thread(migrations._run, url, run)
+
+
+async def fetch(url: str, statement: str) -> list[tuple[object, ...]]:
+    engine = create_async_engine(async_url(url))
+    async with engine.connect() as connection:
+        rows = [tuple(row) for row in await connection.execute(text(statement))]
+    await engine.dispose()
+    return rows
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncIterator[SqlCheckpointStore]:
+    """A store for which all that it has to send is due at once."""
+    store = SqlCheckpointStore(url, namespace="test", dispatch_lease=timedelta())
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def test_requests_are_due_before_and_after_each_migration(empty_url: str) -> None:
+    await upgrade(empty_url)
+    async with opened(empty_url) as store:
+        pauses = [await paused(store, a_call("a", timeout=HOUR), a_call("b", timeout=HOUR)) for _ in range(2)]
+        wanted = {call.sub_task_id for pause in pauses for call in pause.calls}
+        sent = [send for send in await store.unsent(AGENT, 10) if isinstance(send, Dispatch)][:1]
+        await store.mark_sent(sent)
+        wanted -= {send.sub_task_id for send in sent}
+    await downgrade(empty_url, "0001")
+    due = "SELECT sub_task_id FROM agent_peer_sub_tasks WHERE send_due_at IS NOT NULL AND send_attempts = 2"
+    assert {sub_task_id for (sub_task_id,) in await fetch(empty_url, due)} == wanted
+    await upgrade(empty_url)
+    assert await differences(empty_url) == []
+    async with opened(empty_url) as store:
+        assert {send.sub_task_id for send in await store.unsent(AGENT, 10) if isinstance(send, Dispatch)} == wanted
+
+
+async def test_a_migration_back_leaves_the_tables_as_they_were(empty_url: str) -> None:
+    await upgrade(empty_url)
+    await use(empty_url)
+    for _ in range(2):
+        await downgrade(empty_url, "0001")
+        await upgrade(empty_url)
+    assert await differences(empty_url) == []
+    await use(empty_url)
+    await downgrade(empty_url, "base")
+    assert await fetch(empty_url, f"SELECT * FROM {VERSION_TABLE}") == []
+
+
+@pytest.mark.servers
+async def test_the_tables_leave_as_much_room_as_the_code_says(postgres_url: str) -> None:
+    options = (
+        "SELECT relname::text, unnest(reloptions) FROM pg_class WHERE relname LIKE 'agent\\_%' AND relkind = 'r'"
+    )
+    wanted = [statement.split() for statement in POSTGRES_STORAGE if "SET (" in statement]
+    assert sorted(await fetch(postgres_url, options)) == sorted(
+        (words[2], f"{words[4].strip('(')}={words[6].strip(')')}") for words in wanted
+    )
