@@ -67,6 +67,7 @@ def open_store(agent: AgentSettings, namespace: str) -> CheckpointStore:
         tombstone_ttl=timings.tombstone_ttl,
         incompatible_limit=timings.incompatible_limit,
         pool_size=agent.db_pool_size,
+        mark_within=timings.dispatch_lease / 25,
     )
 
 

@@ -127,7 +127,7 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
             kept = self._declared.state.write(state, round_trip=True)
         except DoesNotFit as error:
             raise AgentMisbehaved(f"{self.name}: the state for {handler}: {error}") from error
-        stored = _Stored(format=self.state_format, handler=handler, state=kept)
+        stored = _Stored.model_construct(format=self.state_format, handler=handler, state=kept)
         requests = [call.as_call(key) for key, call in calls.items()]
         return _Asked(requests, stored.model_dump_json().encode(), join)
 

@@ -93,6 +93,8 @@ def _faithful(dumped: Any, python: Any) -> Any:
     The members of a set come in one order: hashes differ from process to process, and a call is recognised after
     a pause by its input. A float that JSON cannot hold stays one, to be refused; pydantic would make it null.
     """
+    if type(dumped) is str:  # most values are
+        return dumped
     match dumped, python:
         case None, float():
             return python

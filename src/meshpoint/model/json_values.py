@@ -32,7 +32,8 @@ class JsonDict(dict[str, JsonValue]):
         super().__init__()
         self._name, self._depth = name, 0
         self._parent: JsonDict | JsonList | None = None
-        self.update(values)
+        if values:
+            self.update(values)
 
     def __setitem__(self, key: str, value: JsonValue) -> None:
         super().__setitem__(*_checked_item(key, value, self))
@@ -74,7 +75,8 @@ class JsonList(list[JsonValue]):
         super().__init__()
         self._name, self._depth = name, 0
         self._parent: JsonDict | JsonList | None = None
-        self.extend(values)
+        if values != ():
+            self.extend(values)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if isinstance(index, slice):
@@ -121,7 +123,38 @@ def check_json(value: object, name: str) -> JsonValue:
     Raises:
         NotJson: it is not; names the place inside `value`, whose own name is `name`.
     """
-    return _plain(JsonDict({name: value})[name])
+    try:
+        copied: JsonValue = _copied(value, 1)
+        return copied
+    except _NotPlain:  # it has to be converted, or refused by its place
+        return _plain(JsonDict({name: value})[name])
+
+
+class _NotPlain(Exception):
+    """Something else than JSON made of plain builtins."""
+
+
+def _copied(value: Any, depth: int) -> Any:
+    kind = type(value)
+    if kind is str and _has_utf8(value):
+        return value
+    if value is None or kind is int or kind is bool or (kind is float and math.isfinite(value)):
+        return value
+    if kind is dict and depth <= MAX_DEPTH and all(type(key) is str and _has_utf8(key) for key in value):
+        return {key: _copied(each, depth + 1) for key, each in value.items()}
+    if kind is list and depth <= MAX_DEPTH:
+        return [_copied(each, depth + 1) for each in value]
+    raise _NotPlain
+
+
+def _has_utf8(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _checked_item(key: object, value: object, owner: JsonDict) -> tuple[str, JsonValue]:

@@ -1,14 +1,17 @@
 """Natural batching: what came while the last batch was on the wire goes next, as one.
 
-There is no timer: whoever comes to an idle batcher goes at once, and load shares commits.
+There is no timer: whoever comes to an idle batcher goes in the next turn of the event loop, and load shares commits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from time import monotonic
 from typing import Generic, TypeVar
 
 from meshpoint.errors import StoreUnavailable, Unavailable
@@ -19,6 +22,12 @@ Result = TypeVar("Result")
 BATCH_BYTES = 4 * 1024 * 1024
 """About what one batch carries, so that none takes so long that others wait for it."""
 BATCH_ITEMS = 256
+_IDLE_TURN = 0.0002
+"""Seconds. A turn of the event loop that is shorter had nothing to do."""
+
+_LONGEST_WAIT = 0.01
+
+log = logging.getLogger("meshpoint.store")
 
 
 @dataclass(slots=True)
@@ -34,18 +43,23 @@ class Batcher(Generic[Item, Result]):
 
     `flush` returns a result for each item, or the exception for it. Whatever it raises is for all of its items;
     unless the database is away, each caller's are then tried on their own, so that one that cannot be written
-    does not keep others from it. `size` is an item's in bytes.
+    does not keep others from it. `size` is an item's in bytes. `linger`: seconds that a batch waits for more, where
+    nobody waits for it.
     """
 
     def __init__(
         self,
         flush: Callable[[Sequence[Item]], Awaitable[Sequence[Result | Exception]]],
         size: Callable[[Item], int] = lambda item: 0,
+        linger: float = 0.0,
     ) -> None:
         self._flush = flush
         self._size = size
         self._waiting: deque[_Group[Item, Result]] = deque()
         self._flushing: asyncio.Task[None] | None = None
+        self._linger = linger
+        self._took = 0.0  # seconds, the last flush
+        self._hurry = asyncio.Event()
 
     async def put(self, items: Sequence[Item]) -> list[Result]:
         """The results of `items`, in their order.
@@ -54,11 +68,25 @@ class Batcher(Generic[Item, Result]):
         """
         if not items:
             return []
+        return await self._join(items)
+
+    def note(self, items: Sequence[Item]) -> None:
+        """Have `items` flushed soon, or never: nobody waits for it, and a crash loses them."""
+        if items:
+            self._join(items).add_done_callback(_told_if_lost)
+
+    def _join(self, items: Sequence[Item]) -> asyncio.Future[list[Result]]:
         group = _Group[Item, Result](items, asyncio.get_running_loop().create_future())
         self._waiting.append(group)
         if self._flushing is None:
             self._flushing = asyncio.create_task(self._flush_all())
-        return await group.results
+        return group.results
+
+    async def flush(self) -> None:
+        """Return when all that was brought so far is flushed, or lost."""
+        while self._flushing is not None:
+            self._hurry.set()
+            await asyncio.wait({self._flushing})
 
     async def close(self) -> None:
         """Give up what is on the wire. Whoever waits for it is told that the database is away."""
@@ -68,12 +96,34 @@ class Batcher(Generic[Item, Result]):
 
     async def _flush_all(self) -> None:
         try:
+            await self._let_more_come()
             while batch := self._next():
+                begun = monotonic()
                 await self._try(batch)
+                self._took = min(monotonic() - begun, _LONGEST_WAIT)
+                await self._one_turn_more()
         finally:
             self._flushing = None
             _settle(self._waiting, StoreUnavailable("the store is closed"))
             self._waiting.clear()
+
+    async def _let_more_come(self) -> None:
+        if self._linger:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), self._linger)
+            self._hurry.clear()
+        await self._one_turn_more()
+
+    async def _one_turn_more(self) -> None:
+        """Let a turn of the event loop pass, and more while it is busy, but no longer than a flush takes."""
+        turn = monotonic()
+        end = turn + self._took
+        while True:
+            waiting, begun = len(self._waiting), turn
+            await asyncio.sleep(0)
+            turn = monotonic()
+            if turn > end or (len(self._waiting) == waiting and turn - begun < _IDLE_TURN):
+                return
 
     def _next(self) -> list[_Group[Item, Result]]:
         batch: list[_Group[Item, Result]] = []
@@ -113,6 +163,11 @@ def _hand_out(batch: Sequence[_Group[Item, Result]], results: Sequence[Result | 
             group.results.set_exception(failed)
         else:
             group.results.set_result(own)  # type: ignore[arg-type]  # none of them is an exception
+
+
+def _told_if_lost(results: asyncio.Future[list[Result]]) -> None:
+    if not results.cancelled() and (error := results.exception()) is not None:
+        log.debug("lost, and done again later: %s", error)
 
 
 def _settle(batch: Sequence[_Group[Item, Result]] | deque[_Group[Item, Result]], error: Exception) -> None:

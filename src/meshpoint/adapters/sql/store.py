@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -64,6 +65,7 @@ from meshpoint.ports.clock import Clock
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+_LAST_MARKS_WITHIN = 2.0  # seconds
 PackedRequestedPause: TypeAlias = tuple[checkpointing.PackedPause, bytes | None]
 """A checkpoint, and the request of its task, packed."""
 
@@ -80,6 +82,8 @@ class SqlCheckpointStore:
         command_timeout: when a database that does not answer counts as away.
         pool_size: connections to PostgreSQL; to SQLite there is one.
         clock: for tests: replaces the database's clock.
+        mark_within: how long marks may wait for others; whoever brings them does not. A crash loses them, and what
+            they mark is sent again.
         hot_path: False sends everything through the general transactions, as on SQLite.
 
     Raises:
@@ -98,6 +102,7 @@ class SqlCheckpointStore:
         pool_size: int = 5,
         clock: Clock | None = None,
         hot_path: bool = True,
+        mark_within: timedelta = timedelta(),
     ) -> None:
         self._database = Database(
             url,
@@ -119,7 +124,8 @@ class SqlCheckpointStore:
         self._ends: Batcher[tuple[End, bytes | None], EndResult] = Batcher(
             self._end_together, lambda wish: len(wish[1] or b"")
         )
-        self._marks: Batcher[Send, None] = Batcher(self._mark_together)
+        self._mark_later = mark_within > timedelta()
+        self._marks: Batcher[Send, None] = Batcher(self._mark_together, linger=mark_within.total_seconds())
 
     @property
     def durable(self) -> bool:
@@ -144,6 +150,9 @@ class SqlCheckpointStore:
 
     async def close(self) -> None:
         """Release every connection."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_MARKS_WITHIN):
+                await self._marks.flush()
         for batcher in (self._pauses, self._ends, self._marks):
             await batcher.close()
         if self._hot is not None:
@@ -292,7 +301,10 @@ class SqlCheckpointStore:
 
     async def mark_sent(self, sent: Sequence[Send]) -> None:
         """The broker has them."""
-        await self._marks.put(sent)
+        if self._mark_later:
+            self._marks.note(sent)
+        else:
+            await self._marks.put(sent)
 
     async def _mark_together(self, sent: Sequence[Send]) -> Sequence[None]:
         rest = sent
