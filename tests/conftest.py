@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 import asyncpg
+import hypothesis
 import pytest
 import pytest_asyncio
 
@@ -16,6 +17,10 @@ from meshpoint.model.ids import new_id
 from servers import KINDS, Fleet, NamedServer, PostgresServer, RabbitServer, RedisServer, ServersMissing
 
 _FLEET = pytest.StashKey[Fleet]()
+
+# The suite judges no time: a machine may be busy.
+hypothesis.settings.register_profile("meshpoint", deadline=None)
+hypothesis.settings.load_profile("meshpoint")
 
 
 def pytest_configure(config: pytest.Config) -> None:
