@@ -25,7 +25,8 @@ _SHOWN = """
 SELECT logical_task_id, t.agent_name, t.status, generation, fence, owner, attempt, reply_sent, dead_reason,
        wake_at - extract(epoch FROM now()) AS wakes_in, ended_at - extract(epoch FROM now()) AS ended_ago,
        c.sub_task_id, c.invocation_id, c.call_id, c.status AS call, c.send_attempts, c.claim_id,
-       c.send_due_at - extract(epoch FROM now()) AS send_due_in, j.invocation_id AS joined
+       c.send_due_at - extract(epoch FROM now()) AS send_due_in, j.invocation_id AS joined,
+       j.send_due_at - extract(epoch FROM now()) AS requests_due_in, j.send_attempts AS requests_sent
   FROM agent_paused_tasks t LEFT JOIN agent_peer_sub_tasks c USING (logical_task_id)
   LEFT JOIN agent_parallel_invocations j USING (logical_task_id)
  WHERE t.status NOT IN ('completed', 'failed', 'cancelled') OR t.reply IS NOT NULL AND NOT reply_sent

@@ -19,6 +19,7 @@ from meshpoint.adapters.sql import SqlCheckpointStore
 from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.adapters.sql.locking import lock_tasks
 from meshpoint.conformance.build import (
+    AGENT,
     HERE,
     THERE,
     a_cancel,
@@ -40,8 +41,13 @@ from servers import Proxy
 _CLAIMANT = Path(__file__).with_name("claimant.py")
 
 
-def a_store(url: str, *, command_timeout: timedelta = timedelta(seconds=30)) -> SqlCheckpointStore:
-    return SqlCheckpointStore(url, namespace="test", command_timeout=command_timeout)
+def a_store(
+    url: str,
+    *,
+    command_timeout: timedelta = timedelta(seconds=30),
+    dispatch_lease: timedelta = timedelta(seconds=5),
+) -> SqlCheckpointStore:
+    return SqlCheckpointStore(url, namespace="test", command_timeout=command_timeout, dispatch_lease=dispatch_lease)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.servers)])
@@ -131,6 +137,7 @@ async def _work_through(store: SqlCheckpointStore, pauses: list[Pause], call_ids
             for send in result.dispatches
         ]
         await store.mark_sent(committed)
+        await store.mark_sent((await store.unsent(AGENT, 100))[:7])  # a part of what others send just now
         await store.mark_sent(
             [notice for arrival in arrivals if isinstance(arrival, AllArrived) for notice in arrival.cancels]
         )
@@ -139,7 +146,7 @@ async def _work_through(store: SqlCheckpointStore, pauses: list[Pause], call_ids
 
 @pytest.mark.servers
 async def test_batches_that_overlap_in_any_order_never_deadlock(postgres_url: str) -> None:
-    stores = [a_store(postgres_url) for _ in range(4)]
+    stores = [a_store(postgres_url, dispatch_lease=timedelta()) for _ in range(4)]
     pauses = [a_pause("a", "b", "c", "d", join=FIRST if n % 2 else a_pause().join) for n in range(20)]
     assert all(isinstance(result, Committed) for result in await stores[0].pause(pauses))
     backwards = pauses[::-1]
