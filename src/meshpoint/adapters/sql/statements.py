@@ -1,5 +1,5 @@
-"""Every statement, with what it is for. Fragments in braces differ between databases: see `dialect`. It is a long page
-so that whoever changes a column, or the order of locks, finds all of them on one.
+"""Every statement, with what it is for. Fragments in braces differ between databases: see `dialect`. All are on one
+long page, so that whoever changes a column, or the order of locks, misses none.
 
 Whoever changes a task, a call or a join first holds the lock of the task, and tasks are locked in order of id:
 so nothing deadlocks, and calls and joins need no locks of their own. (Only the sender's lease on a call or a join,
