@@ -16,17 +16,45 @@ in the database's statistics.
 
 from __future__ import annotations
 
+
+def _rows(first: int, **types: str) -> str:
+    """A row for each element of the arrays `$first`, `$first + 1`, …: its columns, and its `place`, from 1 on.
+
+    One array is unnested and the others are indexed by its places: to unnest them all costs a buffer for each, which
+    for a few rows is most of the work. Where rows are many, indexing is what costs: a text has no fixed place.
+    """
+    (key, kind), *others = types.items()
+    indexed = "".join(
+        f", (${number}::{kind}[])[i.place::int] AS {name}" for number, (name, kind) in enumerate(others, first + 1)
+    )
+    unnested = f"unnest(${first}::{kind}[]) WITH ORDINALITY AS i({key}, place)"
+    return f"(SELECT i.{key}, i.place{indexed} FROM {unnested})"
+
+
 # The instant of a batch: taken after the last lock.
 _AFTER_LOCKS = """
 clock AS MATERIALIZED (
   SELECT coalesce($1::double precision, CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS double precision)) AS now
     FROM (SELECT count(*) FROM locked) AS counted)"""
 
-CONTEXT = (
-    "a2a_context, effective_session_id, user_id, current_invocation_id, produced_artifacts,"
-    " artifact_signals_to_return, response_buffer, flags, security_context, token_usage, context_rest,"
-    " state, state_format, app_version, framework"
-)
+CONTEXT = {
+    "a2a_context": "text",
+    "effective_session_id": "text",
+    "user_id": "text",
+    "current_invocation_id": "text",
+    "produced_artifacts": "text",
+    "artifact_signals_to_return": "text",
+    "response_buffer": "text",
+    "flags": "text",
+    "security_context": "bytea",
+    "token_usage": "text",
+    "context_rest": "text",
+    "state": "bytea",
+    "state_format": "text",
+    "app_version": "text",
+    "framework": "text",
+}
+_CONTEXT = ", ".join(CONTEXT)
 
 # Delete the calls of the tasks that `{moved}` holds, but for those whose peer is still to be told. While this
 # statement waited for its locks, such a peer may have been told: the snapshot does not show it, the row's lock does.
@@ -70,14 +98,29 @@ joins AS (
     FROM given JOIN written AS w ON w.logical_task_id = given.task_id)
 SELECT logical_task_id, now FROM written"""
 
-# One row for each pause; those of new tasks have more columns.
-_GIVEN = """
-  FROM unnest($14::text[], $15::text[], $16::text[], $17::int[], $18::double precision[], $19::double precision[],
-              $20::int[], $21::int[], $22::int[], $23::double precision[], $24::int[],
-              $25::text[], $26::text[], $27::text[], $28::text[], $29::text[], $30::text[], $31::text[], $32::text[],
-              $33::bytea[], $34::text[], $35::text[], $36::bytea[], $37::text[], $38::text[], $39::text[]{more})
-       AS p(task_id, status, run_id, generation, soonest, task_deadline, total, completed, needed, join_timeout,
-            fence, {context}{named})"""
+# What every pause brings, and those of new tasks besides.
+_PAUSE = {
+    "task_id": "text",
+    "status": "text",
+    "run_id": "text",
+    "generation": "int",
+    "soonest": "double precision",
+    "task_deadline": "double precision",
+    "total": "int",
+    "completed": "int",
+    "needed": "int",
+    "join_timeout": "double precision",
+    "fence": "int",
+    **CONTEXT,
+}
+_NEW_TASK = {
+    "agent": "text",
+    "request": "bytea",
+    "reply_to": "text",
+    "requester_app_id": "text",
+    "parent_task_id": "text",
+    "idle_timeout": "double precision",
+}
 
 _WAKE_AT = """CASE WHEN status = 'ready' THEN now
               ELSE LEAST(now + soonest, task_deadline, now + join_timeout) END"""
@@ -87,20 +130,14 @@ PAUSE_NEW = f"""/* commits: pause */
 WITH locked AS (SELECT 1), {_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT p.*, {_WAKE_AT} AS wake_at, clock.now
-  {
-    _GIVEN.format(
-        context=CONTEXT,
-        more=", $40::text[], $41::bytea[], $42::text[], $43::text[], $44::text[], $45::double precision[]",
-        named=", agent, request, reply_to, requester_app_id, parent_task_id, idle_timeout",
-    )
-}, clock
+  FROM {_rows(14, **_PAUSE, **_NEW_TASK)} AS p, clock
    WHERE task_deadline IS NULL OR task_deadline > clock.now),
 written AS (
   INSERT INTO agent_paused_tasks (
     logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, request, reply_to,
-    requester_app_id, parent_task_id, task_deadline, idle_timeout, keep_alive_at, checkpointed_at, {CONTEXT})
+    requester_app_id, parent_task_id, task_deadline, idle_timeout, keep_alive_at, checkpointed_at, {_CONTEXT})
   SELECT task_id, agent, status, generation, 1, run_id, 0, wake_at, request, reply_to,
-         requester_app_id, parent_task_id, task_deadline, idle_timeout, now + idle_timeout / $46::int, now, {CONTEXT}
+         requester_app_id, parent_task_id, task_deadline, idle_timeout, now + idle_timeout / $46::int, now, {_CONTEXT}
     FROM given
   ON CONFLICT DO NOTHING
   RETURNING logical_task_id, agent_name, generation, task_deadline, checkpointed_at AS now),
@@ -117,14 +154,14 @@ WITH locked AS MATERIALIZED (
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT p.*, {_WAKE_AT} AS wake_at, clock.now
-  {_GIVEN.format(context=CONTEXT, more="", named="")}
+  FROM {_rows(14, **_PAUSE)} AS p
     JOIN locked ON locked.logical_task_id = p.task_id, clock
    WHERE task_deadline IS NULL OR task_deadline > clock.now),
 written AS (
   UPDATE agent_paused_tasks AS t SET
     status = g.status, generation = g.generation, run_id = g.run_id, owner = NULL, attempt = 0, wake_at = g.wake_at,
     keep_alive_at = g.now + t.idle_timeout / $40::int, checkpointed_at = g.now, incompatible_since = NULL,
-    dead_reason = NULL, ({CONTEXT}) = ROW({", ".join(f"g.{name.strip()}" for name in CONTEXT.split(","))})
+    dead_reason = NULL, ({_CONTEXT}) = ROW({", ".join(f"g.{name}" for name in CONTEXT)})
     FROM given AS g WHERE t.logical_task_id = g.task_id
   RETURNING t.logical_task_id, t.agent_name, t.generation, t.task_deadline, g.now),
 {_DELETE_DONE_CALLS.format(moved="written")},
@@ -132,6 +169,15 @@ met_joins AS (
   DELETE FROM agent_parallel_invocations AS j USING written WHERE j.logical_task_id = written.logical_task_id),
 {_CALLS_AND_JOINS}
 """
+
+_CLAIM = {
+    "task_id": "text",
+    "sub_task_id": "text",
+    "claim_id": "text",
+    "outcome": "bytea",
+    "ok": "boolean",
+    "sender": "text",
+}
 
 # Record outcomes of calls that every call of a join must have; give the tasks whose join that meets to `$2`, or make
 # them ready. Returns the outcomes recorded, by their place in the arrays, and for the last one of each task that
@@ -147,8 +193,7 @@ WITH locked AS MATERIALIZED (
 recorded AS (
   UPDATE agent_peer_sub_tasks AS c
      SET status = 'done', outcome = g.outcome, claim_id = g.claim_id, send_due_at = NULL
-    FROM unnest($5::text[], $6::text[], $7::text[], $8::bytea[], $9::boolean[], $10::text[])
-         WITH ORDINALITY AS g(task_id, sub_task_id, claim_id, outcome, ok, sender, place)
+    FROM {_rows(5, **_CLAIM)} AS g
     JOIN locked AS l ON l.logical_task_id = g.task_id
    WHERE c.logical_task_id = g.task_id AND c.sub_task_id = g.sub_task_id AND c.status = 'pending'
      AND c.invocation_id = l.generation AND (g.sender IS NULL OR g.sender = c.peer_agent)
@@ -192,11 +237,19 @@ SELECT t.*, calls.*
  WHERE t.logical_task_id = ANY($1::text[]) AND t.owner = $2::text AND t.status = 'running'
 """
 
+_END = {
+    "task_id": "text",
+    "fence": "int",
+    "run_id": "text",
+    "status": "text",
+    "reply": "bytea",
+    "dead_reason": "text",
+}
+
 # Turn tasks into tombstones: what they held is wiped, their replies are due.
 END = f"""/* commits: end */
 WITH given AS MATERIALIZED (
-  SELECT * FROM unnest($4::text[], $5::int[], $6::text[], $7::text[], $8::bytea[], $9::text[])
-                AS e(task_id, fence, run_id, status, reply, dead_reason)),
+  SELECT * FROM {_rows(4, **_END)} AS e),
 locked AS MATERIALIZED (
   SELECT t.logical_task_id
     FROM agent_paused_tasks AS t JOIN given ON given.task_id = t.logical_task_id AND given.fence = t.fence

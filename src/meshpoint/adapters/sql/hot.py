@@ -46,7 +46,6 @@ Item = TypeVar("Item")
 LANES = 5
 """Connections that one store keeps for this."""
 
-_CONTEXT = [name.strip() for name in sql.CONTEXT.split(",")]
 _LAZILY = {"synchronous_commit": "off"}
 """COMMIT is answered before the disk does: marks may be lost, what they mark is then sent again."""
 
@@ -227,7 +226,10 @@ def _task_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
         )
         for packed in pauses
     ]
-    return [*map(list, zip(*plain, strict=True)), *([packed.columns[name] for packed in pauses] for name in _CONTEXT)]
+    return [
+        *map(list, zip(*plain, strict=True)),
+        *([packed.columns[name] for packed in pauses] for name in sql.CONTEXT),
+    ]
 
 
 def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
