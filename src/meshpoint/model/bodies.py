@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.ids import new_id
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
-from meshpoint.model.usage import TokenUsage
+from meshpoint.model.usage import TokenUsage, no_usage
 
 
 class Body(BaseModel):
@@ -112,7 +112,7 @@ class ResponseBody(Body):
         status, metadata = self.task.status, self.task.metadata
         part = status.message.parts[0] if status.message else Part()
         try:
-            usage = TokenUsage.model_validate(metadata.get("usage") or {})
+            usage = TokenUsage.model_validate(metadata["usage"]) if metadata.get("usage") else no_usage()
         except ValidationError as error:
             raise PoisonMessage(f"task.metadata.usage: {error.errors()[0]['msg']}") from error
         match status.state:
@@ -177,7 +177,7 @@ def response_body(
 ) -> ResponseBody:
     """The response that carries `outcome`."""
     metadata: dict[str, JsonValue] = {}
-    if outcome.usage != TokenUsage():
+    if not outcome.usage.is_empty:
         metadata["usage"] = outcome.usage.model_dump(mode="json")
     match outcome:
         case Ok(value=value):

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
-from meshpoint.model.usage import TokenUsage
+from meshpoint.model.usage import TokenUsage, no_usage
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -31,7 +31,7 @@ class Ok(Generic[T_co]):
 
     value: T_co
     artifacts: tuple[dict[str, JsonValue], ...] = ()
-    usage: TokenUsage = field(default_factory=TokenUsage)
+    usage: TokenUsage = field(default_factory=no_usage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,11 @@ class Failed:
 
     kind: FailureKind
     message: str = ""
-    usage: TokenUsage = field(default_factory=TokenUsage)
+    usage: TokenUsage = field(default_factory=no_usage)
 
 
 Outcome: TypeAlias = Ok[JsonValue] | Failed
 """An outcome as it travels and rests: the value is JSON, not yet validated against a declared type."""
-
-_NO_USAGE = TokenUsage()
 
 
 def encode_outcome(outcome: Outcome) -> bytes:
@@ -56,7 +54,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
     )
     if isinstance(outcome, Ok) and outcome.artifacts:
         kept["artifacts"] = outcome.artifacts
-    if outcome.usage != _NO_USAGE:
+    if not outcome.usage.is_empty:
         kept["usage"] = outcome.usage
     return to_json(kept)
 
@@ -64,7 +62,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
 def decode_outcome(stored: bytes) -> Outcome:
     """The outcome that `encode_outcome` wrote."""
     kept = from_json(stored)
-    usage = TokenUsage.model_validate(kept["usage"]) if kept.get("usage") else TokenUsage()
+    usage = TokenUsage.model_validate(kept["usage"]) if kept.get("usage") else no_usage()
     if "kind" in kept:
         return Failed(FailureKind(kept["kind"]), kept.get("message", ""), usage)
     return Ok(kept["value"], tuple(kept.get("artifacts", ())), usage)

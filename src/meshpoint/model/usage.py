@@ -30,6 +30,12 @@ class TokenUsage(BaseModel):
     by_model: dict[str, Tokens] = Field(default_factory=dict)
     by_source: dict[str, Tokens] = Field(default_factory=dict)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        total = self.total
+        return not (total.input or total.output or total.cached or self.by_model or self.by_source)
+
     def record(self, tokens: Tokens, *, model: str, source: str = "agent") -> None:
         """Count one model response in."""
         self.total.add(tokens)
@@ -43,3 +49,9 @@ class TokenUsage(BaseModel):
             self.by_model.setdefault(model, Tokens()).add(tokens)
         if other.total != Tokens():
             self.by_source.setdefault(source, Tokens()).add(other.total)
+
+
+def no_usage() -> TokenUsage:
+    """A count of nothing. Every outcome has one, so it is made without validating what is known."""
+    total = Tokens.model_construct(input=0, output=0, cached=0)
+    return TokenUsage.model_construct(total=total, by_model={}, by_source={})

@@ -179,8 +179,11 @@ _CLAIM = {
     "sender": "text",
 }
 
+# Written so that each row is found by its whole key, whatever the statistics say: calls are joined to `given` alone,
+# and the agent's name is kept from choosing an index.
+#
 # Record outcomes of calls that every call of a join must have; give the tasks whose join that meets to `$2`, or make
-# them ready. Returns the outcomes recorded, by their place in the arrays, and for the last one of each task that
+# them ready. Returns the outcomes recorded, by their place in the arrays; then, for the last one of each task that
 # goes on, whether it goes on here.
 CLAIM = f"""/* commits: claim */
 WITH locked AS MATERIALIZED (
@@ -188,41 +191,41 @@ WITH locked AS MATERIALIZED (
     FROM agent_paused_tasks AS t
     JOIN agent_parallel_invocations AS j
       ON j.logical_task_id = t.logical_task_id AND j.invocation_id = t.generation AND j.needed IS NULL
-   WHERE t.logical_task_id = ANY($3::text[]) AND t.agent_name = $4::text AND t.status = 'waiting'
+   WHERE t.logical_task_id = ANY($3::text[]) AND t.agent_name || '' = $4::text AND t.status = 'waiting'
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_AFTER_LOCKS},
+given AS MATERIALIZED (
+  SELECT g.*, l.generation, l.state_format
+    FROM {_rows(5, **_CLAIM)} AS g JOIN locked AS l ON l.logical_task_id = g.task_id),
 recorded AS (
   UPDATE agent_peer_sub_tasks AS c
      SET status = 'done', outcome = g.outcome, claim_id = g.claim_id, send_due_at = NULL
-    FROM {_rows(5, **_CLAIM)} AS g
-    JOIN locked AS l ON l.logical_task_id = g.task_id
+    FROM given AS g
    WHERE c.logical_task_id = g.task_id AND c.sub_task_id = g.sub_task_id AND c.status = 'pending'
-     AND c.invocation_id = l.generation AND (g.sender IS NULL OR g.sender = c.peer_agent)
-  RETURNING c.logical_task_id, g.place, g.claim_id, g.ok),
+     AND c.invocation_id = g.generation AND (g.sender IS NULL OR g.sender = c.peer_agent)
+  RETURNING c.logical_task_id, g.generation, g.state_format, g.place, g.ok),
 counted AS (
-  SELECT logical_task_id, count(*) AS outcomes, count(*) FILTER (WHERE ok) AS results, max(place) AS last
-    FROM recorded GROUP BY logical_task_id),
+  SELECT logical_task_id, generation, state_format,
+         count(*) AS outcomes, count(*) FILTER (WHERE ok) AS results, max(place) AS last
+    FROM recorded GROUP BY logical_task_id, generation, state_format),
 joined AS (
   UPDATE agent_parallel_invocations AS j
      SET completed_count = j.completed_count + n.outcomes, succeeded_count = j.succeeded_count + n.results,
          send_due_at = CASE WHEN j.completed_count + n.outcomes < j.total_expected THEN j.send_due_at END
-    FROM counted AS n JOIN locked AS l ON l.logical_task_id = n.logical_task_id
-   WHERE j.logical_task_id = n.logical_task_id AND j.invocation_id = l.generation
-  RETURNING j.logical_task_id, n.last, j.completed_count >= j.total_expected AS met),
+    FROM counted AS n WHERE j.logical_task_id = n.logical_task_id AND j.invocation_id = n.generation
+  RETURNING j.logical_task_id, n.state_format, n.last, j.completed_count >= j.total_expected AS met),
 met AS MATERIALIZED (
-  SELECT l.logical_task_id, r.claim_id, r.place,
-         l.state_format = ANY($11::text[])
-         AND sum((l.state_format = ANY($11::text[]))::int) OVER (ORDER BY l.logical_task_id) <= $12::int AS here
-    FROM joined AS j JOIN locked AS l ON l.logical_task_id = j.logical_task_id
-    JOIN recorded AS r ON r.logical_task_id = j.logical_task_id AND r.place = j.last
-   WHERE j.met),
+  SELECT logical_task_id, last,
+         state_format = ANY($11::text[])
+         AND sum((state_format = ANY($11::text[]))::int) OVER (ORDER BY logical_task_id) <= $12::int AS here
+    FROM joined WHERE met),
 owned AS (
   UPDATE agent_paused_tasks AS t SET
     status = CASE WHEN met.here THEN 'running' ELSE 'ready' END, fence = t.fence + met.here::int,
-    run_id = met.claim_id, owner = CASE WHEN met.here THEN $2::text END, attempt = met.here::int,
+    run_id = ($7::text[])[met.last::int], owner = CASE WHEN met.here THEN $2::text END, attempt = met.here::int,
     wake_at = CASE WHEN met.here THEN clock.now + $13::double precision ELSE clock.now END
     FROM met, clock WHERE t.logical_task_id = met.logical_task_id
-  RETURNING met.place, met.here)
-SELECT recorded.place, owned.here FROM recorded LEFT JOIN owned ON owned.place = recorded.place
+  RETURNING met.last AS place, met.here)
+SELECT place, NULL::boolean AS here FROM recorded UNION ALL SELECT place, here FROM owned
 """
 
 # Read tasks that this replica owns, whole, with the outcomes of their pause in call order.
@@ -251,7 +254,7 @@ END = f"""/* commits: end */
 WITH given AS MATERIALIZED (
   SELECT * FROM {_rows(4, **_END)} AS e),
 locked AS MATERIALIZED (
-  SELECT t.logical_task_id
+  SELECT given.*
     FROM agent_paused_tasks AS t JOIN given ON given.task_id = t.logical_task_id AND given.fence = t.fence
    WHERE t.logical_task_id = ANY($4::text[]) AND t.status = 'running'
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_AFTER_LOCKS},
@@ -264,8 +267,7 @@ ended AS (
     a2a_context = NULL, effective_session_id = NULL, user_id = NULL, current_invocation_id = NULL,
     produced_artifacts = NULL, artifact_signals_to_return = NULL, response_buffer = NULL, flags = NULL,
     security_context = NULL, token_usage = NULL, context_rest = NULL, state = NULL
-    FROM given, locked, clock
-   WHERE t.logical_task_id = locked.logical_task_id AND given.task_id = locked.logical_task_id
+    FROM locked AS given, clock WHERE t.logical_task_id = given.task_id
   RETURNING t.logical_task_id, t.agent_name, t.reply_to, t.requester_app_id, t.parent_task_id, t.task_deadline,
             t.idle_timeout),
 {_DELETE_DONE_CALLS.format(moved="ended")},

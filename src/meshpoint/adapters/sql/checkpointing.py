@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
-from meshpoint.adapters.sql.codec import pack
+from meshpoint.adapters.sql.codec import pack, pack_all
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import LockedTasks, Terms, in_rounds, lock_tasks, seconds_of
 from meshpoint.adapters.sql.rows import (
@@ -19,7 +19,7 @@ from meshpoint.adapters.sql.rows import (
     context_columns,
     dispatch_of,
     instant,
-    outcome_column,
+    outcome_columns,
     requester_columns,
     seconds,
 )
@@ -111,8 +111,8 @@ class PackedPause:
         return cls(
             pause,
             columns,
-            bodies=tuple([await pack(call.body) for call in pause.calls]),
-            outcomes=tuple([None if outcome is None else await outcome_column(outcome) for outcome in kept]),
+            bodies=tuple(await pack_all(call.body for call in pause.calls)),
+            outcomes=tuple(await outcome_columns(kept)),
             met=met,
             failed=sum(call.outcome is not None for call in pause.calls),
             soonest=min((_patience(call) for call in pause.calls if call.outcome is None), default=None),
@@ -235,8 +235,8 @@ def _effective_deadline(pause: Pause, call: PlannedCall, now: float) -> float:
 
 
 def _patience(call: PlannedCall) -> float:
-    timeout = call.timeout.total_seconds()
-    return timeout if call.idle_timeout is None else min(timeout, call.idle_timeout.total_seconds())
+    timeout, idle = call.timeout, call.idle_timeout
+    return (timeout if idle is None else min(timeout, idle)).total_seconds()
 
 
 def _join_deadline(pause: Pause, now: float) -> float | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterable
 
 import zstandard
 
@@ -35,6 +36,13 @@ async def pack(value: bytes | None) -> bytes | None:
     if len(value) < _THREAD_FROM:
         return _compress(value)
     return await asyncio.to_thread(_compress, value)
+
+
+async def pack_all(values: Iterable[bytes | None]) -> list[bytes | None]:
+    """Several values as they rest."""
+    return [
+        RAW + value if value is not None and len(value) < _COMPRESS_FROM else await pack(value) for value in values
+    ]
 
 
 async def unpack(stored: bytes | None) -> bytes | None:

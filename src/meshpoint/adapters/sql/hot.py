@@ -5,11 +5,11 @@ Each method does what it can and returns it, by the item's place; the store give
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from meshpoint.adapters.sql import arrays as sql
@@ -241,7 +241,7 @@ def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
             seq,
             call.call_id,
             call.peer,
-            json.dumps(call.headers),
+            to_json(call.headers).decode(),
             body,
             call.outcome is None and not packed.met,
             outcome,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeAlias
 
+from pydantic_core import from_json, to_json
 from sqlalchemy import Row
 
-from meshpoint.adapters.sql.codec import pack, unpack
+from meshpoint.adapters.sql.codec import RAW, pack, pack_all, unpack
 from meshpoint.model.checkpoint import (
     CancelNotice,
     Checkpoint,
@@ -81,10 +82,10 @@ async def context_columns(context: Checkpoint) -> dict[str, Any]:
     rest = {key: value for key, value in context.items() if key not in {*_JSON_COLUMNS, "security_context"}}
     origin = context.get("a2a_context")
     copied = {**(origin if isinstance(origin, dict) else {}), **context}
-    secret = json.dumps(context["security_context"]).encode() if "security_context" in context else None
+    secret = to_json(context["security_context"]) if "security_context" in context else None
     return {
-        **{name: json.dumps(context[name]) if name in context else None for name in _JSON_COLUMNS},
-        "context_rest": json.dumps(rest),
+        **{name: to_json(context[name]).decode() if name in context else None for name in _JSON_COLUMNS},
+        "context_rest": to_json(rest).decode(),
         "security_context": await pack(secret),
         "effective_session_id": _word(copied.get("effective_session_id", copied.get("session_id"))),
         "user_id": _word(copied.get("user_id")),
@@ -94,13 +95,13 @@ async def context_columns(context: Checkpoint) -> dict[str, Any]:
 
 async def context_of(row: Any) -> Checkpoint:
     """The context that `context_columns` took apart."""
-    context: Checkpoint = json.loads(row.context_rest) if row.context_rest else {}
+    context: Checkpoint = from_json(row.context_rest) if row.context_rest else {}
     for name in _JSON_COLUMNS:
         if (column := getattr(row, name)) is not None:
-            context[name] = json.loads(column)
+            context[name] = from_json(column)
     secret = await unpack(row.security_context)
     if secret is not None:
-        context["security_context"] = json.loads(secret)
+        context["security_context"] = from_json(secret)
     return context
 
 
@@ -183,7 +184,12 @@ async def outcome_column(outcome: Outcome) -> bytes | None:
     return await pack(encode_outcome(outcome))
 
 
-StoredOutcome: TypeAlias = tuple[str, str, bytes | None]
+async def outcome_columns(outcomes: Iterable[Outcome | None]) -> list[bytes | None]:
+    """`outcomes` as they rest; that of a call without one is None."""
+    return await pack_all(None if outcome is None else encode_outcome(outcome) for outcome in outcomes)
+
+
+StoredOutcome: TypeAlias = tuple[str, AgentName, bytes | None]
 """A call's id, its peer, and its outcome as it rests."""
 
 
@@ -208,7 +214,10 @@ def run_of(row: Any, names: Names) -> Run:
 
 async def resumable_of(row: Any, calls: Sequence[StoredOutcome], names: Names) -> Resumable:
     """A running task's row, and its calls in call order, as what its next segment needs."""
-    outcomes = [(call_id, AgentName(peer), await outcome_of(packed)) for call_id, peer, packed in calls]
+    outcomes = [
+        (call_id, peer, decode_outcome(packed[1:]) if packed and packed[:1] == RAW else await outcome_of(packed))
+        for call_id, peer, packed in calls
+    ]
     return Resumable(
         run=run_of(row, names),
         requester=requester_of(row),

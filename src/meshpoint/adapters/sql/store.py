@@ -29,7 +29,7 @@ from meshpoint.adapters.sql.failures import DRIVER_ERRORS, refused
 from meshpoint.adapters.sql.hot import LANES, HotPath
 from meshpoint.adapters.sql.locking import Terms
 from meshpoint.adapters.sql.owning import OwnedTasks
-from meshpoint.adapters.sql.rows import Names, known_of, outcome_column
+from meshpoint.adapters.sql.rows import Names, known_of, outcome_columns
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 from meshpoint.model.checkpoint import (
     Arrival,
@@ -197,7 +197,8 @@ class SqlCheckpointStore:
         """Record outcomes, one winner each."""
         if not claims:
             return []
-        packed = [(wish, await outcome_column(wish.outcome)) for wish in claims]
+        outcomes = await outcome_columns(wish.outcome for wish in claims)
+        packed = list(zip(claims, outcomes, strict=True))
         moved: dict[int, Arrival | Taken] = {}
         owned = OwnedTasks()
         if self._hot is not None:
