@@ -40,7 +40,7 @@ class AgentSettings(Section):
         default="memory", description="where tasks are kept: memory or sql"
     )
     session_db_url: str = Field(default=EMBEDDED, description="postgresql:// in production, sqlite:/// for one host")
-    db_pool_size: Count = Field(default=5, description="database connections of one replica")
+    db_pool_size: Count = Field(default=5, description="database connections, beside those of the hot statements")
     max_concurrency: Count = Field(
         default=DEFAULT.max_concurrency,
         description="segments that run at a time in one replica; paused tasks do not count",

@@ -58,8 +58,14 @@ def engine_for(
 
 def _postgres(url: URL, command_timeout: timedelta, transaction_timeout: timedelta, pool_size: int) -> AsyncEngine:
     seconds = command_timeout.total_seconds()
-    # A process that is frozen inside a transaction would keep its row locks, and others from its tasks.
-    abandoned = {"idle_in_transaction_session_timeout": str(math.ceil(transaction_timeout.total_seconds() * 1000))}
+    session = {
+        # A process that is frozen inside a transaction would keep its row locks, and others from its tasks.
+        "idle_in_transaction_session_timeout": str(math.ceil(transaction_timeout.total_seconds() * 1000)),
+        # Every statement goes by key: a plan made for a small table is right for a large one.
+        "plan_cache_mode": "force_generic_plan",
+        "enable_seqscan": "off",
+        "jit": "off",
+    }
     return create_async_engine(
         url,
         isolation_level="AUTOCOMMIT",
@@ -69,7 +75,7 @@ def _postgres(url: URL, command_timeout: timedelta, transaction_timeout: timedel
         pool_reset_on_return=None,
         skip_autocommit_rollback=True,
         pool_use_lifo=True,
-        connect_args={"timeout": min(seconds, 10.0), "command_timeout": seconds, "server_settings": abandoned},
+        connect_args={"timeout": min(seconds, 10.0), "command_timeout": seconds, "server_settings": session},
     )
 
 

@@ -46,9 +46,6 @@ Item = TypeVar("Item")
 LANES = 5
 """Connections that one store keeps for this."""
 
-_LAZILY = {"synchronous_commit": "off"}
-"""COMMIT is answered before the disk does: marks may be lost, what they mark is then sent again."""
-
 
 class HotPath:
     """The ordinary steps of many tasks at once."""
@@ -57,7 +54,7 @@ class HotPath:
         self._terms = terms
         self._clock = clock
         self._pauses, self._claims, self._ends, self._reads = (Lane(engine) for _ in range(LANES - 1))
-        self._marks = Lane(engine, _LAZILY)
+        self._marks = Lane(engine, lazily=True)  # marks may be lost: what they mark is then sent again
 
     async def close(self) -> None:
         """Give all connections back."""

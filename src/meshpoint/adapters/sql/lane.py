@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,13 +18,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from meshpoint.adapters.sql.engine import ATTEMPTS
 from meshpoint.adapters.sql.failures import DRIVER_ERRORS, Failure, brief, failure, is_duplicate
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
-
-_SESSION = {
-    # Every hot statement goes by key: a plan made for a small table is right for a large one.
-    "plan_cache_mode": "force_generic_plan",
-    "enable_seqscan": "off",
-    "jit": "off",
-}
 
 _GONE = ("08", "40003", "57P")
 """SQLSTATEs of a connection or a server that goes away, which may have committed before."""
@@ -40,12 +33,13 @@ class Row(asyncpg.Record):  # type: ignore[misc]
 class Lane:
     """Sends one statement at a time; each commits by itself. Connects when it is first used, and again when it must.
 
-    `settings` hold for the session.
+    `lazily`: COMMIT is answered before the disk has it. Not a setting of the session: behind a pooler that would be
+    somebody else's next.
     """
 
-    def __init__(self, engine: AsyncEngine, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(self, engine: AsyncEngine, *, lazily: bool = False) -> None:
         self._engine = engine
-        self._settings = _SESSION | dict(settings or {})
+        self._lazily = lazily
         self._turn = asyncio.Lock()
         self._connection: AsyncConnection | None = None
         self._driver: Any = None
@@ -84,10 +78,9 @@ class Lane:
                 driver = None
                 try:
                     driver = await self._ready()
-                    rows: Sequence[Any] = await driver.fetch(statement, *values, record_class=Row)
-                    return rows
+                    return await self._fetch(driver, statement, values)
                 except Exception as error:
-                    lost, meaning = _is_lost(error, driver), failure(error)
+                    lost, meaning = _is_lost(error, driver) or self._lazily, failure(error)
                     in_doubt = in_doubt or (lost and driver is not None)
                     if lost:
                         await self._drop()
@@ -105,14 +98,21 @@ class Lane:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
+    async def _fetch(self, driver: Any, statement: str, values: Sequence[Any]) -> Sequence[Any]:
+        if not self._lazily:
+            rows: Sequence[Any] = await driver.fetch(statement, *values, record_class=Row)
+            return rows
+        await driver.execute("BEGIN; SET LOCAL synchronous_commit TO OFF")
+        rows = await driver.fetch(statement, *values, record_class=Row)
+        await driver.execute("COMMIT")
+        return rows
+
     async def _ready(self) -> Any:
         if self._driver is None or self._driver.is_closed():
             await self._drop()
             connection = await self._engine.connect()
             try:
                 driver: Any = (await connection.get_raw_connection()).driver_connection
-                for name, value in self._settings.items():
-                    await driver.execute(f"SET {name} = {value}")
             except BaseException:
                 await connection.invalidate()
                 await connection.close()

@@ -80,7 +80,7 @@ class SqlCheckpointStore:
         tombstone_ttl: how long an ended task's row stays after its end and its deadline.
         incompatible_limit: how long a task is offered whose state no replica can read, before it is parked.
         command_timeout: when a database that does not answer counts as away.
-        pool_size: connections to PostgreSQL; to SQLite there is one.
+        pool_size: connections to PostgreSQL, beside those of the hot path; to SQLite there is one.
         clock: for tests: replaces the database's clock.
         mark_within: how long marks may wait for others; whoever brings them does not. A crash loses them, and what
             they mark is sent again.
