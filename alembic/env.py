@@ -7,9 +7,9 @@ import asyncio
 from alembic import context
 from sqlalchemy import Connection
 from sqlalchemy.engine import URL
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from meshpoint.adapters.sql.engine import async_url
+from meshpoint.adapters.sql.migrations import in_one_transaction
 from meshpoint.adapters.sql.tables import VERSION_TABLE, metadata
 
 
@@ -33,14 +33,6 @@ def write(dialect_name: str) -> None:
         context.run_migrations()
 
 
-async def migrate_url() -> None:
-    """Run the migrations on the database that the command line names."""
-    engine = create_async_engine(url_argument())
-    async with engine.begin() as connection:
-        await connection.run_sync(migrate)
-    await engine.dispose()
-
-
 def url_argument() -> URL:
     """The database that `-x url=…` names."""
     return async_url(context.get_x_argument(as_dictionary=True).get("url", "sqlite:///meshpoint.db"))
@@ -52,4 +44,4 @@ if context.is_offline_mode():
 elif attributes.get("connection") is not None:
     migrate(attributes["connection"])
 else:
-    asyncio.run(migrate_url())
+    asyncio.run(in_one_transaction(url_argument(), migrate))

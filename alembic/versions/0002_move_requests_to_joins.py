@@ -71,6 +71,7 @@ def on_postgres() -> bool:
 
 def lock() -> None:
     """Take the locks that all of this needs, each for moments, in the order in which transactions take them."""
+    op.execute("SET LOCAL lock_timeout = '5s'")  # whoever waits here makes all others wait: rather fail
     op.execute(f"LOCK TABLE {TASKS}, {CALLS}, {JOINS} IN ACCESS EXCLUSIVE MODE")
 
 

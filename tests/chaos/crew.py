@@ -24,6 +24,7 @@ QUICK = {
     "stateless_checkpointing": True,
     "session_service": "sql",
     "lease_seconds": 2,
+    "max_attempts": 1000,  # no request is to blame for what happens here
     "renew_interval_seconds": 0.5,
     "sweep_interval_seconds": 0.2,
     "settle_time_seconds": 1,

@@ -12,6 +12,7 @@ import pytest
 from aiormq.abc import DeliveredMessage
 
 from meshpoint.adapters.rabbitmq import RabbitMqBroker
+from meshpoint.adapters.rabbitmq.link import translated
 from meshpoint.conformance.broker_case import AGENT, REQUESTS, STRANGER, Inbox, a_message, send, until_depth
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import ReplicaId
@@ -210,6 +211,23 @@ async def test_one_message_to_two_addresses_gets_a_word_for_each(connect: Connec
     broker, message = await connect(), a_message()
     words = await broker.publish([(requests_of(STRANGER), message), (REQUESTS, message)])
     assert words == [Published.UNROUTABLE, Published.ACCEPTED]
+
+
+async def test_a_message_is_not_unroutable_while_its_queue_is_there(
+    connect: Connect, own_rabbit: RabbitServer, namespace: str
+) -> None:
+    """A broker that is shutting down loses its routes before its queues."""
+    broker = await connect()
+    operator = await aiormq.connect(own_rabbit.url)
+    await (await operator.channel()).queue_unbind(f"{namespace}.{REQUESTS}", f"{namespace}.mesh", REQUESTS)
+    await operator.close()
+    assert await broker.publish([(REQUESTS, a_message())]) == [Published.OVERLOADED]
+
+
+async def test_a_broker_that_hangs_up_is_away() -> None:
+    """aiormq ends such an attempt to connect with `StopAsyncIteration`."""
+    with pytest.raises(BrokerUnavailable), translated("connecting"):
+        raise StopAsyncIteration
 
 
 async def test_a_full_queue_refuses(connect: Connect) -> None:

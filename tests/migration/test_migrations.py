@@ -13,6 +13,7 @@ import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from alembic.operations import Operations
 from sqlalchemy import Connection, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -104,6 +105,21 @@ async def test_an_upgrade_may_be_repeated(empty_url: str) -> None:
     for _ in range(2):
         await upgrade(empty_url)
         assert await asyncio.to_thread(migrations.check, empty_url) == (REVISION, REVISION)
+
+
+async def test_an_upgrade_that_breaks_off_changes_nothing(empty_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite's driver would commit each change of the schema at once."""
+
+    def breaks_off(*arguments: object, **options: object) -> None:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Operations, "drop_table", breaks_off)
+        patched.setattr(Operations, "drop_constraint", breaks_off)
+        with pytest.raises(RuntimeError):
+            await upgrade(empty_url)
+    await upgrade(empty_url)
+    assert await differences(empty_url) == []
 
 
 async def test_the_users_own_migrations_are_left_alone(empty_url: str) -> None:

@@ -34,7 +34,16 @@ from meshpoint.conformance.build import (
 )
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
 from meshpoint.model.calls import FIRST
-from meshpoint.model.checkpoint import AllArrived, CancelBeforeRequest, Committed, Ended, Fenced, Pause, TaskState
+from meshpoint.model.checkpoint import (
+    AllArrived,
+    CancelBeforeRequest,
+    Committed,
+    Ended,
+    Fenced,
+    MadeReady,
+    Pause,
+    TaskState,
+)
 from meshpoint.model.ids import AgentName
 from servers import Proxy
 
@@ -252,6 +261,70 @@ async def test_an_end_whose_commit_is_in_doubt_is_repeated(
             await far_store.end([end])
     assert isinstance(one(await far_store.end([end])), Ended)
     assert cutter.cuts == cuts
+
+
+@pytest.mark.servers
+async def test_a_pause_in_doubt_stays_in_doubt_when_nobody_can_find_out(
+    far_store: SqlCheckpointStore, cutter: CommitCutter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has committed, its repetition finds nothing to do, and then the database is away: if that were told as
+    certain, the task would also go on in memory."""
+    pause = a_pause("a")
+
+    async def away(body: object) -> None:
+        raise StoreUnavailable("no connection is left")
+
+    cutter.cut_next(Lost.ANSWER)
+    with monkeypatch.context() as patched:
+        patched.setattr(far_store._database, "write", away)
+        with pytest.raises(CommitInDoubt):
+            await far_store.pause([pause])
+    assert await _is_there(far_store, pause)
+
+
+@pytest.mark.servers
+async def test_a_locked_task_holds_up_no_other(postgres_url: str) -> None:
+    store = a_store(postgres_url)
+    await store.open()
+    stuck, free = (await resumed(store)).run, (await resumed(store)).run
+    holder = await asyncpg.connect(postgres_url)
+    lock = holder.transaction()
+    await lock.start()
+    await holder.execute(
+        "SELECT 1 FROM agent_paused_tasks WHERE logical_task_id = $1 FOR NO KEY UPDATE", stuck.task_id
+    )
+    ending = asyncio.create_task(store.end([an_end(stuck)]))
+    assert isinstance(one(await store.end([an_end(free)])), Ended)
+    assert not ending.done()
+    await lock.rollback()
+    assert isinstance(one(await ending), Ended)
+    await holder.close()
+    await store.close()
+
+
+@pytest.mark.servers
+async def test_a_task_that_was_taken_over_while_its_claim_was_read_is_not_this_runs(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = a_store(postgres_url), a_store(postgres_url)
+    await store.open()
+    pause = await paused(store, "a")
+    assert store._hot is not None
+    read = store._hot._claims.read
+
+    async def late(statement: str, *values: object) -> object:
+        await holder.execute(
+            "UPDATE agent_paused_tasks SET wake_at = 0 WHERE logical_task_id = $1", pause.run.task_id
+        )
+        assert len(await other.take_over(HERE, 1)) == 1  # by the same replica's sweeper
+        return await read(statement, *values)
+
+    holder = await asyncpg.connect(postgres_url)
+    monkeypatch.setattr(store._hot._claims, "read", late)
+    assert isinstance(one(await store.claim([a_claim(pause, "a")], HERE, 1)), MadeReady)
+    await holder.close()
+    await other.close()
+    await store.close()
 
 
 async def _is_there(store: SqlCheckpointStore, pause: Pause) -> bool:

@@ -105,7 +105,14 @@ class RabbitMqBroker:
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
         """Send messages and wait for the broker's word on each, in the order of the arguments."""
-        return await self._publisher.publish([self._parcel(address, message) for address, message in messages])
+        words = await self._publisher.publish([self._parcel(address, message) for address, message in messages])
+        gone = {address for (address, _), word in zip(messages, words, strict=True) if word is Published.UNROUTABLE}
+        # A broker that is shutting down returns messages as if their queues had never been: ask for the queue itself.
+        there = {address for address in gone if await self.depth(address) is not None}
+        return [
+            Published.OVERLOADED if word is Published.UNROUTABLE and address in there else word
+            for (address, _), word in zip(messages, words, strict=True)
+        ]
 
     async def broadcast(self, agent: AgentName, message: Message) -> None:
         """Send `message` to the private queue of every live replica of `agent`."""

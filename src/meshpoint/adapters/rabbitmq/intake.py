@@ -85,7 +85,11 @@ class Intake:
         Raises:
             BrokerUnavailable: the connection is lost, which gives it back too.
         """
-        await self._on_the_wire(self.channel.basic_nack(delivery_tag, requeue=True, wait=False))
+        try:
+            await self._on_the_wire(self.channel.basic_nack(delivery_tag, requeue=True, wait=False))
+        except BrokerUnavailable:
+            self.give_up()  # or it would be unsettled for as long as the channel lives
+            raise
         self._settled(delivery_tag)
 
     async def _send_acks(self) -> None:

@@ -31,11 +31,12 @@ def translated(doing: str) -> Iterator[None]:
     """Turn what a lost connection raises into `BrokerUnavailable`.
 
     aiormq ends the waiters of a closed channel with `CancelledError`, although nobody cancelled them, and
-    those of a connection closed without a reason with a bare `Exception`.
+    those of a connection closed without a reason with a bare `Exception`. To connect to a broker that hangs up at
+    once ends with `StopAsyncIteration`.
     """
     try:
         yield
-    except (AMQPError, ChannelInvalidStateError, OSError, TimeoutError) as error:
+    except (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, StopAsyncIteration) as error:
         raise BrokerUnavailable(f"{doing}: {error or type(error).__name__}") from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()

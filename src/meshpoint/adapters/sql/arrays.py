@@ -5,9 +5,10 @@ returns those it moved. What it did not move is left to the general transaction 
 `ending`, which decides under the row's lock what that means. So there is one place for decisions, and none of them
 is repeated here.
 
-As everywhere, tasks are locked in order of id and calls only under the lock of their task. A guard on a locked row
-is evaluated on the row's newest version, after the lock was waited for. What others wrote into *other* rows
-meanwhile is older than this statement's snapshot or invisible to it: nothing here reads such rows for a decision,
+As everywhere, tasks are locked in order of id and calls only under the lock of their task. A pause or an end that
+somebody stands in the way of is left to the general transaction too, so that it holds up nobody else's. A guard on
+a locked row is evaluated on the row's newest version, after the lock was waited for. What others wrote into *other*
+rows meanwhile is invisible to this statement, whose snapshot is older: nothing here reads such rows for a decision,
 and the outcomes of a task are read by `READ_OWNED`, later.
 
 `$1` is the time of tests, or NULL: then it is the database's. The comment at the head of each statement is its name
@@ -151,7 +152,7 @@ WITH locked AS MATERIALIZED (
     FROM agent_paused_tasks AS t JOIN unnest($14::text[], $24::int[]) AS mine(task_id, fence)
       ON mine.task_id = t.logical_task_id AND mine.fence = t.fence
    WHERE t.logical_task_id = ANY($14::text[]) AND t.status = 'running' AND NOT t.cancel_requested
-   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_AFTER_LOCKS},
+   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t SKIP LOCKED), {_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT p.*, {_WAKE_AT} AS wake_at, clock.now
   FROM {_rows(14, **_PAUSE)} AS p
@@ -228,7 +229,8 @@ owned AS (
 SELECT place, NULL::boolean AS here FROM recorded UNION ALL SELECT place, here FROM owned
 """
 
-# Read tasks that this replica owns, whole, with the outcomes of their pause in call order.
+# Read tasks that these runs of this replica own, and no later run that has taken them over: whole, with the outcomes
+# of their pause in call order.
 READ_OWNED = """/* reads: owned */
 SELECT t.*, calls.*
   FROM agent_paused_tasks AS t,
@@ -238,6 +240,7 @@ SELECT t.*, calls.*
                          WHERE logical_task_id = t.logical_task_id AND invocation_id = t.generation
                          ORDER BY seq) AS c) AS calls
  WHERE t.logical_task_id = ANY($1::text[]) AND t.owner = $2::text AND t.status = 'running'
+   AND t.run_id = ANY($3::text[])
 """
 
 _END = {
@@ -257,7 +260,7 @@ locked AS MATERIALIZED (
   SELECT given.*
     FROM agent_paused_tasks AS t JOIN given ON given.task_id = t.logical_task_id AND given.fence = t.fence
    WHERE t.logical_task_id = ANY($4::text[]) AND t.status = 'running'
-   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_AFTER_LOCKS},
+   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t SKIP LOCKED), {_AFTER_LOCKS},
 ended AS (
   UPDATE agent_paused_tasks AS t SET
     status = given.status, run_id = given.run_id, owner = NULL, wake_at = clock.now + $2::double precision,
@@ -276,12 +279,17 @@ met_joins AS (
 SELECT * FROM ended
 """
 
+# Let COMMIT be answered before the disk has it: a mark may be lost, what it marks is then sent again. For this
+# transaction alone.
+_LAZILY = "lazily AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))"
+
 # Mark the requests of pauses as sent, where they are all that the pause has still to send. What that is only ever
 # gets less, so an older snapshot of the calls marks too little, never too much. Returns the tasks that are left:
 # those whose join somebody holds just now (without the lock of its task, it is not waited for), and those of which
 # not all requests were sent.
-MARK_DISPATCHED = """/* commits: mark dispatched */
-WITH sent AS MATERIALIZED (SELECT * FROM unnest($2::text[], $3::text[]) AS s(task_id, sub_task_id)),
+MARK_DISPATCHED = f"""/* commits: mark dispatched */
+WITH {_LAZILY},
+sent AS MATERIALIZED (SELECT s.* FROM lazily, unnest($2::text[], $3::text[]) AS s(task_id, sub_task_id)),
 unsent AS MATERIALIZED (
   SELECT c.logical_task_id, c.invocation_id, bool_and(sent.task_id IS NOT NULL) AS settled,
          bool_or(c.send_due_at IS NOT NULL) AS apart
@@ -310,11 +318,12 @@ SELECT due.logical_task_id FROM due
 """
 
 # Mark replies as sent: the rows stay as tombstones.
-MARK_REPLIED = """/* commits: mark replied */
-WITH locked AS MATERIALIZED (
-  SELECT logical_task_id FROM agent_paused_tasks
-   WHERE logical_task_id = ANY($1::text[]) AND ended_at IS NOT NULL AND NOT reply_sent
-   ORDER BY logical_task_id FOR NO KEY UPDATE)
+MARK_REPLIED = f"""/* commits: mark replied */
+WITH {_LAZILY},
+locked AS MATERIALIZED (
+  SELECT t.logical_task_id FROM lazily, agent_paused_tasks AS t
+   WHERE t.logical_task_id = ANY($1::text[]) AND t.ended_at IS NOT NULL AND NOT t.reply_sent
+   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t)
 UPDATE agent_paused_tasks AS t SET reply_sent = true, wake_at = expires_at
   FROM locked WHERE t.logical_task_id = locked.logical_task_id
 """

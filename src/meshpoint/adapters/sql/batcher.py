@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Generic, TypeVar
 
-from meshpoint.errors import StoreUnavailable, Unavailable
+from meshpoint.errors import CommitInDoubt, StoreUnavailable, Unavailable
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -26,6 +26,7 @@ _IDLE_TURN = 0.0002
 """Seconds. A turn of the event loop that is shorter had nothing to do."""
 
 _LONGEST_WAIT = 0.01
+_CLOSED = "the store is closed"
 
 log = logging.getLogger("meshpoint.store")
 
@@ -41,15 +42,14 @@ class _Group(Generic[Item, Result]):
 class Batcher(Generic[Item, Result]):
     """Collects what concurrent callers bring into calls of `flush`, one at a time.
 
-    `flush` returns a result for each item, or the exception for it. Whatever it raises is for all of its items;
-    unless the database is away, each caller's are then tried on their own, so that one that cannot be written
-    does not keep others from it. `size` is an item's in bytes. `linger`: seconds that a batch waits for more, where
-    nobody waits for it.
+    `flush` returns a result for each item. Whatever it raises is for all of its items; unless the database is away,
+    each caller's are then tried on their own, so that one that cannot be written does not keep others from it. `size`
+    is an item's in bytes. `linger`: seconds that a batch waits for more, where nobody waits for it.
     """
 
     def __init__(
         self,
-        flush: Callable[[Sequence[Item]], Awaitable[Sequence[Result | Exception]]],
+        flush: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
         size: Callable[[Item], int] = lambda item: 0,
         linger: float = 0.0,
     ) -> None:
@@ -59,6 +59,7 @@ class Batcher(Generic[Item, Result]):
         self._flushing: asyncio.Task[None] | None = None
         self._linger = linger
         self._took = 0.0  # seconds, the last flush
+        self._closed = False
         self._hurry = asyncio.Event()
 
     async def put(self, items: Sequence[Item]) -> list[Result]:
@@ -77,6 +78,9 @@ class Batcher(Generic[Item, Result]):
 
     def _join(self, items: Sequence[Item]) -> asyncio.Future[list[Result]]:
         group = _Group[Item, Result](items, asyncio.get_running_loop().create_future())
+        if self._closed:
+            group.results.set_exception(StoreUnavailable(_CLOSED))
+            return group.results
         self._waiting.append(group)
         if self._flushing is None:
             self._flushing = asyncio.create_task(self._flush_all())
@@ -89,10 +93,14 @@ class Batcher(Generic[Item, Result]):
             await asyncio.wait({self._flushing})
 
     async def close(self) -> None:
-        """Give up what is on the wire. Whoever waits for it is told that the database is away."""
+        """Give up what is on the wire, and take nothing more. Whoever waits is told that the database is away."""
+        self._closed = True
         if self._flushing is not None:
             self._flushing.cancel()
             await asyncio.gather(self._flushing, return_exceptions=True)
+            self._flushing = None  # a flush that had not begun has not said so
+        _settle(self._waiting, StoreUnavailable(_CLOSED))
+        self._waiting.clear()
 
     async def _flush_all(self) -> None:
         try:
@@ -104,8 +112,6 @@ class Batcher(Generic[Item, Result]):
                 await self._one_turn_more()
         finally:
             self._flushing = None
-            _settle(self._waiting, StoreUnavailable("the store is closed"))
-            self._waiting.clear()
 
     async def _let_more_come(self) -> None:
         if self._linger:
@@ -140,7 +146,7 @@ class Batcher(Generic[Item, Result]):
         try:
             results = await self._flush([item for group in batch for item in group.items])
         except asyncio.CancelledError:
-            _settle(batch, StoreUnavailable("the store is closed"))
+            _settle(batch, CommitInDoubt(_CLOSED))
             raise
         except Exception as error:
             if len(batch) == 1 or isinstance(error, Unavailable):
@@ -152,17 +158,12 @@ class Batcher(Generic[Item, Result]):
             _hand_out(batch, results)
 
 
-def _hand_out(batch: Sequence[_Group[Item, Result]], results: Sequence[Result | Exception]) -> None:
+def _hand_out(batch: Sequence[_Group[Item, Result]], results: Sequence[Result]) -> None:
     given = iter(results)
     for group in batch:
         own = [next(given) for _ in group.items]
-        failed = next((each for each in own if isinstance(each, Exception)), None)
-        if group.results.done():
-            continue
-        if failed is not None:
-            group.results.set_exception(failed)
-        else:
-            group.results.set_result(own)  # type: ignore[arg-type]  # none of them is an exception
+        if not group.results.done():
+            group.results.set_result(own)
 
 
 def _told_if_lost(results: asyncio.Future[list[Result]]) -> None:

@@ -53,8 +53,7 @@ class HotPath:
     def __init__(self, engine: AsyncEngine, terms: Terms, clock: Clock | None) -> None:
         self._terms = terms
         self._clock = clock
-        self._pauses, self._claims, self._ends, self._reads = (Lane(engine) for _ in range(LANES - 1))
-        self._marks = Lane(engine, lazily=True)  # marks may be lost: what they mark is then sent again
+        self._pauses, self._claims, self._ends, self._reads, self._marks = (Lane(engine) for _ in range(LANES))
 
     async def close(self) -> None:
         """Give all connections back."""
@@ -141,14 +140,15 @@ class HotPath:
             wish = claims[place][0]
             kind = StillWaiting if here is None else Taken if here else MadeReady
             arrivals[place] = kind(wish.task_id, wish.sub_task_id)
-        taken = [arrival.task_id for arrival in arrivals.values() if isinstance(arrival, Taken)]
+        taken = [claims[place][0] for place, arrival in arrivals.items() if isinstance(arrival, Taken)]
         return arrivals, await self._read_owned(taken, replica)
 
-    async def _read_owned(self, task_ids: Sequence[str], replica: Replica) -> OwnedTasks:
-        if not task_ids:
+    async def _read_owned(self, met_by: Sequence[Claim], replica: Replica) -> OwnedTasks:
+        if not met_by:
             return OwnedTasks()
+        task_ids, run_ids = [wish.task_id for wish in met_by], [wish.id for wish in met_by]
         try:
-            rows = await self._claims.read(sql.READ_OWNED, task_ids, replica.id)
+            rows = await self._claims.read(sql.READ_OWNED, task_ids, replica.id, run_ids)
         except StoreUnavailable as error:
             raise CommitInDoubt(f"claimed, but not read: {error}") from error
         return OwnedTasks(

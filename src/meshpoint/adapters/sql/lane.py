@@ -31,15 +31,10 @@ class Row(asyncpg.Record):  # type: ignore[misc]
 
 
 class Lane:
-    """Sends one statement at a time; each commits by itself. Connects when it is first used, and again when it must.
+    """Sends one statement at a time; each commits by itself. Connects when first used, and again when it must."""
 
-    `lazily`: COMMIT is answered before the disk has it. Not a setting of the session: behind a pooler that would be
-    somebody else's next.
-    """
-
-    def __init__(self, engine: AsyncEngine, *, lazily: bool = False) -> None:
+    def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._lazily = lazily
         self._turn = asyncio.Lock()
         self._connection: AsyncConnection | None = None
         self._driver: Any = None
@@ -78,9 +73,10 @@ class Lane:
                 driver = None
                 try:
                     driver = await self._ready()
-                    return await self._fetch(driver, statement, values)
+                    rows: Sequence[Any] = await driver.fetch(statement, *values, record_class=Row)
+                    return rows
                 except Exception as error:
-                    lost, meaning = _is_lost(error, driver) or self._lazily, failure(error)
+                    lost, meaning = _is_lost(error, driver), failure(error)
                     in_doubt = in_doubt or (lost and driver is not None)
                     if lost:
                         await self._drop()
@@ -97,15 +93,6 @@ class Lane:
                     await self._drop()  # cancelled: whatever state it is in, it is not used again
                     raise
         raise AssertionError("the last attempt returns or raises")
-
-    async def _fetch(self, driver: Any, statement: str, values: Sequence[Any]) -> Sequence[Any]:
-        if not self._lazily:
-            rows: Sequence[Any] = await driver.fetch(statement, *values, record_class=Row)
-            return rows
-        await driver.execute("BEGIN; SET LOCAL synchronous_commit TO OFF")
-        rows = await driver.fetch(statement, *values, record_class=Row)
-        await driver.execute("COMMIT")
-        return rows
 
     async def _ready(self) -> Any:
         if self._driver is None or self._driver.is_closed():

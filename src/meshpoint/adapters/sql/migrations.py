@@ -7,11 +7,12 @@ import io
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection
+from sqlalchemy import URL, Connection
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from meshpoint.adapters.sql.engine import async_url
@@ -80,12 +81,25 @@ def _run(url: str, work: Callable[[Connection], None]) -> None:
 
 
 async def _connected(url: str, work: Callable[[Connection], None]) -> None:
-    engine = create_async_engine(async_url(url), connect_args={"timeout": _CONNECT_TIMEOUT.total_seconds()})
     try:
-        async with engine.begin() as connection:
-            await connection.run_sync(work)
+        await in_one_transaction(async_url(url), work)
     except DRIVER_ERRORS as error:
         away = StoreUnavailable(str(getattr(error, "orig", None) or error).splitlines()[0])
         raise refused(error) or away from error
+
+
+async def in_one_transaction(url: URL, work: Callable[[Connection], None]) -> None:
+    """Do `work` on a connection, all or nothing.
+
+    Python's sqlite3 begins no transaction before a statement that changes the schema: here it is begun by hand.
+    """
+    sqlite = url.get_backend_name() == "sqlite"
+    mode: dict[str, Any] = {"isolation_level": "AUTOCOMMIT"} if sqlite else {}
+    engine = create_async_engine(url, connect_args={"timeout": _CONNECT_TIMEOUT.total_seconds()}, **mode)
+    try:
+        async with engine.begin() as connection:
+            if sqlite:
+                await connection.exec_driver_sql("BEGIN IMMEDIATE")
+            await connection.run_sync(work)
     finally:
         await engine.dispose()

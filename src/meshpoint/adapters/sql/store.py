@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import repeat
 from typing import TypeAlias, TypeVar
 
 from meshpoint.adapters.sql import (
@@ -30,7 +29,7 @@ from meshpoint.adapters.sql.hot import LANES, HotPath
 from meshpoint.adapters.sql.locking import Terms
 from meshpoint.adapters.sql.owning import OwnedTasks
 from meshpoint.adapters.sql.rows import Names, known_of, outcome_columns
-from meshpoint.errors import ConfigurationError, StoreUnavailable
+from meshpoint.errors import CommitInDoubt, ConfigurationError, StoreUnavailable
 from meshpoint.model.checkpoint import (
     Arrival,
     Begin,
@@ -68,6 +67,8 @@ Result = TypeVar("Result")
 _LAST_MARKS_WITHIN = 2.0  # seconds
 PackedRequestedPause: TypeAlias = tuple[checkpointing.PackedPause, bytes | None]
 """A checkpoint, and the request of its task, packed."""
+PackedEnd: TypeAlias = tuple[End, bytes | None]
+"""An end, and its reply, packed."""
 
 
 class SqlCheckpointStore:
@@ -118,10 +119,10 @@ class SqlCheckpointStore:
         )
         hot_path = hot_path and not self._database.dialect.is_sqlite
         self._hot = HotPath(self._database.engine, self._terms, clock) if hot_path else None
-        self._pauses: Batcher[PackedRequestedPause, PauseResult] = Batcher(
+        self._pauses: Batcher[PackedRequestedPause, PauseResult | None] = Batcher(
             self._pause_together, lambda wish: wish[0].size
         )
-        self._ends: Batcher[tuple[End, bytes | None], EndResult] = Batcher(
+        self._ends: Batcher[PackedEnd, EndResult | None] = Batcher(
             self._end_together, lambda wish: len(wish[1] or b"")
         )
         self._mark_later = mark_within > timedelta()
@@ -181,17 +182,17 @@ class SqlCheckpointStore:
 
     async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
         """Write checkpoints, together with those that others write now."""
-        return await self._pauses.put(
-            [(await checkpointing.PackedPause.of(wish), await pack(wish.request)) for wish in pauses]
-        )
+        packed = [(await checkpointing.PackedPause.of(wish), await pack(wish.request)) for wish in pauses]
+        return await self._completed(packed, await self._pauses.put(packed), self._pause_one_by_one)
 
-    async def _pause_together(self, packed: Sequence[PackedRequestedPause]) -> Sequence[PauseResult | Exception]:
-        moved = await self._hot.pause(packed) if self._hot is not None else {}
-        return await _with_rest(
-            packed,
-            moved,
-            lambda rest: self._database.write(lambda tx: checkpointing.pause(tx, rest, self._terms)),
-        )
+    async def _pause_together(self, packed: Sequence[PackedRequestedPause]) -> Sequence[PauseResult | None]:
+        if self._hot is None:
+            return await self._pause_one_by_one(packed)
+        moved = await self._hot.pause(packed)
+        return [moved.get(place) for place in range(len(packed))]
+
+    async def _pause_one_by_one(self, packed: Sequence[PackedRequestedPause]) -> list[PauseResult]:
+        return await self._database.write(lambda tx: checkpointing.pause(tx, packed, self._terms))
 
     async def claim(self, claims: Sequence[Claim], replica: Replica, slots: int) -> list[Arrival]:
         """Record outcomes, one winner each."""
@@ -220,13 +221,39 @@ class SqlCheckpointStore:
 
     async def end(self, ends: Sequence[End]) -> list[EndResult]:
         """Turn running tasks into tombstones with their reply, together with those that others end now."""
-        return await self._ends.put([(wish, await pack(wish.reply)) for wish in ends])
+        packed = [(wish, await pack(wish.reply)) for wish in ends]
+        return await self._completed(packed, await self._ends.put(packed), self._end_one_by_one)
 
-    async def _end_together(self, packed: Sequence[tuple[End, bytes | None]]) -> Sequence[EndResult | Exception]:
-        moved = await self._hot.end(packed) if self._hot is not None else {}
-        return await _with_rest(
-            packed, moved, lambda rest: self._database.write(lambda tx: ending.end(tx, rest, self._terms))
-        )
+    async def _end_together(self, packed: Sequence[PackedEnd]) -> Sequence[EndResult | None]:
+        if self._hot is None:
+            return await self._end_one_by_one(packed)
+        moved = await self._hot.end(packed)
+        return [moved.get(place) for place in range(len(packed))]
+
+    async def _end_one_by_one(self, packed: Sequence[PackedEnd]) -> list[EndResult]:
+        return await self._database.write(lambda tx: ending.end(tx, packed, self._terms))
+
+    async def _completed(
+        self,
+        items: Sequence[Item],
+        moved: Sequence[Result | None],
+        general: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
+    ) -> list[Result]:
+        """Results in the order of `items`: those of the hot path, and what the general transaction says of the rest.
+
+        What the hot path did not move it may have moved before the connection broke, so nobody may be told that
+        certainly nothing was written.
+        """
+        rest = [item for item, result in zip(items, moved, strict=True) if result is None]
+        if not rest:
+            return [result for result in moved if result is not None]
+        try:
+            answers = iter(await general(rest))
+        except CommitInDoubt:
+            raise
+        except StoreUnavailable as error:
+            raise CommitInDoubt(str(error)) from error
+        return [next(answers) if result is None else result for result in moved]
 
     async def release(self, releases: Sequence[Release]) -> list[bool]:
         """Give running tasks back."""
@@ -329,22 +356,3 @@ class SqlCheckpointStore:
     async def task(self, task_id: TaskId) -> tuple[TaskSummary, list[CallSummary]] | None:
         """One task and its calls in call order."""
         return await self._database.read(lambda tx: catalog.show_task(tx, self._terms.names, task_id))
-
-
-async def _with_rest(
-    items: Sequence[Item],
-    moved: Mapping[int, Result],
-    general: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
-) -> Sequence[Result | Exception]:
-    """Results in the order of `items`: those of the hot path, and what the general transaction says of the rest."""
-    rest = [item for place, item in enumerate(items) if place not in moved]
-    if not rest:
-        return [moved[place] for place in range(len(items))]
-    answers: Iterator[Result | Exception]
-    try:
-        answers = iter(await general(rest))
-    except Exception as error:  # it is for them alone: the others are committed
-        if not moved:
-            raise
-        answers = repeat(error)
-    return [moved[place] if place in moved else next(answers) for place in range(len(items))]
