@@ -183,15 +183,15 @@ class SqlCheckpointStore:
     async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
         """Write checkpoints, together with those that others write now."""
         packed = [(await checkpointing.PackedPause.of(wish), await pack(wish.request)) for wish in pauses]
-        return await self._completed(packed, await self._pauses.put(packed), self._pause_one_by_one)
+        return await self._completed(packed, await self._pauses.put(packed), self._pause_in_general)
 
     async def _pause_together(self, packed: Sequence[PackedRequestedPause]) -> Sequence[PauseResult | None]:
         if self._hot is None:
-            return await self._pause_one_by_one(packed)
+            return await self._pause_in_general(packed)
         moved = await self._hot.pause(packed)
         return [moved.get(place) for place in range(len(packed))]
 
-    async def _pause_one_by_one(self, packed: Sequence[PackedRequestedPause]) -> list[PauseResult]:
+    async def _pause_in_general(self, packed: Sequence[PackedRequestedPause]) -> list[PauseResult]:
         return await self._database.write(lambda tx: checkpointing.pause(tx, packed, self._terms))
 
     async def claim(self, claims: Sequence[Claim], replica: Replica, slots: int) -> list[Arrival]:
@@ -222,15 +222,15 @@ class SqlCheckpointStore:
     async def end(self, ends: Sequence[End]) -> list[EndResult]:
         """Turn running tasks into tombstones with their reply, together with those that others end now."""
         packed = [(wish, await pack(wish.reply)) for wish in ends]
-        return await self._completed(packed, await self._ends.put(packed), self._end_one_by_one)
+        return await self._completed(packed, await self._ends.put(packed), self._end_in_general)
 
     async def _end_together(self, packed: Sequence[PackedEnd]) -> Sequence[EndResult | None]:
         if self._hot is None:
-            return await self._end_one_by_one(packed)
+            return await self._end_in_general(packed)
         moved = await self._hot.end(packed)
         return [moved.get(place) for place in range(len(packed))]
 
-    async def _end_one_by_one(self, packed: Sequence[PackedEnd]) -> list[EndResult]:
+    async def _end_in_general(self, packed: Sequence[PackedEnd]) -> list[EndResult]:
         return await self._database.write(lambda tx: ending.end(tx, packed, self._terms))
 
     async def _completed(
