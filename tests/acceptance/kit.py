@@ -185,13 +185,19 @@ class Asked:
 
 
 class PlayedPeer:
-    """A peer whose every request and cancel the test sees, and answers when it likes."""
+    """A peer whose every request and cancel the test sees, and answers when it likes.
+
+    A request that comes again is acked and counted: who lost the mark that it was sent may send it again.
+    """
 
     def __init__(self, broker: Broker, name: str = "peer") -> None:
         self.name = AgentName(name)
         self.broker = broker
         self.requests: asyncio.Queue[Asked] = asyncio.Queue()
         self.cancels: asyncio.Queue[Delivery] = asyncio.Queue()
+        self.repeated = 0
+        self._known: set[TaskId] = set()
+        self._acks: set[asyncio.Task[bool]] = set()
 
     async def open(self) -> None:
         await self.broker.open()
@@ -200,7 +206,13 @@ class PlayedPeer:
         await self.broker.consume(responses_of(self.name), 1000, self.cancels.put_nowait)
 
     def _asked(self, delivery: Delivery) -> None:
-        self.requests.put_nowait(Asked(delivery, self.name, self.broker))
+        asked = Asked(delivery, self.name, self.broker)
+        if asked.sub_task_id in self._known:
+            self.repeated += 1
+            self._acks.add(asyncio.create_task(delivery.ack()))
+            return
+        self._known.add(asked.sub_task_id)
+        self.requests.put_nowait(asked)
 
     async def asked(self, count: int = 1) -> list[Asked]:
         """The next `count` requests."""

@@ -77,7 +77,8 @@ class Lane:
                     return rows
                 except Exception as error:
                     lost, meaning = _is_lost(error, driver), failure(error)
-                    in_doubt = in_doubt or (lost and driver is not None)
+                    sent = driver is not None and not isinstance(error, asyncpg.InterfaceError)
+                    in_doubt = in_doubt or (lost and sent)
                     if lost:
                         await self._drop()
                     # A lost connection is made again once: the repeated statement finds what the first one wrote.
@@ -95,7 +96,9 @@ class Lane:
         raise AssertionError("the last attempt returns or raises")
 
     async def _ready(self) -> Any:
-        if self._driver is None or self._driver.is_closed():
+        while (
+            self._driver is None or self._driver.is_closed()
+        ):  # the pool may have some that broke while they lay there
             await self._drop()
             connection = await self._engine.connect()
             try:
