@@ -2,6 +2,7 @@
 
 import signal
 import time
+from pathlib import Path
 
 from meshpoint.model.outcomes import Ok
 
@@ -39,19 +40,23 @@ async def test_a_deadline_that_passed_while_no_replica_lived(mesh: Mesh) -> None
     assert (await within(late)).outcome == Ok(["timeout"])
 
 
-async def test_a_frozen_replica_that_lost_its_lease_changes_nothing(mesh: Mesh) -> None:
-    config = mesh.rung.config("root")
+async def test_a_frozen_replica_that_lost_its_lease_changes_nothing(mesh: Mesh, tmp_path: Path) -> None:
+    config, gate = mesh.rung.config("root"), tmp_path / "gate"
+    gate.touch()
     peer, client = await mesh.peer(), await mesh.client()
     first = await mesh.replica(config)
-    reply = await client.send("root", {"numbers": [1]})
+    reply = await client.send("root", {"numbers": [1], "gate": str(gate)})
     (call,) = await peer.asked()
     await first.wait("ack:after")
     await first.kill()
+    gate.unlink()
     # Frozen between transactions: a process that is frozen inside one holds SQLite's only write lock.
     calm = mesh.rung.config("root", sweep_interval_seconds=600, renew_interval_seconds=1)
     frozen = await mesh.replica(calm, "--at", "end:before", "--do", "freeze")
     await frozen.wait("sweep:after", durable=True)
     await call.answer(10)
+    await frozen.wait("ack:after")
+    gate.touch()
     await frozen.wait("end:before")
     other = await mesh.replica(config)
     assert (await within(reply)).outcome == Ok([10])
