@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +12,6 @@ from sqlalchemy import text
 from meshpoint.adapters.sql import SqlCheckpointStore
 from meshpoint.conformance.build import AGENT, HERE, HOUR, a_call, a_claim, a_pause, ended, one, paused, sub
 from meshpoint.model.checkpoint import Committed, Dispatch, StillWaiting
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.servers)])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Each database in turn, with tables."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/tasks.db"
-    url: str = request.getfixturevalue("postgres_url")
-    return url
 
 
 @pytest.fixture

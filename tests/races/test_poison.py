@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from sqlalchemy import text
@@ -26,15 +25,6 @@ from meshpoint.conformance.build import (
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 from meshpoint.model.checkpoint import AllArrived, MadeReady, TaskState
 from meshpoint.model.ids import TaskId
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.servers)])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Each database in turn, with tables."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/tasks.db"
-    url: str = request.getfixturevalue("postgres_url")
-    return url
 
 
 @pytest.fixture

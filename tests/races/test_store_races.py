@@ -59,15 +59,6 @@ def a_store(
     return SqlCheckpointStore(url, namespace="test", command_timeout=command_timeout, dispatch_lease=dispatch_lease)
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.servers)])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Each database in turn, with tables."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/tasks.db"
-    url: str = request.getfixturevalue("postgres_url")
-    return url
-
-
 @pytest.fixture
 async def store(database_url: str) -> AsyncIterator[SqlCheckpointStore]:
     store = a_store(database_url)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
@@ -171,7 +171,7 @@ def _told_if_lost(results: asyncio.Future[list[Result]]) -> None:
         log.debug("lost, and done again later: %s", error)
 
 
-def _settle(batch: Sequence[_Group[Item, Result]] | deque[_Group[Item, Result]], error: Exception) -> None:
+def _settle(batch: Iterable[_Group[Item, Result]], error: Exception) -> None:
     for group in batch:
         if not group.results.done():
             group.results.set_exception(error)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic_core import to_json
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -40,8 +40,6 @@ from meshpoint.model.checkpoint import (
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import Ok
 from meshpoint.ports.clock import Clock
-
-Item = TypeVar("Item")
 
 LANES = 5
 """Connections that one store keeps for this."""

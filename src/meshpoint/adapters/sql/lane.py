@@ -46,7 +46,7 @@ class Lane:
             StoreUnavailable: no answer came.
         """
         try:
-            return await self._send(statement, values)
+            return await self.write(statement, *values)
         except CommitInDoubt as error:  # of a statement that writes nothing
             raise StoreUnavailable(str(error)) from error
 
@@ -57,16 +57,6 @@ class Lane:
             StoreUnavailable: nothing was written.
             CommitInDoubt: it was sent, and no answer came.
         """
-        return await self._send(statement, values)
-
-    async def close(self) -> None:
-        """Give the connection back."""
-        connection, self._connection, self._driver = self._connection, None, None
-        if connection is not None:
-            with suppress(*DRIVER_ERRORS):
-                await connection.close()
-
-    async def _send(self, statement: str, values: Sequence[Any]) -> Sequence[Any]:
         in_doubt = False
         async with self._turn:
             for number in range(1, ATTEMPTS + 1):
@@ -95,10 +85,16 @@ class Lane:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
+    async def close(self) -> None:
+        """Give the connection back."""
+        connection, self._connection, self._driver = self._connection, None, None
+        if connection is not None:
+            with suppress(*DRIVER_ERRORS):
+                await connection.close()
+
     async def _ready(self) -> Any:
-        while (
-            self._driver is None or self._driver.is_closed()
-        ):  # the pool may have some that broke while they lay there
+        # A loop, since the pool may have some that broke while they lay there.
+        while self._driver is None or self._driver.is_closed():
             await self._drop()
             connection = await self._engine.connect()
             try:
