@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import asyncpg
 import hypothesis
 import pytest
 import pytest_asyncio
 
 from meshpoint.adapters.sql import migrations
 from meshpoint.model.ids import new_id
-from servers import KINDS, Fleet, NamedServer, PostgresServer, RabbitServer, RedisServer, ServersMissing
+from servers import KINDS, Fleet, NamedServer, PostgresServer, RabbitServer, RedisServer, ServersMissing, own_database
 
 _FLEET = pytest.StashKey[Fleet]()
 
@@ -126,48 +125,30 @@ def own_rabbit(own_rabbit_server: RabbitServer) -> Iterator[RabbitServer]:
 @pytest.fixture
 async def empty_postgres_url(postgres_server: NamedServer | PostgresServer) -> AsyncIterator[str]:
     """A database of the test's own, without tables."""
-    async with _database(postgres_server.url, "template0") as url:
+    async with own_database(postgres_server.url) as url:
         yield url
 
 
 @pytest.fixture
 async def postgres_url(postgres_server: NamedServer | PostgresServer, _migrated: str) -> AsyncIterator[str]:
     """A database of the test's own, with the tables."""
-    async with _database(postgres_server.url, _migrated) as url:
+    async with own_database(postgres_server.url, _migrated) as url:
         yield url
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def module_postgres_url(postgres_server: NamedServer | PostgresServer, _migrated: str) -> AsyncIterator[str]:
     """A database for all tests of a module, with the tables."""
-    async with _database(postgres_server.url, _migrated) as url:
+    async with own_database(postgres_server.url, _migrated) as url:
         yield url
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def _migrated(postgres_server: NamedServer | PostgresServer) -> AsyncIterator[str]:
     """The name of a database that was migrated once and is cloned for each test."""
-    async with _database(postgres_server.url, "template0") as url:
+    async with own_database(postgres_server.url) as url:
         await asyncio.to_thread(migrations.upgrade, url)
         yield urlsplit(url).path.strip("/")
-
-
-@asynccontextmanager
-async def _database(server_url: str, template: str) -> AsyncIterator[str]:
-    name = f"test_{new_id().replace('-', '')}"
-    await _execute(server_url, f"CREATE DATABASE {name} TEMPLATE {template}")
-    try:
-        yield urlsplit(server_url)._replace(path=f"/{name}").geturl()
-    finally:
-        await _execute(server_url, f"DROP DATABASE {name} WITH (FORCE)")
-
-
-async def _execute(url: str, statement: str) -> None:
-    connection = await asyncpg.connect(url)
-    try:
-        await connection.execute(statement)
-    finally:
-        await connection.close()
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.servers)])

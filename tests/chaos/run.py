@@ -7,19 +7,15 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
-
-import asyncpg
 
 from meshpoint import wiring
 from meshpoint.adapters.sql import migrations
 from meshpoint.model.ids import new_id
 from meshpoint.settings import MeshSettings
-from servers import PostgresServer, RabbitServer
+from servers import PostgresServer, RabbitServer, own_database
 
 from . import leftovers, story, tally
 from .crew import Crew
@@ -66,7 +62,8 @@ async def run(wish: Wish, rabbit: RabbitServer, postgres: PostgresServer, watch:
     """Do it. `watch` hears of the run once, when it starts."""
     folder = Path(tempfile.mkdtemp(prefix="meshpoint-chaos-"))
     try:
-        async with _database(postgres.url) as db_url:
+        async with own_database(postgres.url) as db_url:
+            await asyncio.to_thread(migrations.upgrade, db_url)
             return await _run(wish, rabbit, postgres, db_url, folder, watch)
     finally:
         await asyncio.to_thread(shutil.rmtree, folder, True)
@@ -137,24 +134,3 @@ async def _stories(found: Findings, into: Path, folder: Path, db_url: str) -> li
         files.append(into / "rows-left.txt")
         files[-1].write_text("\n".join(found.leftovers.shown) + "\n")
     return [str(path) for path in files]
-
-
-@asynccontextmanager
-async def _database(server_url: str) -> AsyncIterator[str]:
-    """A migrated database of the run's own."""
-    name = f"chaos_{new_id().replace('-', '')}"
-    await _execute(server_url, f"CREATE DATABASE {name}")
-    url = urlsplit(server_url)._replace(path=f"/{name}").geturl()
-    try:
-        await asyncio.to_thread(migrations.upgrade, url)
-        yield url
-    finally:
-        await _execute(server_url, f"DROP DATABASE {name} WITH (FORCE)")
-
-
-async def _execute(url: str, statement: str) -> None:
-    connection = await asyncpg.connect(url)
-    try:
-        await connection.execute(statement)
-    finally:
-        await connection.close()

@@ -1,5 +1,6 @@
 """PostgreSQL, RabbitMQ and Redis for tests: named by the environment, or started here, never skipped in silence."""
 
+from .database import own_database
 from .find import ServersMissing
 from .fleet import KINDS, Fleet, NamedServer
 from .postgres import PostgresServer
@@ -19,4 +20,5 @@ __all__ = [
     "RedisServer",
     "ServerFailed",
     "ServersMissing",
+    "own_database",
 ]
