@@ -31,7 +31,7 @@ _AGENT = f"{job.NAMESPACE}/{job.AGENT}"
 _OWNER = "A"
 _HEADERS = json.dumps({"x-call-depth": 2})
 _RAW, _ZSTD = b"\x00", b"\x01"
-_MOST_TOGETHER = 256
+_TASKS_TOGETHER, _ANSWERS_TOGETHER = 32, 256
 _compressor, _decompressor = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
 _OWN_COLUMNS = (
     "a2a_context",
@@ -41,6 +41,7 @@ _OWN_COLUMNS = (
     "flags",
     "token_usage",
 )
+_NOT_REST = frozenset({*_OWN_COLUMNS, "security_context"})
 
 Answer = tuple[Job, int]
 """The answer to one call: its job, and the place of the call."""
@@ -62,11 +63,8 @@ class Resumed:
 class Batcher(Generic[Item, Result]):
     """Flushes on one connection: one after the other, each with all that queued meanwhile."""
 
-    def __init__(
-        self, flush: Callable[[list[Item]], Awaitable[Sequence[Result]]], most: int = _MOST_TOGETHER
-    ) -> None:
+    def __init__(self, flush: Callable[[list[Item]], Awaitable[Sequence[Result]]]) -> None:
         self._flush = flush
-        self._most = most
         self._queue: deque[tuple[Item, asyncio.Future[Result]]] = deque()
         self._busy: asyncio.Task[None] | None = None
 
@@ -80,7 +78,7 @@ class Batcher(Generic[Item, Result]):
 
     async def _drain(self) -> None:
         while self._queue:
-            batch = [self._queue.popleft() for _ in range(min(self._most, len(self._queue)))]
+            batch = [self._queue.popleft() for _ in range(min(_TASKS_TOGETHER, len(self._queue)))]
             try:
                 results = await self._flush([item for item, _ in batch])
             except Exception as error:
@@ -162,7 +160,7 @@ class Floor:
     async def _claim_arrived(self) -> None:
         try:
             while self._arrived:
-                batch = [self._arrived.popleft() for _ in range(min(_MOST_TOGETHER, len(self._arrived)))]
+                batch = [self._arrived.popleft() for _ in range(min(_ANSWERS_TOGETHER, len(self._arrived)))]
                 for resumed in await self.claim(batch):
                     self._waiting.pop(resumed.task_id).set_result(resumed)
         except Exception as error:
@@ -231,7 +229,7 @@ class Floor:
 
 def _context_columns(context: dict[str, Any]) -> tuple[Any, ...]:
     origin = context["a2a_context"]
-    rest = {key: value for key, value in context.items() if key not in {*_OWN_COLUMNS, "security_context"}}
+    rest = {key: value for key, value in context.items() if key not in _NOT_REST}
     own = {name: to_json(context[name]).decode() for name in _OWN_COLUMNS}
     return (
         own["a2a_context"],

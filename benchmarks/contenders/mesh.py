@@ -31,7 +31,6 @@ from meshpoint.model.checkpoint import (
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
 from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Ok
-from meshpoint.ports.store import CheckpointStore
 
 REPLICA = Replica(ReplicaId("A"), AgentName(job.AGENT), frozenset({job.STATE_FORMAT}), timedelta(seconds=job.LEASE))
 _SLOTS = 100_000
@@ -61,11 +60,12 @@ class Mesh:
 
     async def open(self, url: str) -> None:
         """Connect, and claim what arrives until `close`."""
-        self._store: CheckpointStore = SqlCheckpointStore(
+        self._store = SqlCheckpointStore(
             url,
             namespace=job.NAMESPACE,
             dispatch_lease=timedelta(seconds=job.DISPATCH_LEASE),
             tombstone_ttl=timedelta(seconds=job.TOMBSTONE_TTL),
+            mark_within=timedelta(seconds=job.DISPATCH_LEASE) / 25,
         )
         await self._store.open()
         self._claimer = asyncio.create_task(self._serve_arrivals())
@@ -82,6 +82,7 @@ class Mesh:
     async def run(self, prepared: Sequence[MeshJob], in_flight: int) -> None:
         """Do all of it."""
         await at_a_time(in_flight, prepared, self._life)
+        await self._store.marks_written()
 
     async def _life(self, task: MeshJob) -> None:
         await self.pause(task)

@@ -49,7 +49,15 @@ class OutboxSuite:
         first = one(committed.dispatches)
         assert isinstance(again, Dispatch)
         assert again == Dispatch(
-            first.agent, first.task_id, first.sub_task_id, PEER, first.body, first.headers, first.deadline, attempt=2
+            first.agent,
+            first.task_id,
+            1,
+            first.sub_task_id,
+            PEER,
+            first.body,
+            first.headers,
+            first.deadline,
+            attempt=2,
         )
         assert await store.unsent(AGENT, 10) == []
 

@@ -61,7 +61,15 @@ class PauseSuite:
         deadline = clock.now() + TIMEOUT
         dispatches = tuple(
             Dispatch(
-                AGENT, pause.run.task_id, call.sub_task_id, PEER, call.body, dict(call.headers), deadline, attempt=1
+                AGENT,
+                pause.run.task_id,
+                1,
+                call.sub_task_id,
+                PEER,
+                call.body,
+                dict(call.headers),
+                deadline,
+                attempt=1,
             )
             for call in pause.calls
         )

@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.ids import new_id
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
-from meshpoint.model.usage import TokenUsage, no_usage
+from meshpoint.model.usage import TokenUsage
 
 
 class Body(BaseModel):
@@ -112,7 +112,7 @@ class ResponseBody(Body):
         status, metadata = self.task.status, self.task.metadata
         part = status.message.parts[0] if status.message else Part()
         try:
-            usage = TokenUsage.model_validate(metadata["usage"]) if metadata.get("usage") else no_usage()
+            usage = TokenUsage.model_validate(metadata["usage"]) if metadata.get("usage") else TokenUsage()
         except ValidationError as error:
             raise PoisonMessage(f"task.metadata.usage: {error.errors()[0]['msg']}") from error
         match status.state:

@@ -179,6 +179,7 @@ class Dispatch:
 
     agent: AgentName
     task_id: TaskId
+    generation: int
     sub_task_id: TaskId
     peer: AgentName
     body: bytes

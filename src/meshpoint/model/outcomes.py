@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
-from meshpoint.model.usage import TokenUsage, no_usage
+from meshpoint.model.usage import TokenUsage
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -31,7 +31,7 @@ class Ok(Generic[T_co]):
 
     value: T_co
     artifacts: tuple[dict[str, JsonValue], ...] = ()
-    usage: TokenUsage = field(default_factory=no_usage)
+    usage: TokenUsage = field(default_factory=TokenUsage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Failed:
 
     kind: FailureKind
     message: str = ""
-    usage: TokenUsage = field(default_factory=no_usage)
+    usage: TokenUsage = field(default_factory=TokenUsage)
 
 
 Outcome: TypeAlias = Ok[JsonValue] | Failed
@@ -62,7 +62,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
 def decode_outcome(stored: bytes) -> Outcome:
     """The outcome that `encode_outcome` wrote."""
     kept = from_json(stored)
-    usage = TokenUsage.model_validate(kept["usage"]) if kept.get("usage") else no_usage()
+    usage = TokenUsage.model_validate(kept["usage"]) if kept.get("usage") else TokenUsage()
     if "kind" in kept:
         return Failed(FailureKind(kept["kind"]), kept.get("message", ""), usage)
     return Ok(kept["value"], tuple(kept.get("artifacts", ())), usage)

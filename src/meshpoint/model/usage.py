@@ -49,9 +49,3 @@ class TokenUsage(BaseModel):
             self.by_model.setdefault(model, Tokens()).add(tokens)
         if other.total != Tokens():
             self.by_source.setdefault(source, Tokens()).add(other.total)
-
-
-def no_usage() -> TokenUsage:
-    """A count of nothing. Every outcome has one, so it is made without validating what is known."""
-    total = Tokens.model_construct(input=0, output=0, cached=0)
-    return TokenUsage.model_construct(total=total, by_model={}, by_source={})

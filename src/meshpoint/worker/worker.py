@@ -166,6 +166,8 @@ class Worker:
             if self._draining:
                 return
             await self._requests.on_requests(self._request_inbox.take(max(self.site.slots.free, 1)))
+            if self.site.durable is not None:
+                await self._request_inbox.let_more_come()
 
     async def _take_slot(self) -> None:
         while True:
@@ -186,6 +188,8 @@ class Worker:
     async def _serve_letters(self, inbox: Inbox, home: Home, *, shared: bool) -> None:
         while await inbox.some():
             await self._letters.on_letters(inbox.take(_BATCH), home, shared=shared)
+            if home.durable:
+                await inbox.let_more_come()
 
     async def _serve_due(self) -> None:
         while not self._draining:

@@ -160,6 +160,7 @@ class TaskRow:
         return Dispatch(
             self.agent,
             self.task_id,
+            call.generation,
             call.sub_task_id,
             call.peer,
             call.body,

@@ -9,7 +9,7 @@ As everywhere, tasks are locked in order of id and calls only under the lock of 
 somebody stands in the way of is left to the general transaction too, so that it holds up nobody else's. A guard on
 a locked row is evaluated on the row's newest version, after the lock was waited for. What others wrote into *other*
 rows meanwhile is invisible to this statement, whose snapshot is older: nothing here reads such rows for a decision,
-and the outcomes of a task are read by `READ_OWNED`, later.
+and where outcomes of a task are missing from what a claim returns, `READ_OWNED` reads them all, later.
 
 `$1` is the time of tests, or NULL: then it is the database's. The comment at the head of each statement is its name
 in the database's statistics.
@@ -57,58 +57,45 @@ CONTEXT = {
 }
 _CONTEXT = ", ".join(CONTEXT)
 
-# Delete the calls of the tasks that `{moved}` holds, but for those whose peer is still to be told. While this
-# statement waited for its locks, such a peer may have been told: the snapshot does not show it, the row's lock does.
+# Delete the calls of the tasks that `{moved}` holds, but for those whose peer is still to be told. One that is told
+# in this very instant may stay, done, until its task pauses again or is deleted.
 _DELETE_DONE_CALLS = """
-told_later AS MATERIALIZED (
-  SELECT c.logical_task_id, c.sub_task_id, c.status
-    FROM (SELECT o.logical_task_id, o.sub_task_id
-            FROM agent_peer_sub_tasks AS o JOIN {moved} ON {moved}.logical_task_id = o.logical_task_id
-           WHERE o.status = 'cancelling' OFFSET 0) AS unsure
-    JOIN agent_peer_sub_tasks AS c
-      ON c.logical_task_id = unsure.logical_task_id AND c.sub_task_id = unsure.sub_task_id
-     FOR UPDATE OF c),
 done_calls AS (
   DELETE FROM agent_peer_sub_tasks AS c USING {moved}
-   WHERE c.logical_task_id = {moved}.logical_task_id
-     AND (c.status = 'done' OR EXISTS (SELECT 1 FROM told_later AS l
-                                        WHERE l.logical_task_id = c.logical_task_id
-                                          AND l.sub_task_id = c.sub_task_id AND l.status = 'done')))"""
+   WHERE c.logical_task_id = {moved}.logical_task_id AND c.status = 'done')"""
 
-# Write the calls and joins of the tasks that `written` holds.
+# Write the calls and joins of the tasks that `written` holds. Few calls differ in their terms.
 _CALLS_AND_JOINS = """
 calls AS (
   INSERT INTO agent_peer_sub_tasks (
     logical_task_id, sub_task_id, agent_name, invocation_id, seq, call_id, peer_agent, correlation_data, request,
-    status, outcome, send_attempts, idle_timeout, timeout_deadline, absolute_deadline, created_at)
-  SELECT w.logical_task_id, c.sub_task_id, w.agent_name, w.generation, c.seq, c.call_id, c.peer, c.headers, c.request,
-         CASE WHEN c.sent THEN 'pending' ELSE 'done' END, c.outcome, c.sent::int, c.idle_timeout,
-         LEAST(w.now + c.timeout, w.now + c.idle_timeout, w.task_deadline), LEAST(w.now + c.timeout, w.task_deadline),
-         w.now
-    FROM unnest($3::text[], $4::text[], $5::int[], $6::text[], $7::text[], $8::text[], $9::bytea[], $10::boolean[],
-                $11::bytea[], $12::double precision[], $13::double precision[])
-         AS c(task_id, sub_task_id, seq, call_id, peer, headers, request, sent, outcome, idle_timeout, timeout)
-    JOIN written AS w ON w.logical_task_id = c.task_id),
+    status, send_attempts, idle_timeout, timeout_deadline, absolute_deadline, created_at)
+  SELECT w.logical_task_id, c.sub_task_id, w.agent_name, w.generation, c.seq, c.call_id, c.peer, terms.headers,
+         c.request, 'pending', 1, terms.idle_timeout,
+         LEAST(w.now + terms.timeout, w.now + terms.idle_timeout, w.task_deadline),
+         LEAST(w.now + terms.timeout, w.task_deadline), w.now
+    FROM unnest($3::text[], $4::text[], $5::int[], $6::text[], $7::text[], $8::bytea[], $9::int[])
+         AS c(task_id, sub_task_id, seq, call_id, peer, request, terms)
+    JOIN written AS w ON w.logical_task_id = c.task_id
+    JOIN unnest($10::text[], $11::double precision[], $12::double precision[])
+         WITH ORDINALITY AS terms(headers, timeout, idle_timeout, number) ON terms.number = c.terms),
 joins AS (
   INSERT INTO agent_parallel_invocations (
     logical_task_id, invocation_id, total_expected, completed_count, succeeded_count, needed, join_deadline,
     agent_name, send_due_at, send_attempts)
-  SELECT w.logical_task_id, w.generation, given.total, given.completed, 0, given.needed, w.now + given.join_timeout,
-         w.agent_name, CASE WHEN given.status = 'waiting' THEN w.now + $2::double precision END,
-         (given.status = 'waiting')::int
+  SELECT w.logical_task_id, w.generation, given.total, 0, 0, given.needed, w.now + given.join_timeout,
+         w.agent_name, w.now + $2::double precision, 1
     FROM given JOIN written AS w ON w.logical_task_id = given.task_id)
 SELECT logical_task_id, now FROM written"""
 
 # What every pause brings, and those of new tasks besides.
 _PAUSE = {
     "task_id": "text",
-    "status": "text",
     "run_id": "text",
     "generation": "int",
     "soonest": "double precision",
     "task_deadline": "double precision",
     "total": "int",
-    "completed": "int",
     "needed": "int",
     "join_timeout": "double precision",
     "fence": "int",
@@ -122,23 +109,21 @@ _NEW_TASK = {
     "parent_task_id": "text",
     "idle_timeout": "double precision",
 }
-
-_WAKE_AT = """CASE WHEN status = 'ready' THEN now
-              ELSE LEAST(now + soonest, task_deadline, now + join_timeout) END"""
+_WAKE_AT = "LEAST(now + soonest, task_deadline, now + join_timeout)"
 
 # Write the first checkpoints of tasks that have no row.
 PAUSE_NEW = f"""/* commits: pause */
 WITH locked AS (SELECT 1), {_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT p.*, {_WAKE_AT} AS wake_at, clock.now
-  FROM {_rows(14, **_PAUSE, **_NEW_TASK)} AS p, clock
+  FROM {_rows(13, **_PAUSE, **_NEW_TASK)} AS p, clock
    WHERE task_deadline IS NULL OR task_deadline > clock.now),
 written AS (
   INSERT INTO agent_paused_tasks (
     logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, request, reply_to,
     requester_app_id, parent_task_id, task_deadline, idle_timeout, keep_alive_at, checkpointed_at, {_CONTEXT})
-  SELECT task_id, agent, status, generation, 1, run_id, 0, wake_at, request, reply_to,
-         requester_app_id, parent_task_id, task_deadline, idle_timeout, now + idle_timeout / $46::int, now, {_CONTEXT}
+  SELECT task_id, agent, 'waiting', generation, 1, run_id, 0, wake_at, request, reply_to,
+         requester_app_id, parent_task_id, task_deadline, idle_timeout, now + idle_timeout / $43::int, now, {_CONTEXT}
     FROM given
   ON CONFLICT DO NOTHING
   RETURNING logical_task_id, agent_name, generation, task_deadline, checkpointed_at AS now),
@@ -149,19 +134,19 @@ written AS (
 PAUSE_AGAIN = f"""/* commits: pause again */
 WITH locked AS MATERIALIZED (
   SELECT t.logical_task_id
-    FROM agent_paused_tasks AS t JOIN unnest($14::text[], $24::int[]) AS mine(task_id, fence)
+    FROM agent_paused_tasks AS t JOIN unnest($13::text[], $21::int[]) AS mine(task_id, fence)
       ON mine.task_id = t.logical_task_id AND mine.fence = t.fence
-   WHERE t.logical_task_id = ANY($14::text[]) AND t.status = 'running' AND NOT t.cancel_requested
+   WHERE t.logical_task_id = ANY($13::text[]) AND t.status = 'running' AND NOT t.cancel_requested
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t SKIP LOCKED), {_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT p.*, {_WAKE_AT} AS wake_at, clock.now
-  FROM {_rows(14, **_PAUSE)} AS p
+  FROM {_rows(13, **_PAUSE)} AS p
     JOIN locked ON locked.logical_task_id = p.task_id, clock
    WHERE task_deadline IS NULL OR task_deadline > clock.now),
 written AS (
   UPDATE agent_paused_tasks AS t SET
-    status = g.status, generation = g.generation, run_id = g.run_id, owner = NULL, attempt = 0, wake_at = g.wake_at,
-    keep_alive_at = g.now + t.idle_timeout / $40::int, checkpointed_at = g.now, incompatible_since = NULL,
+    status = 'waiting', generation = g.generation, run_id = g.run_id, owner = NULL, attempt = 0, wake_at = g.wake_at,
+    keep_alive_at = g.now + t.idle_timeout / $37::int, checkpointed_at = g.now, incompatible_since = NULL,
     dead_reason = NULL, ({_CONTEXT}) = ROW({", ".join(f"g.{name}" for name in CONTEXT)})
     FROM given AS g WHERE t.logical_task_id = g.task_id
   RETURNING t.logical_task_id, t.agent_name, t.generation, t.task_deadline, g.now),
@@ -184,8 +169,8 @@ _CLAIM = {
 # and the agent's name is kept from choosing an index.
 #
 # Record outcomes of calls that every call of a join must have; give the tasks whose join that meets to `$2`, or make
-# them ready. Returns the outcomes recorded, by their place in the arrays; then, for the last one of each task that
-# goes on, whether it goes on here.
+# them ready. Returns the outcomes recorded, for each task, by their place in the arrays; if the task goes on, whether
+# it does here; if so, its row, and the outcomes that it had before, as far as this statement sees them.
 CLAIM = f"""/* commits: claim */
 WITH locked AS MATERIALIZED (
   SELECT t.logical_task_id, t.generation, t.state_format
@@ -203,30 +188,42 @@ recorded AS (
     FROM given AS g
    WHERE c.logical_task_id = g.task_id AND c.sub_task_id = g.sub_task_id AND c.status = 'pending'
      AND c.invocation_id = g.generation AND (g.sender IS NULL OR g.sender = c.peer_agent)
-  RETURNING c.logical_task_id, g.generation, g.state_format, g.place, g.ok),
-counted AS (
-  SELECT logical_task_id, generation, state_format,
-         count(*) AS outcomes, count(*) FILTER (WHERE ok) AS results, max(place) AS last
+  RETURNING c.logical_task_id, g.generation, g.state_format, g.place::int, g.ok, c.call_id, c.peer_agent, c.seq),
+counted AS MATERIALIZED (
+  SELECT logical_task_id, generation, state_format, count(*) AS outcomes, count(*) FILTER (WHERE ok) AS results,
+         max(place) AS last, array_agg(place) AS places, array_agg(call_id) AS call_ids,
+         array_agg(peer_agent) AS peers, array_agg(seq) AS seqs
     FROM recorded GROUP BY logical_task_id, generation, state_format),
 joined AS (
   UPDATE agent_parallel_invocations AS j
      SET completed_count = j.completed_count + n.outcomes, succeeded_count = j.succeeded_count + n.results,
          send_due_at = CASE WHEN j.completed_count + n.outcomes < j.total_expected THEN j.send_due_at END
     FROM counted AS n WHERE j.logical_task_id = n.logical_task_id AND j.invocation_id = n.generation
-  RETURNING j.logical_task_id, n.state_format, n.last, j.completed_count >= j.total_expected AS met),
+  RETURNING j.logical_task_id, n.state_format, n.last, j.total_expected,
+            j.completed_count >= j.total_expected AS met),
 met AS MATERIALIZED (
-  SELECT logical_task_id, last,
+  SELECT logical_task_id, last, total_expected,
          state_format = ANY($11::text[])
          AND sum((state_format = ANY($11::text[]))::int) OVER (ORDER BY logical_task_id) <= $12::int AS here
     FROM joined WHERE met),
 owned AS (
   UPDATE agent_paused_tasks AS t SET
     status = CASE WHEN met.here THEN 'running' ELSE 'ready' END, fence = t.fence + met.here::int,
-    run_id = ($7::text[])[met.last::int], owner = CASE WHEN met.here THEN $2::text END, attempt = met.here::int,
+    run_id = ($7::text[])[met.last], owner = CASE WHEN met.here THEN $2::text END, attempt = met.here::int,
     wake_at = CASE WHEN met.here THEN clock.now + $13::double precision ELSE clock.now END
     FROM met, clock WHERE t.logical_task_id = met.logical_task_id
-  RETURNING met.last AS place, met.here)
-SELECT place, NULL::boolean AS here FROM recorded UNION ALL SELECT place, here FROM owned
+  RETURNING t.*)
+SELECT counted.places, counted.seqs, counted.call_ids, counted.peers, met.here, met.total_expected, before.*, owned.*
+  FROM counted
+  LEFT JOIN met ON met.logical_task_id = counted.logical_task_id
+  LEFT JOIN owned ON owned.logical_task_id = met.logical_task_id AND met.here
+  LEFT JOIN LATERAL (
+    SELECT array_agg(c.seq) AS seqs_before, array_agg(c.call_id) AS call_ids_before,
+           array_agg(c.peer_agent) AS peers_before, array_agg(c.outcome) AS outcomes_before
+      FROM agent_peer_sub_tasks AS c
+     WHERE c.logical_task_id = counted.logical_task_id AND c.invocation_id = counted.generation
+       AND c.status <> 'pending') AS before
+    ON met.here AND counted.outcomes < met.total_expected
 """
 
 # Read tasks that these runs of this replica own, and no later run that has taken them over: whole, with the outcomes
@@ -283,30 +280,22 @@ SELECT * FROM ended
 # transaction alone.
 _LAZILY = "lazily AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))"
 
-# Mark the requests of pauses as sent, where they are all that the pause has still to send. What that is only ever
-# gets less, so an older snapshot of the calls marks too little, never too much. Returns the tasks that are left:
-# those whose join somebody holds just now (without the lock of its task, it is not waited for), and those of which
-# not all requests were sent.
+# Mark the requests of pauses as sent, of those where so many were sent as the pause has calls. Returns the tasks that
+# are left: those of which a part was sent, those whose requests the release before wrote, and those whose join
+# somebody holds just now (without the lock of its task, it is not waited for).
 MARK_DISPATCHED = f"""/* commits: mark dispatched */
 WITH {_LAZILY},
-sent AS MATERIALIZED (SELECT s.* FROM lazily, unnest($2::text[], $3::text[]) AS s(task_id, sub_task_id)),
-unsent AS MATERIALIZED (
-  SELECT c.logical_task_id, c.invocation_id, bool_and(sent.task_id IS NOT NULL) AS settled,
-         bool_or(c.send_due_at IS NOT NULL) AS apart
-    FROM agent_peer_sub_tasks AS c
-    LEFT JOIN sent ON sent.task_id = c.logical_task_id AND sent.sub_task_id = c.sub_task_id
-   WHERE c.logical_task_id = ANY($4::text[]) AND c.status = 'pending' AND c.dispatched_at IS NULL
-   GROUP BY c.logical_task_id, c.invocation_id),
 due AS MATERIALIZED (
-  SELECT j.logical_task_id, j.invocation_id, unsent.settled AND NOT unsent.apart AS together
-    FROM unsent JOIN agent_parallel_invocations AS j
-      ON j.logical_task_id = unsent.logical_task_id AND j.invocation_id = unsent.invocation_id
-   WHERE j.send_due_at IS NOT NULL OR unsent.apart),
+  SELECT j.logical_task_id, j.invocation_id, j.send_attempts > 0 AND j.total_expected = sent.requests AS whole
+    FROM lazily, unnest($2::text[], $3::int[], $4::int[]) AS sent(task_id, generation, requests)
+    JOIN agent_parallel_invocations AS j
+      ON j.logical_task_id = sent.task_id AND j.invocation_id = sent.generation
+   WHERE j.send_due_at IS NOT NULL OR j.send_attempts = 0),
 locked AS MATERIALIZED (
   SELECT j.logical_task_id, j.invocation_id
     FROM due JOIN agent_parallel_invocations AS j
       ON j.logical_task_id = due.logical_task_id AND j.invocation_id = due.invocation_id
-   WHERE due.together FOR NO KEY UPDATE OF j SKIP LOCKED),
+   WHERE due.whole FOR NO KEY UPDATE OF j SKIP LOCKED),
 marked AS (
   UPDATE agent_parallel_invocations AS j SET
     dispatched_at = coalesce($1::double precision, CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS double precision)),

@@ -21,7 +21,8 @@ Result = TypeVar("Result")
 
 BATCH_BYTES = 4 * 1024 * 1024
 """About what one batch carries, so that none takes so long that others wait for it."""
-BATCH_ITEMS = 256
+BATCH_ITEMS = 32
+"""What one batch holds: enough to share a commit, few enough for the next batch to be packed while it is away."""
 _IDLE_TURN = 0.0002
 """Seconds. A turn of the event loop that is shorter had nothing to do."""
 
@@ -44,7 +45,8 @@ class Batcher(Generic[Item, Result]):
 
     `flush` returns a result for each item. Whatever it raises is for all of its items; unless the database is away,
     each caller's are then tried on their own, so that one that cannot be written does not keep others from it. `size`
-    is an item's in bytes. `linger`: seconds that a batch waits for more, where nobody waits for it.
+    is an item's in bytes. `linger`: seconds that a batch waits for more, where nobody waits for it. `most`: items
+    after which a batch is full.
     """
 
     def __init__(
@@ -52,12 +54,14 @@ class Batcher(Generic[Item, Result]):
         flush: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
         size: Callable[[Item], int] = lambda item: 0,
         linger: float = 0.0,
+        most: int = BATCH_ITEMS,
     ) -> None:
         self._flush = flush
         self._size = size
         self._waiting: deque[_Group[Item, Result]] = deque()
         self._flushing: asyncio.Task[None] | None = None
         self._linger = linger
+        self._most = most
         self._took = 0.0  # seconds, the last flush
         self._closed = False
         self._hurry = asyncio.Event()
@@ -77,7 +81,8 @@ class Batcher(Generic[Item, Result]):
             self._join(items).add_done_callback(_told_if_lost)
 
     def _join(self, items: Sequence[Item]) -> asyncio.Future[list[Result]]:
-        group = _Group[Item, Result](items, asyncio.get_running_loop().create_future())
+        results: asyncio.Future[list[Result]] = asyncio.get_running_loop().create_future()
+        group = _Group(items, results)
         if self._closed:
             group.results.set_exception(StoreUnavailable(_CLOSED))
             return group.results
@@ -134,7 +139,7 @@ class Batcher(Generic[Item, Result]):
     def _next(self) -> list[_Group[Item, Result]]:
         batch: list[_Group[Item, Result]] = []
         items = size = 0
-        while self._waiting and items < BATCH_ITEMS and size < BATCH_BYTES:
+        while self._waiting and items < self._most and size < BATCH_BYTES:
             group = self._waiting.popleft()
             if not group.results.done():  # its caller has not been cancelled
                 batch.append(group)

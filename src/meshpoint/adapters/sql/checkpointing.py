@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Row
@@ -106,16 +107,18 @@ class PackedPause:
             "app_version": pause.app_version,
             "framework": pause.framework,
         }
-        met = met_at_once(pause)
-        kept = [call.outcome or (NOT_NEEDED if met else None) for call in pause.calls]
+        sendable = [call for call in pause.calls if call.outcome is None]
+        failed = len(pause.calls) - len(sendable)
+        met = pause.join.met(total=len(pause.calls), completed=failed, succeeded=0)
+        kept = [call.outcome or (NOT_NEEDED if met else None) for call in pause.calls] if failed else []
         return cls(
             pause,
             columns,
-            bodies=tuple(await pack_all(call.body for call in pause.calls)),
-            outcomes=tuple(await outcome_columns(kept)),
+            bodies=tuple(await pack_all([call.body for call in pause.calls])),
+            outcomes=tuple(await outcome_columns(kept)) if failed else (None,) * len(pause.calls),
             met=met,
-            failed=sum(call.outcome is not None for call in pause.calls),
-            soonest=min((_patience(call) for call in pause.calls if call.outcome is None), default=None),
+            failed=failed,
+            soonest=min([_patience(call) for call in sendable], default=None),
         )
 
     @property
@@ -200,17 +203,19 @@ def committed(packed: PackedPause, now: float) -> Committed:
     pause = packed.pause
     if packed.met:
         return Committed(TaskState.READY, ())
+    run, deadline_of = pause.run, _deadlines(pause, now)
     return Committed(
         TaskState.WAITING,
         tuple(
             Dispatch(
-                agent=pause.run.agent,
-                task_id=pause.run.task_id,
-                sub_task_id=call.sub_task_id,
-                peer=call.peer,
-                body=call.body,
-                headers=call.headers,
-                deadline=instant(_absolute_deadline(pause, call, now)),
+                run.agent,
+                run.task_id,
+                run.generation + 1,
+                call.sub_task_id,
+                call.peer,
+                call.body,
+                call.headers,
+                deadline_of[call.timeout],
             )
             for call in pause.calls
             if call.outcome is None
@@ -218,10 +223,10 @@ def committed(packed: PackedPause, now: float) -> Committed:
     )
 
 
-def met_at_once(pause: Pause) -> bool:
-    """Whether its join is met before any call is sent."""
-    failed = sum(call.outcome is not None for call in pause.calls)
-    return pause.join.met(total=len(pause.calls), completed=failed, succeeded=0)
+def _deadlines(pause: Pause, now: float) -> dict[timedelta, datetime]:
+    """The deadline of each call by its timeout: most calls of a pause have the same."""
+    calls = {call.timeout: call for call in pause.calls}
+    return {timeout: instant(_absolute_deadline(pause, call, now)) for timeout, call in calls.items()}
 
 
 def _absolute_deadline(pause: Pause, call: PlannedCall, now: float) -> float:

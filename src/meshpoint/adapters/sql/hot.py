@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from datetime import timedelta
+from operator import itemgetter
 from typing import Any
 
 from pydantic_core import to_json
@@ -19,10 +20,10 @@ from meshpoint.adapters.sql.checkpointing import (
     committed,
 )
 from meshpoint.adapters.sql.claiming import Taken
-from meshpoint.adapters.sql.lane import Lane
+from meshpoint.adapters.sql.lane import Lane, attributes
 from meshpoint.adapters.sql.locking import Terms, seconds_of
 from meshpoint.adapters.sql.owning import OwnedTasks
-from meshpoint.adapters.sql.rows import requester_columns, requester_of
+from meshpoint.adapters.sql.rows import StoredOutcome, requester_columns, requester_of
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
 from meshpoint.model.checkpoint import (
     Arrival,
@@ -38,7 +39,7 @@ from meshpoint.model.checkpoint import (
     StillWaiting,
 )
 from meshpoint.model.ids import TaskId
-from meshpoint.model.outcomes import Ok
+from meshpoint.model.outcomes import Ok, Outcome
 from meshpoint.ports.clock import Clock
 
 LANES = 5
@@ -69,12 +70,13 @@ class HotPath:
     # ── pause ──────────────────────────────────────────────────────────────────────────────────────
 
     async def pause(self, pauses: Sequence[tuple[PackedPause, bytes | None]]) -> dict[int, PauseResult]:
-        """Write checkpoints whose rows are as their runs expect."""
+        """Write checkpoints whose rows are as their runs expect, and all of whose calls can be sent."""
         # Sorted, as locks are: an insert waits for another of its key.
         places = dict(sorted(_first_of_each(packed.pause.run.task_id for packed, _ in pauses).items()))
         written: dict[str, float] = {}
-        fresh = [pauses[place] for place in places.values() if pauses[place][0].pause.run.fence == 0]
-        known = [pauses[place] for place in places.values() if pauses[place][0].pause.run.fence != 0]
+        sendable = [pauses[place] for place in places.values() if pauses[place][0].failed == 0]
+        fresh = [each for each in sendable if each[0].pause.run.fence == 0]
+        known = [each for each in sendable if each[0].pause.run.fence != 0]
         for statement, each, more in (
             (sql.PAUSE_NEW, fresh, self._of_new_tasks(fresh)),
             (sql.PAUSE_AGAIN, known, ()),
@@ -131,15 +133,25 @@ class HotPath:
             slots,
             replica.lease.total_seconds(),
         )
-        in_place = list(places.values())
+        in_place = [0, *places.values()]  # an array of SQL begins at 1
         arrivals: dict[int, Arrival | Taken] = {}
-        for number, here in rows:
-            place = in_place[number - 1]
-            wish = claims[place][0]
-            kind = StillWaiting if here is None else Taken if here else MadeReady
-            arrivals[place] = kind(wish.task_id, wish.sub_task_id)
-        taken = [claims[place][0] for place, arrival in arrivals.items() if isinstance(arrival, Taken)]
-        return arrivals, await self._read_owned(taken, replica)
+        owned, unseen = OwnedTasks(), list[Claim]()
+        for row in rows:
+            for number in row["places"]:
+                wish, _ = claims[in_place[number]]
+                arrivals[in_place[number]] = StillWaiting(wish.task_id, wish.sub_task_id)
+            if (here := row["here"]) is None:
+                continue
+            last = in_place[max(row["places"])]
+            wish, _ = claims[last]
+            arrivals[last] = (Taken if here else MadeReady)(wish.task_id, wish.sub_task_id)
+            if here:
+                outcomes = _outcomes(row, [claims[in_place[number]][0].outcome for number in row["places"]])
+                if len(outcomes) == row["total_expected"]:
+                    owned.tasks[wish.task_id], owned.calls[wish.task_id] = attributes(row), outcomes
+                else:  # recorded while this statement waited for the task's lock
+                    unseen.append(wish)
+        return arrivals, owned.and_also(await self._read_owned(unseen, replica))
 
     async def _read_owned(self, met_by: Sequence[Claim], replica: Replica) -> OwnedTasks:
         if not met_by:
@@ -184,8 +196,16 @@ class HotPath:
         """Note that the broker has all requests of pauses; those of which that is still to be noted."""
         if not sent:
             return []
-        tasks, calls = [send.task_id for send in sent], [send.sub_task_id for send in sent]
-        rows = await self._marks.write(sql.MARK_DISPATCHED, self._now, tasks, calls, sorted(set(tasks)))
+        pauses: dict[tuple[TaskId, int], set[TaskId]] = {}
+        for send in sent:
+            pauses.setdefault((send.task_id, send.generation), set()).add(send.sub_task_id)
+        rows = await self._marks.write(
+            sql.MARK_DISPATCHED,
+            self._now,
+            [task_id for task_id, _ in pauses],
+            [generation for _, generation in pauses],
+            [len(requests) for requests in pauses.values()],
+        )
         left = {row.logical_task_id for row in rows}
         return [send for send in sent if send.task_id in left]
 
@@ -203,18 +223,27 @@ def _first_of_each(keys: Iterable[Hashable]) -> dict[Any, int]:
     return places
 
 
+def _outcomes(row: Any, recorded: Sequence[Outcome]) -> list[StoredOutcome]:
+    """The outcomes of a task that goes on, in call order: `recorded` now, and those from before."""
+    calls = list(zip(row["seqs"], row["call_ids"], row["peers"], recorded, strict=True))
+    if row["seqs_before"] is not None:
+        calls += zip(
+            *(row[f"{name}_before"] for name in ("seqs", "call_ids", "peers", "outcomes")),
+            strict=True,
+        )
+    return [call[1:] for call in sorted(calls, key=itemgetter(0))]
+
+
 def _task_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
     """The columns of `pauses`, each as an array over them."""
     plain = [
         (
             packed.pause.run.task_id,
-            "ready" if packed.met else "waiting",
             packed.pause.run.id,
             packed.pause.run.generation + 1,
             packed.soonest,
             None if packed.pause.requester.deadline is None else packed.pause.requester.deadline.timestamp(),
             len(packed.pause.calls),
-            len(packed.pause.calls) if packed.met else packed.failed,
             packed.pause.join.needed,
             seconds_of(packed.pause.join.deadline),
             packed.pause.run.fence,
@@ -228,24 +257,21 @@ def _task_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
 
 
 def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
-    """The columns of all calls of `pauses`, each as an array over them."""
-    rows = [
-        (
-            packed.pause.run.task_id,
-            call.sub_task_id,
-            seq,
-            call.call_id,
-            call.peer,
-            to_json(call.headers).decode(),
-            body,
-            call.outcome is None and not packed.met,
-            outcome,
-            seconds_of(call.idle_timeout),
-            call.timeout.total_seconds(),
-        )
-        for packed in pauses
-        for seq, (call, body, outcome) in enumerate(
-            zip(packed.pause.calls, packed.bodies, packed.outcomes, strict=True)
-        )
+    """The columns of all calls of `pauses`, each as an array over them; then those of their different terms."""
+    calls = [call for packed in pauses for call in packed.pause.calls]
+    terms: dict[tuple[Any, ...], int] = {}
+    of_calls = [
+        terms.setdefault((to_json(call.headers), call.timeout, call.idle_timeout), len(terms) + 1) for call in calls
     ]
-    return [*map(list, zip(*rows, strict=True))]
+    return [
+        [packed.pause.run.task_id for packed in pauses for _ in packed.pause.calls],
+        [call.sub_task_id for call in calls],
+        [seq for packed in pauses for seq in range(len(packed.pause.calls))],
+        [call.call_id for call in calls],
+        [call.peer for call in calls],
+        [body for packed in pauses for body in packed.bodies],
+        of_calls,
+        [headers.decode() for headers, _, _ in terms],
+        [timeout.total_seconds() for _, timeout, _ in terms],
+        [seconds_of(idle_timeout) for _, _, idle_timeout in terms],
+    ]

@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import asyncpg
@@ -28,6 +29,11 @@ class Row(asyncpg.Record):  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
+
+
+def attributes(row: Row) -> SimpleNamespace:
+    """`row` for a reader of all its columns: looking them up one by one takes longer."""
+    return SimpleNamespace(**dict(row))
 
 
 class Lane:

@@ -25,7 +25,7 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.messages import Address
-from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, decode_outcome, encode_outcome
 
 FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 """When a parked task is due: it waits for a person, not for time."""
@@ -38,6 +38,9 @@ _JSON_COLUMNS = (
     "flags",
     "token_usage",
 )
+
+
+_OWN_COLUMNS = frozenset({*_JSON_COLUMNS, "security_context"})
 
 
 def instant(seconds: float) -> datetime:
@@ -79,18 +82,19 @@ class Names:
 
 async def context_columns(context: Checkpoint) -> dict[str, Any]:
     """`context` as the values of its columns."""
-    rest = {key: value for key, value in context.items() if key not in {*_JSON_COLUMNS, "security_context"}}
-    origin = context.get("a2a_context")
-    copied = {**(origin if isinstance(origin, dict) else {}), **context}
-    secret = to_json(context["security_context"]) if "security_context" in context else None
-    return {
-        **{name: to_json(context[name]).decode() if name in context else None for name in _JSON_COLUMNS},
-        "context_rest": to_json(rest).decode(),
-        "security_context": await pack(secret),
-        "effective_session_id": _word(copied.get("effective_session_id", copied.get("session_id"))),
-        "user_id": _word(copied.get("user_id")),
-        "current_invocation_id": _word(copied.get("current_invocation_id")),
+    columns: dict[str, Any] = {
+        name: to_json(context[name]).decode() if name in context else None for name in _JSON_COLUMNS
     }
+    rest = {key: value for key, value in context.items() if key not in _OWN_COLUMNS}
+    columns["context_rest"] = to_json(rest).decode()
+    secret = to_json(context["security_context"]) if "security_context" in context else None
+    columns["security_context"] = await pack(secret)
+    origin = context.get("a2a_context")
+    by_need = (context, origin) if isinstance(origin, dict) else (context,)
+    columns["effective_session_id"] = _word(by_need, "effective_session_id") or _word(by_need, "session_id")
+    columns["user_id"] = _word(by_need, "user_id")
+    columns["current_invocation_id"] = _word(by_need, "current_invocation_id")
+    return columns
 
 
 async def context_of(row: Any) -> Checkpoint:
@@ -105,7 +109,8 @@ async def context_of(row: Any) -> Checkpoint:
     return context
 
 
-def _word(value: object) -> str | None:
+def _word(places: Iterable[Mapping[str, object]], name: str) -> str | None:
+    value = next((place[name] for place in places if name in place), None)
     # A character that PostgreSQL cannot keep must not fail a checkpoint for the sake of a copy.
     return value.replace("\0", "") if isinstance(value, str) else None
 
@@ -160,6 +165,7 @@ async def dispatch_of(row: Row[Any], names: Names, attempt: int) -> Dispatch:
     return Dispatch(
         agent=names.plain(row.agent_name),
         task_id=TaskId(row.logical_task_id),
+        generation=row.invocation_id,
         sub_task_id=TaskId(row.sub_task_id),
         peer=AgentName(row.peer_agent),
         body=await unpack(row.request) or b"",
@@ -189,16 +195,16 @@ async def outcome_columns(outcomes: Iterable[Outcome | None]) -> list[bytes | No
     return await pack_all(None if outcome is None else encode_outcome(outcome) for outcome in outcomes)
 
 
-StoredOutcome: TypeAlias = tuple[str, AgentName, bytes | None]
-"""A call's id, its peer, and its outcome as it rests."""
+StoredOutcome: TypeAlias = tuple[str, AgentName, bytes | Outcome | None]
+"""A call's id, its peer, and its outcome: as it rests, or as it was before it was stored."""
 
 
-async def outcome_of(packed: bytes | None) -> Outcome:
+async def outcome_of(found: bytes | Outcome | None) -> Outcome:
     """The outcome that rests on a call's row."""
-    stored = await unpack(packed)
-    if stored is None:
-        return Failed(FailureKind.CANCELLED, "the call was closed")
-    return decode_outcome(stored)
+    if isinstance(found, bytes):
+        stored = found[1:] if found[:1] == RAW else await unpack(found)
+        return decode_outcome(stored or b"")
+    return found or Failed(FailureKind.CANCELLED, "the call was closed")
 
 
 def run_of(row: Any, names: Names) -> Run:
@@ -215,8 +221,8 @@ def run_of(row: Any, names: Names) -> Run:
 async def resumable_of(row: Any, calls: Sequence[StoredOutcome], names: Names) -> Resumable:
     """A running task's row, and its calls in call order, as what its next segment needs."""
     outcomes = [
-        (call_id, peer, decode_outcome(packed[1:]) if packed and packed[:1] == RAW else await outcome_of(packed))
-        for call_id, peer, packed in calls
+        (call_id, peer, found if isinstance(found, Ok | Failed) else await outcome_of(found))
+        for call_id, peer, found in calls
     ]
     return Resumable(
         run=run_of(row, names),

@@ -65,6 +65,7 @@ from meshpoint.ports.clock import Clock
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _LAST_MARKS_WITHIN = 2.0  # seconds
+_MARKS_TOGETHER = 4096
 PackedRequestedPause: TypeAlias = tuple[checkpointing.PackedPause, bytes | None]
 """A checkpoint, and the request of its task, packed."""
 PackedEnd: TypeAlias = tuple[End, bytes | None]
@@ -126,7 +127,9 @@ class SqlCheckpointStore:
             self._end_together, lambda wish: len(wish[1] or b"")
         )
         self._mark_later = mark_within > timedelta()
-        self._marks: Batcher[Send, None] = Batcher(self._mark_together, linger=mark_within.total_seconds())
+        self._marks: Batcher[Send, None] = Batcher(
+            self._mark_together, linger=mark_within.total_seconds(), most=_MARKS_TOGETHER
+        )
 
     @property
     def durable(self) -> bool:
@@ -153,7 +156,7 @@ class SqlCheckpointStore:
         """Release every connection."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_MARKS_WITHIN):
-                await self._marks.flush()
+                await self.marks_written()
         for batcher in (self._pauses, self._ends, self._marks):
             await batcher.close()
         if self._hot is not None:
@@ -333,6 +336,10 @@ class SqlCheckpointStore:
             self._marks.note(sent)
         else:
             await self._marks.put(sent)
+
+    async def marks_written(self) -> None:
+        """Return when all marks that were brought so far are written, or lost."""
+        await self._marks.flush()
 
     async def _mark_together(self, sent: Sequence[Send]) -> Sequence[None]:
         rest = sent
