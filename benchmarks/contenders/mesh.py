@@ -82,7 +82,7 @@ class Mesh:
     async def run(self, prepared: Sequence[MeshJob], in_flight: int) -> None:
         """Do all of it."""
         await at_a_time(in_flight, prepared, self._life)
-        await self._store.marks_written()
+        await self.marks_written()
 
     async def _life(self, task: MeshJob) -> None:
         await self.pause(task)
@@ -93,6 +93,10 @@ class Mesh:
         [saved] = await self._store.pause([task.pause])
         assert isinstance(saved, Committed), saved
         await self._store.mark_sent(saved.dispatches)
+
+    async def marks_written(self) -> None:
+        """Wait for what Meshpoint does in the background."""
+        await self._store.marks_written()
 
     async def claim(self, claims: Sequence[Claim]) -> list[Arrival]:
         """Record answers."""

@@ -53,6 +53,7 @@ async def of_mesh(mesh: Mesh, jobs: list[Job], url: str) -> AsyncIterator[dict[s
     tasks = [mesh_job(each) for each in jobs]
     for task in tasks:
         await mesh.pause(task)
+    await mesh.marks_written()
     yield await tables(url)
     first = await mesh.claim([task.claims[0] for task in tasks])
     yield await tables(url)
@@ -63,6 +64,7 @@ async def of_mesh(mesh: Mesh, jobs: list[Job], url: str) -> AsyncIterator[dict[s
     yield await tables(url)
     for each in ended:
         await mesh.mark_replied(each)
+    await mesh.marks_written()
     yield await tables(url)
 
 

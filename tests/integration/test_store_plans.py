@@ -6,6 +6,7 @@ here, and one that no step below sends is found missing.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import pkgutil
@@ -21,6 +22,7 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
+from beside import answered_beside
 from loading import TABLES, multiply, standing_task
 from meshpoint.adapters import sql
 from meshpoint.adapters.sql import SqlCheckpointStore
@@ -177,12 +179,14 @@ def _store(url: str, *, hot_path: bool = True) -> SqlCheckpointStore:
 class Life:
     """All that may happen to a task, to `batch` tasks at a time."""
 
-    def __init__(self, store: SqlCheckpointStore, batch: int) -> None:
+    def __init__(self, store: SqlCheckpointStore, batch: int, url: str) -> None:
         self._store = store
         self._batch = batch
+        self._url = url
 
     async def run(self) -> None:
         await self._answer()
+        await self._answer_beside_another()
         await self._expire()
         await self._take_over()
         await self._cancel()
@@ -215,6 +219,15 @@ class Life:
         pauses = [a_pause("a", run=task.run) for task in resumed]
         await self._store.pause(pauses)
         await self._store.end([an_end(task.run) for task in await self._claim(pauses)])
+
+    async def _answer_beside_another(self) -> None:
+        """Another transaction records an outcome, which the claim that waits for it then has to read."""
+        (pause, *_) = await self._pause({"call_id": "a"}, {"call_id": "b"})
+        async with answered_beside(self._url, pause, "a"):
+            claiming = asyncio.create_task(self._store.claim([a_claim(pause, "b")], HERE, 1))
+        (arrival,) = await claiming
+        assert isinstance(arrival, AllArrived)
+        await self._store.end([an_end(arrival.task.run)])
 
     async def _expire(self) -> None:
         """A deadline passes: for one call, which leaves another, and for the only one; somebody takes the task."""
@@ -260,7 +273,7 @@ async def test_nothing_that_replicas_run_scans_a_table(crowded_url: str, batch: 
     plans = Plans()
     for hot_path in (True, False):
         async with _listened(crowded_url, plans, hot_path=hot_path) as store:
-            await Life(store, batch).run()
+            await Life(store, batch, crowded_url).run()
     statements = _statements()
     scans = [scan for _, scan in plans.scans()]
     assert not scans, "\n\n".join(scans)

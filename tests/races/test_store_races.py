@@ -14,6 +14,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
+from beside import answered_beside
 from faults import CommitCutter, Lost
 from meshpoint.adapters.sql import SqlCheckpointStore
 from meshpoint.adapters.sql.database import Database, Transaction
@@ -299,7 +300,7 @@ async def test_a_task_that_was_taken_over_while_its_claim_was_read_is_not_this_r
 ) -> None:
     store, other = a_store(postgres_url), a_store(postgres_url)
     await store.open()
-    pause = await paused(store, "a")
+    pause = await paused(store, "a", "b")
     assert store._hot is not None
     read = store._hot._claims.read
 
@@ -312,9 +313,25 @@ async def test_a_task_that_was_taken_over_while_its_claim_was_read_is_not_this_r
 
     holder = await asyncpg.connect(postgres_url)
     monkeypatch.setattr(store._hot._claims, "read", late)
-    assert isinstance(one(await store.claim([a_claim(pause, "a")], HERE, 1)), MadeReady)
+    async with answered_beside(postgres_url, pause, "a"):  # so that there is something to read
+        claiming = asyncio.create_task(store.claim([a_claim(pause, "b")], HERE, 1))
+    assert isinstance(one(await claiming), MadeReady)
     await holder.close()
     await other.close()
+    await store.close()
+
+
+@pytest.mark.servers
+async def test_an_outcome_that_another_recorded_while_the_claim_waited_is_not_missed(postgres_url: str) -> None:
+    store = a_store(postgres_url)
+    await store.open()
+    pause = await paused(store, "a", "b", "c")
+    await store.claim([a_claim(pause, "c")], HERE, 1)
+    async with answered_beside(postgres_url, pause, "a"):
+        claiming = asyncio.create_task(store.claim([a_claim(pause, "b")], HERE, 1))
+    arrival = one(await claiming)
+    assert isinstance(arrival, AllArrived)
+    assert [call_id for call_id, _, _ in arrival.task.outcomes] == ["a", "b", "c"]
     await store.close()
 
 

@@ -57,6 +57,17 @@ CONTEXT = {
 }
 _CONTEXT = ", ".join(CONTEXT)
 
+# What of a task's row its next segment needs.
+_RESUMED = ", ".join(
+    f"t.{name}"
+    for name in (
+        *("logical_task_id", "agent_name", "run_id", "fence", "generation", "attempt", "cancel_requested", "request"),
+        *("reply_to", "requester_app_id", "parent_task_id", "task_deadline", "idle_timeout"),
+        *("a2a_context", "produced_artifacts", "artifact_signals_to_return", "response_buffer", "flags"),
+        *("security_context", "token_usage", "context_rest", "state", "state_format"),
+    )
+)
+
 # Delete the calls of the tasks that `{moved}` holds, but for those whose peer is still to be told. One that is told
 # in this very instant may stay, done, until its task pauses again or is deleted.
 _DELETE_DONE_CALLS = """
@@ -212,7 +223,7 @@ owned AS (
     run_id = ($7::text[])[met.last], owner = CASE WHEN met.here THEN $2::text END, attempt = met.here::int,
     wake_at = CASE WHEN met.here THEN clock.now + $13::double precision ELSE clock.now END
     FROM met, clock WHERE t.logical_task_id = met.logical_task_id
-  RETURNING t.*)
+  RETURNING {_RESUMED})
 SELECT counted.places, counted.seqs, counted.call_ids, counted.peers, met.here, met.total_expected, before.*, owned.*
   FROM counted
   LEFT JOIN met ON met.logical_task_id = counted.logical_task_id
@@ -228,8 +239,8 @@ SELECT counted.places, counted.seqs, counted.call_ids, counted.peers, met.here, 
 
 # Read tasks that these runs of this replica own, and no later run that has taken them over: whole, with the outcomes
 # of their pause in call order.
-READ_OWNED = """/* reads: owned */
-SELECT t.*, calls.*
+READ_OWNED = f"""/* reads: owned */
+SELECT {_RESUMED}, calls.*
   FROM agent_paused_tasks AS t,
        LATERAL (SELECT array_agg(c.call_id) AS call_ids, array_agg(c.peer_agent) AS peers,
                        array_agg(c.outcome) AS outcomes

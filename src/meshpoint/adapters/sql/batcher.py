@@ -34,10 +34,15 @@ log = logging.getLogger("meshpoint.store")
 
 @dataclass(slots=True)
 class _Group(Generic[Item, Result]):
-    """What one caller brought."""
+    """What one caller brought. Without `results`, nobody waits for them."""
 
     items: Sequence[Item]
-    results: asyncio.Future[list[Result]]
+    results: asyncio.Future[list[Result]] | None
+
+    @property
+    def given_up(self) -> bool:
+        """Whether its caller was cancelled, or knows the results already."""
+        return self.results is not None and self.results.done()
 
 
 class Batcher(Generic[Item, Result]):
@@ -73,23 +78,22 @@ class Batcher(Generic[Item, Result]):
         """
         if not items:
             return []
-        return await self._join(items)
+        results: asyncio.Future[list[Result]] = asyncio.get_running_loop().create_future()
+        self._join(_Group(items, results))
+        return await results
 
     def note(self, items: Sequence[Item]) -> None:
         """Have `items` flushed soon, or never: nobody waits for it, and a crash loses them."""
         if items:
-            self._join(items).add_done_callback(_told_if_lost)
+            self._join(_Group(items, None))
 
-    def _join(self, items: Sequence[Item]) -> asyncio.Future[list[Result]]:
-        results: asyncio.Future[list[Result]] = asyncio.get_running_loop().create_future()
-        group = _Group(items, results)
+    def _join(self, group: _Group[Item, Result]) -> None:
         if self._closed:
-            group.results.set_exception(StoreUnavailable(_CLOSED))
-            return group.results
+            _settle([group], StoreUnavailable(_CLOSED))
+            return
         self._waiting.append(group)
         if self._flushing is None:
             self._flushing = asyncio.create_task(self._flush_all())
-        return group.results
 
     async def flush(self) -> None:
         """Return when all that was brought so far is flushed, or lost."""
@@ -141,7 +145,7 @@ class Batcher(Generic[Item, Result]):
         items = size = 0
         while self._waiting and items < self._most and size < BATCH_BYTES:
             group = self._waiting.popleft()
-            if not group.results.done():  # its caller has not been cancelled
+            if not group.given_up:
                 batch.append(group)
                 items += len(group.items)
                 size += sum(map(self._size, group.items))
@@ -164,19 +168,17 @@ class Batcher(Generic[Item, Result]):
 
 
 def _hand_out(batch: Sequence[_Group[Item, Result]], results: Sequence[Result]) -> None:
-    given = iter(results)
+    first = 0
     for group in batch:
-        own = [next(given) for _ in group.items]
-        if not group.results.done():
-            group.results.set_result(own)
-
-
-def _told_if_lost(results: asyncio.Future[list[Result]]) -> None:
-    if not results.cancelled() and (error := results.exception()) is not None:
-        log.debug("lost, and done again later: %s", error)
+        after = first + len(group.items)
+        if group.results is not None and not group.results.done():
+            group.results.set_result(list(results[first:after]))
+        first = after
 
 
 def _settle(batch: Iterable[_Group[Item, Result]], error: Exception) -> None:
     for group in batch:
-        if not group.results.done():
+        if group.results is None:
+            log.debug("lost, and done again later: %s", error)
+        elif not group.results.done():
             group.results.set_exception(error)

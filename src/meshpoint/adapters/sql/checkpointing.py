@@ -124,7 +124,8 @@ class PackedPause:
     @property
     def size(self) -> int:
         """About how many bytes it adds to a statement."""
-        return 1024 + len(self.pause.state) + sum(512 + len(call.body) for call in self.pause.calls)
+        bodies = sum(len(body) for body in self.bodies if body is not None)
+        return 1024 + len(self.pause.state) + 512 * len(self.bodies) + bodies
 
 
 async def pause(
