@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import importlib
 import json
@@ -15,6 +14,7 @@ import typer
 
 from benchmarks.report import Report
 from benchmarks.stage import Stage
+from meshpoint import event_loop
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -36,7 +36,7 @@ def main(
 ) -> None:
     """Measure Meshpoint on private servers, beside others that do the same job."""
     for benchmark in benchmarks or list(Benchmark):
-        report = asyncio.run(_measured(benchmark, quick=quick))
+        report = event_loop.run(_measured(benchmark, quick=quick))
         report.save(results)
         if as_json:
             typer.echo(json.dumps(report.to_dict(), indent=2))

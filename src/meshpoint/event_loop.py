@@ -1,8 +1,13 @@
-"""The event loop that replicas run on: uvloop's where it is installed, about a fifth less CPU per message."""
+"""The event loop that replicas run on: uvloop's where it is installed, about a fifth less CPU per message.
+
+And how often garbage is looked for: what a message leaves behind is freed without it, so Python's default mostly
+walks over what stays.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,11 +15,20 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_GC_THRESHOLDS = (20_000, 20, 50)
+
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """What `main` returns, run as by `asyncio.run`."""
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(main)
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(main)
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

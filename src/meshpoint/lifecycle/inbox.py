@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass
 
 from meshpoint.model.messages import Header, Message
 from meshpoint.ports.broker import Delivery
 
-_LINGER = 3.0
-"""Times what the last batch took."""
-_LONGEST_LINGER = 0.01
+_LONGEST_WAIT = 0.02
 """Seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What was taken together: how many, and whose work it is."""
+
+    count: int = 0
+    tasks: frozenset[str] = frozenset()
 
 
 class Inbox:
@@ -22,8 +29,7 @@ class Inbox:
         self._arrived = asyncio.Event()
         self._closed = False
         self._taken_at = 0.0
-        self._of_tasks: set[str] = set()  # whom the last batch was for
-        self._of_tasks_before: set[str] = set()
+        self._last, self._before = _Batch(), _Batch()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -37,7 +43,7 @@ class Inbox:
         """Up to `limit` deliveries, oldest first."""
         taken = [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
         self._taken_at = asyncio.get_running_loop().time()
-        self._of_tasks_before, self._of_tasks = self._of_tasks, {_asked_by(each.message) for each in taken}
+        self._before, self._last = self._last, _Batch(len(taken), frozenset(_asker(each.message) for each in taken))
         if not (self._waiting or self._closed):
             self._arrived.clear()
         return taken
@@ -54,14 +60,16 @@ class Inbox:
         return not self._closed
 
     async def let_more_come(self) -> None:
-        """Wait a little after a batch, for the next to be larger: it costs a round trip and a commit as a whole.
+        """Wait a little after a batch, for the next to be larger: each costs a round trip and a commit as a whole.
 
-        Not while one task alone is at work: then the wait would be all its own.
+        The longer, the more come: so many deliveries wait, and so many share what is saved. While one task alone is
+        at work, nobody waits: the wait would be all its own.
         """
-        if len(self._of_tasks | self._of_tasks_before) > 1:
+        if len(self._last.tasks | self._before.tasks) > 1:
             took = asyncio.get_running_loop().time() - self._taken_at
-            await asyncio.sleep(min(_LINGER * took, _LONGEST_LINGER))
+            count = (self._last.count + self._before.count) / 2
+            await asyncio.sleep(min(count * took, _LONGEST_WAIT))
 
 
-def _asked_by(message: Message) -> str:
+def _asker(message: Message) -> str:
     return str(message.headers.get(Header.PARENT_TASK, message.correlation_id))

@@ -1,0 +1,81 @@
+"""How long an inbox lets more come before the next batch."""
+
+from __future__ import annotations
+
+import asyncio
+from unittest.mock import create_autospec
+
+import pytest
+
+from meshpoint.lifecycle import inbox as module
+from meshpoint.lifecycle.inbox import Inbox
+from meshpoint.model.messages import Header, Message, MessageType
+from meshpoint.ports.broker import Delivery
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that were waited, without waiting."""
+    seen: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        seen.append(seconds)
+
+    monkeypatch.setattr(module.asyncio, "sleep", sleep)
+    return seen
+
+
+def put(inbox: Inbox, *parents: str) -> None:
+    for parent in parents:
+        delivery = create_autospec(Delivery, instance=True)
+        headers: dict[str, str | int | float] = {Header.PARENT_TASK.value: parent}
+        delivery.message = Message(MessageType.RESPONSE, b"{}", "m", "call", "peer", headers=headers)
+        inbox.put(delivery)
+
+
+async def batch(inbox: Inbox, *parents: str, seconds: float) -> None:
+    """Take deliveries of these tasks, which takes so long."""
+    put(inbox, *parents)
+    inbox.take(100)
+    inbox._taken_at = asyncio.get_running_loop().time() - seconds
+    await inbox.let_more_come()
+
+
+async def test_one_task_alone_waits_for_nobody(waits: list[float]) -> None:
+    inbox = Inbox()
+    await batch(inbox, "a", "a", seconds=0.001)
+    await batch(inbox, "a", seconds=0.001)
+    assert waits == []
+
+
+async def test_the_more_come_the_longer_more_are_let_come(waits: list[float]) -> None:
+    inbox = Inbox()
+    await batch(inbox, "a", "b", seconds=0.001)
+    await batch(inbox, "a", "b", "c", "d", seconds=0.001)
+    assert len(waits) == 2
+    assert 0.001 <= waits[0] < waits[1]
+    assert waits[1] >= 0.003
+
+
+async def test_tasks_of_the_batch_before_count(waits: list[float]) -> None:
+    inbox = Inbox()
+    await batch(inbox, "a", seconds=0.001)
+    await batch(inbox, "b", seconds=0.001)
+    assert len(waits) == 1
+
+
+async def test_no_wait_is_long(waits: list[float]) -> None:
+    inbox = Inbox()
+    await batch(inbox, *map(str, range(100)), seconds=60)
+    assert waits == [module._LONGEST_WAIT]
+
+
+async def test_those_without_a_parent_count_by_themselves(waits: list[float]) -> None:
+    inbox = Inbox()
+    for task in ("a", "b"):
+        delivery = create_autospec(Delivery, instance=True)
+        delivery.message = Message(MessageType.REQUEST, b"{}", task, task, "client")
+        inbox.put(delivery)
+    inbox.take(2)
+    await inbox.let_more_come()
+    assert len(waits) == 1
