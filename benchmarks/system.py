@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 MANY, MORE = 16, 64
 """Requests in flight."""
-_MORE_ROW = f"{cast.MESHPOINT}, {MORE} in flight"
+_AIM = 0.85
+"""Of the tasks per second of the bare mesh, with `MORE` in flight: the machine has no idle time then."""
+_OURS = (cast.MESHPOINT, cast.IN_MEMORY)
 _COSTS = {
     "cpu ms": "CPU ms",
     "server cpu ms": "servers' CPU ms",
@@ -54,7 +56,7 @@ QUICK = Plan(fan_outs=(1, 10), rounds=1, seconds=2, alone_seconds=1)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All rounds with one fan-out: with many requests in flight, with one, and Meshpoint with more."""
+    """All rounds with one fan-out: with many requests in flight, with one, and ours with more."""
 
     many: Medians
     alone: Medians
@@ -80,6 +82,7 @@ async def run(stage: Stage, *, quick: bool) -> Report:
             layout_table,
             *[table(fan_out, each) for fan_out, each in measured.items() for table in (_speeds, _costs)],
             _promises(),
+            _targets(measured),
         ],
         figures={f"N={fan_out}": _figures(each) for fan_out, each in measured.items()},
         plots={
@@ -149,7 +152,7 @@ async def _measured(
     return Measured(
         await interleaved(rounds(everyone, MANY, plan.seconds), plan.rounds, title=title),
         await interleaved(rounds(everyone, 1, plan.alone_seconds), plan.rounds, title=f"{title} alone"),
-        await interleaved(rounds([cast.MESHPOINT], MORE, plan.seconds), plan.rounds, title=f"{title} more"),
+        await interleaved(rounds(_OURS, MORE, plan.seconds), plan.rounds, title=f"{title} more"),
     )
 
 
@@ -175,14 +178,14 @@ async def _sample(
 def _speeds(fan_out: int, measured: Measured) -> Table:
     columns = ["", "tasks/s", "of Meshpoint", "p50 ms", "p99 ms", "alone p50 ms", "alone p99 ms"]
     rows = [[name, *_speed(measured.many, name), *_latency(measured.alone, name)] for name in measured.names]
-    rows.insert(1, [_MORE_ROW, *_speed(measured.more, cast.MESHPOINT), None, None])
+    rows += [[_with_more(name), *_speed(measured.more, name), None, None] for name in _OURS]
     note = f"{MANY} requests in flight, or one (alone). Of Meshpoint: median, and lowest..highest, of the rounds."
     return Table(f"N={fan_out}: a root, {fan_out} peers, an answer", columns, rows, note)
 
 
 def _costs(fan_out: int, measured: Measured) -> Table:
     rows = [[name, *_cost(measured.many, name)] for name in measured.names]
-    rows.insert(1, [_MORE_ROW, *_cost(measured.more, cast.MESHPOINT)])
+    rows += [[_with_more(name), *_cost(measured.more, name)] for name in _OURS]
     note = "Commits: transactions that wrote. Celery's statements are Redis commands."
     return Table(f"N={fan_out}: what a task costs", ["", *_COSTS.values()], rows, note)
 
@@ -211,7 +214,28 @@ def _figures(measured: Measured) -> dict[str, JsonValue]:
         name: {f"{MANY} in flight": told(measured.many, name), "alone": told(measured.alone, name)}
         for name in measured.names
     }
-    return {**figures, _MORE_ROW: told(measured.more, cast.MESHPOINT)}
+    return {**figures, **{_with_more(name): told(measured.more, name) for name in _OURS}}
+
+
+def _with_more(name: str) -> str:
+    return f"{name}, {MORE} in flight"
+
+
+def _targets(measured: Mapping[int, Measured]) -> Table:
+    rows: list[list[Cell]] = []
+    for fan_out, each in measured.items():
+        for in_flight, medians in ((MANY, each.many), (MORE, each.more)):
+            bare = medians.ratio(cast.MESHPOINT, cast.IN_MEMORY).median
+            least = _AIM if in_flight == MORE else None
+            rows.append([f"N={fan_out}: tasks/s ÷ bare mesh, {in_flight} in flight", least, bare])
+        for name in each.names:
+            if name not in {cast.MESHPOINT, cast.IN_MEMORY, cast.SQLITE}:
+                least = 5.0 if name == cast.SEED and fan_out == 10 else 1.0
+                rows.append([f"N={fan_out}: tasks/s ÷ {name}", least, each.many.ratio(cast.MESHPOINT, name).median])
+                p50 = [each.alone.extra(who, "p50").median for who in (name, cast.MESHPOINT)]
+                rows.append([f"N={fan_out}: p50 alone, {name} ÷ Meshpoint", 1.0, p50[0] / p50[1]])
+    told = [[*row, None if row[1] is None else "met" if float(row[2]) >= float(row[1]) else "missed"] for row in rows]
+    return Table("Targets", ["", "at least", "seen", ""], told)
 
 
 def _promises() -> Table:

@@ -27,8 +27,8 @@ print(json.dumps({n: version(n) for n in sys.argv[1:]}))
 _RIVAL_PACKAGES = ("dbos", "langgraph", "langgraph-checkpoint-postgres", "celery", "redis")
 
 PROMISES = {
-    MESHPOINT: "PostgreSQL with synchronous_commit; RabbitMQ: quorum queues, persistent, confirmed; requests acked "
-    "when their checkpoint is committed",
+    MESHPOINT: "PostgreSQL with synchronous_commit; RabbitMQ: quorum queues, persistent, confirmed; the root's "
+    "requests acked when their checkpoint is committed, its peer's, which never pauses, when they are answered",
     IN_MEMORY: "stateless_checkpointing: false, the bare mesh: a request stays un-acked until its task ends",
     SQLITE: "one file for tasks and messages, WAL with synchronous FULL; RabbitMQ and PostgreSQL are not used",
     SEED: "PostgreSQL and RabbitMQ as above; a task is lost when its process dies between two transactions",

@@ -21,12 +21,12 @@ MAX_CONCURRENCY = 64
 
 @asynccontextmanager
 async def mesh(options: Namespace) -> AsyncIterator[driver.Ask]:
-    """A mesh that serves the job, and how to ask it."""
+    """A mesh that serves the job, and how to ask it. The peer never pauses, so it needs no database."""
     settings = MeshSettings(namespace=f"bench-{new_id()}", broker_url=options.broker_url)
     async with AsyncExitStack() as stack:
         groups: Sequence[Sequence[str]] = [["root", "peer"]] if options.together else [["root"], ["peer"]]
         for names in groups:
-            agents = tuple(_agent(name, options.db_url) for name in names)
+            agents = tuple(_agent(name, options.db_url if name == "root" else None) for name in names)
             await stack.enter_async_context(_replica(Settings(mesh=settings, agents=agents)))
         client = await stack.enter_async_context(Client(make_broker(settings)))
 

@@ -68,12 +68,23 @@ _RESUMED = ", ".join(
     )
 )
 
-# Delete the calls of the tasks that `{moved}` holds, but for those whose peer is still to be told. One that is told
-# in this very instant may stay, done, until its task pauses again or is deleted.
+# Delete the calls of the tasks that `{moved}` holds, but for those whose peer is still to be told. While this
+# statement waited for its locks, such a peer may have been told: the snapshot does not show it, the row's lock does.
 _DELETE_DONE_CALLS = """
+told_later AS MATERIALIZED (
+  SELECT c.logical_task_id, c.sub_task_id, c.status
+    FROM (SELECT o.logical_task_id, o.sub_task_id
+            FROM agent_peer_sub_tasks AS o JOIN {moved} ON {moved}.logical_task_id = o.logical_task_id
+           WHERE o.status = 'cancelling' OFFSET 0) AS unsure
+    JOIN agent_peer_sub_tasks AS c
+      ON c.logical_task_id = unsure.logical_task_id AND c.sub_task_id = unsure.sub_task_id
+     FOR UPDATE OF c),
 done_calls AS (
   DELETE FROM agent_peer_sub_tasks AS c USING {moved}
-   WHERE c.logical_task_id = {moved}.logical_task_id AND c.status = 'done')"""
+   WHERE c.logical_task_id = {moved}.logical_task_id
+     AND (c.status = 'done' OR EXISTS (SELECT 1 FROM told_later AS l
+                                        WHERE l.logical_task_id = c.logical_task_id
+                                          AND l.sub_task_id = c.sub_task_id AND l.status = 'done')))"""
 
 # Write the calls and joins of the tasks that `written` holds. Few calls differ in their terms.
 _CALLS_AND_JOINS = """
