@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_GC_THRESHOLDS = (20_000, 20, 50)
+_GC_THRESHOLDS = (10_000, 20, 50)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """What `main` returns, run as by `asyncio.run`."""
     before = gc.get_threshold()
+    gc.collect()
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
     try:

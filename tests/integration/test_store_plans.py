@@ -42,7 +42,7 @@ from meshpoint.conformance.build import (
     an_end,
 )
 from meshpoint.model.calls import Join
-from meshpoint.model.checkpoint import AllArrived, Begun, Committed, Pause, Replica, Resumable, Send
+from meshpoint.model.checkpoint import AllArrived, Begun, Committed, Pause, Replica, Resumable, Send, StillWaiting
 from meshpoint.model.ids import TaskId, new_id
 
 pytestmark = pytest.mark.servers
@@ -279,6 +279,21 @@ async def test_nothing_that_replicas_run_scans_a_table(crowded_url: str, batch: 
     assert not scans, "\n\n".join(scans)
     missing = {name for name, text in statements.items() if text not in plans.texts()}
     assert missing - _FOR_PEOPLE == set(), "statements that no step of `Life` sends"
+
+
+async def test_a_claim_reads_no_other_answers_before_the_last(crowded_url: str) -> None:
+    most = 6000
+    beside = _store(crowded_url)
+    await beside.open()
+    pause = a_pause(*(a_call(f"call-{number}", timeout=HOUR) for number in range(most)))
+    await beside.pause([pause])
+    await beside.claim([a_claim(pause, f"call-{number}") for number in range(most - 2)], HERE, 1)
+    await beside.close()
+    plans = Plans()
+    async with _listened(crowded_url, plans) as store:
+        (arrival,) = await store.claim([a_claim(pause, f"call-{most - 2}")], HERE, 1)
+    assert isinstance(arrival, StillWaiting)
+    assert not plans.scans()
 
 
 async def test_a_scan_would_be_noticed(crowded_url: str) -> None:

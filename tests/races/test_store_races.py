@@ -22,6 +22,7 @@ from meshpoint.adapters.sql.locking import lock_tasks
 from meshpoint.conformance.build import (
     AGENT,
     HERE,
+    PEER,
     THERE,
     a_cancel,
     a_claim,
@@ -43,9 +44,11 @@ from meshpoint.model.checkpoint import (
     Fenced,
     MadeReady,
     Pause,
+    PlannedCall,
     TaskState,
 )
-from meshpoint.model.ids import AgentName
+from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.outcomes import Failed, FailureKind
 from servers import Proxy
 
 _CLAIMANT = Path(__file__).with_name("claimant.py")
@@ -360,6 +363,23 @@ async def test_a_database_that_refuses_is_away_and_then_back(postgres_url: str) 
                 await store.pause([a_pause()])
         await proxy.accept()
         await paused(store)
+        await store.close()
+
+
+@pytest.mark.servers
+async def test_a_pause_with_a_refused_call_is_not_in_doubt_when_nothing_was_sent(postgres_url: str) -> None:
+    refused = PlannedCall(
+        TaskId("refused"), "b", PEER, b"{}", timedelta(minutes=1), outcome=Failed(FailureKind.ERROR, "too deep")
+    )
+    async with Proxy(postgres_url) as proxy:
+        store = a_store(proxy.url)
+        await paused(store)
+        proxy.refuse()
+        pause = a_pause()
+        with pytest.raises(StoreUnavailable) as raised:
+            await store.pause([replace(pause, calls=(*pause.calls, refused))])
+        assert not isinstance(raised.value, CommitInDoubt)
+        await proxy.accept()
         await store.close()
 
 

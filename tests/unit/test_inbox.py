@@ -38,7 +38,7 @@ async def batch(inbox: Inbox, *parents: str, seconds: float) -> None:
     put(inbox, *parents)
     inbox.take(100)
     inbox._taken_at = asyncio.get_running_loop().time() - seconds
-    await inbox.let_more_come()
+    await inbox.let_more_come(enough=10)
 
 
 async def test_one_task_alone_waits_for_nobody(waits: list[float]) -> None:
@@ -77,5 +77,15 @@ async def test_those_without_a_parent_count_by_themselves(waits: list[float]) ->
         delivery.message = Message(MessageType.REQUEST, b"{}", task, task, "client")
         inbox.put(delivery)
     inbox.take(2)
-    await inbox.let_more_come()
+    await inbox.let_more_come(enough=10)
+    assert len(waits) == 1
+
+
+async def test_enough_that_wait_already_wait_for_no_more(waits: list[float]) -> None:
+    inbox = Inbox()
+    put(inbox, "a", "b", "c", "d")
+    inbox.take(2)
+    await inbox.let_more_come(enough=2)
+    assert waits == []
+    await inbox.let_more_come(enough=3)
     assert len(waits) == 1

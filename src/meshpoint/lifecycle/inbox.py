@@ -59,13 +59,13 @@ class Inbox:
         await self._arrived.wait()
         return not self._closed
 
-    async def let_more_come(self) -> None:
+    async def let_more_come(self, enough: int) -> None:
         """Wait a little after a batch, for the next to be larger: each costs a round trip and a commit as a whole.
 
         The longer, the more come: so many deliveries wait, and so many share what is saved. While one task alone is
-        at work, nobody waits: the wait would be all its own.
+        at work, nobody waits: the wait would be all its own. Nor when `enough` wait already.
         """
-        if len(self._last.tasks | self._before.tasks) > 1:
+        if len(self._waiting) < enough and len(self._last.tasks | self._before.tasks) > 1:
             took = asyncio.get_running_loop().time() - self._taken_at
             count = (self._last.count + self._before.count) / 2
             await asyncio.sleep(min(count * took, _LONGEST_WAIT))

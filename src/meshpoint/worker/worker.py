@@ -167,7 +167,7 @@ class Worker:
                 return
             await self._requests.on_requests(self._request_inbox.take(max(self.site.slots.free, 1)))
             if self.site.durable is not None:
-                await self._request_inbox.let_more_come()
+                await self._request_inbox.let_more_come(enough=self.site.slots.free)
 
     async def _take_slot(self) -> None:
         while True:
@@ -189,7 +189,7 @@ class Worker:
         while await inbox.some():
             await self._letters.on_letters(inbox.take(_BATCH), home, shared=shared)
             if home.durable:
-                await inbox.let_more_come()
+                await inbox.let_more_come(enough=self.site.options.response_prefetch // 2)
 
     async def _serve_due(self) -> None:
         while not self._draining:

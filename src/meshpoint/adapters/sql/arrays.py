@@ -244,8 +244,7 @@ SELECT counted.places, counted.seqs, counted.call_ids, counted.peers, met.here, 
            array_agg(c.peer_agent) AS peers_before, array_agg(c.outcome) AS outcomes_before
       FROM agent_peer_sub_tasks AS c
      WHERE c.logical_task_id = counted.logical_task_id AND c.invocation_id = counted.generation
-       AND c.status <> 'pending') AS before
-    ON met.here AND counted.outcomes < met.total_expected
+       AND c.status <> 'pending' AND met.here AND counted.outcomes < met.total_expected) AS before ON true
 """
 
 # Read tasks that these runs of this replica own, and no later run that has taken them over: whole, with the outcomes

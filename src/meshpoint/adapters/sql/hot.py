@@ -23,7 +23,7 @@ from meshpoint.adapters.sql.claiming import Taken
 from meshpoint.adapters.sql.lane import Lane, attributes
 from meshpoint.adapters.sql.locking import Terms, seconds_of
 from meshpoint.adapters.sql.owning import OwnedTasks
-from meshpoint.adapters.sql.rows import StoredOutcome, requester_columns, requester_of
+from meshpoint.adapters.sql.rows import StoredOutcome, requester_of
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
 from meshpoint.model.checkpoint import (
     Arrival,
@@ -70,13 +70,12 @@ class HotPath:
     # ── pause ──────────────────────────────────────────────────────────────────────────────────────
 
     async def pause(self, pauses: Sequence[tuple[PackedPause, bytes | None]]) -> dict[int, PauseResult]:
-        """Write checkpoints whose rows are as their runs expect, and all of whose calls can be sent."""
+        """Write checkpoints whose rows are as their runs expect. All their calls are to be sent."""
         # Sorted, as locks are: an insert waits for another of its key.
         places = dict(sorted(_first_of_each(packed.pause.run.task_id for packed, _ in pauses).items()))
         written: dict[str, float] = {}
-        sendable = [pauses[place] for place in places.values() if pauses[place][0].failed == 0]
-        fresh = [each for each in sendable if each[0].pause.run.fence == 0]
-        known = [each for each in sendable if each[0].pause.run.fence != 0]
+        fresh = [pauses[place] for place in places.values() if pauses[place][0].pause.run.fence == 0]
+        known = [pauses[place] for place in places.values() if pauses[place][0].pause.run.fence != 0]
         for statement, each, more in (
             (sql.PAUSE_NEW, fresh, self._of_new_tasks(fresh)),
             (sql.PAUSE_AGAIN, known, ()),
@@ -99,14 +98,14 @@ class HotPath:
         }
 
     def _of_new_tasks(self, fresh: Sequence[tuple[PackedPause, bytes | None]]) -> tuple[list[Any], ...]:
-        requesters = [requester_columns(packed.pause.requester) for packed, _ in fresh]
+        requesters = [packed.pause.requester for packed, _ in fresh]
         return (
             [self._terms.names.qualified(packed.pause.run.agent) for packed, _ in fresh],
             [request for _, request in fresh],
-            *(
-                [columns[name] for columns in requesters]
-                for name in ("reply_to", "requester_app_id", "parent_task_id", "idle_timeout")
-            ),
+            [requester.reply_to for requester in requesters],
+            [requester.app_id for requester in requesters],
+            [requester.parent_task_id for requester in requesters],
+            [seconds_of(requester.idle_timeout) for requester in requesters],
         )
 
     # ── claim ──────────────────────────────────────────────────────────────────────────────────────

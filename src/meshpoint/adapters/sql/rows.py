@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from pydantic_core import from_json, to_json
 from sqlalchemy import Row
 
-from meshpoint.adapters.sql.codec import RAW, pack, pack_all, unpack
+from meshpoint.adapters.sql.codec import pack, pack_all, unpack
 from meshpoint.model.checkpoint import (
     CancelNotice,
     Checkpoint,
@@ -91,7 +91,7 @@ async def context_columns(context: Checkpoint) -> dict[str, Any]:
     columns["security_context"] = await pack(secret)
     origin = context.get("a2a_context")
     by_need = (context, origin) if isinstance(origin, dict) else (context,)
-    columns["effective_session_id"] = _word(by_need, "effective_session_id") or _word(by_need, "session_id")
+    columns["effective_session_id"] = _word(by_need, "effective_session_id", "session_id")
     columns["user_id"] = _word(by_need, "user_id")
     columns["current_invocation_id"] = _word(by_need, "current_invocation_id")
     return columns
@@ -109,8 +109,8 @@ async def context_of(row: Any) -> Checkpoint:
     return context
 
 
-def _word(places: Iterable[Mapping[str, object]], name: str) -> str | None:
-    value = next((place[name] for place in places if name in place), None)
+def _word(places: Sequence[Mapping[str, object]], *names: str) -> str | None:
+    value = next((place[name] for name in names for place in places if name in place), None)
     # A character that PostgreSQL cannot keep must not fail a checkpoint for the sake of a copy.
     return value.replace("\0", "") if isinstance(value, str) else None
 
@@ -199,12 +199,12 @@ StoredOutcome: TypeAlias = tuple[str, AgentName, bytes | Outcome | None]
 """A call's id, its peer, and its outcome: as it rests, or as it was before it was stored."""
 
 
-async def outcome_of(found: bytes | Outcome | None) -> Outcome:
+async def outcome_of(packed: bytes | None) -> Outcome:
     """The outcome that rests on a call's row."""
-    if isinstance(found, bytes):
-        stored = found[1:] if found[:1] == RAW else await unpack(found)
-        return decode_outcome(stored or b"")
-    return found or Failed(FailureKind.CANCELLED, "the call was closed")
+    stored = await unpack(packed)
+    if stored is None:
+        return Failed(FailureKind.CANCELLED, "the call was closed")
+    return decode_outcome(stored)
 
 
 def run_of(row: Any, names: Names) -> Run:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 from meshpoint.adapters.sql import (
@@ -65,7 +66,7 @@ from meshpoint.ports.clock import Clock
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _LAST_MARKS_WITHIN = 2.0  # seconds
-_MARKS_TOGETHER = 4096
+_MARKS_TOGETHER, _LOCKS_TOGETHER = 4096, 256
 PackedRequestedPause: TypeAlias = tuple[checkpointing.PackedPause, bytes | None]
 """A checkpoint, and the request of its task, packed."""
 PackedEnd: TypeAlias = tuple[End, bytes | None]
@@ -186,6 +187,8 @@ class SqlCheckpointStore:
     async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
         """Write checkpoints, together with those that others write now."""
         packed = [(await checkpointing.PackedPause.of(wish), await pack(wish.request)) for wish in pauses]
+        if self._hot is not None and any(wish.failed for wish, _ in packed):
+            return await self._pause_in_general(packed)
         return await self._completed(packed, await self._pauses.put(packed), self._pause_in_general)
 
     async def _pause_together(self, packed: Sequence[PackedRequestedPause]) -> Sequence[PauseResult | None]:
@@ -207,14 +210,15 @@ class SqlCheckpointStore:
         owned = OwnedTasks()
         if self._hot is not None:
             moved, owned = await self._hot.claim(packed, replica, slots)
-        seen = {claims[place].id for place in moved}
-        moved |= {
-            place: Duplicate(wish.task_id, wish.sub_task_id)
-            for place, wish in enumerate(claims)
-            if place not in moved and wish.id in seen
-        }
-        rest = [packed[place] for place in range(len(packed)) if place not in moved]
         verdicts: Iterator[Arrival | Taken] = iter(())
+        if len(moved) < len(packed):
+            seen = {claims[place].id for place in moved}
+            moved |= {
+                place: Duplicate(wish.task_id, wish.sub_task_id)
+                for place, wish in enumerate(claims)
+                if place not in moved and wish.id in seen
+            }
+        rest = [packed[place] for place in range(len(packed)) if place not in moved]
         if rest:
             left = slots - len(owned.tasks)
             arrivals = await self._database.write(lambda tx: claiming.claim(tx, rest, replica, left, self._terms))
@@ -347,8 +351,9 @@ class SqlCheckpointStore:
             left = await self._hot.mark_dispatched([send for send in sent if isinstance(send, Dispatch)])
             await self._hot.mark_replied([send for send in sent if isinstance(send, Reply)])
             rest = [*left, *(send for send in sent if isinstance(send, CancelNotice))]
-        if rest:
-            await self._database.write(lambda tx: outbox.mark_sent(tx, rest))
+        for first in range(0, len(rest), _LOCKS_TOGETHER):
+            part = rest[first : first + _LOCKS_TOGETHER]
+            await self._database.write(partial(outbox.mark_sent, sent=part))
         return [None] * len(sent)
 
     # ── catalog ────────────────────────────────────────────────────────────────────────────────────
