@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from datetime import timedelta
 
 import asyncpg
@@ -43,6 +44,41 @@ async def test_a_mark_that_meets_a_claim_is_not_lost(postgres_url: str) -> None:
     finally:
         await claiming.close()
         await looking.close()
+        await store.close()
+
+
+@pytest.mark.servers
+async def test_a_mark_in_the_background_that_meets_a_claim_is_made_after_it(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqlCheckpointStore(
+        postgres_url, namespace="test", dispatch_lease=timedelta(), mark_within=timedelta(milliseconds=1)
+    )
+    await store.open()
+    assert store._hot is not None
+    claiming, met, mark = await asyncpg.connect(postgres_url), asyncio.Event(), store._hot.mark_dispatched
+
+    async def watched(sent: Sequence[Dispatch]) -> tuple[list[Dispatch], list[Dispatch]]:
+        left, held = await mark(sent)
+        if held:
+            met.set()
+        return left, held
+
+    monkeypatch.setattr(store._hot, "mark_dispatched", watched)
+    try:
+        pause = a_pause("a", "b")
+        committed = one(await store.pause([pause]))
+        assert isinstance(committed, Committed)
+        async with claiming.transaction():
+            for statement in _CLAIM:
+                await claiming.execute(statement, pause.run.task_id)
+            await store.mark_sent(committed.dispatches)
+            await met.wait()
+        await store.marks_written()
+        assert (await row(store, pause.run.task_id))[1][1].dispatched_at is not None
+        assert await store.unsent(AGENT, 10) == []
+    finally:
+        await claiming.close()
         await store.close()
 
 

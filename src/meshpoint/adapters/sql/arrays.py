@@ -302,8 +302,8 @@ SELECT * FROM ended
 _LAZILY = "lazily AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))"
 
 # Mark the requests of pauses as sent, of those where so many were sent as the pause has calls. Returns the tasks that
-# are left: those of which a part was sent, those whose requests the release before wrote, and those whose join
-# somebody holds just now (without the lock of its task, it is not waited for).
+# are left: those of which a part was sent or whose requests the release before wrote, and those that are whole but
+# whose join somebody holds just now (without the lock of its task, it is not waited for).
 MARK_DISPATCHED = f"""/* commits: mark dispatched */
 WITH {_LAZILY},
 due AS MATERIALIZED (
@@ -323,7 +323,7 @@ marked AS (
     send_due_at = NULL
     FROM locked WHERE j.logical_task_id = locked.logical_task_id AND j.invocation_id = locked.invocation_id
   RETURNING j.logical_task_id)
-SELECT due.logical_task_id FROM due
+SELECT due.logical_task_id, due.whole FROM due
  WHERE NOT EXISTS (SELECT 1 FROM marked WHERE marked.logical_task_id = due.logical_task_id)
 """
 

@@ -191,10 +191,13 @@ class HotPath:
 
     # ── marks ──────────────────────────────────────────────────────────────────────────────────────
 
-    async def mark_dispatched(self, sent: Sequence[Dispatch]) -> list[Dispatch]:
-        """Note that the broker has all requests of pauses; those of which that is still to be noted."""
+    async def mark_dispatched(self, sent: Sequence[Dispatch]) -> tuple[list[Dispatch], list[Dispatch]]:
+        """Note that the broker has all requests of pauses.
+
+        Those of pauses of which others are still to be sent, and those of pauses that somebody holds just now.
+        """
         if not sent:
-            return []
+            return [], []
         pauses: dict[tuple[TaskId, int], set[TaskId]] = {}
         for send in sent:
             pauses.setdefault((send.task_id, send.generation), set()).add(send.sub_task_id)
@@ -205,8 +208,11 @@ class HotPath:
             [generation for _, generation in pauses],
             [len(requests) for requests in pauses.values()],
         )
-        left = {row.logical_task_id for row in rows}
-        return [send for send in sent if send.task_id in left]
+        left = {row.logical_task_id: row.whole for row in rows}
+        return (
+            [send for send in sent if left.get(send.task_id) is False],
+            [send for send in sent if left.get(send.task_id) is True],
+        )
 
     async def mark_replied(self, sent: Sequence[Reply]) -> None:
         """Note that the broker has replies."""

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import TypeAlias, TypeVar
 
 from meshpoint.adapters.sql import (
@@ -348,11 +349,19 @@ class SqlCheckpointStore:
     async def _mark_together(self, sent: Sequence[Send]) -> Sequence[None]:
         rest = sent
         if self._hot is not None:
-            left = await self._hot.mark_dispatched([send for send in sent if isinstance(send, Dispatch)])
+            left, held = await self._hot.mark_dispatched([send for send in sent if isinstance(send, Dispatch)])
             await self._hot.mark_replied([send for send in sent if isinstance(send, Reply)])
+            if self._mark_later:
+                self._marks.note(held)
+            else:
+                left += held
             rest = [*left, *(send for send in sent if isinstance(send, CancelNotice))]
-        for first in range(0, len(rest), _LOCKS_TOGETHER):
-            part = rest[first : first + _LOCKS_TOGETHER]
+        of_tasks: dict[TaskId, list[Send]] = {}
+        for send in rest:
+            of_tasks.setdefault(send.task_id, []).append(send)
+        tasks = list(of_tasks.values())
+        for first in range(0, len(tasks), _LOCKS_TOGETHER):
+            part = [*chain.from_iterable(tasks[first : first + _LOCKS_TOGETHER])]
             await self._database.write(partial(outbox.mark_sent, sent=part))
         return [None] * len(sent)
 
