@@ -50,7 +50,7 @@ class Plan:
     alone_seconds: float
 
 
-FULL = Plan(fan_outs=(1, 3, 10, 100), rounds=3, seconds=4, alone_seconds=2)
+FULL = Plan(fan_outs=(1, 10, 100), rounds=3, seconds=4, alone_seconds=2)
 QUICK = Plan(fan_outs=(1, 10), rounds=1, seconds=2, alone_seconds=1)
 
 
