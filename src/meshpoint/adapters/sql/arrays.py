@@ -22,7 +22,8 @@ def _rows(first: int, **types: str) -> str:
     """A row for each element of the arrays `$first`, `$first + 1`, …: its columns, and its `place`, from 1 on.
 
     One array is unnested and the others are indexed by its places: to unnest them all costs a buffer for each, which
-    for a few rows is most of the work. Where rows are many, indexing is what costs: a text has no fixed place.
+    for the few tasks of a batch is most of the work. Of calls there are many, so their arrays are all unnested: there
+    indexing is what costs, since a text has no fixed place.
     """
     (key, kind), *others = types.items()
     indexed = "".join(
@@ -178,15 +179,6 @@ met_joins AS (
 {_CALLS_AND_JOINS}
 """
 
-_CLAIM = {
-    "task_id": "text",
-    "sub_task_id": "text",
-    "claim_id": "text",
-    "outcome": "bytea",
-    "ok": "boolean",
-    "sender": "text",
-}
-
 # Written so that each row is found by its whole key, whatever the statistics say: calls are joined to `given` alone,
 # and the agent's name is kept from choosing an index.
 #
@@ -203,7 +195,9 @@ WITH locked AS MATERIALIZED (
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT g.*, l.generation, l.state_format
-    FROM {_rows(5, **_CLAIM)} AS g JOIN locked AS l ON l.logical_task_id = g.task_id),
+    FROM unnest($5::text[], $6::text[], $7::text[], $8::bytea[], $9::boolean[], $10::text[]) WITH ORDINALITY
+         AS g(task_id, sub_task_id, claim_id, outcome, ok, sender, place)
+    JOIN locked AS l ON l.logical_task_id = g.task_id),
 recorded AS (
   UPDATE agent_peer_sub_tasks AS c
      SET status = 'done', outcome = g.outcome, claim_id = g.claim_id, send_due_at = NULL
