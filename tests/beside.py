@@ -12,7 +12,8 @@ from meshpoint.conformance.build import sub
 from meshpoint.model.checkpoint import Pause
 from meshpoint.model.outcomes import Ok, encode_outcome
 
-_WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+"""How many in this database wait for a lock."""
 
 
 @asynccontextmanager
@@ -37,7 +38,7 @@ async def answered_beside(url: str, pause: Pause, call_id: str) -> AsyncIterator
                 task_id,
             )
             yield
-            while not await looking.fetchval(_WAITING):
+            while not await looking.fetchval(WAITING):
                 await asyncio.sleep(0.01)
     finally:
         await other.close()

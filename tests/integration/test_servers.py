@@ -11,6 +11,7 @@ import pytest
 from aiormq.exceptions import AMQPConnectionError
 
 from servers import PostgresServer, RabbitServer
+from servers.database import execute
 
 
 async def test_a_database_of_ones_own_is_empty(empty_postgres_url: str) -> None:
@@ -36,12 +37,12 @@ async def test_a_database_with_tables_holds_nothing_of_another_test(postgres_url
 @pytest.mark.parametrize("stop", ["fast", "immediate", "kill"])
 async def test_postgres_keeps_what_was_committed(own_postgres: PostgresServer, stop: str) -> None:
     table = f"kept_{stop}"
-    await _execute(own_postgres.url, f"CREATE TABLE {table} (n int)")
+    await execute(own_postgres.url, f"CREATE TABLE {table} (n int)")
     await (own_postgres.kill() if stop == "kill" else own_postgres.stop(immediate=stop == "immediate"))
     with pytest.raises(OSError, match="Connect"):
         await asyncpg.connect(own_postgres.url)
     await own_postgres.start()
-    await _execute(own_postgres.url, f"INSERT INTO {table} VALUES (1)")
+    await execute(own_postgres.url, f"INSERT INTO {table} VALUES (1)")
 
 
 async def test_rabbit_goes_and_comes_back(own_rabbit: RabbitServer) -> None:
@@ -61,11 +62,3 @@ async def test_redis_serves(redis_url: str) -> None:
     assert (await reader.readuntil(b"yes\r\n")).startswith(b"*2")
     writer.close()
     await writer.wait_closed()
-
-
-async def _execute(url: str, statement: str) -> None:
-    connection = await asyncpg.connect(url)
-    try:
-        await connection.execute(statement)
-    finally:
-        await connection.close()

@@ -8,12 +8,11 @@ from datetime import timedelta
 import asyncpg
 import pytest
 
+from beside import WAITING
 from meshpoint.adapters.sql import SqlCheckpointStore
 from meshpoint.conformance.build import an_end, one, paused, resumed, row, sub
 from meshpoint.model.calls import FIRST
 from meshpoint.model.checkpoint import Ended
-
-_WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 
 
 @pytest.mark.servers
@@ -34,7 +33,7 @@ async def test_a_call_whose_cancel_is_marked_just_before_the_end_is_deleted_with
             "UPDATE agent_peer_sub_tasks SET status = 'done', send_due_at = NULL WHERE sub_task_id = $1", call_id
         )
         ending = asyncio.create_task(store.end([an_end(task.run)]))
-        while not await looking.fetchval(_WAITING):
+        while not await looking.fetchval(WAITING):
             await asyncio.sleep(0.01)
         await mark.commit()
         assert isinstance(one(await ending), Ended)

@@ -9,11 +9,11 @@ from datetime import timedelta
 import asyncpg
 import pytest
 
+from beside import WAITING
 from meshpoint.adapters.sql import SqlCheckpointStore
 from meshpoint.conformance.build import AGENT, a_call, a_pause, one, row
 from meshpoint.model.checkpoint import Committed, Dispatch
 
-_WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 _CLAIM = (  # what a claim does, up to its commit
     "SELECT 1 FROM agent_paused_tasks WHERE logical_task_id = $1 FOR NO KEY UPDATE",
     "UPDATE agent_peer_sub_tasks SET status = 'done' WHERE logical_task_id = $1 AND seq = 0",
@@ -35,7 +35,7 @@ async def test_a_mark_that_meets_a_claim_is_not_lost(postgres_url: str) -> None:
         for statement in _CLAIM:
             await claiming.execute(statement, pause.run.task_id)
         marking = asyncio.create_task(store.mark_sent(committed.dispatches))
-        while not marking.done() and not await looking.fetchval(_WAITING):
+        while not marking.done() and not await looking.fetchval(WAITING):
             await asyncio.sleep(0.01)
         await claim.commit()
         await marking

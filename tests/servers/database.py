@@ -15,14 +15,15 @@ from meshpoint.model.ids import new_id
 async def own_database(server_url: str, template: str = "template0") -> AsyncIterator[str]:
     """The URL of a new database, a copy of `template`; dropped at the end, whoever is still in it."""
     name = f"test_{new_id().replace('-', '')}"
-    await _execute(server_url, f"CREATE DATABASE {name} TEMPLATE {template}")
+    await execute(server_url, f"CREATE DATABASE {name} TEMPLATE {template}")
     try:
         yield urlsplit(server_url)._replace(path=f"/{name}").geturl()
     finally:
-        await _execute(server_url, f"DROP DATABASE {name} WITH (FORCE)")
+        await execute(server_url, f"DROP DATABASE {name} WITH (FORCE)")
 
 
-async def _execute(url: str, statement: str) -> None:
+async def execute(url: str, statement: str) -> None:
+    """Run `statement` on a connection of its own."""
     connection = await asyncpg.connect(url)
     try:
         await connection.execute(statement)
