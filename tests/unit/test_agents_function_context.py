@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import weakref
+
 import pytest
 from agent_samples import a_context, double, obliging
 
@@ -105,3 +109,19 @@ async def test_call_and_gather_are_for_function_agents() -> None:
     for name, asking in (("ctx.call", a_context().call(double(1))), ("ctx.gather", a_context().gather(double(1)))):
         with pytest.raises(AgentMisbehaved, match=f"{name} is for function agents.*self.ask.*Paused"):
             await asking
+
+
+async def test_a_segment_leaves_nothing_to_the_garbage_collector() -> None:
+    @agent("brief")
+    async def brief(ctx: TaskExecutionContext, number: int) -> int:
+        return number
+
+    gc.disable()
+    try:
+        ctx = a_context()
+        left = weakref.ref(ctx)
+        await asyncio.create_task(brief.start(ctx, 1))
+        del ctx
+        assert left() is None
+    finally:
+        gc.enable()

@@ -67,7 +67,7 @@ class Entry(_Kept):
 
     def counted(self) -> TokenUsage:
         """The task's tokens when this pause was over: those used until it, and what the peers used."""
-        usage = self.usage.model_copy(deep=True)
+        usage = self.usage.snapshot()
         for call, outcome in zip(self.calls, self.outcomes or (), strict=True):
             usage.merge(outcome.usage, source=call.peer)
         return usage

@@ -35,8 +35,9 @@ class Replay:
         self._paused: Paused | None = None
         self._violation: AgentFailed | None = None
         self._closed = False
-        self._live = snapshot(ctx)
+        self._live: Checkpoint = {}
         if self.replaying:
+            self._live = snapshot(ctx)
             rewind(ctx, journal.context)
 
     @property
@@ -93,6 +94,7 @@ class Replay:
         self._closed = True
         if self.replaying:
             rewind(self._ctx, self._live)
+        del self._ctx, self._task  # which hold this recorder: garbage would wait for the collector
 
     def _pass(self, recorded: Entry) -> None:
         self._position += 1
@@ -133,8 +135,13 @@ _ONE_AT_A_TIME = (
 
 def snapshot(ctx: TaskExecutionContext) -> Checkpoint:
     """What agent code sets on a context, as a copy."""
-    kept = ctx.to_checkpoint_dict()
-    return {name: kept[name] for name in (*_SET_BY_CODE, "token_usage")}
+    return {
+        "response_buffer": ctx.response_buffer,
+        "produced_artifacts": ctx.produced_artifacts.to_plain(),
+        "artifact_signals_to_return": ctx.artifact_signals_to_return.to_plain(),
+        "flags": ctx.flags.to_plain(),
+        "token_usage": ctx.token_usage.model_dump(mode="json"),
+    }
 
 
 def rewind(ctx: TaskExecutionContext, to: Checkpoint) -> None:
@@ -145,9 +152,6 @@ def rewind(ctx: TaskExecutionContext, to: Checkpoint) -> None:
     ctx.flags.clear()
     ctx.flags.update(to["flags"])
     _set_usage(ctx, TokenUsage.model_validate(to["token_usage"]))
-
-
-_SET_BY_CODE = ("response_buffer", "produced_artifacts", "artifact_signals_to_return", "flags")
 
 
 def _set_usage(ctx: TaskExecutionContext, usage: TokenUsage) -> None:

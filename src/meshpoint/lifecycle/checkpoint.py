@@ -12,6 +12,7 @@ from meshpoint.model.checkpoint import Pause, PauseResult, PlannedCall
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Step
 from meshpoint.model.ids import AgentName, TaskId, new_id
+from meshpoint.model.letters import pack
 from meshpoint.model.messages import Header, HeaderValue
 from meshpoint.model.options import OnCheckpointFailure, Options
 from meshpoint.model.outcomes import Failed, FailureKind
@@ -29,7 +30,7 @@ def plan(segment: Segment, paused: Paused, state_format: str, options: Options) 
         calls=tuple(_planned(call, segment.context, options) for call in paused.calls),
         join=paused.join,
         requester=segment.requester,
-        request=segment.request if segment.run.fence == 0 else None,
+        request=pack(segment.request) if segment.request and segment.run.fence == 0 else None,
         app_version=options.app_version,
     )
 

@@ -40,6 +40,26 @@ class Patience:
         return await self._repeat(attempt, lambda _: self._clock.now() >= give_up_at)
 
     async def _repeat(self, attempt: Callable[[], Awaitable[T]], stop: Callable[[RetryCallState], bool]) -> T:
+        try:
+            return await attempt()
+        except Unavailable as error:
+            return await self._again(attempt, stop, error)
+
+    async def _again(
+        self, attempt: Callable[[], Awaitable[T]], stop: Callable[[RetryCallState], bool], failed: Unavailable
+    ) -> T:
+        # What tenacity needs costs more than most attempts, so it comes in where the first one has failed.
+        failures = [failed]
+
+        async def trial() -> T:
+            try:
+                if failures:
+                    raise failures.pop()
+                return await attempt()
+            except Unavailable as error:
+                self.note_away(error)
+                raise
+
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(Unavailable),
             wait=_BACK_OFF,
@@ -47,15 +67,7 @@ class Patience:
             sleep=lambda seconds: self._clock.sleep(timedelta(seconds=seconds)),
             reraise=True,
         )
-        async for trial in retrying:
-            with trial:
-                try:
-                    result = await attempt()
-                except Unavailable as error:
-                    self.note_away(error)
-                    raise
-                return result
-        raise AssertionError("tenacity re-raises")
+        return await retrying(trial)
 
     def note_away(self, error: Unavailable) -> None:
         """Tell that something is away: of the database once per outage, of the broker at each attempt."""

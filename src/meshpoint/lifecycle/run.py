@@ -127,7 +127,7 @@ def _artifacts(segment: Segment, more: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _usage(segment: Segment) -> Any:
     assert segment.context is not None
-    return segment.context.token_usage.model_copy(deep=True)
+    return segment.context.token_usage.snapshot()
 
 
 def _failed(kind: FailureKind, message: str, segment: Segment) -> Failed:

@@ -8,6 +8,7 @@ from enum import Enum, auto
 
 from meshpoint.model.checkpoint import Requester, Run
 from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.messages import Message
 from meshpoint.ports.broker import Delivery
 from meshpoint.ports.home import Home
 
@@ -34,7 +35,7 @@ class Segment:
     requester: Requester
     context: TaskExecutionContext | None = None
     home: Home | None = None
-    request: bytes | None = None
+    request: Message | None = None
     deliveries: list[Delivery] = field(default_factory=list)
     code: asyncio.Task[object] | None = None
     settling: bool = False

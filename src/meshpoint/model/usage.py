@@ -36,6 +36,10 @@ class TokenUsage(BaseModel):
         total = self.total
         return not (total.input or total.output or total.cached or self.by_model or self.by_source)
 
+    def snapshot(self) -> TokenUsage:
+        """A copy that later counts do not reach."""
+        return TokenUsage() if self.is_empty else self.model_copy(deep=True)
+
     def record(self, tokens: Tokens, *, model: str, source: str = "agent") -> None:
         """Count one model response in."""
         self.total.add(tokens)

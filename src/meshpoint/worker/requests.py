@@ -97,7 +97,7 @@ class Requests:
             await self._ack_if_row_is_enough(request.task_id)
             return None
         run = Run(request.task_id, self._site.agent, RunId(new_id()))
-        segment = Segment(run=run, requester=request.requester, request=pack(delivery.message), deliveries=[delivery])
+        segment = Segment(run=run, requester=request.requester, request=delivery.message, deliveries=[delivery])
         self._segments.arrive(segment)
         return segment, request
 
@@ -142,7 +142,7 @@ class Requests:
     async def _write_first(self, segment: Segment, home: Home) -> bool:
         """Write the task as running and ack its request: from here on the lease owns the run, not the broker."""
         assert segment.request is not None
-        begin = Begin(segment.run, self._site.replica, segment.requester, segment.request)
+        begin = Begin(segment.run, self._site.replica, segment.requester, pack(segment.request))
         with self._site.steps.step(Step.BEGIN, [segment.run.task_id]):
             (result,) = await self._site.patience.until_answered(lambda: home.store.begin([begin]))
         match result:
