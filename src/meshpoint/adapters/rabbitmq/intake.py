@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from uuid import uuid4
 
 from aiormq import Channel
@@ -22,6 +23,8 @@ OnDelivered = Callable[[DeliveredMessage], None]
 
 _PATIENCE = 10.0
 """Seconds to wait for room on the wire. After them the connection is as good as lost."""
+_ACK_DELAY = 0.01
+"""Seconds that an ack waits for others at most."""
 
 
 class Intake:
@@ -37,6 +40,7 @@ class Intake:
         self._outstanding: dict[int, str] = {}  # consumer tags of what is not acked yet, oldest delivery first
         self._acked: set[int] = set()  # and not on the wire yet
         self._acking: asyncio.Task[None] | None = None
+        self._enough_acked = asyncio.Event()
         self._adjusting = asyncio.Lock()
         self._given_up = False
         channel.on_consumer_cancel_callbacks.add(lambda _: self.give_up())
@@ -69,14 +73,21 @@ class Intake:
                 await self._add(room)
 
     def ack(self, delivery_tag: int) -> None:
-        """Settle a delivery, together with all that are acked in the same turn of the event loop."""
+        """Settle a delivery, a moment later: many acks that leave together are one write of the broker's.
+
+        Of the deliveries that nobody holds, half are not kept waiting: the consumer is not to run dry for it.
+        """
         self._acked.add(delivery_tag)
         if self._acking is None:
             self._acking = asyncio.create_task(self._send_acks())
+        held = len(self._outstanding) - len(self._acked)
+        if 2 * len(self._acked) >= self._size - held:
+            self._enough_acked.set()
 
     async def acks_sent(self) -> None:
         """Return when all acks are on the wire."""
         if self._acking is not None:
+            self._enough_acked.set()
             await asyncio.gather(self._acking, return_exceptions=True)
 
     async def requeue(self, delivery_tag: int) -> None:
@@ -95,18 +106,25 @@ class Intake:
     async def _send_acks(self) -> None:
         try:
             while self._acked:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_ACK_DELAY):
+                        await self._enough_acked.wait()
+                self._enough_acked.clear()
                 acked, self._acked = self._acked, set()
-                up_to = self._all_before(acked)
-                if up_to is not None:
-                    await self._on_the_wire(self.channel.basic_ack(up_to, multiple=True, wait=False))
-                for tag in sorted(acked):
-                    if up_to is None or tag > up_to:
-                        await self._on_the_wire(self.channel.basic_ack(tag, wait=False))
-                    self._settled(tag)
+                await self._on_the_wire(self._ack_all(acked))
         except BrokerUnavailable:
             self.give_up()
         finally:
             self._acking = None
+
+    async def _ack_all(self, acked: set[int]) -> None:
+        up_to = self._all_before(acked)
+        if up_to is not None:
+            await self.channel.basic_ack(up_to, multiple=True, wait=False)
+        for tag in sorted(acked):
+            if up_to is None or tag > up_to:
+                await self.channel.basic_ack(tag, wait=False)
+            self._settled(tag)
 
     def _all_before(self, acked: set[int]) -> int | None:
         """The last delivery before which none is left that is not acked."""

@@ -15,6 +15,7 @@ from aiormq.abc import AbstractConnection
 from aiormq.exceptions import AMQPError, ChannelInvalidStateError
 from yarl import URL
 
+from meshpoint.adapters.rabbitmq.wire import WiredConnection
 from meshpoint.errors import BrokerUnavailable
 
 log = logging.getLogger(__name__)
@@ -149,7 +150,9 @@ class Link:
 
     async def _connect(self) -> AbstractConnection:
         async with asyncio.timeout(self._timeout):
-            return await aiormq.connect(self._url)
+            connection = WiredConnection(self._url)
+            await connection.connect()
+            return connection
 
     async def _keep(self) -> None:
         pauses = growing_pauses()

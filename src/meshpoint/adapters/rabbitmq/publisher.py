@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -53,8 +54,36 @@ class Publisher:
         """
         end = asyncio.get_running_loop().time() + self._timeout
         with translated("publishing"):
+            channel = self._usable() or await self._opened(end)
+            if len(parcels) == 1:  # as most come: a task for each would cost as much as all the rest of this
+                return [await self._word(channel, parcels[0], end)]
+            return await self._words(channel, parcels, end)
+
+    async def close(self) -> None:
+        """Close the channel."""
+        if self._channel is not None:
+            await close_quietly(self._channel)
+
+    def _usable(self) -> Channel | None:
+        """The channel, as long as nothing is known to be wrong with it."""
+        channel = self._channel
+        return channel if channel and not channel.is_closed and channel.connection.is_opened else None
+
+    async def _opened(self, end: float) -> Channel:
+        async with asyncio.timeout_at(end), self._opening:
+            if (channel := self._usable()) is None:
+                await declare_exchange(self._link, self._topology)
+                channel = self._channel = await self._link.open_channel(confirms=True)
+            return channel
+
+    async def _word(self, channel: Channel, parcel: Parcel, end: float) -> Published:
+        with suppress(TimeoutError):
             async with asyncio.timeout_at(end):
-                channel = await self._ready()
+                return await self._send_one(channel, parcel)
+        await self._leave(channel)
+        return Published.OVERLOADED
+
+    async def _words(self, channel: Channel, parcels: Sequence[Parcel], end: float) -> list[Published]:
         sending = [asyncio.create_task(self._send_one(channel, parcel)) for parcel in parcels]
         try:
             if sending:
@@ -62,22 +91,9 @@ class Publisher:
             silent = {task for task in sending if not task.done()}
             if silent:
                 await self._leave(channel)
-            with translated("publishing"):
-                return [Published.OVERLOADED if task in silent else task.result() for task in sending]
+            return [Published.OVERLOADED if task in silent else task.result() for task in sending]
         finally:
             await _abandon(sending)
-
-    async def close(self) -> None:
-        """Close the channel."""
-        if self._channel is not None:
-            await close_quietly(self._channel)
-
-    async def _ready(self) -> Channel:
-        async with self._opening:
-            if self._channel is None or self._channel.is_closed or not self._channel.connection.is_opened:
-                await declare_exchange(self._link, self._topology)
-                self._channel = await self._link.open_channel(confirms=True)
-            return self._channel
 
     async def _leave(self, channel: Channel) -> None:
         """Give up `channel`, on which a message was not confirmed; its connection too if the broker is silent."""

@@ -1,0 +1,228 @@
+"""What leaves together on the connections to RabbitMQ, and what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshpoint.adapters.rabbitmq.intake import Intake
+from meshpoint.adapters.rabbitmq.publisher import Parcel, Publisher
+from meshpoint.adapters.rabbitmq.wire import _GatheringWriter
+from meshpoint.errors import BrokerUnavailable
+from meshpoint.ports.broker import Published
+
+
+class Transport(asyncio.WriteTransport):
+    """Notes what is done to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.did: list[object] = []
+        self.closing = False
+
+    def write(self, data: Any) -> None:
+        self.did.append(bytes(data))
+
+    def write_eof(self) -> None:
+        self.did.append("eof")
+
+    def close(self) -> None:
+        self.did.append("close")
+        self.closing = True
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+
+@pytest.fixture
+async def wire() -> AsyncIterator[tuple[_GatheringWriter, Transport]]:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(loop=loop)
+    transport = Transport()
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    protocol.connection_made(transport)
+    yield _GatheringWriter(transport, protocol, reader, loop), transport
+    transport.closing = True
+
+
+async def test_frames_of_one_turn_are_one_write(wire: tuple[_GatheringWriter, Transport]) -> None:
+    writer, transport = wire
+    for frame in (b"a", b"b", b"c"):
+        writer.write(frame)
+    assert transport.did == []
+    await asyncio.sleep(0)
+    assert transport.did == [b"abc"]
+    writer.write(b"d")
+    await asyncio.sleep(0)
+    assert transport.did == [b"abc", b"d"]
+
+
+@pytest.mark.parametrize(("end", "last"), [(_GatheringWriter.close, "close"), (_GatheringWriter.write_eof, "eof")])
+async def test_what_was_written_leaves_before_the_end(
+    wire: tuple[_GatheringWriter, Transport], end: Callable[[_GatheringWriter], None], last: str
+) -> None:
+    writer, transport = wire
+    writer.write(b"a")
+    end(writer)
+    await asyncio.sleep(0)
+    assert transport.did == [b"a", last]
+
+
+async def test_a_drain_does_not_wait_for_the_turn(wire: tuple[_GatheringWriter, Transport]) -> None:
+    writer, transport = wire
+    writer.write(b"a")
+    await writer.drain()
+    assert transport.did[0] == b"a"
+
+
+async def test_a_lost_connection_swallows_the_rest(wire: tuple[_GatheringWriter, Transport]) -> None:
+    writer, transport = wire
+    writer.write(b"a")
+    transport.closing = True
+    await asyncio.sleep(0)
+    assert transport.did == []
+
+
+class Channel:
+    """Takes acks."""
+
+    is_closed = False
+
+    def __init__(self) -> None:
+        self.acks: list[tuple[int, bool]] = []
+        self.on_consumer_cancel_callbacks: set[object] = set()
+        self.closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def basic_qos(self, *, prefetch_count: int) -> None:
+        pass
+
+    async def basic_consume(self, queue: str, take: object, consumer_tag: str) -> None:
+        self.tag = consumer_tag
+
+    async def basic_ack(self, delivery_tag: int, multiple: bool = False, wait: bool = True) -> None:
+        self.acks.append((delivery_tag, multiple))
+
+
+async def taking(count: int, prefetch: int) -> tuple[Intake, Channel]:
+    """An intake that took `count` deliveries."""
+    channel: Any = Channel()
+    intake = Intake(channel, "queue", lambda delivered: None, lambda: None)
+    await intake.adjust(prefetch)
+    for tag in range(1, count + 1):
+        delivered: Any = SimpleNamespace(consumer_tag=channel.tag, delivery_tag=tag)
+        await intake._receive(delivered)
+    return intake, channel
+
+
+@pytest.fixture
+def no_delay_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ack that waits for others waits for them alone."""
+    monkeypatch.setattr("meshpoint.adapters.rabbitmq.intake._ACK_DELAY", 3600)
+
+
+@pytest.mark.usefixtures("no_delay_ends")
+async def test_acks_of_half_the_prefetch_leave_at_once_as_one() -> None:
+    intake, channel = await taking(4, prefetch=8)
+    for tag in (1, 3, 2):
+        intake.ack(tag)
+        await asyncio.sleep(0)
+    assert channel.acks == []
+    intake.ack(4)
+    assert intake._acking is not None
+    await intake._acking
+    assert channel.acks == [(4, True)]
+    assert intake.idle
+
+
+@pytest.mark.usefixtures("no_delay_ends")
+async def test_one_at_a_time_is_acked_at_once() -> None:
+    intake, channel = await taking(1, prefetch=1)
+    intake.ack(1)
+    assert intake._acking is not None
+    await intake._acking
+    assert channel.acks == [(1, True)]
+
+
+@pytest.mark.usefixtures("no_delay_ends")
+async def test_deliveries_that_are_held_keep_no_ack_waiting() -> None:
+    intake, channel = await taking(10, prefetch=10)  # eight of them are held by segments that run
+    intake.ack(9)
+    assert intake._acking is not None
+    await intake._acking
+    assert channel.acks == [(9, False)]
+
+
+@pytest.mark.usefixtures("no_delay_ends")
+async def test_the_end_does_not_wait_for_more_acks() -> None:
+    intake, channel = await taking(3, prefetch=100)
+    intake.ack(2)
+    intake.ack(3)
+    await intake.acks_sent()
+    assert channel.acks == [(2, False), (3, False)]
+    assert not intake.idle
+
+
+async def test_few_acks_leave_after_a_moment() -> None:
+    intake, channel = await taking(2, prefetch=100)
+    intake.ack(1)
+    assert intake._acking is not None
+    await intake._acking
+    assert channel.acks == [(1, True)]
+
+
+class Wanting(Publisher):
+    """Sends parcels whose key says what the broker does with them; notes that it left the channel."""
+
+    def __init__(self) -> None:
+        link: Any = None
+        super().__init__(link, link, timedelta(seconds=0.04))
+        self.left = 0
+
+    def _usable(self) -> Any:
+        return "channel"
+
+    async def _send_one(self, channel: object, parcel: Parcel) -> Published:
+        match parcel.key:
+            case "silent":
+                await asyncio.Event().wait()
+            case "lost":
+                raise BrokerUnavailable("the channel is gone")
+        return Published.ACCEPTED
+
+    async def _leave(self, channel: object) -> None:
+        self.left += 1
+
+
+def parcels(*keys: str) -> list[Parcel]:
+    properties: Any = None
+    return [Parcel(key, properties, b"") for key in keys]
+
+
+async def test_a_batch_that_is_lost_as_a_whole_says_so_once() -> None:
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+    with pytest.raises(BrokerUnavailable):
+        await Wanting().publish(parcels("lost", "lost", "lost"))
+    gc.collect()
+    assert complaints == []
+
+
+@pytest.mark.parametrize("keys", [["silent"], ["taken", "silent", "taken"]])
+async def test_a_channel_that_is_silent_is_left(keys: list[str]) -> None:
+    publisher = Wanting()
+    words = await publisher.publish(parcels(*keys))
+    assert words == [Published.OVERLOADED if key == "silent" else Published.ACCEPTED for key in keys]
+    assert publisher.left == 1
+
+
+async def test_a_channel_that_is_silent_is_left_also_when_others_fail() -> None:
+    publisher = Wanting()
+    with pytest.raises(BrokerUnavailable):
+        await publisher.publish(parcels("lost", "silent"))
+    assert publisher.left == 1
