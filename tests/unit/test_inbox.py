@@ -18,10 +18,12 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that were waited, without waiting."""
     seen: list[float] = []
 
-    async def sleep(seconds: float) -> None:
+    def timeout(seconds: float) -> asyncio.Timeout:
         seen.append(seconds)
+        return at_once(0)
 
-    monkeypatch.setattr(module.asyncio, "sleep", sleep)
+    at_once = asyncio.timeout
+    monkeypatch.setattr(module.asyncio, "timeout", timeout)
     return seen
 
 
@@ -89,3 +91,48 @@ async def test_enough_that_wait_already_wait_for_no_more(waits: list[float]) -> 
     assert waits == []
     await inbox.let_more_come(enough=3)
     assert len(waits) == 1
+
+
+def put_large(inbox: Inbox, count: int, size: int) -> None:
+    for number in range(count):
+        delivery = create_autospec(Delivery, instance=True)
+        delivery.message = Message(MessageType.RESPONSE, b"x" * size, f"m{number}", "call", "peer")
+        inbox.put(delivery)
+
+
+async def test_large_deliveries_are_taken_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BATCH_BYTES", 100)
+    inbox = Inbox()
+    put_large(inbox, 5, size=60)
+    assert [len(inbox.take(10)) for _ in range(3)] == [2, 2, 1]
+
+
+async def test_one_that_is_too_large_for_a_batch_is_taken_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BATCH_BYTES", 100)
+    inbox = Inbox()
+    put_large(inbox, 2, size=1000)
+    assert len(inbox.take(10)) == 1
+
+
+async def test_closing_gives_back_all_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BATCH_BYTES", 100)
+    inbox = Inbox()
+    put_large(inbox, 5, size=60)
+    assert len(inbox.close()) == 5
+    assert not await inbox.some()
+
+
+@pytest.mark.parametrize("end", ["enough", "closed"])
+async def test_the_wait_ends_when_there_are_enough(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setattr(module, "_LONGEST_WAIT", 3600)
+    inbox = Inbox()
+    put(inbox, "a", "b")
+    inbox.take(2)
+    inbox._taken_at -= 3600
+    waiting = asyncio.create_task(inbox.let_more_come(enough=2))
+    await asyncio.sleep(0)
+    put(inbox, "c")
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    put(inbox, "d") if end == "enough" else inbox.close()
+    await waiting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 from meshpoint.model.messages import Header, Message
@@ -11,6 +12,8 @@ from meshpoint.ports.broker import Delivery
 
 _LONGEST_WAIT = 0.02
 """Seconds."""
+_BATCH_BYTES = 16 * 1024 * 1024
+"""About as much is taken together: a statement of the database carries it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,8 @@ class Inbox:
 
     def __init__(self) -> None:
         self._waiting: deque[Delivery] = deque()
-        self._arrived = asyncio.Event()
+        self._arrived, self._enough_arrived = asyncio.Event(), asyncio.Event()
+        self._enough = 0
         self._closed = False
         self._taken_at = 0.0
         self._last, self._before = _Batch(), _Batch()
@@ -38,10 +42,15 @@ class Inbox:
         """Add one; called by the broker on the event loop."""
         self._waiting.append(delivery)
         self._arrived.set()
+        if len(self._waiting) >= self._enough:
+            self._enough_arrived.set()
 
     def take(self, limit: int) -> list[Delivery]:
-        """Up to `limit` deliveries, oldest first."""
-        taken = [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
+        """Up to `limit` deliveries, oldest first; fewer where they are large."""
+        taken, size = list[Delivery](), 0
+        while self._waiting and len(taken) < limit and size < _BATCH_BYTES:
+            taken.append(self._waiting.popleft())
+            size += len(taken[-1].message.body)
         self._taken_at = asyncio.get_running_loop().time()
         self._before, self._last = self._last, _Batch(len(taken), frozenset(_asker(each.message) for each in taken))
         if not (self._waiting or self._closed):
@@ -52,7 +61,10 @@ class Inbox:
         """End it: `some` has no more to wait for. What was left, to be given back."""
         self._closed = True
         self._arrived.set()
-        return self.take(len(self))
+        self._enough_arrived.set()
+        left = list(self._waiting)
+        self._waiting.clear()
+        return left
 
     async def some(self) -> bool:
         """Return when there is a delivery: True; False once it is closed."""
@@ -60,15 +72,20 @@ class Inbox:
         return not self._closed
 
     async def let_more_come(self, enough: int) -> None:
-        """Wait a little after a batch, for the next to be larger: each costs a round trip and a commit as a whole.
+        """Wait a little after a batch, for the next to be larger, until there are `enough`.
 
-        The longer, the more come: so many deliveries wait, and so many share what is saved. While one task alone is
-        at work, nobody waits: the wait would be all its own. Nor when `enough` wait already.
+        What comes together shares turns of the event loop, writes on the wire, and in a database the round trip and
+        the commit. The longer, the more come: so many deliveries wait, and so many share what is saved. While one
+        task alone is at work, nobody waits: the wait would be all its own.
         """
         if len(self._waiting) < enough and len(self._last.tasks | self._before.tasks) > 1:
             took = asyncio.get_running_loop().time() - self._taken_at
             count = (self._last.count + self._before.count) / 2
-            await asyncio.sleep(min(count * took, _LONGEST_WAIT))
+            self._enough = enough
+            self._enough_arrived.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(count * took, _LONGEST_WAIT)):
+                    await self._enough_arrived.wait()
 
 
 def _asker(message: Message) -> str:

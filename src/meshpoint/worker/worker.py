@@ -39,7 +39,8 @@ from meshpoint.worker.requests import Requests
 from meshpoint.worker.segments import Agent, Segments
 from meshpoint.worker.sweeper import Sweeper
 
-_BATCH = 256
+_BATCH = 1024
+"""Responses that are claimed together at most. Those of one pause best all come together."""
 
 
 class Worker:
@@ -166,8 +167,7 @@ class Worker:
             if self._draining:
                 return
             await self._requests.on_requests(self._request_inbox.take(max(self.site.slots.free, 1)))
-            if self.site.durable is not None:
-                await self._request_inbox.let_more_come(enough=self.site.slots.free)
+            await self._request_inbox.let_more_come(enough=self.site.slots.free)
 
     async def _take_slot(self) -> None:
         while True:
@@ -188,8 +188,7 @@ class Worker:
     async def _serve_letters(self, inbox: Inbox, home: Home, *, shared: bool) -> None:
         while await inbox.some():
             await self._letters.on_letters(inbox.take(_BATCH), home, shared=shared)
-            if home.durable:
-                await inbox.let_more_come(enough=self.site.options.response_prefetch // 2)
+            await inbox.let_more_come(enough=self.site.options.response_prefetch // 2)
 
     async def _serve_due(self) -> None:
         while not self._draining:
