@@ -11,14 +11,17 @@ from meshpoint.conformance.build import (
     AGENT,
     FORMAT,
     HERE,
+    HOUR,
     LEASE,
     OTHER_FORMAT,
     PEER,
     SECOND,
     STRANGER,
     THERE,
+    TIMEOUT,
     a_call,
     a_claim,
+    a_pause,
     a_replica,
     a_requester,
     answered,
@@ -41,6 +44,7 @@ from meshpoint.model.checkpoint import (
     AllArrived,
     CallState,
     CancelNotice,
+    Committed,
     Duplicate,
     MadeReady,
     Resumable,
@@ -100,6 +104,34 @@ class ClaimSuite:
     async def test_outcomes_stand_in_call_order(self, store: CheckpointStore) -> None:
         pause = await paused(store, "z", "a", "m")
         assert list(outcomes(await resumed(store, pause, "m", "z", "a"))) == ["z", "a", "m"]
+
+    async def test_calls_of_several_peers_and_timeouts_keep_their_own(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        hotels = AgentName("hotels")
+        pauses = [
+            a_pause(a_call("z"), a_call("b", peer=hotels, timeout=HOUR), a_call("y"), a_call("a", peer=hotels))
+            for _ in range(2)
+        ]
+        committed = await store.pause(pauses)
+        soon, late = clock.now() + TIMEOUT, clock.now() + HOUR
+        for pause, each in zip(pauses, committed, strict=True):
+            assert isinstance(each, Committed)
+            assert [(call.peer, call.deadline) for call in each.dispatches] == [
+                (PEER, soon), (hotels, late), (PEER, soon), (hotels, soon),
+            ]  # fmt: skip
+            _, calls = await row(store, pause.run.task_id)
+            assert [(call.call_id, call.peer) for call in calls] == [
+                ("z", PEER), ("b", hotels), ("y", PEER), ("a", hotels),
+            ]  # fmt: skip
+        claims = [
+            a_claim(pause, call.call_id, sender=call.peer) for pause in pauses for call in reversed(pause.calls)
+        ]
+        arrivals = await store.claim(claims, HERE, 2)
+        tasks = [arrival.task for arrival in arrivals if isinstance(arrival, AllArrived)]
+        assert [task.outcomes for task in tasks] == 2 * [
+            (("z", PEER, ok("z")), ("b", hotels, ok("b")), ("y", PEER, ok("y")), ("a", hotels, ok("a")))
+        ]
 
     @pytest.mark.parametrize(
         "outcome",

@@ -87,21 +87,23 @@ done_calls AS (
                                         WHERE l.logical_task_id = c.logical_task_id
                                           AND l.sub_task_id = c.sub_task_id AND l.status = 'done')))"""
 
-# Write the calls and joins of the tasks that `written` holds. Few calls differ in their terms.
+# Write the calls and joins of the tasks that `written` holds. Calls of one task seldom differ in their terms, which
+# are so given once; of an array, the driver looks at every element several times.
 _CALLS_AND_JOINS = """
 calls AS (
   INSERT INTO agent_peer_sub_tasks (
     logical_task_id, sub_task_id, agent_name, invocation_id, seq, call_id, peer_agent, correlation_data, request,
     status, send_attempts, idle_timeout, timeout_deadline, absolute_deadline, created_at)
-  SELECT w.logical_task_id, c.sub_task_id, w.agent_name, w.generation, c.seq, c.call_id, c.peer, terms.headers,
-         c.request, 'pending', 1, terms.idle_timeout,
+  SELECT w.logical_task_id, c.sub_task_id, w.agent_name, w.generation, c.place - terms.first, c.call_id, terms.peer,
+         terms.headers, c.request, 'pending', 1, terms.idle_timeout,
          LEAST(w.now + terms.timeout, w.now + terms.idle_timeout, w.task_deadline),
          LEAST(w.now + terms.timeout, w.task_deadline), w.now
-    FROM unnest($3::text[], $4::text[], $5::int[], $6::text[], $7::text[], $8::bytea[], $9::int[])
-         AS c(task_id, sub_task_id, seq, call_id, peer, request, terms)
-    JOIN written AS w ON w.logical_task_id = c.task_id
-    JOIN unnest($10::text[], $11::double precision[], $12::double precision[])
-         WITH ORDINALITY AS terms(headers, timeout, idle_timeout, number) ON terms.number = c.terms),
+    FROM unnest($3::text[], $4::text[], $5::bytea[], $6::int[]) WITH ORDINALITY
+         AS c(sub_task_id, call_id, request, terms, place)
+    JOIN unnest($7::text[], $8::int[], $9::text[], $10::text[], $11::double precision[], $12::double precision[])
+         WITH ORDINALITY AS terms(task_id, first, peer, headers, timeout, idle_timeout, number)
+      ON terms.number = c.terms
+    JOIN written AS w ON w.logical_task_id = terms.task_id),
 joins AS (
   INSERT INTO agent_parallel_invocations (
     logical_task_id, invocation_id, total_expected, completed_count, succeeded_count, needed, join_deadline,
@@ -194,10 +196,12 @@ WITH locked AS MATERIALIZED (
    WHERE t.logical_task_id = ANY($3::text[]) AND t.agent_name || '' = $4::text AND t.status = 'waiting'
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_AFTER_LOCKS},
 given AS MATERIALIZED (
-  SELECT g.*, l.generation, l.state_format
-    FROM unnest($5::text[], $6::text[], $7::text[], $8::bytea[], $9::boolean[], $10::text[]) WITH ORDINALITY
-         AS g(task_id, sub_task_id, claim_id, outcome, ok, sender, place)
-    JOIN locked AS l ON l.logical_task_id = g.task_id),
+  SELECT c.*, terms.task_id, terms.ok, terms.sender, l.generation, l.state_format
+    FROM unnest($5::text[], $6::text[], $7::bytea[], $8::int[]) WITH ORDINALITY
+         AS c(sub_task_id, claim_id, outcome, terms, place)
+    JOIN unnest($9::text[], $10::boolean[], $11::text[]) WITH ORDINALITY AS terms(task_id, ok, sender, number)
+      ON terms.number = c.terms
+    JOIN locked AS l ON l.logical_task_id = terms.task_id),
 recorded AS (
   UPDATE agent_peer_sub_tasks AS c
      SET status = 'done', outcome = g.outcome, claim_id = g.claim_id, send_due_at = NULL
@@ -219,17 +223,19 @@ joined AS (
             j.completed_count >= j.total_expected AS met),
 met AS MATERIALIZED (
   SELECT logical_task_id, last, total_expected,
-         state_format = ANY($11::text[])
-         AND sum((state_format = ANY($11::text[]))::int) OVER (ORDER BY logical_task_id) <= $12::int AS here
+         state_format = ANY($12::text[])
+         AND sum((state_format = ANY($12::text[]))::int) OVER (ORDER BY logical_task_id) <= $13::int AS here
     FROM joined WHERE met),
 owned AS (
   UPDATE agent_paused_tasks AS t SET
     status = CASE WHEN met.here THEN 'running' ELSE 'ready' END, fence = t.fence + met.here::int,
-    run_id = ($7::text[])[met.last], owner = CASE WHEN met.here THEN $2::text END, attempt = met.here::int,
-    wake_at = CASE WHEN met.here THEN clock.now + $13::double precision ELSE clock.now END
+    run_id = ($6::text[])[met.last], owner = CASE WHEN met.here THEN $2::text END, attempt = met.here::int,
+    wake_at = CASE WHEN met.here THEN clock.now + $14::double precision ELSE clock.now END
     FROM met, clock WHERE t.logical_task_id = met.logical_task_id
   RETURNING {_RESUMED})
-SELECT counted.places, counted.seqs, counted.call_ids, counted.peers, met.here, met.total_expected, before.*, owned.*
+SELECT counted.places, met.here, met.total_expected, before.*, owned.*,
+       CASE WHEN met.here THEN counted.seqs END AS seqs, CASE WHEN met.here THEN counted.call_ids END AS call_ids,
+       CASE WHEN met.here THEN counted.peers END AS peers
   FROM counted
   LEFT JOIN met ON met.logical_task_id = counted.logical_task_id
   LEFT JOIN owned ON owned.logical_task_id = met.logical_task_id AND met.here

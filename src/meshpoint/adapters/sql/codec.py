@@ -63,6 +63,15 @@ async def unpack(stored: bytes | None) -> bytes | None:
     return await asyncio.to_thread(_decompress, rest)
 
 
+async def unpack_all(stored: Iterable[bytes | None]) -> list[bytes | None]:
+    """Several values of which `pack` or `pack_all` made `stored`.
+
+    Raises:
+        ValueError: as `unpack`.
+    """
+    return [value[1:] if value is not None and value[:1] == RAW else await unpack(value) for value in stored]
+
+
 def _compress(value: bytes) -> bytes:
     packed = _tools.compress(value)
     return ZSTD + packed if len(packed) < len(value) else RAW + value

@@ -5,8 +5,9 @@ Each method does what it can and returns it, by the item's place; the store give
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
@@ -116,18 +117,18 @@ class HotPath:
         """Record outcomes of pending calls, and take the tasks whose join they meet."""
         places = _first_of_each((wish.task_id, wish.sub_task_id) for wish, _ in claims)
         wishes = [claims[place] for place in places.values()]
+        terms, of_wishes = _shared((wish.task_id, isinstance(wish.outcome, Ok), wish.sender) for wish, _ in wishes)
         rows = await self._claims.write(
             sql.CLAIM,
             self._now,
             replica.id,
-            sorted({wish.task_id for wish, _ in wishes}),
+            sorted({task_id for task_id, _, _ in terms}),
             self._terms.names.qualified(replica.agent),
-            [wish.task_id for wish, _ in wishes],
             [wish.sub_task_id for wish, _ in wishes],
             [wish.id for wish, _ in wishes],
             [outcome for _, outcome in wishes],
-            [isinstance(wish.outcome, Ok) for wish, _ in wishes],
-            [wish.sender for wish, _ in wishes],
+            of_wishes,
+            *map(list, zip(*terms, strict=True)),
             sorted(replica.formats),
             slots,
             replica.lease.total_seconds(),
@@ -264,19 +265,29 @@ def _task_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
 def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
     """The columns of all calls of `pauses`, each as an array over them; then those of their different terms."""
     calls = [call for packed in pauses for call in packed.pause.calls]
-    terms: dict[tuple[Any, ...], int] = {}
-    of_calls = [
-        terms.setdefault((to_json(call.headers), call.timeout, call.idle_timeout), len(terms) + 1) for call in calls
-    ]
+    first_places = accumulate((len(packed.pause.calls) for packed in pauses), initial=1)
+    terms, of_calls = _shared(
+        (packed.pause.run.task_id, first, call.peer, to_json(call.headers), call.timeout, call.idle_timeout)
+        for packed, first in zip(pauses, first_places, strict=False)
+        for call in packed.pause.calls
+    )
+    task_ids, firsts, peers, headers, timeouts, idle_timeouts = zip(*terms, strict=True)
     return [
-        [packed.pause.run.task_id for packed in pauses for _ in packed.pause.calls],
         [call.sub_task_id for call in calls],
-        [seq for packed in pauses for seq in range(len(packed.pause.calls))],
         [call.call_id for call in calls],
-        [call.peer for call in calls],
         [body for packed in pauses for body in packed.bodies],
         of_calls,
-        [headers.decode() for headers, _, _ in terms],
-        [timeout.total_seconds() for _, timeout, _ in terms],
-        [seconds_of(idle_timeout) for _, _, idle_timeout in terms],
+        list(task_ids),
+        list(firsts),
+        list(peers),
+        [each.decode() for each in headers],
+        [timeout.total_seconds() for timeout in timeouts],
+        [seconds_of(idle_timeout) for idle_timeout in idle_timeouts],
     ]
+
+
+def _shared(terms: Iterable[tuple[Any, ...]]) -> tuple[Collection[tuple[Any, ...]], list[int]]:
+    """The different ones among `terms`, and the number of each; arrays of SQL begin at 1."""
+    numbers: dict[tuple[Any, ...], int] = {}
+    of_each = [numbers.setdefault(each, len(numbers) + 1) for each in terms]
+    return numbers, of_each

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from pydantic_core import from_json, to_json
 from sqlalchemy import Row
 
-from meshpoint.adapters.sql.codec import pack, pack_all, unpack
+from meshpoint.adapters.sql.codec import pack, pack_all, unpack, unpack_all
 from meshpoint.model.checkpoint import (
     CancelNotice,
     Checkpoint,
@@ -201,7 +201,10 @@ StoredOutcome: TypeAlias = tuple[str, AgentName, bytes | Outcome | None]
 
 async def outcome_of(packed: bytes | None) -> Outcome:
     """The outcome that rests on a call's row."""
-    stored = await unpack(packed)
+    return _decoded(await unpack(packed))
+
+
+def _decoded(stored: bytes | None) -> Outcome:
     if stored is None:
         return Failed(FailureKind.CANCELLED, "the call was closed")
     return decode_outcome(stored)
@@ -220,8 +223,9 @@ def run_of(row: Any, names: Names) -> Run:
 
 async def resumable_of(row: Any, calls: Sequence[StoredOutcome], names: Names) -> Resumable:
     """A running task's row, and its calls in call order, as what its next segment needs."""
+    stored = iter(await unpack_all(found for _, _, found in calls if not isinstance(found, Ok | Failed)))
     outcomes = [
-        (call_id, peer, found if isinstance(found, Ok | Failed) else await outcome_of(found))
+        (call_id, peer, found if isinstance(found, Ok | Failed) else _decoded(next(stored)))
         for call_id, peer, found in calls
     ]
     return Resumable(
