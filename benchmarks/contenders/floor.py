@@ -31,7 +31,7 @@ _AGENT = f"{job.NAMESPACE}/{job.AGENT}"
 _OWNER = "A"
 _HEADERS = json.dumps({"x-call-depth": 2})
 _RAW, _ZSTD = b"\x00", b"\x01"
-_TASKS_TOGETHER, _ANSWERS_TOGETHER = 32, 256
+_TASKS_TOGETHER, _ANSWERS_TOGETHER = 32, 1024
 _compressor, _decompressor = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
 _OWN_COLUMNS = (
     "a2a_context",

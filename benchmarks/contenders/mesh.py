@@ -34,7 +34,7 @@ from meshpoint.model.outcomes import Ok
 
 REPLICA = Replica(ReplicaId("A"), AgentName(job.AGENT), frozenset({job.STATE_FORMAT}), timedelta(seconds=job.LEASE))
 _SLOTS = 100_000
-_MOST_TOGETHER = 256
+_MOST_TOGETHER = 1024
 _PREFETCH = 100
 """Responses that one replica works on when it claims each alone: the broker gives it no more."""
 

@@ -15,7 +15,8 @@ from meshpoint.adapters.sql import migrations
 from servers import RedisServer
 
 MESHPOINT, IN_MEMORY, SQLITE = "Meshpoint", "Meshpoint, not durable", "Meshpoint on SQLite"
-SEED, DBOS, LANGGRAPH, CELERY = "seed's design", "DBOS", "LangGraph", "Celery"
+SEED, SEED_THREADS = "seed's design", "seed's design, in threads"
+DBOS, LANGGRAPH, CELERY = "DBOS", "LangGraph", "Celery"
 
 RIVALS_PYTHON = Path(sys.prefix) / "rivals" / "bin" / "python"
 """Rivals have an environment of their own: what some of them need contradicts what others, and Meshpoint, need."""
@@ -31,7 +32,9 @@ PROMISES = {
     "requests acked when their checkpoint is committed, its peer's, which never pauses, when they are answered",
     IN_MEMORY: "stateless_checkpointing: false, the bare mesh: a request stays un-acked until its task ends",
     SQLITE: "one file for tasks and messages, WAL with synchronous FULL; RabbitMQ and PostgreSQL are not used",
-    SEED: "PostgreSQL and RabbitMQ as above; a task is lost when its process dies between two transactions",
+    SEED: "PostgreSQL and RabbitMQ as above; transactions on the event loop, as its text has it; a task is lost when "
+    "its process dies between two of them",
+    SEED_THREADS: "the same, but for transactions in eight threads beside the event loop",
     DBOS: "PostgreSQL with synchronous_commit; child workflows in one process, no transport, no second agent",
     LANGGRAPH: "PostgreSQL with synchronous_commit, durability exit (written at the pause and at the end); one "
     "resume for all answers, in one process, no transport, no second agent: the answers are there at once",
@@ -51,7 +54,7 @@ class Part:
 async def parts(stage: Stage, folder: Path, layout: Sequence[str] = ()) -> list[Part]:
     """All who can take part on this machine; `layout` is for Meshpoint's processes."""
     amqp = (await stage.rabbit()).url
-    meshpoint, seed = await stage.database(), await stage.empty_database()
+    meshpoint, seed, threads = await stage.database(), await stage.empty_database(), await stage.empty_database()
     file = f"sqlite:///{folder}/meshpoint.db"
     await asyncio.to_thread(migrations.upgrade, file)
     found = [
@@ -59,6 +62,7 @@ async def parts(stage: Stage, folder: Path, layout: Sequence[str] = ()) -> list[
         Part(IN_MEMORY, _here("mesh", amqp, *layout)),
         Part(SQLITE, _here("mesh", file, file, *layout)),
         Part(SEED, _here("seed_rival", amqp, seed), await _meter(stage, seed)),
+        Part(SEED_THREADS, _here("seed_rival", amqp, threads, "--threads", "8"), await _meter(stage, threads)),
     ]
     return [*found, *await _rivals(stage)] if RIVALS_PYTHON.exists() else found
 

@@ -1,9 +1,9 @@
 """The design that Meshpoint started from, on RabbitMQ: `python -m benchmarks.rivals.seed_rival AMQP_URL DB_URL`.
 
 A bare loop on the driver that Meshpoint uses, with quorum queues, persistent messages and confirms as Meshpoint has
-them. Its better variant: the transactions run in eight threads instead of the event loop, and calls are sent after
-the checkpoint instead of before it, so that no answer comes too early. It sends nothing again, knows no deadline, and
-loses the task when its process dies between two of its transactions.
+them. Its transactions run on the event loop and block it, as its text has it, or, better, in as many threads as
+`--threads` says. Calls are sent after the checkpoint instead of before it, so that no answer comes too early. It
+sends nothing again, knows no deadline, and loses the task when its process dies between two of its transactions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aiormq.abc import AbstractChannel, AbstractConnection, DeliveredMessage
 from benchmarks.rivals import driver, job
 from benchmarks.rivals.seed_store import SeedStore
 
-_THREADS, _PREFETCH = 8, 64
+_PREFETCH = 64
 Handle: TypeAlias = Callable[[str, str, Any], Awaitable[None]]
 """Takes the id of a message, where its answer goes, and what it says."""
 
@@ -82,18 +82,21 @@ async def _serve_peer(post: _Post) -> None:
     await post.consume("peer", answer)
 
 
-async def _serve_root(post: _Post, store: SeedStore) -> None:
-    threads, loop = ThreadPoolExecutor(_THREADS), asyncio.get_running_loop()
+async def _serve_root(post: _Post, store: SeedStore, threads: int) -> None:
+    pool, loop = ThreadPoolExecutor(max(threads, 1)), asyncio.get_running_loop()
+
+    async def done(step: Callable[..., Any], *arguments: Any) -> Any:
+        return await loop.run_in_executor(pool, step, *arguments) if threads else step(*arguments)
 
     async def begin(id_: str, reply_to: str, fan_out: Any) -> None:
         calls = [str(uuid4()) for _ in range(fan_out)]
-        await loop.run_in_executor(threads, store.checkpoint, id_, reply_to, calls)
+        await done(store.checkpoint, id_, reply_to, calls)
         await asyncio.gather(*[post.send("peer", call, "what do you say?", "root.resp") for call in calls])
 
     async def answered(id_: str, reply_to: str, answer: Any) -> None:
-        task_id = await loop.run_in_executor(threads, store.answered, id_, answer)
+        task_id = await done(store.answered, id_, answer)
         if task_id is not None:
-            requester, answers = await loop.run_in_executor(threads, store.restore, task_id)
+            requester, answers = await done(store.restore, task_id)
             await post.send(requester, task_id, job.summary(answers))
 
     await post.consume("root.resp", answered)
@@ -106,7 +109,7 @@ async def _replica(options: Namespace) -> None:
     loop.add_reader(0, closed.set)  # nothing is ever said to it, so it is readable when it ends
     async with _post(options) as post:
         if options.role == "root":
-            await _serve_root(post, SeedStore(options.db_url, _THREADS))
+            await _serve_root(post, SeedStore(options.db_url, options.threads), options.threads)
         else:
             await _serve_peer(post)
         print("ready", flush=True)
@@ -118,7 +121,10 @@ async def _replica(options: Namespace) -> None:
 async def _process(options: Namespace, role: str) -> AsyncIterator[None]:
     command = [sys.executable, "-m", "benchmarks.rivals.seed_rival", options.amqp_url, options.db_url]
     process = await asyncio.create_subprocess_exec(
-        *command, "--role", role, "--prefix", options.prefix, stdin=-1, stdout=-1
+        *command,
+        *("--role", role, "--prefix", options.prefix, "--threads", str(options.threads)),
+        stdin=-1,
+        stdout=-1,
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -157,6 +163,7 @@ def main() -> None:
     arguments.add_argument("amqp_url")
     arguments.add_argument("db_url")
     arguments.add_argument("--role", choices=["root", "peer"])
+    arguments.add_argument("--threads", type=int, default=0, help="for transactions; 0: the event loop")
     arguments.add_argument("--prefix", default=f"seed-{uuid4()}.")
     options = arguments.parse_args()
     if options.role:

@@ -18,7 +18,7 @@ class SeedStore:
     """Checkpoint, claim, record, restore: each a transaction or more of synchronous SQLAlchemy ORM."""
 
     def __init__(self, db_url: str, threads: int) -> None:
-        self._engine = create_engine(make_url(db_url).set(drivername="postgresql+psycopg"), pool_size=threads)
+        self._engine = create_engine(make_url(db_url).set(drivername="postgresql+psycopg"), pool_size=max(threads, 1))
         self._session = sessionmaker(self._engine)
         PausedTask.metadata.create_all(self._engine)
 
