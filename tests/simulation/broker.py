@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -110,7 +111,8 @@ class SimulatedBroker(MemoryBroker):
         """The process is gone: the server notices."""
         self._flush(self._weather.climate.ack_lost)
         at_close = super().close()
-        at_close.send(None)  # it closes at once, and then gives the loop a turn
+        with suppress(StopIteration):  # killed before it was connected
+            at_close.send(None)  # it closes at once, and then gives the loop a turn
         at_close.close()
 
     def _declare(self, agent: AgentName, replica: ReplicaId | None) -> None:
