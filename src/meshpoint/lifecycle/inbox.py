@@ -35,9 +35,6 @@ class Inbox:
         self._taken_at = 0.0
         self._last, self._before = _Batch(), _Batch()
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def put(self, delivery: Delivery) -> None:
         """Add one; called by the broker on the event loop."""
         self._waiting.append(delivery)
