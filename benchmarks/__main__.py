@@ -1,4 +1,4 @@
-"""`python -m benchmarks [store|system|memory|scale]... [--quick] [--json]`, with tests/ on the path."""
+"""`python -m benchmarks [store|system|memory|scale|restore]... [--quick] [--json]`, with tests/ on the path."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Benchmark(StrEnum):
     SYSTEM = "system"
     MEMORY = "memory"
     SCALE = "scale"
+    RESTORE = "restore"
 
 
 def main(

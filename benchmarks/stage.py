@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 
 import asyncpg
 from pydantic import JsonValue
+from redis.asyncio import Redis
 
 from meshpoint.adapters.sql import migrations
 from meshpoint.model.ids import new_id
-from servers import PostgresServer, PrivateServer, RabbitServer
+from servers import PostgresServer, PrivateServer, RabbitServer, RedisServer
 from servers.find import postgres_programs, rabbit_programs
 
 Server = TypeVar("Server", bound=PrivateServer)
@@ -63,6 +64,10 @@ class Stage:
         """RabbitMQ as the tests start it."""
         return await self.server(RabbitServer)
 
+    async def redis(self) -> RedisServer:
+        """Redis as the tests start it."""
+        return await self.server(RedisServer)
+
     async def database(self) -> str:
         """The URL of a fresh database with Meshpoint's tables."""
         if self._template is None:
@@ -98,6 +103,9 @@ class Stage:
             facts["postgresql settings"] = ", ".join(f"{k} {v}" for k, v in POSTGRES_SETTINGS.items())
         if RabbitServer in self._servers:
             facts["rabbitmq"] = _rabbit_version()
+        if RedisServer in self._servers:
+            async with Redis.from_url((await self.redis()).url) as redis:
+                facts["redis server"] = str((await redis.info("server"))["redis_version"])
         return facts
 
     async def _scalar(self, query: str) -> str:

@@ -108,6 +108,14 @@ def own_rabbit_server(pytestconfig: pytest.Config) -> RabbitServer:
     return server
 
 
+@pytest.fixture(scope="session")
+def own_redis_server(pytestconfig: pytest.Config) -> RedisServer:
+    """Use `own_redis`."""
+    server = _server(pytestconfig, "own_redis_server")
+    assert isinstance(server, RedisServer)
+    return server
+
+
 @pytest.fixture
 def own_postgres(own_postgres_server: PostgresServer) -> Iterator[PostgresServer]:
     """A PostgreSQL that the test may stop, kill and start; running again for the next test."""
@@ -120,6 +128,13 @@ def own_rabbit(own_rabbit_server: RabbitServer) -> Iterator[RabbitServer]:
     """A RabbitMQ that the test may stop, kill and start; running again for the next test."""
     yield own_rabbit_server
     own_rabbit_server.wait_ready()
+
+
+@pytest.fixture
+def own_redis(own_redis_server: RedisServer) -> Iterator[RedisServer]:
+    """A Redis that the test may flush, stop, kill and start; running again for the next test."""
+    yield own_redis_server
+    own_redis_server.wait_ready()
 
 
 @pytest.fixture

@@ -15,21 +15,34 @@ from meshpoint.errors import (
     InvalidInput,
     InvalidOutput,
     MeshpointError,
+    NoCheckpoint,
     NotJson,
+    OperationCompleted,
+    OperationConflict,
+    OperationNotFound,
+    OperationRunning,
     PeerFailed,
     ReplayMismatch,
+    ResumeRefused,
+    SubtaskRefused,
 )
 from meshpoint.model.calls import ALL, AT_LEAST, FIRST, Call, Done, Join, Paused
 from meshpoint.model.context import A2AContext, TaskExecutionContext
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes
+from meshpoint.model.secrets import Secret
+from meshpoint.model.subtasks import SubtaskProgress
 from meshpoint.model.usage import Tokens, TokenUsage
 from meshpoint.ports.agent import DurableAgent
+from meshpoint.subtasks.checkpointer import AgentCheckpointer
+from meshpoint.subtasks.migrating import migrates
+from meshpoint.subtasks.versions import subtask
 
 __all__ = [
     "ALL",
     "AT_LEAST",
     "FIRST",
     "A2AContext",
+    "AgentCheckpointer",
     "AgentFailed",
     "AgentMisbehaved",
     "Call",
@@ -44,8 +57,13 @@ __all__ = [
     "InvalidOutput",
     "Join",
     "MeshpointError",
+    "NoCheckpoint",
     "NotJson",
     "Ok",
+    "OperationCompleted",
+    "OperationConflict",
+    "OperationNotFound",
+    "OperationRunning",
     "Outcome",
     "Outcomes",
     "Paused",
@@ -54,10 +72,16 @@ __all__ = [
     "PeerFailed",
     "ReplayMismatch",
     "Replies",
+    "ResumeRefused",
+    "Secret",
     "StatefulAgent",
+    "SubtaskProgress",
+    "SubtaskRefused",
     "TaskExecutionContext",
     "TokenUsage",
     "Tokens",
     "agent",
     "load_agent",
+    "migrates",
+    "subtask",
 ]

@@ -80,11 +80,9 @@ class Client:
         """
         name = agent_name(agent)
         task_id = task_id or TaskId(new_id())
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._waiting[task_id], self._agents[task_id] = reply, name
-        (word,) = await self._broker.publish(
-            [(requests_of(name), self._request(input_, task_id, timeout, context_id))]
-        )
+        reply = self.expect(agent, task_id)
+        request = self.request(input_, task_id, timeout=timeout, context_id=context_id)
+        (word,) = await self._broker.publish([(requests_of(name), request)])
         match word:
             case Published.ACCEPTED:
                 return reply
@@ -104,6 +102,12 @@ class Client:
         async with asyncio.timeout(limit):
             return (await waiting).outcome
 
+    def expect(self, agent: str, task_id: TaskId) -> asyncio.Future[Reply]:
+        """The future of the reply of `agent` to a task: one that is handed in with `request` by another way."""
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[task_id], self._agents[task_id] = reply, agent_name(agent)
+        return reply
+
     async def cancel(self, agent: str, task_id: TaskId) -> None:
         """Ask `agent` to end a task as cancelled; its requester hears the outcome.
 
@@ -115,9 +119,15 @@ class Client:
         if word is Published.UNROUTABLE:
             raise UnknownAgent(f"no agent {agent!r} in this mesh: start one with `meshpoint run`")
 
-    def _request(
-        self, input_: JsonValue, task_id: TaskId, timeout: timedelta | None, context_id: str | None
+    def request(
+        self,
+        input_: JsonValue,
+        task_id: TaskId,
+        *,
+        timeout: timedelta | None = None,
+        context_id: str | None = None,
     ) -> Message:
+        """The message that asks for a task, whose reply comes to this client. It is not sent."""
         said = A2AMessage(
             message_id=new_id(),
             role="ROLE_USER",

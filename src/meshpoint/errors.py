@@ -9,10 +9,13 @@
     │       └── CommitInDoubt   a COMMIT was sent and its answer lost: repeat with the same run id
     ├── CheckpointError
     │   └── IncompatibleState   give the task back for another replica; park it after a limit
+    ├── ResumeRefused           an operation cannot be resumed: one class for each reason
+    ├── SessionHeld             another process runs this session of `meshpoint exec`: says which
     └── AgentFailed             answer with the error, then ack
         ├── InvalidInput        the request does not fit the agent's declared input
         ├── InvalidOutput       the agent's result does not fit its declared output
         ├── AgentMisbehaved     the agent broke its contract (returned neither Paused nor Done, …)
+        ├── SubtaskRefused      a subtask cannot be recorded: its name, its inputs or its deliverable
         ├── PeerFailed          a peer call has no result, and the agent's code did not expect that
         └── ReplayMismatch      a function agent took another path than the one recorded
 
@@ -66,6 +69,38 @@ class IncompatibleState(CheckpointError):
     """This version of the agent cannot read the state; another replica may."""
 
 
+class ResumeRefused(MeshpointError):
+    """An operation cannot be resumed. `operation_id` is the one that was asked for."""
+
+    def __init__(self, operation_id: str, problem: str) -> None:
+        super().__init__(problem)
+        self.operation_id = operation_id
+
+
+class OperationNotFound(ResumeRefused):
+    """There is no such task, or none that uses subtasks or has left a row."""
+
+
+class OperationRunning(ResumeRefused):
+    """A replica runs it, or will: it waits for peers or for a slot."""
+
+
+class OperationCompleted(ResumeRefused):
+    """It has ended well."""
+
+
+class NoCheckpoint(ResumeRefused):
+    """It failed or was cancelled without ever having begun a subtask."""
+
+
+class OperationConflict(ResumeRefused):
+    """Its agent is exclusive, and another operation of it is active."""
+
+
+class SessionHeld(MeshpointError):
+    """Another process runs this session of `meshpoint exec`."""
+
+
 class AgentFailed(MeshpointError):
     """Agent code failed; the requester gets the message."""
 
@@ -80,6 +115,10 @@ class InvalidOutput(AgentFailed):
 
 class AgentMisbehaved(AgentFailed):
     """The agent broke its contract."""
+
+
+class SubtaskRefused(AgentFailed):
+    """A subtask cannot be recorded; nothing of it was marked as done. The message names it and the fix."""
 
 
 class NoResult(Protocol):

@@ -23,6 +23,7 @@ from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.options import Options
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.broker import Broker
+from meshpoint.ports.checkpoint_cache import CheckpointCache
 from meshpoint.ports.observer import Observer
 from meshpoint.ports.store import CheckpointStore
 from meshpoint.settings import AgentSettings, MeshSettings, Settings
@@ -66,6 +67,9 @@ def open_store(agent: AgentSettings, namespace: str) -> CheckpointStore:
         dispatch_lease=timings.dispatch_lease,
         tombstone_ttl=timings.tombstone_ttl,
         incompatible_limit=timings.incompatible_limit,
+        checkpoint_ttl=timings.checkpoint_ttl,
+        checkpoint_history=timings.checkpoint_history,
+        checkpoint_archive=timings.checkpoint_archive,
         pool_size=agent.db_pool_size,
         mark_within=timings.dispatch_lease / 25,
     )
@@ -103,7 +107,18 @@ def worker_of(
         clock=_CLOCK,
         observer=observer,
         options=options,
+        cache=make_cache(agent, namespace) if durable else None,
     )
+
+
+def make_cache(agent: AgentSettings, namespace: str) -> CheckpointCache | None:
+    """The fast copy of an agent's checkpoints, if one is configured."""
+    if agent.checkpoint_cache_url is None:
+        return None
+    from meshpoint.adapters.redis import RedisCheckpointCache
+
+    ttl = timedelta(seconds=agent.checkpoint_cache_ttl_seconds)
+    return RedisCheckpointCache(agent.checkpoint_cache_url, namespace=namespace, ttl=ttl)
 
 
 async def serve(settings: Settings, *, observer: Observer | None = None, stop: asyncio.Event | None = None) -> None:

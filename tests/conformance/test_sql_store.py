@@ -23,6 +23,9 @@ async def opened(url: str, clock: FakeClock) -> AsyncIterator[SqlCheckpointStore
         dispatch_lease=TIMINGS.dispatch_lease,
         tombstone_ttl=TIMINGS.tombstone_ttl,
         incompatible_limit=TIMINGS.incompatible_limit,
+        checkpoint_ttl=TIMINGS.checkpoint_ttl,
+        checkpoint_history=TIMINGS.checkpoint_history,
+        checkpoint_archive=TIMINGS.checkpoint_archive,
         clock=clock,
     )
     await store.open()

@@ -1,4 +1,8 @@
-"""The benchmark of the store compares like with like: the floor leaves the same rows as Meshpoint, at every step."""
+"""The benchmarks measure what they say.
+
+That of the store compares like with like: the floor leaves the same rows as Meshpoint, at every step. That of
+restores gets every checkpoint from where it means to.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,10 @@ from benchmarks.contenders import job
 from benchmarks.contenders.floor import Floor
 from benchmarks.contenders.job import Contender, Job
 from benchmarks.contenders.mesh import Mesh, mesh_job
+from benchmarks.ordeal import ordeal
+from benchmarks.restoring import COPY, FLUSHED, SAVE, SAVE_COPIED, SQL, Restorer
 from meshpoint.model.checkpoint import AllArrived
+from servers import RedisServer
 
 Row = dict[str, Any]
 
@@ -110,6 +117,31 @@ async def test_all_do_a_round_to_its_end(mesh: Mesh, floor: Floor, postgres_url:
     assert [row["status"] for row in rows["agent_paused_tasks"]] == ["completed"] * 60
     assert all(row["reply_sent"] for row in rows["agent_paused_tasks"])
     assert rows["agent_peer_sub_tasks"] == rows["agent_parallel_invocations"] == []
+
+
+@pytest.fixture
+async def restorer(postgres_url: str, own_redis: RedisServer) -> AsyncIterator[Restorer]:
+    restorer = Restorer(postgres_url, own_redis.url, 5_000)
+    await restorer.open(3)
+    yield restorer
+    await restorer.close()
+
+
+async def test_each_way_to_restore_is_timed_and_counted(restorer: Restorer) -> None:
+    for name in (COPY, SQL, FLUSHED, SAVE, SAVE_COPIED):
+        assert (await restorer.round(name)).count == 3
+        assert restorer.percentile(name, 50) > 0
+    await restorer.count_requests()
+    asked = {name: requests.redis for name, requests in restorer.requests.items()}
+    assert asked == {COPY: 1, SQL: 0, FLUSHED: 2, SAVE: 0, SAVE_COPIED: 1}
+
+
+async def test_no_checkpoint_is_lost_whatever_becomes_of_redis(restorer: Restorer, own_redis: RedisServer) -> None:
+    phases = await ordeal(restorer, own_redis)
+    assert {(phase.restores, phase.differing, phase.lost) for phase in phases} == {(3, 0, 0)}
+    assert [phase.why for phase in phases] == ["", "miss 3", "", "garbage 3", "stale 3", "away 3", "", "away 3", ""]
+    assert [phase.redis for phase in phases] == [3, 0, 3, 0, 0, 0, 3, 0, 3]
+    assert [phase.sql for phase in phases] == [0, 3, 0, 3, 3, 3, 0, 3, 0]
 
 
 async def tables(url: str) -> dict[str, list[Row]]:

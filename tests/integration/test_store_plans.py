@@ -13,7 +13,7 @@ import pkgutil
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -23,10 +23,12 @@ from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
 from beside import answered_beside
-from loading import TABLES, multiply, standing_task
+from loading import TABLES as CROWDED
+from loading import multiply, standing_task
 from meshpoint.adapters import sql
 from meshpoint.adapters.sql import SqlCheckpointStore
 from meshpoint.adapters.sql.dialect import Dialect
+from meshpoint.adapters.sql.tables import archive, checkpoints, operations
 from meshpoint.conformance.build import (
     AGENT,
     HERE,
@@ -34,16 +36,37 @@ from meshpoint.conformance.build import (
     a_begin,
     a_call,
     a_cancel,
+    a_checkpoint,
     a_claim,
     a_pause,
     a_progress,
     a_release,
     a_requester,
+    a_revive,
+    a_run,
     an_end,
+    an_operation,
+    operating,
+    saved,
 )
 from meshpoint.model.calls import Join
-from meshpoint.model.checkpoint import AllArrived, Begun, Committed, Pause, Replica, Resumable, Send, StillWaiting
-from meshpoint.model.ids import TaskId, new_id
+from meshpoint.model.checkpoint import (
+    AllArrived,
+    Begun,
+    Committed,
+    Pause,
+    Replica,
+    Resumable,
+    Run,
+    Save,
+    Send,
+    StillWaiting,
+    TaskState,
+    Track,
+)
+from meshpoint.model.ids import AgentName, TaskId, new_id
+from meshpoint.model.operations import Revived
+from meshpoint.model.subtasks import Child, Saved
 
 pytestmark = pytest.mark.servers
 
@@ -52,7 +75,9 @@ _STANDING = 50_000
 _IMPATIENT = Replica(HERE.id, HERE.agent, HERE.formats, _NOW)
 """A replica whose leases are over at once."""
 
-_FOR_PEOPLE = {"LIST_ALL", "LIST_OF_AGENT"}
+TABLES = (*CROWDED, operations, checkpoints, archive)
+
+_FOR_PEOPLE = {"LIST_ALL", "LIST_OF_AGENT", "LIST_OPERATIONS", "LIST_OPERATIONS_OF_AGENT"}
 """Statements that read many rows and sort them, for a person who asks."""
 
 
@@ -114,7 +139,7 @@ def _bare(statement: str) -> str:
 
 
 def _statements() -> dict[str, str]:
-    """Every statement of the store on the three tables, by its name."""
+    """Every statement of the store, by its name."""
     modules = [importlib.import_module(f"{sql.__name__}.{each.name}") for each in pkgutil.iter_modules(sql.__path__)]
     return {
         name: _bare(Dialect("postgresql").statement(value).text)
@@ -131,7 +156,9 @@ async def crowded_url(postgres_url: str) -> str:
     store = _store(postgres_url)
     await store.open()
     patient = a_pause(a_call("a", timeout=100 * HOUR), requester=a_requester(idle_timeout=90 * HOUR))
-    await multiply(postgres_url, await standing_task(store, patient), _STANDING, over=24 * HOUR)
+    task_id = await standing_task(store, patient)
+    await multiply(postgres_url, task_id, _STANDING, over=24 * HOUR)
+    await _many_operations(postgres_url)
     await store.close()
     settings = {
         "session_preload_libraries": "auto_explain",
@@ -153,6 +180,33 @@ async def crowded_url(postgres_url: str) -> str:
     return postgres_url
 
 
+async def _many_operations(url: str) -> None:
+    """Fill the tables of operations and checkpoints."""
+    given = {
+        "analysis_id": "'gone-' || g",
+        "agent_type": f"'test/{AGENT}'",
+        "operation_id": "'gone-' || g",
+        "agent_name": f"'test/{AGENT}'",
+        "type": "'analysis'",
+        "parameters": "'{}'",
+        "working_memory": """'{"saved_progress": {}}'""",
+    }
+    connection = await asyncpg.connect(url)
+    try:
+        for table in (operations, checkpoints, archive):
+            columns = [column for column in table.columns if not column.nullable and column.server_default is None]
+            names = ", ".join(column.name for column in columns)
+            values = ", ".join(
+                given.get(column.name, "1" if column.type.python_type is not str else "'[]'") for column in columns
+            )
+            await connection.execute(
+                f"INSERT INTO {table.name} ({names}) SELECT {values} FROM generate_series(1, {_STANDING}) AS g"
+            )
+        await connection.execute("VACUUM ANALYZE")
+    finally:
+        await connection.close()
+
+
 @asynccontextmanager
 async def _listened(url: str, plans: Plans, *, hot_path: bool = True) -> AsyncIterator[SqlCheckpointStore]:
     """A store whose every statement `plans` hears."""
@@ -171,6 +225,8 @@ def _store(url: str, *, hot_path: bool = True) -> SqlCheckpointStore:
         dispatch_lease=_NOW,
         tombstone_ttl=_NOW,
         incompatible_limit=HOUR,
+        checkpoint_history=1,
+        checkpoint_archive=True,
         pool_size=1,
         hot_path=hot_path,
     )
@@ -191,6 +247,8 @@ class Life:
         await self._take_over()
         await self._cancel()
         await self._send()
+        await self._operate()
+        await self._revive()
         while await self._store.purge(AGENT, 100):
             pass
 
@@ -266,6 +324,41 @@ class Life:
             kinds |= {type(send) for send in sends}
             await self._store.mark_sent(sends)
         assert len(kinds) == 3
+
+    async def _operate(self) -> None:
+        """Operations that pause and end well, fail, and are cancelled; in a store that keeps an archive."""
+        begun = await self._store.begin([a_begin(operation=an_operation()) for _ in range(self._batch)])
+        runs = [each.run for each in begun if isinstance(each, Begun)]
+        for run in runs[:3]:
+            await saved(self._store, run)
+            assert await self._store.save(Save(run, a_checkpoint(run, 1))) == Saved()  # finds itself
+            await saved(self._store, run)  # in place of the first
+            assert len(await self._store.history(run.task_id)) == 1
+        child = Child(id=TaskId(new_id()), peer=AGENT, digest="d")
+        pauses = [a_pause(run=run) for run in runs]
+        await self._store.pause([replace(pause, children=(child,)) for pause in pauses])
+        resumed = await self._claim(pauses)
+        await self._store.end([an_end(task.run) for task in resumed])
+        assert len(await self._store.history(runs[0].task_id)) == 1  # in the archive
+        over, waiting = await operating(self._store), await operating(self._store)
+        last = a_checkpoint(over, 1, failure_reason="broken")
+        await self._store.end([an_end(over, TaskState.FAILED, checkpoint=last)])
+        assert await self._store.preserve(over.task_id)
+        await self._store.pause([a_pause(run=waiting)])
+        await self._store.cancel([a_cancel(waiting.task_id)])
+
+    async def _revive(self) -> None:
+        """An operation of an agent that has no other."""
+        alone = AgentName(new_id())
+        (begun,) = await self._store.begin([a_begin(replace(a_run(), agent=alone))])
+        assert isinstance(begun, Begun)
+        run: Run = begun.run
+        await self._store.track(Track(run, an_operation(exclusive=True)))
+        await saved(self._store, run)
+        assert await self._store.latest(run.task_id, alone)
+        await self._store.end([an_end(run, TaskState.FAILED, reason="broken")])
+        assert await self._store.operation(run.task_id)
+        assert isinstance(await self._store.revive(a_revive(run.task_id)), Revived)
 
 
 @pytest.mark.parametrize("batch", [1, 60])

@@ -43,6 +43,9 @@ def sql_machine(url: str) -> type[StoreMachine]:
                 dispatch_lease=TIMINGS.dispatch_lease,
                 tombstone_ttl=TIMINGS.tombstone_ttl,
                 incompatible_limit=TIMINGS.incompatible_limit,
+                checkpoint_ttl=TIMINGS.checkpoint_ttl,
+                checkpoint_history=TIMINGS.checkpoint_history,
+                checkpoint_archive=TIMINGS.checkpoint_archive,
                 pool_size=1,
                 clock=self.clock,
             )

@@ -20,9 +20,22 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from meshpoint.adapters.sql import SqlCheckpointStore, migrations
 from meshpoint.adapters.sql.engine import async_url
 from meshpoint.adapters.sql.tables import POSTGRES_STORAGE, REVISION, VERSION_TABLE, metadata
-from meshpoint.conformance.build import AGENT, HOUR, a_call, paused
+from meshpoint.conformance.build import (
+    AGENT,
+    HERE,
+    HOUR,
+    a_call,
+    a_run,
+    an_end,
+    an_operation,
+    one,
+    operating,
+    paused,
+    ready,
+    saved,
+)
 from meshpoint.errors import ConfigurationError
-from meshpoint.model.checkpoint import Dispatch
+from meshpoint.model.checkpoint import Dispatch, TaskState, Track
 
 
 @pytest.fixture
@@ -145,7 +158,7 @@ async def test_large_values_are_not_compressed_a_second_time(postgres_url: str) 
     connection = await asyncpg.connect(postgres_url)
     external = await connection.fetch(
         "SELECT attrelid::regclass::text AS tab, attname FROM pg_attribute WHERE attstorage = 'e' AND attnum > 0"
-        " AND attrelid IN ('agent_paused_tasks'::regclass, 'agent_peer_sub_tasks'::regclass)"
+        " AND attrelid IN (SELECT oid FROM pg_class WHERE relname LIKE 'agent\\_%' AND relkind = 'r')"
     )
     await connection.close()
     wanted = [statement.split() for statement in POSTGRES_STORAGE if "EXTERNAL" in statement]
@@ -258,3 +271,51 @@ async def test_the_tables_leave_as_much_room_as_the_code_says(postgres_url: str)
     assert sorted(await fetch(postgres_url, options)) == sorted(
         (words[2], f"{words[4].strip('(')}={words[6].strip(')')}") for words in wanted
     )
+
+
+# ── 0003: operations and their checkpoints ─────────────────────────────────────────────────────────
+
+
+async def test_a_task_of_the_release_before_is_no_operation_and_may_become_one(empty_url: str) -> None:
+    await upgrade(empty_url)
+    task_id = a_run().task_id
+    await execute(
+        empty_url,
+        "INSERT INTO agent_paused_tasks (logical_task_id, agent_name, status, generation, fence, run_id, attempt,"
+        f" wake_at, checkpointed_at) VALUES ('{task_id}', 'test/{AGENT}', 'running', 0, 1, 'before', 1, 0, 0)",
+    )
+    async with opened(empty_url) as store:
+        task = one(await store.take_over(HERE, 10))
+        assert (task.run.task_id, task.checkpoint, task.retry_count) == (task_id, None, 0)
+        await store.track(Track(task.run, an_operation()))
+        assert (await saved(store, task.run)).seq == 1
+
+
+async def test_tasks_outlive_the_way_back_and_forth_but_checkpoints_do_not(empty_url: str) -> None:
+    await upgrade(empty_url)
+    async with opened(empty_url) as store:
+        pause, run = await paused(store), await operating(store)
+        await saved(store, run)
+    await downgrade(empty_url, "0002")
+    await upgrade(empty_url)
+    assert await differences(empty_url) == []
+    async with opened(empty_url) as store:
+        assert await store.operation(run.task_id) is None
+        assert await store.history(run.task_id) == []
+        await store.end([an_end(run, TaskState.FAILED)])
+        await ready(store, pause)
+        assert [task.checkpoint for task in await store.take(HERE, 10)] == [None]
+
+
+async def test_what_the_release_before_left_of_an_operation_is_in_nobodys_way(empty_url: str) -> None:
+    """It deletes a task without a look at its operation; somebody then uses the id again."""
+    await upgrade(empty_url)
+    async with opened(empty_url) as store:
+        run = await operating(store)
+        for _ in range(2):
+            await saved(store, run)
+        await execute(empty_url, "DELETE FROM agent_paused_tasks")
+        again = await operating(store, a_run(run.task_id))
+        assert await store.latest(run.task_id) is None
+        assert (await saved(store, again)).seq == 1
+        assert [each.seq for each in await store.history(run.task_id)] == [1]

@@ -25,6 +25,7 @@ KINDS: dict[str, type[PostgresServer] | type[RabbitServer] | type[RedisServer]] 
     "redis_server": RedisServer,
     "own_postgres_server": PostgresServer,
     "own_rabbit_server": RabbitServer,
+    "own_redis_server": RedisServer,
 }
 VARIABLES = {
     "postgres_server": "MESHPOINT_TEST_PG_URL",

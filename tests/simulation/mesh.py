@@ -32,6 +32,9 @@ class _Timings:
     dispatch_lease: timedelta = timedelta(seconds=1)
     tombstone_ttl: timedelta = timedelta(days=1)
     incompatible_limit: timedelta = timedelta(hours=1)
+    checkpoint_ttl: timedelta = timedelta(days=30)
+    checkpoint_history: int = 5
+    checkpoint_archive: bool = False
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,8 @@ def other(value: object) -> object:
             return value * 0.5
         case int():
             return value + 1
+        case tuple():
+            return (*value, "pin")
         case dataclasses.MISSING:  # peer_logins
             return {"flights": "login"}
         case _:

@@ -27,10 +27,25 @@ _WARNINGS = frozenset(
         Step.REPLY_UNROUTABLE,
         Step.CODE_CANCELLED,
         Step.LEASE_LOST,
+        Step.OWNER_LOST,
     }
 )
 _NEWS = frozenset({Step.STARTED, Step.DRAINING, Step.DRAINED, Step.STORE_BACK})
-_NEWS_OF_TASKS = frozenset({Step.CHECKPOINT, Step.RESTORE, Step.END, Step.CANCEL, Step.TAKE_OVER})
+_NEWS_OF_TASKS = frozenset(
+    {
+        Step.CHECKPOINT,
+        Step.RESTORE,
+        Step.END,
+        Step.CANCEL,
+        Step.TAKE_OVER,
+        Step.SAVE,
+        Step.RESUME,
+        Step.SUBTASK_REUSED,
+        Step.SUBTASK_AGAIN,
+        Step.CHECKPOINT_RESTORED,
+        Step.CHECKPOINT_COPY,
+    }
+)
 _BENEATH_DEBUG = logging.DEBUG // 2
 """The level of looks that found nothing: several in each sweep, which is told anyway."""
 _CHATTY = ("aio_pika", "aiormq", "aiosqlite", "sqlalchemy")

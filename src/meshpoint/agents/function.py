@@ -6,21 +6,25 @@ import asyncio
 import inspect
 import sys
 import typing
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
 
 from meshpoint.agents.journal import Journal, complete_last, read_journal
-from meshpoint.agents.replay import Replay, snapshot
-from meshpoint.agents.typed import DoesNotFit, Typed
+from meshpoint.agents.planning import planned
+from meshpoint.agents.replay import Replay
 from meshpoint.errors import ConfigurationError, IncompatibleState, InvalidInput, InvalidOutput, NotJson
 from meshpoint.model.calls import Done, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.ids import agent_name
 from meshpoint.model.json_values import check_json
 from meshpoint.model.outcomes import Outcomes
+from meshpoint.model.snapshot import snapshot
+from meshpoint.model.subtasks import Migration
+from meshpoint.model.typed import DoesNotFit, Typed
+from meshpoint.ports.agent import Plan
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -29,7 +33,14 @@ _KEY = "agent.entrypoint"
 
 
 def agent(
-    name: str, *, version: str = "1"
+    name: str,
+    *,
+    version: str = "1",
+    subtasks: Sequence[str] = (),
+    type: str = "agent",
+    exclusive: bool = False,
+    preserve: bool = False,
+    migrations: Sequence[Migration] = (),
 ) -> Callable[[Callable[[TaskExecutionContext, In], Awaitable[Out]]], FunctionAgent[In, Out]]:
     """Make an async function an agent of this name.
 
@@ -51,15 +62,27 @@ def agent(
     - Its code may change freely within one version as long as tasks that are under way make the same calls. If not,
       give it a new `version`: replicas of the old one finish the old tasks.
 
+    Args:
+        name: the agent's name in the mesh.
+        version: of its path through calls, and of its checkpoints.
+        subtasks: the names of the `ctx.subtask`s that it expects to run, in order, so that `ctx.progress` knows how
+            many are left. Others may run as well.
+        type: a word for its operations, for people who list them.
+        exclusive: refuse to resume an operation while another one of this agent is active.
+        preserve: keep the checkpoints of its operations for ever.
+        migrations: functions under `@migrates`, which lead from checkpoints of earlier versions to this one.
+
     Raises:
-        ConfigurationError: the function is not async, or lacks an annotation; names the function and the fix.
+        ConfigurationError: the function is not async, or lacks an annotation; two subtasks have one name, or two
+            migrations lead from one version; names the function and the fix.
     """
     if not isinstance(name, str):
         raise ConfigurationError("@agent", "it was used without a name", 'write @agent("name")')
     local_names = sys._getframe(1).f_locals
 
     def decorate(function: Callable[[TaskExecutionContext, In], Awaitable[Out]]) -> FunctionAgent[In, Out]:
-        return FunctionAgent(function, name, version=version, local_names=local_names)
+        plan = planned(name, subtasks, version, migrations, type=type, exclusive=exclusive, preserve=preserve)
+        return FunctionAgent(function, name, version=version, plan=plan, local_names=local_names)
 
     return decorate
 
@@ -73,12 +96,14 @@ class FunctionAgent(Generic[In, Out]):
         name: str,
         *,
         version: str = "1",
+        plan: Plan | None = None,
         local_names: Mapping[str, Any] | None = None,
     ) -> None:
         if not version:
             raise ConfigurationError("agent.version", f"the version of {name!r} is empty", 'write version="1"')
         self.name = str(agent_name(name))
         self.version = version
+        self.plan = plan or Plan(version=version)
         self.function = function
         self.__doc__ = function.__doc__
         declared_input, declared_output = _annotations(function, local_names or {})

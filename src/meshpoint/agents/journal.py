@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
-from meshpoint.agents.typed import first_problem
 from meshpoint.errors import IncompatibleState
 from meshpoint.model.calls import Call, Join
 from meshpoint.model.checkpoint import Checkpoint
 from meshpoint.model.outcomes import Failed, Ok, Outcome, Outcomes
+from meshpoint.model.typed import first_problem
 from meshpoint.model.usage import TokenUsage
 
 
@@ -35,22 +35,27 @@ class RecordedCall(_Kept):
 
 
 class Entry(_Kept):
-    """One pause: its calls, its join, the tokens used until then, and, once it is over, the outcomes."""
+    """One pause: its calls, its join, the tokens used until then, and, once it is over, the outcomes.
+
+    `subtask` is the one that made the calls.
+    """
 
     calls: list[RecordedCall]
     needed: int | None
     within_seconds: float | None
     usage: TokenUsage
     outcomes: list[Ok[JsonValue] | Failed] | None = None
+    subtask: str | None = None
 
     @classmethod
-    def of(cls, calls: Sequence[Call], join: Join, usage: TokenUsage) -> Entry:
+    def of(cls, calls: Sequence[Call], join: Join, usage: TokenUsage, subtask: str | None = None) -> Entry:
         """A pause that waits for `calls`."""
         return cls(
             calls=[RecordedCall.of(call) for call in calls],
             needed=join.needed,
             within_seconds=join.deadline.total_seconds() if join.deadline else None,
             usage=usage,
+            subtask=subtask,
         )
 
     def difference(self, asked: Entry) -> str | None:
@@ -61,6 +66,8 @@ class Entry(_Kept):
         for recorded, now in zip(self.calls, asked.calls, strict=True):
             if recorded.digest != now.digest:
                 return f"the call of {now.peer} ({now.id}) was recorded with another input"
+        if self.subtask != asked.subtask:
+            return f"recorded was a call {_in(self.subtask)}; now it is one {_in(asked.subtask)}"
         if (self.needed, self.within_seconds) != (asked.needed, asked.within_seconds):
             return f"recorded was {self._join()}; now it is {asked._join()}"
         return None
@@ -75,6 +82,10 @@ class Entry(_Kept):
     def _join(self) -> str:
         needed = "ALL" if self.needed is None else f"AT_LEAST({self.needed})"
         return f"join {needed}" + (f" within {self.within_seconds} s" if self.within_seconds else "")
+
+
+def _in(subtask: str | None) -> str:
+    return "outside of subtasks" if subtask is None else f"in subtask {subtask!r}"
 
 
 class Journal(_Kept):

@@ -9,11 +9,11 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import JsonValue, TypeAdapter
 
-from meshpoint.agents.typed import DoesNotFit, Typed
 from meshpoint.errors import AgentMisbehaved, ConfigurationError
 from meshpoint.model.calls import Call
 from meshpoint.model.ids import agent_name
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.model.typed import DoesNotFit, Typed
 
 In_contra = TypeVar("In_contra", contravariant=True)
 Out_co = TypeVar("Out_co", covariant=True)

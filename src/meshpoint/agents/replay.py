@@ -13,7 +13,8 @@ from meshpoint.model.checkpoint import Checkpoint
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.outcomes import Failed, Ok
 from meshpoint.model.recording import UnsentCall
-from meshpoint.model.usage import TokenUsage
+from meshpoint.model.snapshot import rewind, set_usage, snapshot
+from meshpoint.model.subtasking import current_subtask
 
 
 class PauseSignal(BaseException):
@@ -55,7 +56,7 @@ class Replay:
         """
         self._refuse_misuse()
         requests = [call.as_call(f"{call.peer}.{index}") for index, call in enumerate(calls)]
-        asked = Entry.of(requests, join, self._ctx.token_usage)
+        asked = Entry.of(requests, join, self._ctx.token_usage, current_subtask())
         if not self.replaying:
             self._paused = Paused(requests, self._journal.paused(asked), join)
             raise PauseSignal
@@ -66,6 +67,11 @@ class Replay:
         self._pass(recorded)
         assert recorded.outcomes is not None
         return [call.read(outcome) for call, outcome in zip(calls, recorded.outcomes, strict=True)]
+
+    def skip(self, subtask: str) -> None:
+        """Pass the recorded calls of a subtask that does not run, because its deliverable is known."""
+        while self.replaying and self._journal.entries[self._position].subtask == subtask:
+            self._pass(self._journal.entries[self._position])
 
     def settle(self, raised: BaseException | None) -> Paused | None:
         """What the run of the function came to: its pause, or None when its own result or exception counts.
@@ -99,7 +105,7 @@ class Replay:
     def _pass(self, recorded: Entry) -> None:
         self._position += 1
         if self.replaying:
-            _set_usage(self._ctx, recorded.counted())
+            set_usage(self._ctx, recorded.counted())
         else:
             rewind(self._ctx, self._live)
 
@@ -131,32 +137,6 @@ _ONE_AT_A_TIME = (
     "to wait for several, write `await ctx.gather(a(x), b(y))` instead of asyncio.gather, create_task or a "
     "TaskGroup; to limit the time, give the Peer a timeout instead of asyncio.wait_for"
 )
-
-
-def snapshot(ctx: TaskExecutionContext) -> Checkpoint:
-    """What agent code sets on a context, as a copy."""
-    return {
-        "response_buffer": ctx.response_buffer,
-        "produced_artifacts": ctx.produced_artifacts.to_plain(),
-        "artifact_signals_to_return": ctx.artifact_signals_to_return.to_plain(),
-        "flags": ctx.flags.to_plain(),
-        "token_usage": ctx.token_usage.model_dump(mode="json"),
-    }
-
-
-def rewind(ctx: TaskExecutionContext, to: Checkpoint) -> None:
-    """Put back what `snapshot` took, in place: code may hold on to a list or the usage."""
-    ctx.response_buffer = str(to["response_buffer"])
-    for name in ("produced_artifacts", "artifact_signals_to_return"):
-        getattr(ctx, name)[:] = to[name]
-    ctx.flags.clear()
-    ctx.flags.update(to["flags"])
-    _set_usage(ctx, TokenUsage.model_validate(to["token_usage"]))
-
-
-def _set_usage(ctx: TaskExecutionContext, usage: TokenUsage) -> None:
-    for name in TokenUsage.model_fields:
-        setattr(ctx.token_usage, name, getattr(usage, name))
 
 
 def _only_the_pause(raised: BaseException) -> bool:

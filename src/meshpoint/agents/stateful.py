@@ -10,13 +10,16 @@ from typing import Any, ClassVar, Generic, NoReturn, Self, TypeAlias, TypeVar, g
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from meshpoint.agents.peer import PeerCall
+from meshpoint.agents.planning import planned
 from meshpoint.agents.replies import Replies
-from meshpoint.agents.typed import DoesNotFit, Typed, first_problem
 from meshpoint.errors import AgentMisbehaved, ConfigurationError, IncompatibleState, InvalidInput, InvalidOutput
 from meshpoint.model.calls import ALL, Done, Join, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.ids import agent_name
 from meshpoint.model.outcomes import Outcomes
+from meshpoint.model.subtasks import Migration
+from meshpoint.model.typed import DoesNotFit, Typed, first_problem
+from meshpoint.ports.agent import Plan
 
 In = TypeVar("In")
 State = TypeVar("State")
@@ -63,6 +66,9 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
     accepts them (give new fields a default). When it does not, raise `version`; list in `reads` the earlier
     versions that it still reads, say by a `model_validator(mode="before")`.
 
+    Handlers may record work within them by `ctx.subtask`. What `@agent` takes as `subtasks`, `type`, `exclusive`,
+    `preserve` and `migrations` stands in the class under the same names (`type` as `operation_type`).
+
     Raises:
         ConfigurationError: when the class is made without its three types, or instantiated without a name.
     """
@@ -70,7 +76,13 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
     name: ClassVar[str]
     version: ClassVar[str] = "1"
     reads: ClassVar[tuple[str, ...]] = ()
+    subtasks: ClassVar[tuple[str, ...]] = ()
+    operation_type: ClassVar[str] = "agent"
+    exclusive: ClassVar[bool] = False
+    preserve: ClassVar[bool] = False
+    migrations: ClassVar[tuple[Migration, ...]] = ()
 
+    plan: Plan
     _types: ClassVar[_Types | None] = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -84,7 +96,17 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
         agent_name(cls.name)
         if cls._types is None:
             _missing_types(cls)
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        made.plan = planned(
+            cls.name,
+            cls.subtasks,
+            cls.version,
+            cls.migrations,
+            type=cls.operation_type,
+            exclusive=cls.exclusive,
+            preserve=cls.preserve,
+        )
+        return made
 
     @property
     def state_format(self) -> str:

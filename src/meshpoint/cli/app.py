@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshpoint.cli import db, demo, run, send, sweep, tasks
+from meshpoint.cli import checkpoints, db, demo, exec, run, send, sessions, sweep, tasks
 from meshpoint.cli.exits import ExitCode, code_of, told
 from meshpoint.errors import MeshpointError
 
@@ -23,7 +23,10 @@ app = typer.Typer(
 )
 run.register(app)
 send.register(app)
+exec.register(app)
+app.add_typer(sessions.app, name="sessions")
 app.add_typer(tasks.app, name="tasks")
+app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(db.app, name="db")
 sweep.register(app)
 demo.register(app)
@@ -61,5 +64,6 @@ def _meshpoint(
     """Durable waiting for agents that call agents: pause in one replica, resume in any other.
 
     Exit codes: 0 done, 1 error, 2 configuration or command line, 3 database or broker away, 4 task failed,
-    5 task cancelled, 6 no answer in time, 130 interrupted.
+    5 task cancelled, 6 no answer in time, 7 session held by another process, 10 to 14 an operation is not resumed
+    (not found, active, completed, no checkpoint, another of an exclusive agent active), 130 interrupted.
     """

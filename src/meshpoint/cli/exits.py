@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from meshpoint.errors import BrokerUnavailable, ConfigurationError, MeshpointError, StoreUnavailable, Unavailable
+from meshpoint.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    MeshpointError,
+    NoCheckpoint,
+    OperationCompleted,
+    OperationConflict,
+    OperationNotFound,
+    OperationRunning,
+    SessionHeld,
+    StoreUnavailable,
+    Unavailable,
+)
 
 
 class ExitCode(IntEnum):
@@ -17,6 +29,12 @@ class ExitCode(IntEnum):
     FAILED = 4  # the task failed
     CANCELLED = 5  # the task was cancelled
     NO_ANSWER = 6  # no answer in time; the task may still end
+    HELD = 7  # another process runs this session
+    NOT_FOUND = 10  # why an operation is not resumed, in the order of the checks
+    RUNNING = 11
+    COMPLETED = 12
+    NO_CHECKPOINT = 13
+    OTHER_ACTIVE = 14
     INTERRUPTED = 130
 
 
@@ -27,6 +45,18 @@ def code_of(error: MeshpointError) -> ExitCode:
             return ExitCode.CONFIGURATION
         case Unavailable():
             return ExitCode.UNAVAILABLE
+        case OperationNotFound():
+            return ExitCode.NOT_FOUND
+        case OperationRunning():
+            return ExitCode.RUNNING
+        case OperationCompleted():
+            return ExitCode.COMPLETED
+        case NoCheckpoint():
+            return ExitCode.NO_CHECKPOINT
+        case OperationConflict():
+            return ExitCode.OTHER_ACTIVE
+        case SessionHeld():
+            return ExitCode.HELD
         case _:
             return ExitCode.ERROR
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshpoint.errors import ConfigurationError
+from meshpoint.errors import ConfigurationError, MeshpointError
 
 if TYPE_CHECKING:
     from meshpoint.settings import AgentSettings, MeshSettings, Settings
@@ -98,6 +98,17 @@ def databases_of(config: Path | None, database: str | None) -> list[AgentSetting
         fix = "add session_service: sql to an agent, or give --db URL"
         raise ConfigurationError(str(config), "no agent in it keeps its tasks in a database", fix)
     return list(by_url.values())
+
+
+def refuse_missing_file(url: str) -> None:
+    """Looking must not make a file: opening a store would.
+
+    Raises:
+        MeshpointError: `url` names a SQLite file that does not exist.
+    """
+    scheme, _, file = url.partition(":///")
+    if scheme.startswith("sqlite") and not Path(file.partition("?")[0]).exists():
+        raise MeshpointError(f"there is no file {file}: no replica has run on it yet")
 
 
 def checked_level(level: str) -> str:

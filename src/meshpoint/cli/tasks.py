@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshpoint.cli import sources
+from meshpoint.cli.databases import of_the_one
 from meshpoint.cli.output import ago, print_json, print_table, print_text, until
 from meshpoint.errors import ConfigurationError, MeshpointError
 
 if TYPE_CHECKING:
     from meshpoint.model.checkpoint import CallSummary, TaskState, TaskSummary
+    from meshpoint.model.operations import Revived
+    from meshpoint.model.outcomes import Outcome
+    from meshpoint.operations import Operations
     from meshpoint.settings import AgentSettings
 
-app = typer.Typer(help="See tasks, and cancel them.", no_args_is_help=True)
+app = typer.Typer(help="See tasks, cancel them, resume them.", no_args_is_help=True)
 
 TaskIdArgument = Annotated[str, typer.Argument(metavar="TASK_ID", help="Id of the task.")]
 Agent = Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Agent of the task.")]
@@ -35,6 +39,11 @@ _CANCEL = """\b
 Examples:
   meshpoint tasks cancel 01941f29-7c00-7000-8000-000000000000 --config travel.yaml
   meshpoint tasks cancel 01941f29-7c00-7000-8000-000000000000 --agent travel --broker amqp://127.0.0.1/
+"""
+_RESUME = """\b
+Examples:
+  meshpoint tasks resume 01941f29-7c00-7000-8000-000000000000 --config travel.yaml
+  meshpoint tasks resume 01941f29-7c00-7000-8000-000000000000 --config travel.yaml --wait --json
 """
 
 
@@ -124,6 +133,37 @@ def cancel_task(
     print_json(told) if as_json else print_text(f"asked {agent} to cancel {task_id}")
 
 
+@app.command("resume", epilog=_RESUME)
+def resume_task(
+    task_id: TaskIdArgument,
+    *,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until it has ended, and print its result.")] = False,
+    config: sources.Config = None,
+    database: sources.Database = None,
+    namespace: sources.Namespace = None,
+    as_json: sources.AsJson = False,
+) -> None:
+    """Let a failed or cancelled task go on from its last subtask checkpoint, in any replica of its agent.
+
+    Refused, in this order: 10 no such operation, 11 it is active, 12 it has completed, 13 it has no checkpoint,
+    14 its agent is exclusive and another operation of it is active. Of two callers at the same time, one gets 11.
+    """
+    from meshpoint.cli.send import show
+
+    async def resume(operations: Operations) -> tuple[Revived, Outcome | None]:
+        revived = await operations.resume(task_id)
+        return revived, await operations.wait(task_id) if wait else None
+
+    revived, outcome = asyncio.run(of_the_one(config, database, namespace, resume))
+    if outcome is not None:
+        raise typer.Exit(show(task_id, outcome, as_json=as_json))
+    if as_json:
+        told = {"task_id": task_id, "agent": revived.agent, "status": "resumed", "retry_count": revived.retry_count}
+        print_json(told)
+    else:
+        print_text(f"{revived.agent} goes on with {task_id}, in attempt {revived.retry_count + 1}")
+
+
 _PAST = {"completed": "completed", "failed": "failed", "cancelled": "been cancelled"}
 
 
@@ -171,7 +211,7 @@ async def _list(
     name = None if agent is None else agent_name(agent)
     tasks: list[TaskSummary] = []
     for database in databases:
-        _refuse_missing_file(database.session_db_url)
+        sources.refuse_missing_file(database.session_db_url)
         store = open_store(database, namespace)
         await store.open()
         try:
@@ -188,7 +228,7 @@ async def _find(
     from meshpoint.wiring import open_store
 
     for database in databases:
-        _refuse_missing_file(database.session_db_url)
+        sources.refuse_missing_file(database.session_db_url)
         store = open_store(database, namespace)
         await store.open()
         try:
@@ -198,13 +238,6 @@ async def _find(
         if found is not None:
             return found
     return None
-
-
-def _refuse_missing_file(url: str) -> None:
-    """Looking must not make a file: opening a store would."""
-    scheme, _, file = url.partition(":///")
-    if scheme.startswith("sqlite") and not Path(file.partition("?")[0]).exists():
-        raise MeshpointError(f"there is no file {file}: no replica has run on it yet")
 
 
 def _found(

@@ -31,12 +31,15 @@ from meshpoint.model.checkpoint import (
     Requester,
     Resumable,
     Run,
+    Save,
     TaskState,
     TaskSummary,
 )
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId, new_id
 from meshpoint.model.messages import Address
+from meshpoint.model.operations import Revive, Revived
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.model.subtasks import AgentCheckpoint, Operation, Saved, SubtaskRecord, SubtaskStatus
 from meshpoint.ports.store import CheckpointStore
 
 T = TypeVar("T")
@@ -56,9 +59,19 @@ class Timings:
     dispatch_lease: timedelta
     tombstone_ttl: timedelta
     incompatible_limit: timedelta
+    checkpoint_ttl: timedelta
+    checkpoint_history: int
+    checkpoint_archive: bool
 
 
-TIMINGS = Timings(dispatch_lease=10 * SECOND, tombstone_ttl=2 * HOUR, incompatible_limit=HOUR)
+TIMINGS = Timings(
+    dispatch_lease=10 * SECOND,
+    tombstone_ttl=2 * HOUR,
+    incompatible_limit=HOUR,
+    checkpoint_ttl=20 * HOUR,
+    checkpoint_history=3,
+    checkpoint_archive=False,
+)
 """What the `store` under test is to be opened with."""
 
 
@@ -150,16 +163,27 @@ def a_claim(pause: Pause, call_id: str = "a", outcome: Outcome | None = None, *,
     return Claim(RunId(new_id()), pause.run.task_id, sub(pause, call_id), outcome or ok(call_id), sender)
 
 
-def a_begin(run: Run | None = None, replica: Replica = HERE, requester: Requester | None = None) -> Begin:
+def a_begin(
+    run: Run | None = None,
+    replica: Replica = HERE,
+    requester: Requester | None = None,
+    operation: Operation | None = None,
+) -> Begin:
     """A task written before its first segment."""
-    return Begin(run or a_run(), replica, requester or a_requester(), b"request")
+    return Begin(run or a_run(), replica, requester or a_requester(), b"request", operation)
 
 
 def an_end(
-    run: Run, state: TaskState = TaskState.COMPLETED, *, reply: bytes = b"reply", dead_reason: str | None = None
+    run: Run,
+    state: TaskState = TaskState.COMPLETED,
+    *,
+    reply: bytes = b"reply",
+    dead_reason: str | None = None,
+    reason: str | None = None,
+    checkpoint: AgentCheckpoint | None = None,
 ) -> End:
     """The end of a task."""
-    return End(run, state, reply, dead_reason)
+    return End(run, state, reply, dead_reason, reason, checkpoint)
 
 
 def a_release(run: Run, *, not_before: timedelta = timedelta(), incompatible: str | None = None) -> Release:
@@ -177,6 +201,36 @@ def a_progress(pause: Pause, call_id: str = "a", *, sender: str = PEER) -> Progr
     return Progress(pause.run.task_id, sub(pause, call_id), sender)
 
 
+def an_operation(**values: object) -> Operation:
+    """What is written of an operation."""
+    known = {"type": "analysis", "parameters": {"ticker": "ACME"}, "subject": "ACME", **values}
+    return Operation(**known)  # type: ignore[arg-type]
+
+
+def a_record(name: str, result: str | None = None) -> SubtaskRecord:
+    """A subtask that has its deliverable, as JSON text, or has only begun."""
+    status = SubtaskStatus.STARTED if result is None else SubtaskStatus.COMPLETED
+    return SubtaskRecord(name=name, status=status, function="1", inputs={"ticker": "digest"}, result=result)
+
+
+def a_checkpoint(run: Run, seq: int = 1, *records: SubtaskRecord, **values: object) -> AgentCheckpoint:
+    """A checkpoint of an operation that plans to fetch, to weigh and to write, and has fetched."""
+    known = {
+        "subject": "ACME",
+        "planned": ("fetch", "weigh", "write"),
+        "subtasks": records or (a_record("fetch", f'"{seq}"'), a_record("weigh")),
+        "current_subtask": "weigh",
+        "agent_version": "7",
+        **values,
+    }
+    return AgentCheckpoint.model_validate({"operation_id": run.task_id, "agent": run.agent, "seq": seq, **known})
+
+
+def a_revive(task_id: TaskId, **values: object) -> Revive:
+    """A wish to go on with a task; each has its own token."""
+    return Revive(**{"task_id": task_id, "token": new_id(), **values})  # type: ignore[arg-type]
+
+
 # ── steps that a test needs done before its own ────────────────────────────────────────────────────
 
 
@@ -192,6 +246,36 @@ async def begun(store: CheckpointStore, replica: Replica = HERE) -> Run:
     result = one(await store.begin([a_begin(replica=replica)]))
     assert isinstance(result, Begun)
     return result.run
+
+
+async def operating(store: CheckpointStore, run: Run | None = None, **values: object) -> Run:
+    """An operation that `HERE` runs in generation 0, without a checkpoint yet."""
+    result = one(await store.begin([a_begin(run, operation=an_operation(**values))]))
+    assert isinstance(result, Begun)
+    return result.run
+
+
+async def saved(store: CheckpointStore, run: Run, **values: object) -> AgentCheckpoint:
+    """The operation's next checkpoint."""
+    latest = await store.latest(run.task_id)
+    checkpoint = a_checkpoint(run, 1 if latest is None else latest.seq + 1, **values)
+    assert await store.save(Save(run, checkpoint)) == Saved()
+    return checkpoint
+
+
+async def failed(store: CheckpointStore, checkpoints: int = 1, **values: object) -> Run:
+    """An operation that failed after so many checkpoints, and wrote one more as it did."""
+    run = await operating(store, None, **values)
+    for _ in range(checkpoints):
+        await saved(store, run)
+    await store.end([an_end(run, TaskState.FAILED, reason="no answer")])
+    return run
+
+
+async def revived(store: CheckpointStore, task_id: TaskId, **values: object) -> Run:
+    """A task that is ready again, taken by `HERE`."""
+    assert isinstance(await store.revive(a_revive(task_id, **values)), Revived)
+    return one(await store.take(HERE, 10)).run
 
 
 async def answered(

@@ -1,4 +1,4 @@
-"""What every checkpoint store must do: one test per sentence of `meshpoint.ports.store`.
+"""What every checkpoint store must do: one test per sentence of `meshpoint.ports.store` and `ports.operations`.
 
 To test a store of your own with pytest (and pytest-asyncio, with `asyncio_mode = auto`):
 
@@ -25,17 +25,32 @@ from __future__ import annotations
 
 import pytest
 
-SECTIONS = ("runs", "pauses", "claims", "cancels", "expiry", "leases", "outbox", "replicas")
+SECTIONS = (
+    "runs",
+    "pauses",
+    "claims",
+    "cancels",
+    "expiry",
+    "leases",
+    "outbox",
+    "operations",
+    "kept",
+    "revivals",
+    "replicas",
+)
 pytest.register_assert_rewrite(*(f"meshpoint.conformance.store_{section}" for section in SECTIONS))
 
 from meshpoint.adapters.memory.clock import FakeClock  # noqa: E402
 from meshpoint.conformance.store_cancels import CancelSuite  # noqa: E402
 from meshpoint.conformance.store_claims import ClaimSuite, JoinSuite  # noqa: E402
 from meshpoint.conformance.store_expiry import ExpireSuite, ProgressSuite  # noqa: E402
+from meshpoint.conformance.store_kept import KeptSuite, RetentionSuite  # noqa: E402
 from meshpoint.conformance.store_leases import KeepAliveSuite, LeaseSuite, PurgeSuite  # noqa: E402
+from meshpoint.conformance.store_operations import ChildrenSuite, SaveSuite, SummarySuite, TrackSuite  # noqa: E402
 from meshpoint.conformance.store_outbox import CatalogSuite, OutboxSuite  # noqa: E402
 from meshpoint.conformance.store_pauses import PauseSuite  # noqa: E402
 from meshpoint.conformance.store_replicas import ReplicasSuite  # noqa: E402
+from meshpoint.conformance.store_revivals import RefusalSuite, ReviveSuite, TokenSuite  # noqa: E402
 from meshpoint.conformance.store_runs import BeginSuite, EndSuite, LookupSuite, ReleaseSuite  # noqa: E402
 from meshpoint.ports.store import CheckpointStore  # noqa: E402
 
@@ -56,6 +71,15 @@ class CheckpointStoreSuite(
     PurgeSuite,
     OutboxSuite,
     CatalogSuite,
+    TrackSuite,
+    ChildrenSuite,
+    SaveSuite,
+    SummarySuite,
+    KeptSuite,
+    RetentionSuite,
+    ReviveSuite,
+    RefusalSuite,
+    TokenSuite,
     ReplicasSuite,
 ):
     """Subclass it, and provide `store`: open, empty, driven by `clock`, with the durations of `TIMINGS`."""

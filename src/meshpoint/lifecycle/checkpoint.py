@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from meshpoint.errors import CommitInDoubt, StoreUnavailable
-from meshpoint.lifecycle.patience import Patience
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import partial
+
+from pydantic import JsonValue
+
+from meshpoint.errors import StoreUnavailable
 from meshpoint.lifecycle.segment import Segment
 from meshpoint.lifecycle.site import Site
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody
@@ -11,28 +17,70 @@ from meshpoint.model.calls import Call, Paused
 from meshpoint.model.checkpoint import Pause, PauseResult, PlannedCall
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Step
-from meshpoint.model.ids import AgentName, TaskId, new_id
+from meshpoint.model.ids import AgentName, TaskId, new_id, resumed_id
 from meshpoint.model.letters import pack
 from meshpoint.model.messages import Header, HeaderValue
 from meshpoint.model.options import OnCheckpointFailure, Options
 from meshpoint.model.outcomes import Failed, FailureKind
+from meshpoint.model.subtasks import Child
 from meshpoint.ports.home import Home
+from meshpoint.subtasks.runner import Subtasks
 
 
-def plan(segment: Segment, paused: Paused, state_format: str, options: Options) -> Pause:
-    """The checkpoint to write. Its ids are made here, once: a repeated write carries the same ones."""
+def plan(
+    segment: Segment, paused: Paused, state_format: str, options: Options, earlier: Sequence[Child] = ()
+) -> Pause:
+    """The checkpoint to write. Its ids are made here, once: a repeated write carries the same ones.
+
+    A call that an earlier attempt at an operation made as well goes to the same task of the peer: see `_Children`.
+    """
     assert segment.context is not None
+    context, of_operation = segment.context, segment.subtasks is not None and segment.subtasks.opened
+    children = _Children(segment.subtasks, earlier) if segment.subtasks is not None and of_operation else None
+    calls = tuple(_planned(call, context, options, children) for call in paused.calls)
     return Pause(
         run=segment.run,
-        context=segment.context.to_checkpoint_dict(),
+        context=context.to_checkpoint_dict(),
         state=paused.state,
         state_format=state_format,
-        calls=tuple(_planned(call, segment.context, options) for call in paused.calls),
+        calls=calls,
         join=paused.join,
         requester=segment.requester,
         request=pack(segment.request) if segment.request and segment.run.fence == 0 else None,
         app_version=options.app_version,
+        children=tuple(children.planned) if children is not None else (),
     )
+
+
+class _Children:
+    """Which tasks of peers the calls of an operation are.
+
+    When it was resumed, a call with the peer and the input of an earlier attempt takes over that attempt's task, so
+    that a peer goes on from its own checkpoint, or just answers again. Not so what a subtask had asked whose record
+    does not count any more.
+    """
+
+    def __init__(self, subtasks: Subtasks, earlier: Sequence[Child]) -> None:
+        self._retry, self._subtask = subtasks.retry_count, subtasks.paused_in
+        left = [each for each in earlier if each.retry < self._retry and each.subtask not in subtasks.outdated]
+        self._left = sorted(left, key=lambda child: -child.retry)  # what was asked last counts
+        self.planned: list[Child] = []
+
+    def adopt(self, call: Call) -> tuple[TaskId, TaskId]:
+        """The id of the peer's task, and under which id the call is kept: they differ if it is to go on."""
+        digest = _digest(call.input)
+        found = next((child for child in self._left if (child.peer, child.digest) == (call.peer, digest)), None)
+        if found is not None:
+            self._left.remove(found)
+        id_ = found.id if found is not None else TaskId(new_id())
+        peer = AgentName(call.peer)
+        self.planned.append(Child(id=id_, peer=peer, digest=digest, subtask=self._subtask, retry=self._retry))
+        return id_, id_ if found is None else resumed_id(id_, self._retry)
+
+
+def _digest(value: JsonValue) -> str:
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
 async def save(pause: Pause, home: Home | None, site: Site) -> tuple[Home, PauseResult]:
@@ -49,50 +97,38 @@ async def save(pause: Pause, home: Home | None, site: Site) -> tuple[Home, Pause
                 return await _first(pause, site.durable, site)
             home = site.durable
         home = home or site.memory
-        return home, await _write(pause, home, site.patience)
+        return home, await _write(pause, home, site)
 
 
 async def _first(pause: Pause, durable: Home, site: Site) -> tuple[Home, PauseResult]:
     try:
-        return durable, await _write_unless_away(pause, durable, site)
+        attempt = partial(_attempt, pause, durable)
+        return durable, await site.patience.unless_away(attempt, site.options.checkpoint_retry_time)
     except StoreUnavailable as error:
         site.steps.note(Step.DEGRADED, pause.run.task_id, error=str(error))
-        return site.memory, await _write(pause, site.memory, site.patience)
+        return site.memory, await _write(pause, site.memory, site)
 
 
-async def _write(pause: Pause, home: Home, patience: Patience) -> PauseResult:
-    async def attempt() -> PauseResult:
-        return (await home.store.pause([pause]))[0]
-
-    return await patience.until_answered(attempt)
+async def _write(pause: Pause, home: Home, site: Site) -> PauseResult:
+    return await site.patience.until_answered(partial(_attempt, pause, home))
 
 
-async def _write_unless_away(pause: Pause, home: Home, site: Site) -> PauseResult:
-    in_doubt = False
-
-    async def attempt() -> PauseResult:
-        nonlocal in_doubt
-        try:
-            return (await home.store.pause([pause]))[0]
-        except CommitInDoubt:
-            in_doubt = True
-            raise
-
-    try:
-        return await site.patience.for_a_while(attempt, site.options.checkpoint_retry_time)
-    except StoreUnavailable:
-        if not in_doubt:
-            raise
-        return await _write(pause, home, site.patience)
+async def _attempt(pause: Pause, home: Home) -> PauseResult:
+    return (await home.store.pause([pause]))[0]
 
 
-def _planned(call: Call, context: TaskExecutionContext, options: Options) -> PlannedCall:
-    sub_task_id = TaskId(new_id())
+def _planned(call: Call, context: TaskExecutionContext, options: Options, children: _Children | None) -> PlannedCall:
+    if children is not None:
+        peers_own, sub_task_id = children.adopt(call)
+    else:
+        peers_own = sub_task_id = TaskId(new_id())
     depth = context.a2a_context.call_depth + 1
-    body = _request_body(sub_task_id, call, context)
+    body = _request_body(peers_own, call, context)
     headers: dict[str, HeaderValue] = {Header.CALL_DEPTH.value: depth}
     if call.idle_timeout is not None:
         headers[Header.IDLE_TIMEOUT.value] = call.idle_timeout.total_seconds()
+    if sub_task_id != peers_own:
+        headers[Header.RESUME.value] = new_id()
     traceparent = context.trace_context.get(Header.TRACEPARENT.value)
     if isinstance(traceparent, str):
         headers[Header.TRACEPARENT.value] = traceparent

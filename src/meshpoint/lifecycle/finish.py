@@ -9,6 +9,7 @@ from meshpoint.model.events import Step
 from meshpoint.model.letters import reply_bytes
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.model.secrets import masked
 from meshpoint.ports.home import Home
 
 
@@ -35,9 +36,12 @@ def state_of(outcome: Outcome) -> TaskState:
             return TaskState.FAILED
 
 
-async def end(segment: Segment, home: Home, reply: Reply, site: Site) -> EndResult:
-    """Commit the outcome of a task that has a row, however long the database is away."""
-    ending = End(segment.run, reply.state, reply.body, segment.dead_reason)
+async def end(segment: Segment, home: Home, reply: Reply, site: Site, failed: Failed | None = None) -> EndResult:
+    """Commit the outcome of a task that has a row, however long the database is away.
+
+    An operation that `failed` leaves a last checkpoint, with the reason.
+    """
+    ending = _end(segment, reply, failed, site)
 
     async def attempt() -> EndResult:
         return (await home.store.end([ending]))[0]
@@ -51,3 +55,10 @@ async def end(segment: Segment, home: Home, reply: Reply, site: Site) -> EndResu
         case Fenced():
             site.steps.note(Step.FENCED, segment.run.task_id, what="end", fence=segment.run.fence)
     return result
+
+
+def _end(segment: Segment, reply: Reply, failed: Failed | None, site: Site) -> End:
+    reason = None if failed is None else masked(failed.message, site.options.secret_keys)
+    if reason is not None and segment.subtasks is not None and segment.subtasks.opened:
+        segment.last = segment.subtasks.last(reason, segment.failure)
+    return End(segment.run, reply.state, reply.body, segment.dead_reason, reason, segment.last)

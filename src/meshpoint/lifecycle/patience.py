@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_never, wait_random_exponential
 
-from meshpoint.errors import BrokerUnavailable, StoreUnavailable, Unavailable
+from meshpoint.errors import BrokerUnavailable, CommitInDoubt, StoreUnavailable, Unavailable
 from meshpoint.model.events import Step
 from meshpoint.ports.clock import Clock
 from meshpoint.ports.observer import Steps
@@ -38,6 +38,28 @@ class Patience:
         """The result of `attempt`, or its last `Unavailable` after about `limit`."""
         give_up_at = self._clock.now() + limit
         return await self._repeat(attempt, lambda _: self._clock.now() >= give_up_at)
+
+    async def unless_away(self, attempt: Callable[[], Awaitable[T]], limit: timedelta) -> T:
+        """The result of `attempt`, or a `StoreUnavailable` after about `limit`: then certainly nothing was written.
+
+        One whose COMMIT is in doubt is repeated until the database tells.
+        """
+        in_doubt = False
+
+        async def noticing() -> T:
+            nonlocal in_doubt
+            try:
+                return await attempt()
+            except CommitInDoubt:
+                in_doubt = True
+                raise
+
+        try:
+            return await self.for_a_while(noticing, limit)
+        except StoreUnavailable:
+            if not in_doubt:
+                raise
+            return await self.until_answered(attempt)
 
     async def _repeat(self, attempt: Callable[[], Awaitable[T]], stop: Callable[[RetryCallState], bool]) -> T:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
 from pydantic import JsonValue, ValidationError
@@ -12,7 +12,7 @@ from meshpoint.errors import NotJson, PoisonMessage
 from meshpoint.model.bodies import CancelBody, RequestBody, ResponseBody, StatusBody, TaskState, parse
 from meshpoint.model.checkpoint import Claim, Progress, Requester
 from meshpoint.model.context import A2AContext, Report, TaskExecutionContext
-from meshpoint.model.ids import RunId, TaskId, new_id
+from meshpoint.model.ids import RunId, TaskId, new_id, plain_id, resumed_id
 from meshpoint.model.json_values import JsonDict
 from meshpoint.model.messages import Address, Header, Message, MessageType
 from meshpoint.model.options import Options
@@ -32,6 +32,22 @@ class Request:
     security_context: dict[str, JsonValue]
     trace_context: dict[str, JsonValue]
     message: Message
+    resume: str | None = None  # the token of a requester that goes on after a failure, and asks again
+
+    def asked_by(self, requester: Requester) -> Request:
+        """The same request for the requester that its task has now: a resumed one may have another."""
+        if requester == self.requester:
+            return self
+        a2a_context = self.a2a_context.model_copy(
+            update={
+                "reply_to": requester.reply_to,
+                "requester": requester.app_id,
+                "parent_task_id": requester.parent_task_id,
+                "deadline": requester.deadline,
+                "idle_timeout": requester.idle_timeout,
+            }
+        )
+        return replace(self, requester=requester, a2a_context=a2a_context)
 
     def context(self, report: Report) -> TaskExecutionContext:
         """The context of the first segment."""
@@ -82,6 +98,8 @@ def request(message: Message, options: Options) -> Request:
     if not (message.correlation_id or body.message.task_id):
         raise PoisonMessage("correlation_id: a request must name its task")
     task_id = _name("correlation_id", message.correlation_id or body.message.task_id)
+    if plain_id(task_id)[1] is not None:
+        raise PoisonMessage(f"correlation_id: {task_id!r} ends as only ids of resumed calls may")
     if body.message.task_id not in {None, task_id}:
         raise PoisonMessage(f"message.taskId: {body.message.task_id!r} is not the correlation id {task_id!r}")
     requester = requester_of(message)
@@ -98,6 +116,7 @@ def request(message: Message, options: Options) -> Request:
         security_context=security_context,
         trace_context={k: v for k, v in message.headers.items() if k == Header.TRACEPARENT.value},
         message=message,
+        resume=_name(Header.RESUME, resume) if (resume := message.headers.get(Header.RESUME)) else None,
     )
 
 
@@ -154,9 +173,7 @@ def status(message: Message, options: Options) -> StatusNews:
         raise PoisonMessage(f"statusUpdate.status.state: {said.state} ends a task; send a response")
     part = said.message.parts[0] if said.message else None
     data = None if part is None else part.text if part.text is not None else part.data
-    progress = Progress(
-        _parent_task(message), TaskId(_name("correlation_id", message.correlation_id)), message.app_id
-    )
+    progress = Progress(_parent_task(message), _sub_task(message), message.app_id)
     return StatusNews(progress, data)
 
 
@@ -181,13 +198,15 @@ def _parent_task(message: Message) -> TaskId:
     parent = message.headers.get(Header.PARENT_TASK)
     if not parent:
         raise PoisonMessage(f"{Header.PARENT_TASK}: the header must echo the requester's task id")
-    return TaskId(_name(Header.PARENT_TASK, parent))
+    return plain_id(_name(Header.PARENT_TASK, parent))[0]
 
 
 def _sub_task(message: Message) -> TaskId:
     if not message.correlation_id:
         raise PoisonMessage("correlation_id: must name the call")
-    return TaskId(_name("correlation_id", message.correlation_id))
+    peers_own = TaskId(_name("correlation_id", message.correlation_id))
+    _, retry = plain_id(str(message.headers.get(Header.PARENT_TASK)))
+    return peers_own if retry is None else resumed_id(peers_own, retry)
 
 
 def _name(where: str, name: object) -> str:

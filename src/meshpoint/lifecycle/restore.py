@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from pydantic import JsonValue
+
+from meshpoint.lifecycle.ledger import SegmentLedger
+from meshpoint.lifecycle.segment import Segment
+from meshpoint.lifecycle.site import Site
 from meshpoint.model.checkpoint import Resumable
 from meshpoint.model.context import Report, TaskExecutionContext
+from meshpoint.model.events import Step
 from meshpoint.model.outcomes import Outcomes
+from meshpoint.model.subtasks import AgentCheckpoint
+from meshpoint.subtasks.migrating import migrated
+from meshpoint.subtasks.runner import Attempt, Subtasks
 
 
 def restore(task: Resumable, report: Report) -> tuple[TaskExecutionContext, Outcomes]:
@@ -20,3 +29,36 @@ def restore(task: Resumable, report: Report) -> tuple[TaskExecutionContext, Outc
     for _, peer, outcome in task.outcomes:
         context.token_usage.merge(outcome.usage, source=peer)
     return context, Outcomes({call_id: outcome for call_id, _, outcome in task.outcomes})
+
+
+async def restored_subtasks(
+    segment: Segment, task: Resumable | None, ledger: SegmentLedger, site: Site, parameters: JsonValue = None
+) -> Subtasks:
+    """What runs the subtasks of a segment: of an operation with all that is recorded, of any other task with nothing.
+
+    Raises:
+        IncompatibleState: the checkpoint is of another version of the agent, and no migration leads here.
+    """
+    assert segment.context is not None
+    restored: AgentCheckpoint | None = None
+    if task is not None and task.checkpoint:
+        restored = await _last_checkpoint(segment, task.checkpoint, site)
+    attempt = Attempt(
+        run=segment.run,
+        retry_count=task.retry_count if task is not None else 0,
+        seq=(task.checkpoint or 0) if task is not None else 0,
+        parameters=parameters,
+    )
+    opened = task is not None and task.checkpoint is not None
+    return Subtasks(segment.context, site.plan, attempt, restored, ledger, site.steps, site.clock.now, opened=opened)
+
+
+async def _last_checkpoint(segment: Segment, seq: int, site: Site) -> AgentCheckpoint | None:
+    assert segment.home is not None
+    run, checkpointer = segment.run, site.checkpointer(segment.home)
+    found = await site.patience.until_answered(lambda: checkpointer.restore(run.task_id, run.agent, seq=seq))
+    if found is None:
+        return None
+    fallback = {"fallback": found.fallback.value} if found.fallback is not None else {}
+    site.steps.note(Step.CHECKPOINT_RESTORED, run.task_id, source=found.source.value, seq=seq, **fallback)
+    return migrated(found.checkpoint, site.plan.version, site.plan.migrations)

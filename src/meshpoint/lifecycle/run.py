@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ from meshpoint.model.calls import Done, Paused
 from meshpoint.model.checkpoint import Resumable
 from meshpoint.model.events import Step
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes
+from meshpoint.model.secrets import masked, traceback_of
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.observer import Steps
 
@@ -31,38 +32,47 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """This replica's agent cannot read the state."""
+    """This replica's agent cannot read the state, or, of an operation, its last checkpoint."""
 
     reason: str
+    of_checkpoint: bool = False
 
 
 SegmentResult: TypeAlias = Paused | Outcome | Stopped | Unreadable
 
 
 async def first_segment(
-    agent: DurableAgent[Any, Any], segment: Segment, input_: object, steps: Steps
+    agent: DurableAgent[Any, Any], segment: Segment, input_: object, steps: Steps, secret_keys: Sequence[str] = ()
 ) -> SegmentResult:
     """Run `agent` on a new request."""
     assert segment.context is not None
-    return await _run(agent.start(segment.context, input_), segment, steps)
+    return await _run(agent.start(segment.context, input_), segment, steps, secret_keys)
 
 
 async def next_segment(
-    agent: DurableAgent[Any, Any], segment: Segment, task: Resumable, outcomes: Outcomes, steps: Steps
+    agent: DurableAgent[Any, Any],
+    segment: Segment,
+    task: Resumable,
+    outcomes: Outcomes,
+    steps: Steps,
+    secret_keys: Sequence[str] = (),
 ) -> SegmentResult:
     """Run `agent` on from a checkpoint."""
     assert segment.context is not None
-    return await _run(agent.resume(segment.context, task.state, outcomes), segment, steps)
+    return await _run(agent.resume(segment.context, task.state, outcomes), segment, steps, secret_keys)
 
 
-async def _run(code: Coroutine[Any, Any, Paused | Done[Any]], segment: Segment, steps: Steps) -> SegmentResult:
+async def _run(
+    code: Coroutine[Any, Any, Paused | Done[Any]], segment: Segment, steps: Steps, secret_keys: Sequence[str]
+) -> SegmentResult:
     """Run agent code in a task of its own, so that it can be stopped without stopping the room around it."""
     run = segment.run
     if segment.stopped is not None:
         code.close()
         return Stopped(segment.stopped)
     with steps.step(Step.SEGMENT, [run.task_id], generation=run.generation):
-        running = segment.code = asyncio.create_task(_guarded(code, segment), name=f"segment {run.task_id}")
+        guarded = _guarded(code, segment, secret_keys)
+        running = segment.code = asyncio.create_task(guarded, name=f"segment {run.task_id}")
         running.add_done_callback(lambda _: code.close())  # stopped before its first step, nobody ever awaited it
         try:
             await asyncio.wait({running})
@@ -78,7 +88,9 @@ async def _run(code: Coroutine[Any, Any, Paused | Done[Any]], segment: Segment, 
         return Failed(FailureKind.ERROR, "the agent's code cancelled itself")
 
 
-async def _guarded(code: Coroutine[Any, Any, Paused | Done[Any]], segment: Segment) -> SegmentResult:
+async def _guarded(
+    code: Coroutine[Any, Any, Paused | Done[Any]], segment: Segment, secret_keys: Sequence[str]
+) -> SegmentResult:
     # The consumer edge: whatever agent code raises becomes an answer, SystemExit included, which would
     # otherwise end the replica and every task beside this one.
     try:
@@ -88,12 +100,25 @@ async def _guarded(code: Coroutine[Any, Any, Paused | Done[Any]], segment: Segme
     except InvalidInput as error:
         return _failed(FailureKind.INVALID, str(error), segment)
     except AgentFailed as error:
+        _keep_details(error, segment, secret_keys)
         return _failed(FailureKind.ERROR, str(error), segment)
-    except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+    except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit) as error:
+        _keep_details(error, segment, secret_keys)
         raise
     except BaseException as error:
         log.warning("task %s: agent code raised", segment.run.task_id, exc_info=True)
+        _keep_details(error, segment, secret_keys)
         return _failed(FailureKind.ERROR, f"{type(error).__name__}: {error}", segment)
+
+
+def _keep_details(error: BaseException, segment: Segment, secret_keys: Sequence[str]) -> None:
+    """Note how an operation's code ended, for its last checkpoint. As text: a traceback holds on to all it ran in."""
+    if segment.subtasks is not None and segment.subtasks.opened:
+        segment.failure = {
+            "type": type(error).__name__,
+            "message": masked(str(error), secret_keys),
+            "traceback": traceback_of(error, secret_keys),
+        }
 
 
 def _result(returned: object, segment: Segment) -> SegmentResult:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NoReturn
+
+from pydantic import JsonValue
 
 from meshpoint.model.checkpoint import Requester, Run
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.messages import Message
+from meshpoint.model.subtasks import AgentCheckpoint
 from meshpoint.ports.broker import Delivery
 from meshpoint.ports.home import Home
+from meshpoint.subtasks.runner import Subtasks
 
 
 class Stop(Enum):
@@ -27,6 +32,8 @@ class Segment:
 
     `home` is None until the first checkpoint chooses one. `deliveries` are the un-acked requests of the task:
     more than one when a request was sent again. `request` is kept for the row that the first pause writes.
+    `subtasks` runs and records those of this segment. `failure` tells more of how an operation's code ended, and
+    `last` is the checkpoint that it leaves then.
     `settling` is set when the code has ended. `dead_reason` is set when the task ends because its runs keep killing
     their process.
     """
@@ -38,15 +45,34 @@ class Segment:
     request: Message | None = None
     deliveries: list[Delivery] = field(default_factory=list)
     code: asyncio.Task[object] | None = None
+    subtasks: Subtasks | None = None
+    failure: dict[str, JsonValue] | None = None
+    last: AgentCheckpoint | None = None
     settling: bool = False
     stopped: Stop | None = None
     dead_reason: str | None = None
 
     def stop(self, why: Stop) -> None:
         """Cancel the code at its next await. The first reason counts, but a lost lease overrules all."""
+        self._note_stop(why)
+        if self.code is not None:
+            self.code.cancel()
+
+    def stop_here(self, why: Stop) -> NoReturn:
+        """Cancel the code from within it, whichever of its asyncio tasks asks."""
+        self._note_stop(why)
+        if self.code is not None and self.code is not asyncio.current_task():
+            self.code.cancel()
+        raise asyncio.CancelledError(why.name.lower())
+
+    def _note_stop(self, why: Stop) -> None:
         if self.stopped is None or why is Stop.LOST:
             self.stopped = why
         if self.context is not None:
             self.context.cancelled.set()
-        if self.code is not None:
-            self.code.cancel()
+
+    def close(self) -> None:
+        """Forget what holds on to the segment in a circle: garbage would wait for the collector."""
+        if self.context is not None:
+            self.context.run_subtasks_with(None)
+        self.subtasks = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,12 @@ from meshpoint.lifecycle.slots import Slots
 from meshpoint.model.checkpoint import Replica
 from meshpoint.model.ids import AgentName
 from meshpoint.model.options import Options
+from meshpoint.ports.agent import Plan
 from meshpoint.ports.broker import Broker
 from meshpoint.ports.clock import Clock
 from meshpoint.ports.home import Home
 from meshpoint.ports.observer import Steps
+from meshpoint.subtasks.checkpointer import AgentCheckpointer
 
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 """Runs a step beside the others, in the worker's task group."""
@@ -25,7 +27,8 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 class Site:
     """One agent in one replica: its homes, its broker, its limits.
 
-    `durable` is the home of paused tasks, None when they stay in memory.
+    `durable` is the home of paused tasks, None when they stay in memory. `plan` is what the agent says of its
+    operations.
     """
 
     replica: Replica
@@ -37,11 +40,17 @@ class Site:
     slots: Slots
     patience: Patience
     steps: Steps
+    plan: Plan
+    checkpointers: Mapping[bool, AgentCheckpointer]  # by whether a home is durable
 
     @property
     def agent(self) -> AgentName:
         """The agent that is served."""
         return self.replica.agent
+
+    def checkpointer(self, home: Home) -> AgentCheckpointer:
+        """What writes and restores the checkpoints of operations in `home`."""
+        return self.checkpointers[home.durable]
 
     @property
     def homes(self) -> tuple[Home, ...]:

@@ -17,6 +17,7 @@ from meshpoint.model.calls import Join
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
 from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Failed, Outcome
+from meshpoint.model.subtasks import AgentCheckpoint, Child, Operation, Saved
 
 Checkpoint: TypeAlias = dict[str, JsonValue]
 
@@ -94,17 +95,40 @@ class PlannedCall:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Write a task as `running` in generation 0, before its first segment, with its request kept."""
+    """Write a task as `running` in generation 0, with its request kept: before its first segment, or within it.
+
+    `operation` is written with it when a subtask is about to run.
+    """
 
     run: Run
     replica: Replica
     requester: Requester
     request: bytes  # opaque to the store: the request message as `lifecycle` encodes it
+    operation: Operation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """Write the operation of a task that has a row: its first subtask is about to run."""
+
+    run: Run
+    operation: Operation
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A checkpoint within a segment. Only the run that owns the task may write it."""
+
+    run: Run
+    checkpoint: AgentCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A checkpoint: the task's row, one row per call, the join row. `request` is kept when the row is new."""
+    """A checkpoint: the task's row, one row per call, the join row. `request` is kept when the row is new.
+
+    `children` is set for an operation: the tasks that its calls are at their peers.
+    """
 
     run: Run
     context: Checkpoint
@@ -116,6 +140,7 @@ class Pause:
     request: bytes | None = None
     app_version: str | None = None
     framework: str | None = None
+    children: tuple[Child, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +159,18 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The task's outcome, with the reply's body. `dead_reason` lists it as dead, its request kept."""
+    """The task's outcome, with the reply's body. `dead_reason` lists it as dead, its request kept.
+
+    For an operation that did not complete: `checkpoint` is its last one, with why it ended. Without it, the one
+    that stands is written once more, with `reason`.
+    """
 
     run: Run
     state: TaskState
     reply: bytes
     dead_reason: str | None = None
+    reason: str | None = None
+    checkpoint: AgentCheckpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +311,7 @@ class PastDeadline:
 
 PauseResult: TypeAlias = Committed | Fenced | CancelFound | PastDeadline
 BeginResult: TypeAlias = Begun | Fenced | CancelFound
+SaveResult: TypeAlias = Saved | Fenced | CancelFound
 EndResult: TypeAlias = Ended | Fenced
 
 
@@ -288,7 +320,9 @@ class Resumable:
     """A task this replica now owns, read after its row was locked.
 
     `outcomes` holds (call id, peer, outcome) in call order; it is empty in generation 0, where `request` is
-    to be run from the start. `attempt` counts the runs of this segment, this one included.
+    to be run from the start. `attempt` counts the runs of this segment, this one included. `checkpoint` is the
+    number of an operation's last checkpoint, 0 before the first, None for a task that is none; `retry_count` how
+    often it was resumed.
     """
 
     run: Run
@@ -300,6 +334,8 @@ class Resumable:
     request: bytes | None
     attempt: int
     cancel_requested: bool = False
+    checkpoint: int | None = None
+    retry_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

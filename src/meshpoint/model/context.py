@@ -17,6 +17,7 @@ from meshpoint.model.ids import TaskId
 from meshpoint.model.json_values import JsonDict, JsonList, check_json
 from meshpoint.model.messages import Address
 from meshpoint.model.recording import Recorder, Recording
+from meshpoint.model.subtasking import Subtasking
 from meshpoint.model.usage import TokenUsage
 
 Report = Callable[[JsonValue], Awaitable[None]]
@@ -77,11 +78,12 @@ class _ListField:
         context.__dict__[self._name] = JsonList(values, name=self._name)
 
 
-class TaskExecutionContext(Recording):
+class TaskExecutionContext(Recording, Subtasking):
     """One task's execution context.
 
     Kept over a pause: what `to_checkpoint_dict` lists. Rebuilt in the replica that goes on: `cancelled`, which is
     set when the task is to stop, and the way to report. A value that is not JSON is refused when it is set.
+    `subject` says in a few words what the task is about, for people who look at operations and checkpoints.
     """
 
     produced_artifacts = _ListField()
@@ -102,6 +104,7 @@ class TaskExecutionContext(Recording):
         security_context: Mapping[str, Any] = MappingProxyType({}),
         token_usage: TokenUsage | None = None,
         trace_context: Mapping[str, Any] = MappingProxyType({}),
+        subject: str | None = None,
         report: Report | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -114,9 +117,11 @@ class TaskExecutionContext(Recording):
         self.security_context = security_context
         self.token_usage = token_usage if token_usage is not None else TokenUsage()
         self.trace_context = trace_context
+        self.subject = subject
         self.cancelled = asyncio.Event()
         self._report = report
         self._recorder = recorder
+        self._subtasks = None
 
     def __repr__(self) -> str:
         return f"TaskExecutionContext({self._task_id!r})"
@@ -154,7 +159,7 @@ class TaskExecutionContext(Recording):
 
     def to_checkpoint_dict(self) -> Checkpoint:
         """What survives a pause, as a copy that later changes to this context do not reach."""
-        return {
+        kept: Checkpoint = {
             "task_id": self._task_id,
             "a2a_context": self._a2a_context.model_dump(mode="json"),
             "response_buffer": self._response_buffer,
@@ -165,6 +170,8 @@ class TaskExecutionContext(Recording):
             "token_usage": self.token_usage.model_dump(mode="json"),
             "trace_context": self.trace_context.to_plain(),
         }
+        # Left out when there is none: the release before does not know it.
+        return kept if self.subject is None else {**kept, "subject": self.subject}
 
     @classmethod
     def from_checkpoint_dict(

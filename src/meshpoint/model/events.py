@@ -29,6 +29,9 @@ class Step(StrEnum):
     ACK = "ack"  # a delivery is acked
     CLAIM = "claim"  # outcomes are recorded
     RESTORE = "restore"  # a context is rebuilt
+    SUBTASK = "subtask"  # the code of a subtask runs
+    SAVE = "save"  # a checkpoint within a segment commits
+    RESUME = "resume"  # an ended operation is made ready to go on
     END = "end"  # an outcome commits
     REPLY = "reply"  # a reply is published
     SWEEP = "sweep"  # one look for what time alone makes due
@@ -58,6 +61,11 @@ class Step(StrEnum):
     REPLY_UNROUTABLE = "reply_unroutable"
     CODE_CANCELLED = "code_cancelled"  # running agent code was cancelled
     LEASE_LOST = "lease_lost"
+    SUBTASK_REUSED = "subtask_reused"  # its deliverable is recorded: it does not run
+    SUBTASK_AGAIN = "subtask_again"  # it is recorded, but something differs: it runs again
+    CHECKPOINT_RESTORED = "checkpoint_restored"  # and from where
+    CHECKPOINT_COPY = "checkpoint_copy"  # the fast copy of a checkpoint could not be written or read
+    OWNER_LOST = "owner_lost"  # an operation ends as failed because its replica died
 
 
 ONLY_TOLD = frozenset(
@@ -78,6 +86,11 @@ ONLY_TOLD = frozenset(
         Step.REPLY_UNROUTABLE,
         Step.CODE_CANCELLED,
         Step.LEASE_LOST,
+        Step.SUBTASK_REUSED,
+        Step.SUBTASK_AGAIN,
+        Step.CHECKPOINT_RESTORED,
+        Step.CHECKPOINT_COPY,
+        Step.OWNER_LOST,
     }
 )
 EFFECTS = frozenset(Step) - ONLY_TOLD

@@ -25,6 +25,24 @@ def new_id() -> str:
     return str(uuid_utils.uuid7())
 
 
+_RESUMED = re.compile(r"(.+)~resume-(\d+)", re.DOTALL)
+
+
+def resumed_id(task_id: TaskId, retry: int) -> TaskId:
+    """`task_id` as a resumed operation's `retry`-th attempt knows the task of a peer that is to go on.
+
+    The peer knows nothing of it: it answers under its own id, and echoes in which attempt it was asked. So what it
+    had answered to an earlier attempt, and comes late, is the answer to nothing.
+    """
+    return TaskId(f"{task_id}~resume-{retry}")
+
+
+def plain_id(task_id: str) -> tuple[TaskId, int | None]:
+    """An id without the attempt that `resumed_id` put into it, and that attempt; None: it has none."""
+    marked = _RESUMED.fullmatch(task_id)
+    return (TaskId(task_id), None) if marked is None else (TaskId(marked[1]), int(marked[2]))
+
+
 def agent_name(name: str) -> AgentName:
     """`name` as an agent name: letters, digits, `_` and `-`, at most 63 characters.
 

@@ -18,7 +18,7 @@ from meshpoint.model.bodies import (
     response_body,
 )
 from meshpoint.model.checkpoint import CancelNotice, Dispatch, Reply, Requester
-from meshpoint.model.ids import AgentName, TaskId, new_id
+from meshpoint.model.ids import AgentName, TaskId, new_id, plain_id, resumed_id
 from meshpoint.model.messages import Address, Header, Message, MessageType, requests_of, responses_of
 from meshpoint.model.outcomes import Outcome
 
@@ -27,9 +27,10 @@ Letter = tuple[Address, Message]
 
 def request_letter(call: Dispatch, reply_to: Address, margin: timedelta) -> Letter:
     """A peer request. The peer gets the call's deadline less `margin`, so that its answer can still arrive."""
+    peers_own, retry = plain_id(call.sub_task_id)
     headers = {
         **call.headers,
-        Header.PARENT_TASK.value: call.task_id,
+        Header.PARENT_TASK.value: call.task_id if retry is None else resumed_id(call.task_id, retry),
         Header.DEADLINE.value: (call.deadline - margin).timestamp(),
         Header.ATTEMPT.value: call.attempt,
     }
@@ -37,7 +38,7 @@ def request_letter(call: Dispatch, reply_to: Address, margin: timedelta) -> Lett
         type=MessageType.REQUEST,
         body=call.body,
         message_id=call.sub_task_id,
-        correlation_id=call.sub_task_id,
+        correlation_id=peers_own,
         app_id=call.agent,
         reply_to=reply_to,
         headers=headers,
@@ -47,7 +48,8 @@ def request_letter(call: Dispatch, reply_to: Address, margin: timedelta) -> Lett
 
 def cancel_letter(notice: CancelNotice) -> Letter:
     """A word to a peer that its task is no longer needed."""
-    return responses_of(notice.peer), cancel_message(notice.agent, notice.sub_task_id)
+    peers_own, _ = plain_id(notice.sub_task_id)
+    return responses_of(notice.peer), cancel_message(notice.agent, peers_own)
 
 
 def cancel_message(sender: AgentName, task_id: TaskId, reason: str | None = None) -> Message:

@@ -22,6 +22,13 @@ class OnCheckpointFailure(StrEnum):
     WAIT = "wait"
 
 
+class OnLostOwner(StrEnum):
+    """What becomes of an operation whose replica died while it ran."""
+
+    TAKE_OVER = "take_over"
+    FAIL = "fail"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """One agent's limits and durations."""
@@ -49,5 +56,7 @@ class Options:
     begin_at_delivery: int = 3  # from this delivery on, a task is written as running before it runs
     ack_policy: AckPolicy = AckPolicy.AT_CHECKPOINT
     on_checkpoint_failure: OnCheckpointFailure = OnCheckpointFailure.KEEP_IN_MEMORY
+    on_lost_owner: OnLostOwner = OnLostOwner.TAKE_OVER
+    secret_keys: tuple[str, ...] = ()  # whose values are masked in what is kept of a failure, beside the usual ones
     app_version: str | None = None
     peer_logins: Mapping[str, str] = field(default_factory=dict)  # by agent, the broker login its messages must carry

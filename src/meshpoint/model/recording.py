@@ -45,6 +45,9 @@ class Recorder(Protocol):
     async def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
         """One outcome per call, in call order. Does not return when there is none yet: the task pauses."""
 
+    def skip(self, subtask: str) -> None:
+        """Pass the calls that were recorded in a subtask, whose deliverable is known."""
+
 
 class Recording:
     """The part of a context that only function agents use."""
@@ -59,6 +62,16 @@ class Recording:
     def replaying(self) -> bool:
         """Whether the function runs again through a part it has finished before."""
         return self._recorder is not None and self._recorder.replaying
+
+    @property
+    def calls_are_not_recorded(self) -> bool:
+        """Whether this is no function agent, so that nothing runs again but what a crash interrupted."""
+        return self._recorder is None
+
+    def skip_calls_of(self, subtask: str) -> None:
+        """Pass what a subtask asked its peers, as it does not run again. For the code that runs subtasks."""
+        if self._recorder is not None:
+            self._recorder.skip(subtask)
 
     @overload
     async def call(self, call: UnsentCall[T], /, *, return_errors: Literal[False] = False) -> T: ...

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from meshpoint.model.calls import Done, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.outcomes import Outcomes
+from meshpoint.model.subtasks import Migration
 
 In_contra = TypeVar("In_contra", contravariant=True)
 Out_co = TypeVar("Out_co", covariant=True)
@@ -73,6 +76,37 @@ class ReadsOlderStates(Protocol):
     @property
     def readable_formats(self) -> frozenset[str]:
         """Every format that `resume` can read, `state_format` included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What an agent says of its operations.
+
+    `subtasks` are those it expects to run, in order; others are counted when they begin. `version` is written into
+    each checkpoint, and `migrations` lead from the versions of earlier ones to it. `type` is a word for people.
+    `exclusive` refuses to resume an operation while another one of the agent is active. `preserve` exempts its
+    checkpoints from every deletion.
+    """
+
+    subtasks: tuple[str, ...] = ()
+    version: str | None = None
+    migrations: Sequence[Migration] = ()
+    type: str = "agent"
+    exclusive: bool = False
+    preserve: bool = False
+
+
+@runtime_checkable
+class Plans(Protocol):
+    """Optional: an agent that says more of its operations than that they are some."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+
+def plan_of(agent: DurableAgent[Any, Any]) -> Plan:
+    """What `agent` says of its operations."""
+    return agent.plan if isinstance(agent, Plans) else Plan()
 
 
 def readable_formats(agent: DurableAgent[Any, Any]) -> frozenset[str]:

@@ -43,6 +43,7 @@ from meshpoint.model.checkpoint import (
     TaskSummary,
 )
 from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.ports.operations import Operations
 
 
 class Transitions(Protocol):
@@ -166,7 +167,7 @@ class Catalog(Protocol):
         """One task and its calls in call order."""
 
 
-class CheckpointStore(Transitions, DueWork, Outbox, Catalog, Protocol):
+class CheckpointStore(Transitions, DueWork, Outbox, Catalog, Operations, Protocol):
     """All of it. `durable` tells whether a task kept here outlives the process."""
 
     @property
@@ -190,3 +191,6 @@ class StoreTimings(Protocol):
     dispatch_lease: timedelta
     tombstone_ttl: timedelta
     incompatible_limit: timedelta
+    checkpoint_ttl: timedelta  # of operations that failed or were cancelled
+    checkpoint_history: int  # checkpoints of an operation that are kept, the last ones
+    checkpoint_archive: bool  # on success, move checkpoints instead of deleting them

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.ids import agent_name
-from meshpoint.model.options import AckPolicy, OnCheckpointFailure, Options
+from meshpoint.model.options import AckPolicy, OnCheckpointFailure, OnLostOwner, Options
 from meshpoint.settings import urls
 from meshpoint.settings.section import DEFAULT, EMBEDDED, Bytes, Count, Seconds, SecondsOrZero, Section
 
@@ -25,6 +25,9 @@ class Timings:
     dispatch_lease: timedelta
     tombstone_ttl: timedelta
     incompatible_limit: timedelta
+    checkpoint_ttl: timedelta
+    checkpoint_history: int
+    checkpoint_archive: bool
 
 
 class AgentSettings(Section):
@@ -129,6 +132,29 @@ class AgentSettings(Section):
         default=DEFAULT.incompatible_pause.total_seconds(),
         description="before a task whose state could not be read is offered again",
     )
+    checkpoint_ttl_seconds: Seconds = Field(
+        default=2_592_000,
+        description="how long a failed or cancelled operation is kept with its checkpoints, to be resumed: 30 days",
+    )
+    checkpoint_history: Count = Field(
+        default=5,
+        description="checkpoints of an operation that are kept as its history; the last one is resumed from",
+    )
+    checkpoint_archive: bool = Field(
+        default=False, description="move the checkpoints of a completed operation to an archive, in place of deleting"
+    )
+    checkpoint_cache_url: str | None = Field(
+        default=None, description="redis:// where a copy of each last checkpoint serves restores; unset: none"
+    )
+    checkpoint_cache_ttl_seconds: Seconds = Field(default=604_800, description="how long that copy is kept: 7 days")
+    on_lost_owner: OnLostOwner = Field(
+        default=DEFAULT.on_lost_owner,
+        description="an operation whose replica died: take_over, or fail: end it as failed, to be resumed by hand",
+    )
+    secret_keys: tuple[str, ...] = Field(
+        default=DEFAULT.secret_keys,
+        description="names whose values are masked in kept failures and exports, beside password, token and the like",
+    )
     peer_logins: dict[str, str] = Field(
         default={},
         description="by agent, the broker login that its responses must carry (RabbitMQ verifies logins); {}: any",
@@ -187,4 +213,7 @@ class AgentSettings(Section):
             dispatch_lease=timedelta(seconds=self.dispatch_lease_seconds),
             tombstone_ttl=timedelta(seconds=self.tombstone_ttl_seconds),
             incompatible_limit=timedelta(seconds=self.incompatible_state_limit_seconds),
+            checkpoint_ttl=timedelta(seconds=self.checkpoint_ttl_seconds),
+            checkpoint_history=self.checkpoint_history,
+            checkpoint_archive=self.checkpoint_archive,
         )

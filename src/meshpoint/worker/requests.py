@@ -9,15 +9,17 @@ from typing import assert_never
 
 from meshpoint.errors import NO_DEFECT, PoisonMessage
 from meshpoint.lifecycle import finish, receive
+from meshpoint.lifecycle.begin import begin
 from meshpoint.lifecycle.cancel import CANCELLED
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.refuse import Refusals, refusal
 from meshpoint.lifecycle.segment import Segment
 from meshpoint.lifecycle.site import Site, Spawn
-from meshpoint.model.checkpoint import Begin, Begun, CancelFound, Fenced, Known, Run, TaskState
+from meshpoint.model.checkpoint import Begun, CancelFound, Fenced, Known, Run, TaskState
 from meshpoint.model.events import Step
 from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.letters import pack, reply_letter
+from meshpoint.model.operations import Adopted, NotRevived, Refusal, Revive, Revived
 from meshpoint.model.options import AckPolicy
 from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.ports.broker import Delivery
@@ -93,13 +95,27 @@ class Requests:
         except PoisonMessage as error:
             await self._refusals.dead_letter(delivery, str(error))
             return None
-        if self._segments.adopt(request.task_id, delivery):
+        live = self._segments.live.get(request.task_id)
+        if request.resume is not None and live is not None:
+            self._spawn(self._asked_again(live, request, delivery))
+            return None
+        if request.resume is None and self._segments.adopt(request.task_id, delivery):
             await self._ack_if_row_is_enough(request.task_id)
             return None
         run = Run(request.task_id, self._site.agent, RunId(new_id()))
         segment = Segment(run=run, requester=request.requester, request=delivery.message, deliveries=[delivery])
         self._segments.arrive(segment)
         return segment, request
+
+    async def _asked_again(self, live: Segment, request: receive.Request, delivery: Delivery) -> None:
+        """A resumed requester asks for a task that runs here: it is the one to be answered now."""
+        live.requester = request.requester
+        if live.home is None:  # there is no row: what it comes to is answered as the segment says
+            live.deliveries.append(delivery)
+            return
+        run = Run(request.task_id, self._site.agent, RunId(new_id()))
+        asking = Segment(run=run, requester=request.requester, request=delivery.message, deliveries=[delivery])
+        await self._again(asking, request, live.home, Known(request.task_id, self._site.agent, TaskState.RUNNING))
 
     async def _ack_if_row_is_enough(self, task_id: TaskId) -> None:
         running = self._segments.live.get(task_id)
@@ -120,7 +136,7 @@ class Requests:
     ) -> bool:
         """Whether the task is to run here now. If not, its request is settled, or soon will be."""
         if known is not None:
-            self._spawn(self._again(segment, *known))
+            self._spawn(self._again(segment, request, *known))
             return False
         if refused := self._refusal(segment, request, delivery.count):
             self._spawn(self._refuse(segment, refused))
@@ -130,7 +146,7 @@ class Requests:
             and delivery.count < self._site.options.begin_at_delivery
         ):
             return True
-        return await self._write_first(segment, self._site.durable)
+        return await self._write_first(segment)
 
     def _refusal(self, segment: Segment, request: receive.Request, count: int) -> Failed | None:
         options = self._site.options
@@ -139,12 +155,9 @@ class Requests:
             return Failed(FailureKind.ERROR, segment.dead_reason)
         return refusal(request, options, self._site.clock.now())
 
-    async def _write_first(self, segment: Segment, home: Home) -> bool:
+    async def _write_first(self, segment: Segment) -> bool:
         """Write the task as running and ack its request: from here on the lease owns the run, not the broker."""
-        assert segment.request is not None
-        begin = Begin(segment.run, self._site.replica, segment.requester, pack(segment.request))
-        with self._site.steps.step(Step.BEGIN, [segment.run.task_id]):
-            (result,) = await self._site.patience.until_answered(lambda: home.store.begin([begin]))
+        home, result = await begin(segment, self._site)
         match result:
             case Begun(run=run):
                 segment.run, segment.home = run, home
@@ -159,16 +172,15 @@ class Requests:
                 assert_never(result)
         return False
 
-    async def _again(self, segment: Segment, home: Home, known: Known) -> None:
+    async def _again(self, segment: Segment, request: receive.Request, home: Home, known: Known) -> None:
         """A request that arrived before. What it still needs is seen to; nothing runs twice."""
         if known.agent != self._site.agent:
             message = f"the task id names a task of agent {known.agent!r}"
             await self._refuse(segment, Failed(FailureKind.ERROR, message))
+        elif request.resume is not None and known.state is not TaskState.COMPLETED:
+            await self._revive(segment, request.resume, home, known)
         elif known.reply is not None:
-            # The tombstone of a cancel that came first does not know the requester; this request does.
-            reply = replace(known.reply, requester=segment.requester)
-            await self._outgoing.deliver(reply_letter(reply), known.task_id)
-            await self._settled(segment)
+            await self._reply_again(segment, known)
         elif home.durable:
             if known.state is TaskState.WAITING:
                 self._poke()  # what is due for dispatch is sent again
@@ -176,6 +188,55 @@ class Requests:
         else:
             self._segments.hold(known.task_id, segment.deliveries)
             self._segments.leave(segment)
+
+    async def _revive(self, segment: Segment, token: str, home: Home, known: Known) -> None:
+        """The requester was resumed and asks again: its task here goes on as well, from its own checkpoint.
+
+        One that is still at work goes on as it is, and answers the new request.
+        """
+        assert segment.request is not None
+        wish = Revive(
+            task_id=known.task_id,
+            token=token,
+            agent=self._site.agent,
+            request=pack(segment.request),
+            requester=segment.requester,
+            without_checkpoint=True,
+            adopt=True,
+        )
+        with self._site.steps.step(Step.RESUME, [known.task_id]):
+            result = await self._site.patience.until_answered(lambda: home.store.revive(wish))
+        match result:
+            case Revived(again=True) if known.reply is not None:  # it has run since, and ended as it is known here
+                await self._reply_again(segment, known)
+            case Revived(again=True) | Adopted() if home.durable:
+                await self._settled(segment)
+                self._poke()  # what is due for dispatch is sent again
+            case Revived() if home.durable:
+                await self._settled(segment)
+                self._segments.ready_somewhere.set()
+            case Revived() | Adopted():
+                self._segments.hold(known.task_id, segment.deliveries)
+                self._segments.leave(segment)
+                self._segments.ready_somewhere.set()
+            case NotRevived(refusal=Refusal.OTHER_ACTIVE, detail=other):
+                message = f"agent {known.agent!r} is exclusive, and its operation {other} is active"
+                await self._refuse(segment, Failed(FailureKind.ERROR, message))
+            case NotRevived(refusal=Refusal.RUNNING | Refusal.COMPLETED):
+                await self._settled(segment)
+            case NotRevived():  # its row is gone since it was looked up: it comes again and finds none
+                for delivery in segment.deliveries:
+                    await delivery.requeue()
+                self._segments.leave(segment)
+            case _:
+                assert_never(result)
+
+    async def _reply_again(self, segment: Segment, known: Known) -> None:
+        assert known.reply is not None
+        # The tombstone of a cancel that came first does not know the requester; this request does.
+        reply = replace(known.reply, requester=segment.requester)
+        await self._outgoing.deliver(reply_letter(reply), known.task_id)
+        await self._settled(segment)
 
     async def _refuse(self, segment: Segment, refused: Failed) -> None:
         reply = finish.reply_for(segment, refused, self._site.options)

@@ -17,18 +17,22 @@ from pydantic import JsonValue
 
 from meshpoint.errors import IncompatibleState
 from meshpoint.lifecycle import checkpoint, claim, finish, receive, run
+from meshpoint.lifecycle.begin import begin
 from meshpoint.lifecycle.cancel import cancelled
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.held import Held
 from meshpoint.lifecycle.leases import LeaseKeeper
+from meshpoint.lifecycle.ledger import SegmentLedger
 from meshpoint.lifecycle.refuse import internal_error, refusal
-from meshpoint.lifecycle.restore import restore
+from meshpoint.lifecycle.restore import restore, restored_subtasks
 from meshpoint.lifecycle.segment import Segment, Stop
 from meshpoint.lifecycle.site import Site, Spawn
 from meshpoint.model.calls import Paused
 from meshpoint.model.checkpoint import (
     AllArrived,
     Arrival,
+    BeginResult,
+    Begun,
     CancelFound,
     Claim,
     Committed,
@@ -50,7 +54,9 @@ from meshpoint.model.checkpoint import (
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
 from meshpoint.model.letters import reply_letter, unpack
+from meshpoint.model.options import OnLostOwner
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
+from meshpoint.model.subtasks import Child, Operation
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.broker import Delivery
 from meshpoint.ports.home import Home
@@ -134,32 +140,66 @@ class Segments:
             self._begin(segment, partial(_already, run.Stopped(Stop.CANCELLED)))
         elif task.attempt > self._site.options.max_attempts:
             reason = f"its segment was run {task.attempt - 1} times and each run ended with its process"
-            segment.dead_reason = reason
+            segment.dead_reason = reason + _advice(task)
+            self._begin(segment, partial(_already, Failed(FailureKind.ERROR, segment.dead_reason)))
+        elif task.attempt > 1 and task.checkpoint is not None and self._fails_lost_operations:
+            reason = f"the replica that ran it is gone{_advice(task)}"
+            self._site.steps.note(Step.OWNER_LOST, task.run.task_id, reason=reason)
             self._begin(segment, partial(_already, Failed(FailureKind.ERROR, reason)))
         elif task.run.generation == 0:
             self._begin(segment, partial(self._started_again, segment, task))
         else:
             self._begin(segment, partial(self._restored, segment, task))
 
+    @property
+    def _fails_lost_operations(self) -> bool:
+        return self._site.options.on_lost_owner is OnLostOwner.FAIL
+
     async def _started_again(self, segment: Segment, task: Resumable) -> run.SegmentResult:
         assert task.request is not None
-        request = receive.request(unpack(task.request), self._site.options)
+        request = receive.request(unpack(task.request), self._site.options).asked_by(task.requester)
         if refused := refusal(request, self._site.options, self._site.clock.now()):
             return refused
-        return await self._first(segment, request)
+        return await self._first(segment, request, task)
 
-    async def _first(self, segment: Segment, request: receive.Request) -> run.SegmentResult:
+    async def _first(
+        self, segment: Segment, request: receive.Request, task: Resumable | None = None
+    ) -> run.SegmentResult:
         segment.context = request.context(self._outgoing.report_to(request.task_id, request.requester))
-        return await run.first_segment(self._agent, segment, request.input, self._site.steps)
+        try:
+            await self._with_subtasks(segment, task, request.input)
+        except IncompatibleState as error:
+            return run.Unreadable(str(error), of_checkpoint=True)
+        options = self._site.options
+        return await run.first_segment(self._agent, segment, request.input, self._site.steps, options.secret_keys)
 
     async def _restored(self, segment: Segment, task: Resumable) -> run.SegmentResult:
         try:
             with self._site.steps.step(Step.RESTORE, [task.run.task_id], generation=task.run.generation):
-                context, outcomes = restore(task, self._outgoing.report_to(task.run.task_id, task.requester))
+                segment.context, outcomes = restore(task, self._outgoing.report_to(task.run.task_id, task.requester))
+                await self._with_subtasks(segment, task)
         except IncompatibleState as error:
             return run.Unreadable(str(error))
-        segment.context = context
-        return await run.next_segment(self._agent, segment, task, outcomes, self._site.steps)
+        options = self._site.options
+        return await run.next_segment(self._agent, segment, task, outcomes, self._site.steps, options.secret_keys)
+
+    async def _with_subtasks(self, segment: Segment, task: Resumable | None, parameters: JsonValue = None) -> None:
+        """Give a segment what runs its subtasks, with those that are recorded."""
+        assert segment.context is not None
+        segment.subtasks = await restored_subtasks(
+            segment, task, SegmentLedger(segment, self._site, self.begin_within), self._site, parameters
+        )
+        segment.context.run_subtasks_with(segment.subtasks)
+
+    async def begin_within(self, segment: Segment, operation: Operation) -> BeginResult:
+        """Write a running task whose first subtask is about to run, and ack its request."""
+        home, result = await begin(segment, self._site, operation)
+        if isinstance(result, Begun):
+            segment.run, segment.home = result.run, home
+            if home.durable:
+                self.own(segment)
+                await self.ack(segment)
+        return result
 
     def own(self, segment: Segment) -> None:
         """Renew the lease of a task's run from now on."""
@@ -173,18 +213,19 @@ class Segments:
     # ── through it ─────────────────────────────────────────────────────────────────────────────────
 
     async def _live(self, segment: Segment, code: Code) -> None:
-        owned = segment.run
+        task_id = segment.run.task_id
         try:
             afterwards = await self._settled(segment, code)
             if self._leases is not None:
-                self._leases.let_go(owned)
+                self._leases.let_go(segment.run)
             await afterwards()
         except Exception:  # the consumer edge: a defect here must not take the other tasks along
-            log.exception("task %s: left to its lease, or to its request coming again", owned.task_id)
+            log.exception("task %s: left to its lease, or to its request coming again", task_id)
             await self._requeue(segment)
         finally:
             if self._leases is not None:
-                self._leases.let_go(owned)
+                self._leases.let_go(segment.run)
+            segment.close()
         self.leave(segment)
 
     async def _settled(self, segment: Segment, code: Code) -> Afterwards:
@@ -214,7 +255,7 @@ class Segments:
                 return await self._end(segment, result)
             case run.Stopped(why=why):
                 return await self._stopped(segment, why)
-            case run.Unreadable(reason=reason) if segment.run.generation == 0:
+            case run.Unreadable(reason=reason, of_checkpoint=False) if segment.run.generation == 0:
                 return await self._end(segment, Failed(FailureKind.ERROR, f"a new task has no state: {reason}"))
             case run.Unreadable(reason=reason) if segment.home is None or not segment.home.durable:
                 return await self._end(segment, Failed(FailureKind.ERROR, reason))  # nobody else can have it
@@ -236,7 +277,8 @@ class Segments:
                 assert_never(why)
 
     async def _pause(self, segment: Segment, paused: Paused) -> Afterwards:
-        pause = checkpoint.plan(segment, paused, self._agent.state_format, self._site.options)
+        earlier = await self._earlier_children(segment)
+        pause = checkpoint.plan(segment, paused, self._agent.state_format, self._site.options, earlier)
         home, saved = await checkpoint.save(pause, segment.home, self._site)
         match saved:
             case Committed():
@@ -253,11 +295,20 @@ class Segments:
             case _:
                 assert_never(saved)
 
+    async def _earlier_children(self, segment: Segment) -> Sequence[Child]:
+        """The tasks at peers that an operation had before it was resumed."""
+        home, subtasks = segment.home, segment.subtasks
+        if home is None or subtasks is None or not subtasks.retry_count:
+            return ()
+        found = await self._site.patience.until_answered(lambda: home.store.operation(segment.run.task_id))
+        return found.children if found is not None else ()
+
     async def _end(self, segment: Segment, outcome: Ok[JsonValue] | Failed) -> Afterwards:
         reply = finish.reply_for(segment, outcome, self._site.options)
         if segment.home is None:
             return partial(self._answer, segment, reply)
-        ended = await finish.end(segment, segment.home, reply, self._site)
+        failed = outcome if isinstance(outcome, Failed) else None
+        ended = await finish.end(segment, segment.home, reply, self._site, failed)
         match ended:
             case Ended(reply=committed):
                 return partial(self._after_end, segment, segment.home, committed)
@@ -301,6 +352,12 @@ class Segments:
     async def _after_end(self, segment: Segment, home: Home, reply: Reply) -> None:
         await self.send(home, [reply])
         await self.ack(segment)
+        if segment.subtasks is not None and segment.subtasks.opened:
+            checkpointer = self._site.checkpointer(home)
+            if reply.state is TaskState.COMPLETED:
+                await checkpointer.forget(reply.task_id, reply.agent)
+            elif segment.last is not None:
+                await checkpointer.copy(segment.last)
 
     async def _answer(self, segment: Segment, reply: Reply) -> None:
         """Answer a task that has no row of its own: the broker confirms the reply, then the request is acked."""
@@ -393,6 +450,14 @@ class Segments:
         for delivery in self.held.let_all_go():
             await delivery.requeue()
         self._tell_if_none_left()
+
+
+def _advice(task: Resumable) -> str:
+    if task.checkpoint is None:
+        return ""
+    if task.checkpoint == 0:
+        return "; no checkpoint"
+    return f"; checkpoint available: resume with `meshpoint tasks resume {task.run.task_id}`"
 
 
 async def _already(result: run.SegmentResult) -> run.SegmentResult:

@@ -25,15 +25,17 @@ from meshpoint.lifecycle.site import Site
 from meshpoint.lifecycle.slots import Slots
 from meshpoint.model.checkpoint import Replica, Run
 from meshpoint.model.events import Step
-from meshpoint.model.ids import AgentName, ReplicaId, new_id
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
 from meshpoint.model.messages import private_of, requests_of, responses_of
 from meshpoint.model.options import Options
-from meshpoint.ports.agent import readable_formats
+from meshpoint.ports.agent import plan_of, readable_formats
 from meshpoint.ports.broker import Broker, Subscription
+from meshpoint.ports.checkpoint_cache import CheckpointCache
 from meshpoint.ports.clock import Clock
 from meshpoint.ports.home import Home
 from meshpoint.ports.observer import Observer, Steps
 from meshpoint.ports.store import CheckpointStore
+from meshpoint.subtasks.checkpointer import AgentCheckpointer
 from meshpoint.worker.letters import Letters
 from meshpoint.worker.requests import Requests
 from meshpoint.worker.segments import Agent, Segments
@@ -47,7 +49,8 @@ class Worker:
     """One agent in one process. `run` serves it until told to stop.
 
     `durable` is the database, or None with `stateless_checkpointing: false`; `memory` is the other home.
-    `lease_store` opens a second connection, for the thread that renews leases.
+    `lease_store` opens a second connection, for the thread that renews leases. `cache` keeps a fast copy of each
+    operation's last checkpoint.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Worker:
         clock: Clock,
         observer: Observer,
         options: Options,
+        cache: CheckpointCache | None = None,
         replica_id: ReplicaId | None = None,
     ) -> None:
         name = AgentName(agent.name)
@@ -77,7 +81,10 @@ class Worker:
             slots=Slots(options.max_concurrency),
             patience=patience,
             steps=steps,
+            plan=plan_of(agent),
+            checkpointers=_checkpointers(durable, memory, cache, steps),
         )
+        self._cache = cache
         self._leases = (
             LeaseKeeper(lease_store, replica, options.renew_interval, steps, self._lease_lost)
             if lease_store
@@ -127,6 +134,8 @@ class Worker:
                 await self._leases.close()
             for home in self.site.homes:
                 await home.store.close()
+            if self._cache is not None:
+                await self._cache.close()
         self.site.steps.note(Step.DRAINED)
 
     async def look_once(self) -> None:
@@ -269,6 +278,16 @@ class Worker:
             self.site.patience.note_away(error)
         finally:
             inbox.close()
+
+
+def _checkpointers(
+    durable: CheckpointStore | None, memory: CheckpointStore, cache: CheckpointCache | None, steps: Steps
+) -> dict[bool, AgentCheckpointer]:
+    def tell(task_id: TaskId, what: str, why: str) -> None:
+        steps.note(Step.CHECKPOINT_COPY, task_id, what=what, why=why)
+
+    kept = {False: AgentCheckpointer(memory)}
+    return kept if durable is None else {**kept, True: AgentCheckpointer(durable, cache, tell=tell)}
 
 
 async def _unless(stop: asyncio.Event, come: Coroutine[Any, Any, None]) -> bool:

@@ -78,7 +78,10 @@ class MemoryDueWork:
         """Delete the tombstones that have had their time."""
         tables, now, kept, deleted = self._tables, self._tables.clock.now(), list[TaskRow](), 0
         while tables.tombstones and tables.tombstones[0][0] <= now and deleted < limit:
-            row = tables.tasks[heapq.heappop(tables.tombstones)[1]]
+            due_at, task_id = heapq.heappop(tables.tombstones)
+            row = tables.tasks.get(task_id)
+            if row is None or not row.state.ended or row.due_at != due_at:
+                continue
             if row.unsent or row.agent != agent:
                 kept.append(row)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from meshpoint.model.calls import ALL, Join
 from meshpoint.model.checkpoint import (
@@ -22,8 +22,11 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
+from meshpoint.model.subtasks import AgentCheckpoint, Child, Operation
 from meshpoint.ports.clock import Clock
 from meshpoint.ports.store import StoreTimings
+
+FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC)
 
 MAX_BACK_OFF = 64
 """A send is tried again after the dispatch lease, then after twice, four times... and at most so many leases."""
@@ -67,6 +70,23 @@ class CallRow:
 
 
 @dataclass(slots=True)
+class OperationRow:
+    """What only an operation has. `seq` is the number of its last checkpoint, also when that was deleted."""
+
+    operation: Operation
+    created_at: datetime
+    preserve: bool
+    seq: int = 0
+    children: list[Child] = field(default_factory=list)
+    checkpoints: list[AgentCheckpoint] = field(default_factory=list)
+
+    def save(self, checkpoint: AgentCheckpoint, seq: int, now: datetime, history: int) -> None:
+        """Add a checkpoint, and drop those that are too old."""
+        kept = checkpoint.model_copy(update={"seq": seq, "checkpoint_time": now}, deep=True)
+        self.checkpoints, self.seq = [*self.checkpoints, kept][-history:], seq
+
+
+@dataclass(slots=True)
 class TaskRow:
     """One task, its join and its calls.
 
@@ -107,6 +127,10 @@ class TaskRow:
     send_at: datetime | None = None
     sends: int = 1
     dead_reason: str | None = None
+    # the operation
+    operation: OperationRow | None = None
+    resume_token: str | None = None
+    retry_count: int = 0
 
     @property
     def current(self) -> list[CallRow]:
@@ -194,11 +218,16 @@ class TaskRow:
             self.request,
             self.attempt,
             self.cancel_requested,
+            checkpoint=None if self.operation is None else self.operation.seq,
+            retry_count=self.retry_count,
         )
 
 
 class Tables:
-    """Every row, and three indexes: those not ended, those with something to send, tombstones by their end."""
+    """Every row, and three indexes: those not ended, those with something to send, tombstones by their end.
+
+    A tombstone whose end was moved, or which is none any more, stands there once more or in vain.
+    """
 
     def __init__(self, clock: Clock, timings: StoreTimings) -> None:
         self.clock, self.timings = clock, timings
@@ -206,6 +235,7 @@ class Tables:
         self.live: dict[TaskId, TaskRow] = {}
         self.sending: dict[TaskId, TaskRow] = {}
         self.tombstones: list[tuple[datetime, TaskId]] = []
+        self.archive: dict[TaskId, list[AgentCheckpoint]] = {}
 
     def put(self, row: TaskRow) -> None:
         """Write `row`: every change of a row ends here."""
@@ -231,12 +261,24 @@ class Tables:
         """End the task: only its reply, and cancels still to be sent, remain until it expires."""
         now = self.clock.now()
         row.state, row.run_id, row.reply, row.ended_at, row.owner = state, run_id, reply, now, None
-        # A duplicate of the request may arrive until the deadline, and must find the tombstone.
-        row.due_at = max(now, row.requester.deadline or now) + self.timings.tombstone_ttl
+        row.due_at = self.expiry(row)
         row.reply_sent, row.send_at = row.requester.reply_to is None, now + self.timings.dispatch_lease
         row.context, row.body, row.dead_reason = "{}", b"", dead_reason
-        row.request = row.request if dead_reason else None
+        row.request = row.request if dead_reason or _resumable(row) else None
         row.completed = row.succeeded = row.expected = 0
         row.forget_done_calls()
         heapq.heappush(self.tombstones, (row.due_at, row.task_id))
         self.put(row)
+
+    def expiry(self, row: TaskRow) -> datetime:
+        """When an ended task may be deleted."""
+        assert row.ended_at is not None
+        # A duplicate of the request may arrive until the deadline, and must find the tombstone.
+        tombstone = max(row.ended_at, row.requester.deadline or row.ended_at) + self.timings.tombstone_ttl
+        if row.operation is not None and row.operation.preserve:
+            return FAR_FUTURE
+        return max(tombstone, row.ended_at + self.timings.checkpoint_ttl) if _resumable(row) else tombstone
+
+
+def _resumable(row: TaskRow) -> bool:
+    return row.operation is not None and row.state is not TaskState.COMPLETED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshpoint.adapters.memory.due import MemoryDueWork
+from meshpoint.adapters.memory.operations import MemoryOperations
 from meshpoint.adapters.memory.outbox import MemoryCatalog, MemoryOutbox
 from meshpoint.adapters.memory.rows import Tables
 from meshpoint.adapters.memory.transitions import MemoryTransitions
@@ -10,7 +11,7 @@ from meshpoint.ports.clock import Clock
 from meshpoint.ports.store import StoreTimings
 
 
-class MemoryCheckpointStore(MemoryTransitions, MemoryDueWork, MemoryOutbox, MemoryCatalog):
+class MemoryCheckpointStore(MemoryTransitions, MemoryDueWork, MemoryOutbox, MemoryCatalog, MemoryOperations):
     """A `meshpoint.ports.store.CheckpointStore` whose tasks end with the process.
 
     No method awaits anything: each runs to its end before another task of the event loop can look, so none can

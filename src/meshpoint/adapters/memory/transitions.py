@@ -12,7 +12,8 @@ from datetime import datetime
 from typing import assert_never
 
 from meshpoint.adapters.memory.joins import answer_again, go_on
-from meshpoint.adapters.memory.rows import CallRow, Tables, TaskRow
+from meshpoint.adapters.memory.operations import close
+from meshpoint.adapters.memory.rows import CallRow, OperationRow, Tables, TaskRow
 from meshpoint.model.checkpoint import (
     AllArrived,
     Arrival,
@@ -117,6 +118,8 @@ class MemoryTransitions:
             run.task_id, run.agent, run.id, begin.requester, TaskState.RUNNING, now, now + begin.replica.lease
         )
         row.owner, row.attempt, row.request = begin.replica.id, 1, begin.request
+        if begin.operation is not None:
+            row.operation = OperationRow(begin.operation, now, begin.operation.preserve)
         tables.put(row)
         return Begun(row.run)
 
@@ -132,6 +135,8 @@ class MemoryTransitions:
             row = TaskRow(run.task_id, run.agent, run.id, pause.requester, TaskState.WAITING, now, now)
             row.request = pause.request
         self._write_checkpoint(row, pause, now)
+        if row.operation is not None:
+            row.operation.children += pause.children
         tables.put(row)
         return _committed(row)
 
@@ -194,6 +199,7 @@ class MemoryTransitions:
         if row is None or row.fence != run.fence:
             return Fenced()
         if row.state is TaskState.RUNNING:
+            close(self._tables, row, end.state, end.reason or end.dead_reason, end.checkpoint)
             self._tables.entomb(row, end.state, run.id, end.reply, end.dead_reason)
         elif not row.state.ended or row.run_id != run.id:
             return Fenced()
@@ -233,6 +239,7 @@ class MemoryTransitions:
                 closed = row.pending
                 for call in closed:
                     call.close(FailureKind.CANCELLED, "the task was cancelled", now + tables.timings.dispatch_lease)
+                close(tables, row, TaskState.CANCELLED, "cancelled on request")
                 tables.entomb(row, TaskState.CANCELLED, cancel.run_id, cancel.reply)
                 return CancelledNow(row.reply_at(now), tuple(row.notice(call) for call in closed))
         assert_never(row.state)

@@ -1,4 +1,5 @@
-"""The hot statements of PostgreSQL: each moves a whole batch one step, over arrays, and commits by itself.
+"""The hot statements of PostgreSQL: each moves a whole batch one step, over arrays, and commits by itself. (A
+checkpoint within a segment is large and goes alone.)
 
 A statement does what every task of a batch ordinarily needs, under the guard that the row is as expected, and
 returns those it moved. What it did not move is left to the general transaction in `checkpointing`, `claiming` or
@@ -16,6 +17,8 @@ in the database's statistics.
 """
 
 from __future__ import annotations
+
+from meshpoint.adapters.sql.operation_statements import COLUMNS, IN_PLACE_OF, JSON, PLAIN
 
 
 def _rows(first: int, **types: str) -> str:
@@ -66,6 +69,7 @@ _RESUMED = ", ".join(
         *("reply_to", "requester_app_id", "parent_task_id", "task_deadline", "idle_timeout"),
         *("a2a_context", "produced_artifacts", "artifact_signals_to_return", "response_buffer", "flags"),
         *("security_context", "token_usage", "context_rest", "state", "state_format"),
+        *("checkpoint_seq", "retry_count"),
     )
 )
 
@@ -270,14 +274,15 @@ _END = {
     "dead_reason": "text",
 }
 
-# Turn tasks into tombstones: what they held is wiped, their replies are due.
+# Turn tasks into tombstones: what they held is wiped, their replies are due. Not operations: what becomes of their
+# checkpoints is not decided here.
 END = f"""/* commits: end */
 WITH given AS MATERIALIZED (
   SELECT * FROM {_rows(4, **_END)} AS e),
 locked AS MATERIALIZED (
   SELECT given.*
     FROM agent_paused_tasks AS t JOIN given ON given.task_id = t.logical_task_id AND given.fence = t.fence
-   WHERE t.logical_task_id = ANY($4::text[]) AND t.status = 'running'
+   WHERE t.logical_task_id = ANY($4::text[]) AND t.status = 'running' AND t.checkpoint_seq IS NULL
    ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t SKIP LOCKED), {_AFTER_LOCKS},
 ended AS (
   UPDATE agent_paused_tasks AS t SET
@@ -295,6 +300,41 @@ ended AS (
 met_joins AS (
   DELETE FROM agent_parallel_invocations AS j USING ended WHERE j.logical_task_id = ended.logical_task_id)
 SELECT * FROM ended
+"""
+
+_TIMES = {"checkpoint_time", "created_at"}
+_SAVED = {"progress_pct": "double precision", "retry_count": "int"}
+
+SAVED = tuple(name for name in (*PLAIN, *JSON) if name not in _TIMES)
+"""What a checkpoint brings."""
+
+_PLACES = {name: place for place, name in enumerate(SAVED, 6)}
+_CHECKPOINT = ", ".join(
+    "clock.now"
+    if name in _TIMES
+    else f"${_PLACES[name]}::{'text::jsonb' if name in JSON else _SAVED.get(name, 'text')}"
+    for name in (*PLAIN, *JSON)
+)
+
+# Write the checkpoint of one operation that runs, and delete those that are too old.
+SAVE = f"""/* commits: save */
+WITH locked AS MATERIALIZED (
+  SELECT t.logical_task_id, t.agent_name
+    FROM agent_paused_tasks AS t
+   WHERE t.logical_task_id = $2::text AND t.fence = $3::int AND t.status = 'running' AND NOT t.cancel_requested
+     AND t.checkpoint_seq < $4::int
+     FOR NO KEY UPDATE OF t SKIP LOCKED), {_AFTER_LOCKS},
+noted AS (
+  UPDATE agent_paused_tasks AS t SET checkpoint_seq = $4::int, attempt = 1
+    FROM locked WHERE t.logical_task_id = locked.logical_task_id),
+pruned AS (
+  DELETE FROM agent_checkpoints AS c USING locked
+   WHERE c.analysis_id = locked.logical_task_id AND c.agent_type = locked.agent_name
+     AND c.seq <= $4::int - $5::int)
+INSERT INTO agent_checkpoints ({COLUMNS})
+SELECT locked.logical_task_id, locked.agent_name, $4::int, {_CHECKPOINT} FROM locked, clock
+{IN_PLACE_OF}
+RETURNING seq
 """
 
 # Let COMMIT be answered before the disk has it: a mark may be lost, what it marks is then sent again. For this

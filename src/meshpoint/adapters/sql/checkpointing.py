@@ -10,10 +10,12 @@ from typing import Any
 
 from sqlalchemy import Row
 
+from meshpoint.adapters.sql import operation_statements
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.codec import pack, pack_all
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import LockedTasks, Terms, in_rounds, lock_tasks, seconds_of
+from meshpoint.adapters.sql.records import children_text, operation_columns
 from meshpoint.adapters.sql.rows import (
     Columns,
     by_task,
@@ -54,6 +56,7 @@ async def begin(tx: Transaction, begins: Sequence[tuple[Begin, bytes | None]], t
         locked = await lock_tasks(tx, [wish.run.task_id for wish, _ in each])
         fresh = [pair for pair in each if pair[0].run.task_id not in locked.rows]
         await tx.each(sql.INSERT_BEGUN, [_begun_columns(wish, request, locked.now, terms) for wish, request in fresh])
+        await tx.each(operation_statements.INSERT_OPERATION, _operations([wish for wish, _ in fresh], locked, terms))
         return [_begin_result(wish.run, locked.rows.get(wish.run.task_id)) for wish, _ in each]
 
     return await in_rounds(begins, lambda pair: pair[0].run.task_id, turn)
@@ -78,8 +81,17 @@ def _begun_columns(wish: Begin, request: bytes | None, now: float, terms: Terms)
         "wake_at": now + wish.replica.lease.total_seconds(),
         "request": request,
         "now": now,
+        "checkpoint_seq": None if wish.operation is None else 0,
         **requester_columns(wish.requester),
     }
+
+
+def _operations(begins: Sequence[Begin], locked: LockedTasks, terms: Terms) -> list[Columns]:
+    return [
+        operation_columns(wish.run.task_id, terms.names.qualified(wish.run.agent), wish.operation, locked.now)
+        for wish in begins
+        if wish.operation is not None
+    ]
 
 
 # ── pause ──────────────────────────────────────────────────────────────────────────────────────────
@@ -120,6 +132,11 @@ class PackedPause:
             failed=failed,
             soonest=min([_patience(call) for call in sendable], default=None),
         )
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether it writes a task, its calls, all of them to be sent, and their join: no more."""
+        return not (self.failed or self.pause.children)
 
     @property
     def size(self) -> int:
@@ -187,6 +204,11 @@ async def _write(
         await tx.run(sql.DELETE_JOINS, ids=ids)
     await tx.each(sql.INSERT_CALL, [row for packed, _ in each for row in _call_columns(packed, locked.now, terms)])
     await tx.each(sql.INSERT_JOIN, [_join_columns(packed, locked.now, terms) for packed, _ in each])
+    pauses = [packed.pause for packed, _ in each if packed.pause.children]
+    await tx.each(
+        operation_statements.ADD_CHILDREN,
+        [{"task_id": pause.run.task_id, "children": children_text(pause.children)} for pause in pauses],
+    )
 
 
 async def _find_again(results: dict[Any, PauseResult | None], tx: Transaction, terms: Terms) -> None:

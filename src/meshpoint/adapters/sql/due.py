@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshpoint.adapters.sql import operation_statements
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.checkpointing import KEEP_ALIVES_PER_TIMEOUT
 from meshpoint.adapters.sql.database import Transaction
@@ -74,4 +75,8 @@ async def purge(tx: Transaction, agent: str, limit: int) -> int:
         ids = sorted(row.logical_task_id for row in rows)
         for statement in (sql.DELETE_CALLS, sql.DELETE_JOINS, sql.DELETE_TASKS):
             await tx.run(statement, ids=ids)
+        operations = sorted(row.logical_task_id for row in rows if row.checkpoint_seq is not None)
+        if operations:
+            await tx.run(operation_statements.DELETE_CHECKPOINTS, ids=operations)
+            await tx.run(operation_statements.DELETE_OPERATIONS, ids=operations)
     return len(rows)

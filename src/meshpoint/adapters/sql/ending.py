@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import Any
@@ -14,6 +14,7 @@ from meshpoint.adapters.sql.claiming import close_pending
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import LockedTasks, Terms, in_rounds, lock_tasks
 from meshpoint.adapters.sql.rows import FAR_FUTURE, Columns, reply_of, requester_of
+from meshpoint.adapters.sql.subtasking import Closing, close
 from meshpoint.model.checkpoint import (
     Cancel,
     CancelBeforeRequest,
@@ -42,7 +43,8 @@ async def end(tx: Transaction, ends: Sequence[tuple[End, Packed]], terms: Terms)
     async def turn(each: list[tuple[End, Packed]]) -> list[EndResult]:
         locked = await lock_tasks(tx, [wish.run.task_id for wish, _ in each])
         owned = [pair for pair in each if _owns(pair[0].run, locked)]
-        await _bury(tx, [_end_columns(wish, reply, locked, terms) for wish, reply in owned])
+        closed = await close(tx, _closings([wish for wish, _ in owned], locked), locked.now, terms)
+        await _bury(tx, [_end_columns(wish, reply, locked, terms) for wish, reply in owned], closed)
         return [_end_result(wish, locked, terms) for wish, _ in each]
 
     return await in_rounds(ends, lambda pair: pair[0].run.task_id, turn)
@@ -51,6 +53,15 @@ async def end(tx: Transaction, ends: Sequence[tuple[End, Packed]], terms: Terms)
 def _owns(run: Run, locked: LockedTasks) -> bool:
     row = locked.rows.get(run.task_id)
     return row is not None and row.status == TaskState.RUNNING and row.fence == run.fence
+
+
+def _closings(ends: Sequence[End], locked: LockedTasks) -> list[Closing]:
+    rows = [locked.rows[wish.run.task_id] for wish in ends]
+    return [
+        Closing(row, wish.state, wish.reason or wish.dead_reason, wish.checkpoint)
+        for wish, row in zip(ends, rows, strict=True)
+        if row.checkpoint_seq is not None
+    ]
 
 
 def _end_columns(wish: End, reply: Packed, locked: LockedTasks, terms: Terms) -> Columns:
@@ -83,6 +94,7 @@ def _tombstone(row: Row[Any], state: TaskState, reply: Packed, now: float, terms
         "now": now,
         # An old duplicate of the request finds the tombstone, or is past its deadline.
         "expires_at": max(now, row.task_deadline or now) + terms.tombstone_ttl,
+        "checkpoint_seq": None,
     }
 
 
@@ -91,10 +103,11 @@ def _new_reply(row: Row[Any], state: TaskState, body: bytes, age: timedelta, ter
     return Reply(agent, row.logical_task_id, state, body, requester_of(row), age)
 
 
-async def _bury(tx: Transaction, tombstones: Sequence[Columns]) -> None:
+async def _bury(tx: Transaction, tombstones: Sequence[Columns], closed: Mapping[str, Columns]) -> None:
+    """Write tombstones; those of operations with what `closed` says."""
     if tombstones:
         ids = [columns["task_id"] for columns in tombstones]
-        await tx.each(sql.UPDATE_ENDED, tombstones)
+        await tx.each(sql.UPDATE_ENDED, [{**columns, **closed.get(columns["task_id"], {})} for columns in tombstones])
         await tx.run(sql.DELETE_DONE_CALLS, ids=ids)
         await tx.run(sql.DELETE_JOINS, ids=ids)
 
@@ -151,7 +164,8 @@ async def cancel(tx: Transaction, cancels: Sequence[tuple[Cancel, Packed]], term
         rows = {wish.task_id: _own_row(wish, locked, terms) for wish, _ in each}
         idle = [(wish, reply) for wish, reply in each if _is_in(rows[wish.task_id], _IDLE)]
         notices = await close_pending(tx, [wish.task_id for wish, _ in idle], locked.now, terms)
-        await _bury(tx, [_cancel_columns(wish, reply, locked, terms) for wish, reply in idle])
+        closed = await close(tx, _cancelled([wish for wish, _ in idle], locked), locked.now, terms)
+        await _bury(tx, [_cancel_columns(wish, reply, locked, terms) for wish, reply in idle], closed)
         unknown = [(wish, reply) for wish, reply in each if wish.task_id not in locked.rows]
         await tx.each(sql.INSERT_TOMBSTONE, [_early(wish, reply, locked.now, terms) for wish, reply in unknown])
         running = [task_id for task_id, row in rows.items() if _is_in(row, {TaskState.RUNNING})]
@@ -178,6 +192,13 @@ def _own_row(wish: Cancel, locked: LockedTasks, terms: Terms) -> Row[Any] | None
 
 def _is_in(row: Row[Any] | None, states: AbstractSet[TaskState]) -> bool:
     return row is not None and row.status in states
+
+
+def _cancelled(cancels: Sequence[Cancel], locked: LockedTasks) -> list[Closing]:
+    rows = [locked.rows[wish.task_id] for wish in cancels]
+    return [
+        Closing(row, TaskState.CANCELLED, "cancelled on request") for row in rows if row.checkpoint_seq is not None
+    ]
 
 
 def _cancel_columns(wish: Cancel, reply: Packed, locked: LockedTasks, terms: Terms) -> Columns:

@@ -24,7 +24,7 @@ from meshpoint.adapters.sql.claiming import Taken
 from meshpoint.adapters.sql.lane import Lane, attributes
 from meshpoint.adapters.sql.locking import Terms, seconds_of
 from meshpoint.adapters.sql.owning import OwnedTasks
-from meshpoint.adapters.sql.rows import StoredOutcome, requester_of
+from meshpoint.adapters.sql.rows import Columns, StoredOutcome, requester_of
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
 from meshpoint.model.checkpoint import (
     Arrival,
@@ -37,13 +37,14 @@ from meshpoint.model.checkpoint import (
     PauseResult,
     Replica,
     Reply,
+    Save,
     StillWaiting,
 )
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import Ok, Outcome
 from meshpoint.ports.clock import Clock
 
-LANES = 5
+LANES = 6
 """Connections that one store keeps for this."""
 
 
@@ -53,11 +54,12 @@ class HotPath:
     def __init__(self, engine: AsyncEngine, terms: Terms, clock: Clock | None) -> None:
         self._terms = terms
         self._clock = clock
-        self._pauses, self._claims, self._ends, self._reads, self._marks = (Lane(engine) for _ in range(LANES))
+        lanes = [Lane(engine) for _ in range(LANES)]
+        self._pauses, self._claims, self._ends, self._saves, self._reads, self._marks = self._lanes = lanes
 
     async def close(self) -> None:
         """Give all connections back."""
-        for lane in (self._pauses, self._claims, self._ends, self._reads, self._marks):
+        for lane in self._lanes:
             await lane.close()
 
     @property
@@ -189,6 +191,21 @@ class HotPath:
     def _ended(self, wish: End, row: Any) -> Ended:
         agent = self._terms.names.plain(row.agent_name)
         return Ended(Reply(agent, wish.run.task_id, wish.state, wish.reply, requester_of(row), timedelta()))
+
+    # ── save ───────────────────────────────────────────────────────────────────────────────────────
+
+    async def save(self, wish: Save, columns: Columns) -> bool:
+        """Write a checkpoint, given as columns too, of an operation that its run owns; whether it is written."""
+        rows = await self._saves.write(
+            sql.SAVE,
+            self._now,
+            wish.run.task_id,
+            wish.run.fence,
+            wish.checkpoint.seq,
+            self._terms.checkpoint_history,
+            *(columns[name] for name in sql.SAVED),
+        )
+        return bool(rows)
 
     # ── marks ──────────────────────────────────────────────────────────────────────────────────────
 

@@ -25,6 +25,9 @@ class Terms:
     dispatch_lease: float
     tombstone_ttl: float
     incompatible_limit: float
+    checkpoint_ttl: float
+    checkpoint_history: int
+    checkpoint_archive: bool
 
     def backoff(self, attempts: int) -> float:
         """How long whoever sends something for the `attempts`-th time has it for itself."""

@@ -238,6 +238,8 @@ async def resumable_of(row: Any, calls: Sequence[StoredOutcome], names: Names) -
         request=await unpack(row.request),
         attempt=row.attempt,
         cancel_requested=bool(row.cancel_requested),
+        checkpoint=row.checkpoint_seq,
+        retry_count=row.retry_count,
     )
 
 

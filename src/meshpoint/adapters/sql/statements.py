@@ -1,5 +1,6 @@
-"""Every statement, with what it is for. Fragments in braces differ between databases: see `dialect`. All are on one
-long page, so that whoever changes a column, or the order of locks, misses none.
+"""Every statement on tasks, calls and joins, with what it is for. Fragments in braces differ between databases: see
+`dialect`. All are on one long page, so that whoever changes a column, or the order of locks, misses none; those on
+operations and their checkpoints are on a second one, `operation_statements`.
 
 Whoever changes a task, a call or a join first holds the lock of the task, and tasks are locked in order of id:
 so nothing deadlocks, and calls and joins need no locks of their own. (Only the sender's lease on a call or a join,
@@ -17,7 +18,7 @@ LOCK_TASKS = """
 WITH locked AS MATERIALIZED (
   SELECT logical_task_id, agent_name, status, generation, fence, run_id, owner, attempt, cancel_requested,
          state_format, reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, ended_at,
-         incompatible_since
+         incompatible_since, checkpoint_seq, retry_count
     FROM agent_paused_tasks WHERE logical_task_id {one_of:ids} ORDER BY logical_task_id {for_update})
 SELECT locked.*, {clock} AS now FROM (SELECT count(*) AS n FROM locked) AS counted LEFT JOIN locked ON counted.n > 0
 """
@@ -39,10 +40,10 @@ SELECT * FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
 INSERT_BEGUN = """
 INSERT INTO agent_paused_tasks (
   logical_task_id, agent_name, status, generation, fence, run_id, owner, attempt, wake_at, request,
-  reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, checkpointed_at)
+  reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, checkpointed_at, checkpoint_seq)
 VALUES (
   :task_id, :agent, 'running', 0, 1, :run_id, :owner, 1, :wake_at, :request,
-  :reply_to, :requester_app_id, :parent_task_id, :task_deadline, :idle_timeout, :now)
+  :reply_to, :requester_app_id, :parent_task_id, :task_deadline, :idle_timeout, :now, :checkpoint_seq)
 """
 
 # Write the first checkpoint of a task that has no row.
@@ -100,7 +101,7 @@ UPDATE agent_paused_tasks SET
   status = :status, run_id = :run_id, owner = NULL, wake_at = :wake_at, keep_alive_at = NULL,
   reply = :reply, reply_sent = false, reply_attempts = 1, dead_reason = :dead_reason,
   request = CASE WHEN :keep_request THEN request END,
-  ended_at = :now, expires_at = :expires_at,
+  ended_at = :now, expires_at = :expires_at, checkpoint_seq = :checkpoint_seq,
   a2a_context = NULL, effective_session_id = NULL, user_id = NULL, current_invocation_id = NULL,
   produced_artifacts = NULL, artifact_signals_to_return = NULL, response_buffer = NULL, flags = NULL,
   security_context = NULL, token_usage = NULL, context_rest = NULL, state = NULL
@@ -159,7 +160,7 @@ UPDATE agent_paused_tasks SET keep_alive_at = :keep_alive_at WHERE logical_task_
 
 # Tombstones whose time is over and of which nothing is left to send.
 PICK_PURGEABLE = """
-SELECT logical_task_id FROM agent_paused_tasks AS t
+SELECT logical_task_id, checkpoint_seq FROM agent_paused_tasks AS t
  WHERE agent_name = :agent AND status IN ('completed', 'failed', 'cancelled') AND wake_at <= {instant}
    AND expires_at <= {instant} AND reply_sent
    AND NOT EXISTS (SELECT 1 FROM agent_peer_sub_tasks AS c

@@ -29,6 +29,7 @@ from meshpoint.adapters.sql.database import Database
 from meshpoint.adapters.sql.failures import DRIVER_ERRORS, refused
 from meshpoint.adapters.sql.hot import LANES, HotPath
 from meshpoint.adapters.sql.locking import Terms
+from meshpoint.adapters.sql.operations import SqlOperations
 from meshpoint.adapters.sql.owning import OwnedTasks
 from meshpoint.adapters.sql.rows import Names, known_of, outcome_columns
 from meshpoint.errors import CommitInDoubt, ConfigurationError, StoreUnavailable
@@ -74,7 +75,7 @@ PackedEnd: TypeAlias = tuple[End, bytes | None]
 """An end, and its reply, packed."""
 
 
-class SqlCheckpointStore:
+class SqlCheckpointStore(SqlOperations):
     """Tasks in a SQL database. See `meshpoint.ports.store` for what each method promises.
 
     Args:
@@ -83,6 +84,9 @@ class SqlCheckpointStore:
         dispatch_lease: how long whoever commits something to be sent has it for itself.
         tombstone_ttl: how long an ended task's row stays after its end and its deadline.
         incompatible_limit: how long a task is offered whose state no replica can read, before it is parked.
+        checkpoint_ttl: how long an operation that failed or was cancelled stays with its checkpoints.
+        checkpoint_history: checkpoints of an operation that are kept, the last ones.
+        checkpoint_archive: on success, checkpoints are moved to an archive instead of deleted.
         command_timeout: when a database that does not answer counts as away.
         pool_size: connections to PostgreSQL, beside those of the hot path; to SQLite there is one.
         clock: for tests: replaces the database's clock.
@@ -102,6 +106,9 @@ class SqlCheckpointStore:
         dispatch_lease: timedelta = timedelta(seconds=5),
         tombstone_ttl: timedelta = timedelta(hours=24),
         incompatible_limit: timedelta = timedelta(hours=1),
+        checkpoint_ttl: timedelta = timedelta(days=30),
+        checkpoint_history: int = 5,
+        checkpoint_archive: bool = False,
         command_timeout: timedelta = timedelta(seconds=30),
         pool_size: int = 5,
         clock: Clock | None = None,
@@ -119,6 +126,9 @@ class SqlCheckpointStore:
             dispatch_lease=dispatch_lease.total_seconds(),
             tombstone_ttl=tombstone_ttl.total_seconds(),
             incompatible_limit=incompatible_limit.total_seconds(),
+            checkpoint_ttl=checkpoint_ttl.total_seconds(),
+            checkpoint_history=checkpoint_history,
+            checkpoint_archive=checkpoint_archive,
         )
         hot_path = hot_path and not self._database.dialect.is_sqlite
         self._hot = HotPath(self._database.engine, self._terms, clock) if hot_path else None
@@ -188,7 +198,7 @@ class SqlCheckpointStore:
     async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
         """Write checkpoints, together with those that others write now."""
         packed = [(await checkpointing.PackedPause.of(wish), await pack(wish.request)) for wish in pauses]
-        if self._hot is not None and any(wish.failed for wish, _ in packed):
+        if self._hot is not None and not all(wish.ordinary for wish, _ in packed):
             return await self._pause_in_general(packed)
         return await self._completed(packed, await self._pauses.put(packed), self._pause_in_general)
 

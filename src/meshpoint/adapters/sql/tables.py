@@ -1,14 +1,19 @@
-"""The three tables, as the migrations create them.
+"""The tables, as the migrations create them: tasks, calls and joins; operations and their checkpoints.
 
 Instants are seconds since the epoch, by the database's clock. `agent_name` is the namespace and the agent's name,
 so that several meshes share one database. `invocation_id` is the generation: the number of the pause.
 
 A call's key begins with its task, so all calls of a task lie together, and the tables can be partitioned by
 `logical_task_id`. No foreign key ties calls and joins to their task: whoever deletes a task deletes them with it, and
-a look at the task for each of them would cost as much as the row.
+a look at the task for each of them would cost as much as the row. The same holds for operations and checkpoints.
+
+A deliverable is JSON text within JSON, as a string: PostgreSQL would order its keys, round its numbers and refuse a
+zero character.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from sqlalchemy import (
     Boolean,
@@ -26,9 +31,9 @@ from sqlalchemy import (
     false,
     text,
 )
-from sqlalchemy.dialects.postgresql import VARCHAR
+from sqlalchemy.dialects.postgresql import JSONB, VARCHAR
 
-REVISION = "0002"
+REVISION = "0003"
 """The newest migration, which this code needs. A later one in the database is one this code can live with."""
 
 VERSION_TABLE = "meshpoint_alembic_version"
@@ -45,6 +50,10 @@ metadata = MetaData(
 def _id() -> String:
     # Compared byte by byte, as Python does: the order of locks is the same wherever it is computed.
     return String().with_variant(VARCHAR(collation="C"), "postgresql")
+
+
+def _json() -> Text:
+    return Text().with_variant(JSONB(), "postgresql")
 
 
 tasks = Table(
@@ -98,6 +107,10 @@ tasks = Table(
     Column("checkpointed_at", Float, nullable=False),
     Column("ended_at", Float),
     Column("expires_at", Float),
+    # the operation
+    Column("checkpoint_seq", Integer),  # NULL: the task is none; 0: no checkpoint yet; else: the last checkpoint
+    Column("resume_token", String),  # of the wish that made it ready again
+    Column("retry_count", Integer, nullable=False, server_default=text("0")),
 )
 
 calls = Table(
@@ -143,6 +156,52 @@ joins = Table(
     Column("dispatched_at", Float),
 )
 
+operations = Table(
+    "agent_operations",
+    metadata,
+    Column("operation_id", _id(), primary_key=True),  # the task, which has the status and the owner
+    Column("agent_name", String, nullable=False),
+    Column("type", String, nullable=False),
+    Column("subject", String),
+    Column("parameters", Text, nullable=False),
+    Column("children", Text, nullable=False, server_default=text("'[]'")),
+    Column("exclusive", Boolean, nullable=False, server_default=false()),
+    Column("preserve", Boolean, nullable=False, server_default=false()),
+    Column("created_at", Float, nullable=False),
+)
+
+
+def _checkpoint_columns() -> list[Column[Any]]:
+    return [
+        Column("analysis_id", _id(), primary_key=True),  # the operation
+        Column("agent_type", String, primary_key=True),  # as `agent_name` elsewhere
+        Column("seq", Integer, primary_key=True, autoincrement=False),
+        Column("subject", String),
+        Column("checkpoint_time", Float, nullable=False),
+        Column("progress_pct", Float, nullable=False),
+        Column("current_subtask", String),
+        Column("completed_subtasks", _json(), nullable=False),
+        Column("pending_subtasks", _json(), nullable=False),
+        Column("planned_subtasks", _json(), nullable=False),
+        Column("working_memory", _json(), nullable=False),
+        Column("interim_results", _json(), nullable=False),  # deliverables by subtask
+        Column("subtasks", _json(), nullable=False),  # records without their deliverables
+        Column("agent_config", _json(), nullable=False),
+        Column("failure_reason", Text),
+        Column("error_details", _json()),
+        Column("retry_count", Integer, nullable=False),
+        Column("agent_version", String),
+        Column("created_at", Float, nullable=False),
+    ]
+
+
+checkpoints = Table("agent_checkpoints", metadata, *_checkpoint_columns())
+
+archive = Table(
+    "agent_checkpoints_archive", metadata, *_checkpoint_columns(), Column("archived_at", Float, nullable=False)
+)
+
+Index("ix_agent_operations_newest", operations.c.agent_name, operations.c.created_at)
 Index("ix_agent_paused_tasks_due", tasks.c.agent_name, tasks.c.status, tasks.c.wake_at)
 Index(
     "ix_agent_paused_tasks_keep_alive",
@@ -166,7 +225,7 @@ Index(
     sqlite_where=joins.c.send_due_at.is_not(None),
 )
 
-FILLFACTOR = {tasks.name: 70, calls.name: 50, joins.name: 70}
+FILLFACTOR = {tasks.name: 70, calls.name: 50, joins.name: 70, operations.name: 70}
 """How full, in percent, rows make a page when they are new. Each is written again a moment later, a call with its
 outcome: in the same page, and where no indexed column changes without a new entry in any index."""
 
@@ -180,10 +239,21 @@ POSTGRES_STORAGE = (
         f"ALTER TABLE agent_peer_sub_tasks ALTER COLUMN {column} SET STORAGE EXTERNAL"
         for column in ("request", "outcome")
     ),
+    # Each checkpoint writes these once more, and most live for seconds: they are not worth compressing.
+    *(
+        f"ALTER TABLE agent_checkpoints ALTER COLUMN {column} SET STORAGE EXTERNAL"
+        for column in ("working_memory", "interim_results")
+    ),
     # Rows live for minutes: vacuum after a fiftieth of the table has changed, not after a fifth.
     *(
         f"ALTER TABLE {table} SET (autovacuum_vacuum_scale_factor = 0.02)"
-        for table in ("agent_paused_tasks", "agent_peer_sub_tasks", "agent_parallel_invocations")
+        for table in (
+            "agent_paused_tasks",
+            "agent_peer_sub_tasks",
+            "agent_parallel_invocations",
+            "agent_operations",
+            "agent_checkpoints",
+        )
     ),
     *(f"ALTER TABLE {table} SET (fillfactor = {percent})" for table, percent in FILLFACTOR.items()),
 )

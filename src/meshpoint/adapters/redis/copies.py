@@ -1,0 +1,65 @@
+"""How a copy rests under its key: a line with the digest of what follows, a marker byte, the checkpoint as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from hashlib import blake2b
+
+import zstandard
+
+from meshpoint.errors import CheckpointError
+from meshpoint.model.subtasks import AgentCheckpoint
+
+_PLAIN, _ZSTD = b"\x00", b"\x01"
+_COMPRESS_FROM = 1024
+_THREAD_FROM = 256 * 1024
+
+
+async def encoded(checkpoint: AgentCheckpoint) -> bytes:
+    """`checkpoint` as it rests.
+
+    Raises:
+        CheckpointError: it holds what JSON cannot.
+    """
+    try:
+        content = checkpoint.model_dump_json().encode()
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {checkpoint.seq} of {checkpoint.operation_id}: {_line(error)}") from error
+    return _pack(content) if len(content) < _THREAD_FROM else await asyncio.to_thread(_pack, content)
+
+
+async def decoded(stored: bytes) -> AgentCheckpoint:
+    """The checkpoint that `encoded` made `stored` of.
+
+    Raises:
+        CheckpointError: it was not, or is no longer what it was.
+    """
+    return _unpack(stored) if len(stored) < _THREAD_FROM else await asyncio.to_thread(_unpack, stored)
+
+
+def _pack(content: bytes) -> bytes:
+    body = _PLAIN + content
+    if len(content) >= _COMPRESS_FROM:
+        body = min(body, _ZSTD + zstandard.compress(content, level=1), key=len)
+    return _digest(body) + b"\n" + body
+
+
+def _unpack(stored: bytes) -> AgentCheckpoint:
+    digest, _, body = stored.partition(b"\n")
+    if digest != _digest(body):  # asked first: a damaged frame could say any size
+        raise CheckpointError("its digest does not fit its content")
+    marker, content = body[:1], body[1:]
+    if marker not in {_PLAIN, _ZSTD}:
+        raise CheckpointError(f"its content begins with the unknown marker {marker!r}")
+    try:
+        return AgentCheckpoint.model_validate_json(content if marker == _PLAIN else zstandard.decompress(content))
+    except (ValueError, zstandard.ZstdError) as error:
+        raise CheckpointError(f"its content is no checkpoint: {_line(error)}") from error
+
+
+def _digest(body: bytes) -> bytes:
+    return blake2b(body, digest_size=16).hexdigest().encode()
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

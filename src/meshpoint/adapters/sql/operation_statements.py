@@ -1,0 +1,219 @@
+"""The statements on operations and their checkpoints, as `statements` has those on tasks, calls and joins.
+
+Whoever changes a row here holds the lock of its task, which is taken before.
+"""
+
+from __future__ import annotations
+
+# The columns of a checkpoint, but for its key: values, and JSON.
+PLAIN = (
+    "subject",
+    "checkpoint_time",
+    "progress_pct",
+    "current_subtask",
+    "failure_reason",
+    "retry_count",
+    "agent_version",
+    "created_at",
+)
+JSON = (
+    "completed_subtasks",
+    "pending_subtasks",
+    "planned_subtasks",
+    "working_memory",
+    "interim_results",
+    "subtasks",
+    "agent_config",
+    "error_details",
+)
+COLUMNS = ", ".join(("analysis_id", "agent_type", "seq", *PLAIN, *JSON))
+_VALUES = ", ".join(
+    (":task_id", ":agent", ":seq", *(f":{name}" for name in PLAIN), *(f"{{jsonb:{name}}}" for name in JSON))
+)
+
+# Where an earlier task of the same id left a row behind.
+IN_PLACE_OF = "ON CONFLICT (analysis_id, agent_type, seq) DO UPDATE SET " + ", ".join(
+    f"{name} = excluded.{name}" for name in (*PLAIN, *JSON)
+)
+
+# ── operations ─────────────────────────────────────────────────────────────────────────────────────
+
+# Write an operation, in place of what an earlier task of the same id may have left behind.
+INSERT_OPERATION = """
+INSERT INTO agent_operations (
+  operation_id, agent_name, type, subject, parameters, children, exclusive, preserve, created_at)
+VALUES (:task_id, :agent, :type, :subject, :parameters, '[]', :exclusive, :preserve, :now)
+ON CONFLICT (operation_id) DO UPDATE SET
+  agent_name = excluded.agent_name, type = excluded.type, subject = excluded.subject,
+  parameters = excluded.parameters, children = excluded.children, exclusive = excluded.exclusive,
+  preserve = excluded.preserve, created_at = excluded.created_at
+"""
+
+# Make a running task an operation.
+UPDATE_TRACKED = """
+UPDATE agent_paused_tasks SET checkpoint_seq = 0 WHERE logical_task_id = :task_id
+"""
+
+# Append children, as the text of a JSON list, to those that an operation has.
+ADD_CHILDREN = """
+UPDATE agent_operations
+   SET children = substr(children, 1, length(children) - 1) || CASE WHEN children = '[]' THEN '' ELSE ',' END
+                  || substr(CAST(:children AS text), 2)
+ WHERE operation_id = :task_id
+"""
+
+# Which of these operations are exempt from deletion.
+READ_PRESERVED = """
+SELECT operation_id FROM agent_operations WHERE operation_id {one_of:ids} AND preserve
+"""
+
+# Exempt an operation from deletion, or stop that.
+UPDATE_PRESERVE = """
+UPDATE agent_operations SET preserve = :preserve WHERE operation_id = :task_id
+"""
+
+# Set when an ended task may be deleted: it is due then, once its reply is sent.
+UPDATE_EXPIRY = """
+UPDATE agent_paused_tasks
+   SET expires_at = :expires_at, wake_at = CASE WHEN reply_sent THEN :expires_at ELSE wake_at END
+ WHERE logical_task_id = :task_id
+"""
+
+# Delete operations with their tasks.
+DELETE_OPERATIONS = """
+DELETE FROM agent_operations WHERE operation_id {one_of:ids}
+"""
+
+# ── checkpoints ────────────────────────────────────────────────────────────────────────────────────
+
+# Note the newest checkpoint of a running task, which has come further: its attempts begin again.
+UPDATE_SAVED = """
+UPDATE agent_paused_tasks SET checkpoint_seq = :seq, attempt = 1 WHERE logical_task_id = :task_id
+"""
+
+# Write a checkpoint.
+INSERT_CHECKPOINT = f"""
+INSERT INTO agent_checkpoints ({COLUMNS}) VALUES ({_VALUES}) {IN_PLACE_OF}
+"""
+
+# Write an operation's last checkpoint once more, with why it ended.
+REPEAT_CHECKPOINT = f"""
+INSERT INTO agent_checkpoints ({COLUMNS})
+SELECT analysis_id, agent_type, seq + 1, subject, CAST(:now AS double precision), progress_pct, current_subtask,
+       CAST(:reason AS text), CAST(:retry_count AS integer), agent_version, CAST(:now AS double precision),
+       completed_subtasks, pending_subtasks, planned_subtasks, working_memory, interim_results, subtasks,
+       agent_config, NULL
+  FROM agent_checkpoints WHERE analysis_id = :task_id AND agent_type = :agent AND seq = :seq
+{IN_PLACE_OF}
+"""
+
+# Delete the checkpoints of an operation up to this one.
+PRUNE_CHECKPOINTS = """
+DELETE FROM agent_checkpoints WHERE analysis_id = :task_id AND agent_type = :agent AND seq <= :last
+"""
+
+# Copy the checkpoints of operations to the archive.
+ARCHIVE_CHECKPOINTS = f"""
+INSERT INTO agent_checkpoints_archive ({COLUMNS}, archived_at)
+SELECT {COLUMNS}, CAST(:now AS double precision) FROM agent_checkpoints WHERE analysis_id {{one_of:ids}}
+{IN_PLACE_OF}, archived_at = excluded.archived_at
+"""
+
+# Delete all checkpoints of operations.
+DELETE_CHECKPOINTS = """
+DELETE FROM agent_checkpoints WHERE analysis_id {one_of:ids}
+"""
+
+# Read the last checkpoint of an operation.
+READ_LATEST = """
+SELECT c.* FROM agent_paused_tasks AS t JOIN agent_checkpoints AS c
+    ON c.analysis_id = t.logical_task_id AND c.agent_type = t.agent_name AND c.seq = t.checkpoint_seq
+ WHERE t.logical_task_id = :task_id
+"""
+
+# Read the checkpoints of an operation, oldest first.
+READ_HISTORY = """
+SELECT c.* FROM agent_paused_tasks AS t JOIN agent_checkpoints AS c
+    ON c.analysis_id = t.logical_task_id AND c.agent_type = t.agent_name AND c.seq <= t.checkpoint_seq
+ WHERE t.logical_task_id = :task_id ORDER BY c.seq
+"""
+
+# Read the archived checkpoints of an operation, oldest first.
+READ_ARCHIVE = """
+SELECT * FROM agent_checkpoints_archive WHERE analysis_id = :task_id ORDER BY seq
+"""
+
+# ── reviving ───────────────────────────────────────────────────────────────────────────────────────
+
+# Read what else decides whether a locked task is revived.
+READ_REVIVABLE = """
+SELECT t.wake_at, t.resume_token, t.request IS NOT NULL AS has_request, o.exclusive
+  FROM agent_paused_tasks AS t LEFT JOIN agent_operations AS o
+    ON o.operation_id = t.logical_task_id AND t.checkpoint_seq IS NOT NULL
+ WHERE t.logical_task_id = :task_id
+"""
+
+# Let only one of those who revive operations of an agent go on at a time; PostgreSQL only. Held until COMMIT, and
+# taken by those who have the lock of their task, so that nobody waits in a circle.
+LOCK_AGENT = """
+SELECT pg_advisory_xact_lock(hashtextextended(CAST(:agent AS text), 0))
+"""
+
+# Another operation of an agent that has not ended.
+READ_OTHER_ACTIVE = """
+SELECT logical_task_id FROM agent_paused_tasks
+ WHERE agent_name = :agent AND status IN ('running', 'waiting', 'ready', 'parked')
+   AND checkpoint_seq IS NOT NULL AND logical_task_id <> :task_id
+ LIMIT 1
+"""
+
+# Make a task ready again, as new but for its fence, its request and its checkpoint.
+UPDATE_REVIVED = """
+UPDATE agent_paused_tasks SET
+  status = 'ready', generation = 0, fence = fence + 1, run_id = :token, resume_token = :token, owner = NULL,
+  attempt = 0, retry_count = retry_count + 1, wake_at = :now, cancel_requested = false, incompatible_since = NULL,
+  a2a_context = NULL, effective_session_id = NULL, user_id = NULL, current_invocation_id = NULL,
+  produced_artifacts = NULL, artifact_signals_to_return = NULL, response_buffer = NULL, flags = NULL,
+  security_context = NULL, token_usage = NULL, context_rest = NULL, state = NULL, state_format = NULL,
+  app_version = NULL, framework = NULL, request = coalesce(:request, request),
+  reply = NULL, reply_sent = false, reply_attempts = 0, reply_to = :reply_to, requester_app_id = :requester_app_id,
+  parent_task_id = :parent_task_id, task_deadline = :task_deadline, idle_timeout = :idle_timeout,
+  keep_alive_at = NULL, dead_reason = NULL, ended_at = NULL, expires_at = NULL
+WHERE logical_task_id = :task_id
+"""
+
+# Let a task that is at work answer another requester.
+UPDATE_ADOPTED = """
+UPDATE agent_paused_tasks SET
+  resume_token = :token, reply_to = :reply_to, requester_app_id = :requester_app_id,
+  parent_task_id = :parent_task_id, task_deadline = :task_deadline, idle_timeout = :idle_timeout
+WHERE logical_task_id = :task_id
+"""
+
+# ── for people ─────────────────────────────────────────────────────────────────────────────────────
+
+_SUMMARY = """o.*, t.status, t.owner, t.wake_at, t.ended_at, t.retry_count, t.dead_reason, c.seq, c.checkpoint_time,
+       c.progress_pct, c.current_subtask, c.pending_subtasks, c.failure_reason
+  FROM agent_operations AS o JOIN agent_paused_tasks AS t
+    ON t.logical_task_id = o.operation_id AND t.checkpoint_seq IS NOT NULL
+  LEFT JOIN agent_checkpoints AS c
+    ON c.analysis_id = o.operation_id AND c.agent_type = t.agent_name AND c.seq = t.checkpoint_seq"""
+
+# Show one operation.
+SHOW_OPERATION = f"""
+SELECT {_SUMMARY} WHERE o.operation_id = :task_id
+"""
+
+# List operations of one agent, newest first.
+LIST_OPERATIONS_OF_AGENT = f"""
+SELECT {_SUMMARY} WHERE o.agent_name = :agent AND t.status {{one_of:statuses}}
+ ORDER BY o.created_at DESC, o.operation_id DESC LIMIT :limit
+"""
+
+# List operations of a whole namespace, newest first.
+LIST_OPERATIONS = f"""
+SELECT {_SUMMARY}
+ WHERE substr(o.agent_name, 1, length(CAST(:prefix AS text))) = CAST(:prefix AS text)
+   AND t.status {{one_of:statuses}}
+ ORDER BY o.created_at DESC, o.operation_id DESC LIMIT :limit
+"""

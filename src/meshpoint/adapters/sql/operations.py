@@ -1,0 +1,88 @@
+"""The part of the SQL store for operations and their checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshpoint.adapters.sql import operation_statements as sql
+from meshpoint.adapters.sql import reviving, subtasking
+from meshpoint.adapters.sql.codec import pack
+from meshpoint.adapters.sql.database import Database
+from meshpoint.adapters.sql.hot import HotPath
+from meshpoint.adapters.sql.locking import Terms
+from meshpoint.adapters.sql.records import STATES, checkpoint_columns, checkpoint_of, summary_of
+from meshpoint.errors import CommitInDoubt, StoreUnavailable
+from meshpoint.model.checkpoint import BeginResult, Save, SaveResult, Track
+from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.operations import OperationStatus, OperationSummary, Revive, ReviveResult
+from meshpoint.model.subtasks import AgentCheckpoint, Saved
+
+
+class SqlOperations:
+    """`meshpoint.ports.operations.Operations` on a SQL database."""
+
+    _database: Database
+    _hot: HotPath | None
+    _terms: Terms
+
+    async def track(self, wish: Track) -> BeginResult:
+        """Make a running task an operation."""
+        return await self._database.write(lambda tx: subtasking.track(tx, wish))
+
+    async def save(self, wish: Save) -> SaveResult:
+        """Write a checkpoint within a segment."""
+        columns = checkpoint_columns(wish.checkpoint)
+        if self._hot is not None and await self._hot.save(wish, columns):
+            return Saved()
+        try:
+            return await self._database.write(lambda tx: subtasking.save(tx, wish, columns, self._terms))
+        except CommitInDoubt:
+            raise
+        except StoreUnavailable as error:
+            if self._hot is None:
+                raise
+            raise CommitInDoubt(str(error)) from error  # the hot path may have saved it and not heard so
+
+    async def latest(self, task_id: TaskId, agent: AgentName | None = None) -> AgentCheckpoint | None:
+        """The operation's last checkpoint."""
+        found = await self._checkpoints(sql.READ_LATEST, task_id)
+        return next((each for each in found if agent in {None, each.agent}), None)
+
+    async def history(self, task_id: TaskId) -> list[AgentCheckpoint]:
+        """Its checkpoints, oldest first."""
+        kept = await self._checkpoints(sql.READ_HISTORY, task_id)
+        return kept or await self._checkpoints(sql.READ_ARCHIVE, task_id)
+
+    async def _checkpoints(self, statement: str, task_id: TaskId) -> list[AgentCheckpoint]:
+        names = self._terms.names
+        rows = await self._database.read(lambda tx: tx.rows(statement, task_id=task_id))
+        return [checkpoint_of(row, names) for row in rows if row.agent_type.startswith(names.prefix)]
+
+    async def revive(self, wish: Revive) -> ReviveResult:
+        """Make an ended task ready again."""
+        request = await pack(wish.request)
+        return await self._database.write(lambda tx: reviving.revive(tx, wish, request, self._terms))
+
+    async def preserve(self, task_id: TaskId, *, preserve: bool = True) -> bool:
+        """Exempt an operation's checkpoints from every deletion, or stop that."""
+        return await self._database.write(lambda tx: reviving.preserve(tx, task_id, self._terms, preserve=preserve))
+
+    async def operation(self, task_id: TaskId) -> OperationSummary | None:
+        """One operation."""
+        names = self._terms.names
+        rows = await self._database.read(lambda tx: tx.rows(sql.SHOW_OPERATION, task_id=task_id))
+        return next((summary_of(row, names) for row in rows if row.agent_name.startswith(names.prefix)), None)
+
+    async def operations(
+        self, *, agent: AgentName | None = None, statuses: Sequence[OperationStatus] = (), limit: int = 100
+    ) -> list[OperationSummary]:
+        """Operations, newest first."""
+        names = self._terms.names
+        states = [state.value for status in statuses or OperationStatus for state in STATES[status]]
+
+        if agent is None:
+            statement, of = sql.LIST_OPERATIONS, {"prefix": names.prefix}
+        else:
+            statement, of = sql.LIST_OPERATIONS_OF_AGENT, {"agent": names.qualified(agent)}
+        rows = await self._database.read(lambda tx: tx.rows(statement, statuses=states, limit=limit, **of))
+        return [summary_of(row, names) for row in rows]

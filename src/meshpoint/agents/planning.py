@@ -1,0 +1,44 @@
+"""What an agent says of its operations, checked when it is defined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshpoint.errors import ConfigurationError
+from meshpoint.model.subtasks import Migration
+from meshpoint.ports.agent import Plan
+from meshpoint.subtasks.migrating import checked
+from meshpoint.subtasks.names import MAX_NAME, is_name
+
+
+def planned(
+    agent: str,
+    subtasks: Sequence[str],
+    version: str,
+    migrations: Sequence[Migration],
+    *,
+    type: str = "agent",
+    exclusive: bool = False,
+    preserve: bool = False,
+) -> Plan:
+    """The plan of an agent.
+
+    Raises:
+        ConfigurationError: two subtasks have one name, a name cannot be used, or the migrations are ambiguous.
+    """
+    key = f"agent {agent!r}, subtasks"
+    if isinstance(subtasks, str):
+        raise ConfigurationError(key, f"{subtasks!r} is one string", f"write [{subtasks!r}]")
+    for name in subtasks:
+        if not is_name(name):
+            raise ConfigurationError(key, f"{name!r} is no name", f"use printable text of 1 to {MAX_NAME} characters")
+        if list(subtasks).count(name) > 1:
+            raise ConfigurationError(key, f"{name!r} occurs twice", "give each a name of its own")
+    return Plan(
+        subtasks=tuple(subtasks),
+        version=version,
+        migrations=tuple(checked(migrations)),
+        type=type,
+        exclusive=exclusive,
+        preserve=preserve,
+    )

@@ -1,0 +1,220 @@
+"""`meshpoint checkpoints`: operations and what is kept of them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshpoint.cli import sources
+from meshpoint.cli.databases import of_each, of_the_one
+from meshpoint.cli.output import ago, print_json, print_note, print_table, print_text, span
+from meshpoint.errors import ConfigurationError, OperationNotFound
+
+if TYPE_CHECKING:
+    from meshpoint.model.operations import OperationStatus, OperationSummary
+    from meshpoint.model.subtasks import AgentCheckpoint, SubtaskRecord
+    from meshpoint.operations import Operations
+
+app = typer.Typer(help="See operations and their checkpoints, keep them, export them.", no_args_is_help=True)
+
+OperationIdArgument = Annotated[str, typer.Argument(metavar="ID", help="Id of the operation: that of its task.")]
+
+_LIST = """\b
+Examples:
+  meshpoint checkpoints list --config travel.yaml
+  meshpoint checkpoints list --db postgresql://mesh@db/mesh --status failed --status cancelled --json
+"""
+_SHOW = """\b
+Examples:
+  meshpoint checkpoints show 01941f29-7c00-7000-8000-000000000000 --config travel.yaml
+"""
+_PRESERVE = """\b
+Examples:
+  meshpoint checkpoints preserve 01941f29-7c00-7000-8000-000000000000 --config travel.yaml
+  meshpoint checkpoints preserve 01941f29-7c00-7000-8000-000000000000 --no --config travel.yaml
+"""
+_EXPORT = """\b
+Examples:
+  meshpoint checkpoints export 01941f29-7c00-7000-8000-000000000000 --config travel.yaml -o failed.json
+  meshpoint exec my_agents.travel:travel --input @trip.json --resume-from failed.json
+"""
+
+
+@app.command("list", epilog=_LIST)
+def list_operations(
+    *,
+    config: sources.Config = None,
+    database: sources.Database = None,
+    namespace: sources.Namespace = None,
+    agent: Annotated[
+        str | None, typer.Option("--agent", metavar="NAME", help="Only operations of this agent.")
+    ] = None,
+    status: Annotated[
+        list[str] | None, typer.Option("--status", metavar="STATUS", help="Only with this status; may be repeated.")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="How many, newest first.")] = 100,
+    as_json: sources.AsJson = False,
+) -> None:
+    """List operations, newest first."""
+    statuses = _statuses(status or [])
+
+    async def find(operations: Operations) -> list[OperationSummary]:
+        return await operations.find(agent=agent, statuses=statuses, limit=limit)
+
+    found = [each for part in asyncio.run(of_each(config, database, namespace, find)) for each in part]
+    found.sort(key=lambda operation: operation.created_at, reverse=True)
+    if as_json:
+        print_json([told(operation) for operation in found[:limit]])
+    elif not found:
+        print_text("no operations")
+    else:
+        columns = ("operation", "agent", "status", "progress", "phase", "resumed", "age", "subject")
+        print_table(columns, [_row(operation) for operation in found[:limit]])
+
+
+@app.command("show", epilog=_SHOW)
+def show_operation(
+    operation_id: OperationIdArgument,
+    *,
+    config: sources.Config = None,
+    database: sources.Database = None,
+    namespace: sources.Namespace = None,
+    as_json: sources.AsJson = False,
+) -> None:
+    """Show one operation, its last checkpoint and the history of its checkpoints."""
+
+    async def show(operations: Operations) -> tuple[OperationSummary, list[AgentCheckpoint]]:
+        return await operations.get(operation_id), await operations.checkpoints(operation_id)
+
+    operation, history = asyncio.run(of_the_one(config, database, namespace, show))
+    if as_json:
+        print_json({**told(operation), "checkpoints": [each.model_dump(mode="json") for each in history]})
+        return
+    print_table(("operation", operation.id), facts_of(operation))
+    if history:
+        print_table(
+            ("subtask", "status", "took", "in attempt"), [_subtask_row(each) for each in history[-1].subtasks]
+        )
+        columns = ("checkpoint", "written", "progress", "next", "why")
+        print_table(columns, [_checkpoint_row(each) for each in reversed(history)])
+
+
+@app.command("preserve", epilog=_PRESERVE)
+def preserve_operation(
+    operation_id: OperationIdArgument,
+    *,
+    no: Annotated[bool, typer.Option("--no", help="Stop preserving them.")] = False,
+    config: sources.Config = None,
+    database: sources.Database = None,
+    namespace: sources.Namespace = None,
+    as_json: sources.AsJson = False,
+) -> None:
+    """Exempt an operation's checkpoints from every deletion."""
+
+    async def preserve(operations: Operations) -> None:
+        await operations.preserve(operation_id, preserve=not no)
+
+    asyncio.run(of_the_one(config, database, namespace, preserve))
+    if as_json:
+        print_json({"operation_id": operation_id, "preserve": not no})
+    else:
+        print_text(f"checkpoints of {operation_id} are {'deleted in their time' if no else 'kept for good'}")
+
+
+@app.command("export", epilog=_EXPORT)
+def export_checkpoint(
+    operation_id: OperationIdArgument,
+    *,
+    file: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it to this file.")
+    ] = None,
+    include_outputs: Annotated[
+        bool, typer.Option("--include-outputs", help="With the deliverables, less what is secret.")
+    ] = False,
+    secret_key: Annotated[
+        list[str] | None, typer.Option("--secret-key", metavar="NAME", help="A key whose values stay out, too.")
+    ] = None,
+    config: sources.Config = None,
+    database: sources.Database = None,
+    namespace: sources.Namespace = None,
+) -> None:
+    """Export an operation's last checkpoint, for `meshpoint exec --resume-from`."""
+    from meshpoint.exec.checkpoint_file import exported, written
+
+    async def last(operations: Operations) -> AgentCheckpoint:
+        history = await operations.checkpoints(operation_id)
+        if not history:
+            raise OperationNotFound(operation_id, f"operation {operation_id} has no checkpoint")
+        return history[-1]
+
+    checkpoint = asyncio.run(of_the_one(config, database, namespace, last))
+    document = exported(checkpoint, include_outputs=include_outputs, secret_keys=tuple(secret_key or ()))
+    if removed := document.removed:
+        print_note(f"{len(removed)} secret values are left out; what is exported may still hold personal data")
+    if file is None:
+        print(written(document))
+    else:
+        file.write_text(written(document) + "\n")
+        print_note(f"wrote {file}")
+
+
+def told(operation: OperationSummary) -> dict[str, object]:
+    """An operation as JSON prints it."""
+    from dataclasses import asdict
+
+    return {**asdict(operation), "children": [child.model_dump(mode="json") for child in operation.children]}
+
+
+def facts_of(operation: OperationSummary) -> list[tuple[str, str]]:
+    """An operation as a table of two columns."""
+    facts = [("agent", operation.agent), ("type", operation.type), ("status", operation.status.value)]
+    facts += [("progress", f"{operation.progress_pct:g} %"), ("phase", operation.phase or "-")]
+    facts += [("subject", operation.subject or "-"), ("resumed", f"{operation.retry_count} times")]
+    facts += [("owner", operation.owner or "-"), ("age", ago(operation.created_at))]
+    facts += [("last checkpoint", "-" if operation.checkpoint is None else f"{ago(operation.updated_at)} ago")]
+    facts += [("peers' tasks", ", ".join(f"{child.peer} {child.id}" for child in operation.children) or "-")]
+    if operation.failure_reason:
+        facts.append(("ended because", operation.failure_reason))
+    if operation.preserve:
+        facts.append(("preserved", "yes"))
+    return facts
+
+
+def _row(operation: OperationSummary) -> tuple[str, ...]:
+    return (
+        operation.id,
+        operation.agent,
+        operation.status.value,
+        f"{operation.progress_pct:g} %",
+        operation.phase or "-",
+        str(operation.retry_count),
+        ago(operation.created_at),
+        operation.subject or "-",
+    )
+
+
+def _subtask_row(record: SubtaskRecord) -> tuple[str, ...]:
+    return record.name, record.status.value, span(record.seconds), str(record.retry + 1)
+
+
+def _checkpoint_row(checkpoint: AgentCheckpoint) -> tuple[str, ...]:
+    progress = checkpoint.progress
+    return (
+        str(checkpoint.seq),
+        "-" if checkpoint.checkpoint_time is None else f"{ago(checkpoint.checkpoint_time)} ago",
+        f"{progress.k} of {progress.n}",
+        progress.current or "-",
+        checkpoint.failure_reason or "-",
+    )
+
+
+def _statuses(names: list[str]) -> list[OperationStatus]:
+    from meshpoint.model.operations import OperationStatus
+
+    try:
+        return [OperationStatus(name) for name in names]
+    except ValueError as error:
+        raise ConfigurationError("--status", str(error), f"use one of {', '.join(OperationStatus)}") from error

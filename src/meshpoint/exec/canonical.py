@@ -1,0 +1,28 @@
+"""Digests of JSON values: of what they say, not of how they are written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from pydantic import JsonValue
+
+_EXACT = 2**53
+"""Below it every whole number is a float, and some tools write 2.0 as 2."""
+
+
+def digest_of(value: JsonValue) -> str:
+    """`sha256:` and the digest of `value`; the order of keys, white space and 2.0 for 2 make no difference."""
+    text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return f"sha256:{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()}"
+
+
+def _plain(value: JsonValue) -> JsonValue:
+    match value:
+        case float() if value.is_integer() and abs(value) < _EXACT:
+            return int(value)
+        case dict():
+            return {key: _plain(each) for key, each in value.items()}
+        case list():
+            return [_plain(each) for each in value]
+    return value

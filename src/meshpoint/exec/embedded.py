@@ -1,0 +1,109 @@
+"""What is run, and the embedded store it runs on: one SQLite file for the queues and the tasks of all sessions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from meshpoint.errors import ConfigurationError
+from meshpoint.model.checkpoint import Begin, Begun, Replica, Requester, Run
+from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId, new_id
+from meshpoint.model.subtasks import Operation
+from meshpoint.ports.agent import DurableAgent, Plan, plan_of
+from meshpoint.ports.store import CheckpointStore
+from meshpoint.settings import AgentSettings, MeshSettings
+from meshpoint.wiring import open_store
+
+
+_LONGEST = timedelta(days=3650)
+"""That a setting can have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exec:
+    """What is run: `agent`, with `others` for the calls it makes.
+
+    `file` is the embedded store, in a folder that is there. `ttl` is how long a checkpoint is kept.
+    """
+
+    agent: DurableAgent[Any, Any]
+    others: Sequence[DurableAgent[Any, Any]] = ()
+    file: Path
+    ttl: timedelta
+    secret_keys: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        names = [each.name for each in self.served]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigurationError("--with", f"two agents are called {twice!r}", "name each agent once")
+
+    @property
+    def served(self) -> list[DurableAgent[Any, Any]]:
+        """All the agents."""
+        return [self.agent, *self.others]
+
+    @property
+    def name(self) -> AgentName:
+        """That of the agent."""
+        return AgentName(self.agent.name)
+
+    @property
+    def plan(self) -> Plan:
+        """That of the agent."""
+        return plan_of(self.agent)
+
+    @property
+    def kept_seconds(self) -> float:
+        """How long the store keeps checkpoints; those of `NEVER` are exempt from deletion anyway."""
+        return min(self.ttl, _LONGEST).total_seconds()
+
+    @property
+    def url(self) -> str:
+        """The embedded store, as broker and as database."""
+        return f"sqlite:///{self.file}"
+
+    def mesh(self, namespace: str) -> MeshSettings:
+        """The settings of a session's mesh."""
+        return MeshSettings(namespace=namespace, broker_url=self.url)
+
+
+@asynccontextmanager
+async def embedded_store(run: Exec, namespace: str) -> AsyncIterator[CheckpointStore]:
+    """The tasks of one session.
+
+    Raises:
+        ConfigurationError: another release wrote the file.
+        StoreUnavailable: others write to it for too long.
+    """
+    settings = AgentSettings(
+        name=run.name,
+        entrypoint="meshpoint.exec:agent",  # it is here already, and is not looked for
+        session_service="sql",
+        session_db_url=run.url,
+        checkpoint_ttl_seconds=run.kept_seconds,
+    )
+    store = open_store(settings, namespace)
+    try:
+        await store.open()
+        yield store
+    finally:
+        await store.close()
+
+
+async def begin(
+    store: CheckpointStore,
+    task_id: TaskId,
+    agent: AgentName,
+    requester: Requester,
+    request: bytes,
+    operation: Operation | None = None,
+) -> Run | None:
+    """Write a new task, which this process has for a moment; None: there is one with this id."""
+    replica = Replica(ReplicaId(new_id()), agent, frozenset(), lease=timedelta(seconds=10))
+    wish = Begin(Run(task_id, agent, RunId(new_id())), replica, requester, request, operation)
+    (result,) = await store.begin([wish])
+    return result.run if isinstance(result, Begun) else None

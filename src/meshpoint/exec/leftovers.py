@@ -1,0 +1,91 @@
+"""What sessions leave in the embedded store: deleted with them, or before their next attempt.
+
+The store deletes tombstones and keeps the rest for replicas that may come. Whoever holds a session's lock knows that
+none does, so its rows are deleted here, table by table.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from meshpoint.errors import StoreUnavailable
+
+_BUSY = 10.0
+"""Seconds to wait for others who write."""
+
+# By table, the column that holds the namespace and the agent.
+_OF_AGENT = {
+    "agent_operations": "agent_name",
+    "agent_checkpoints": "agent_type",
+    "agent_checkpoints_archive": "agent_type",
+    "agent_paused_tasks": "agent_name",
+}
+_OF_TASK = ("agent_peer_sub_tasks", "agent_parallel_invocations")
+
+_BEGINS = "substr({column}, 1, length(:prefix)) = :prefix"
+_TASKS = f"SELECT logical_task_id FROM agent_paused_tasks WHERE {_BEGINS.format(column='agent_name')}"
+
+
+def forget(file: Path, namespace: str) -> None:
+    """Delete all that `file` has of a namespace.
+
+    Raises:
+        StoreUnavailable: others write to it for too long.
+    """
+    prefix = {"prefix": f"{namespace}/"}
+    with _transaction(file) as (db, tables):
+        for table in _OF_TASK:
+            if table in tables:
+                db.execute(f"DELETE FROM {table} WHERE logical_task_id IN ({_TASKS})", prefix)
+        for table, column in _OF_AGENT.items():
+            if table in tables:
+                db.execute(f"DELETE FROM {table} WHERE {_BEGINS.format(column=column)}", prefix)
+        _drop_queues(db, [name for name, *_ in _queues(db, tables, namespace)])
+
+
+def forget_queues(file: Path, namespace: str, served: Collection[str]) -> None:
+    """Delete the queues of agents that are not `served` any more, and those of processes that are gone.
+
+    A request for such an agent then fails at once, in place of waiting for a replica that never comes.
+
+    Raises:
+        StoreUnavailable: others write to the file for too long.
+    """
+    agents = {f"{namespace}.{agent}" for agent in served}
+    with _transaction(file) as (db, tables):
+        queues = _queues(db, tables, namespace)
+        _drop_queues(db, [name for name, agent, private in queues if private or agent not in agents])
+
+
+def _queues(db: sqlite3.Connection, tables: set[str], namespace: str) -> list[tuple[str, str, int]]:
+    if "meshpoint_queue" not in tables:
+        return []
+    query = f"SELECT name, agent, private FROM meshpoint_queue WHERE {_BEGINS.format(column='name')}"
+    return db.execute(query, {"prefix": f"{namespace}."}).fetchall()
+
+
+def _drop_queues(db: sqlite3.Connection, names: Iterable[str]) -> None:
+    for name in names:
+        messages = "SELECT id FROM meshpoint_queue_message WHERE queue = ?"
+        db.execute(f"DELETE FROM meshpoint_queue_content WHERE id IN ({messages})", (name,))
+        db.execute("DELETE FROM meshpoint_queue_message WHERE queue = ?", (name,))
+        db.execute("DELETE FROM meshpoint_queue WHERE name = ?", (name,))
+
+
+@contextmanager
+def _transaction(file: Path) -> Iterator[tuple[sqlite3.Connection, set[str]]]:
+    """A write transaction on `file`, and the tables in it; none of either where there is no file."""
+    if not file.exists():
+        with closing(sqlite3.connect(":memory:")) as db:
+            yield db, set()
+        return
+    try:
+        with closing(sqlite3.connect(file, timeout=_BUSY, isolation_level=None)) as db:
+            db.execute("BEGIN IMMEDIATE")  # closing rolls back what is not committed
+            yield db, {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            db.execute("COMMIT")
+    except sqlite3.DatabaseError as error:
+        raise StoreUnavailable(f"{file}: {error}") from error

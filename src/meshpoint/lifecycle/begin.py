@@ -1,0 +1,44 @@
+"""Write a task as running, with its request: from then on its lease owns it, not the broker."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from meshpoint.errors import StoreUnavailable
+from meshpoint.lifecycle.segment import Segment
+from meshpoint.lifecycle.site import Site
+from meshpoint.model.checkpoint import Begin, BeginResult
+from meshpoint.model.events import Step
+from meshpoint.model.letters import pack
+from meshpoint.model.options import OnCheckpointFailure
+from meshpoint.model.subtasks import Operation
+from meshpoint.ports.home import Home
+
+
+async def begin(segment: Segment, site: Site, operation: Operation | None = None) -> tuple[Home, BeginResult]:
+    """Commit the row of a task that has none; where it went, and what came of it.
+
+    With an `operation`, code is waiting for it: as the first checkpoint of a pause, it goes to memory when the
+    database certainly has not taken it for `checkpoint_retry_time`.
+    """
+    assert segment.request is not None
+    wish = Begin(segment.run, site.replica, segment.requester, pack(segment.request), operation)
+    with site.steps.step(Step.BEGIN, [segment.run.task_id]):
+        if site.durable is None:
+            return site.memory, await _write(wish, site.memory, site)
+        if operation is None or site.options.on_checkpoint_failure is OnCheckpointFailure.WAIT:
+            return site.durable, await _write(wish, site.durable, site)
+        try:
+            attempt = partial(_attempt, wish, site.durable)
+            return site.durable, await site.patience.unless_away(attempt, site.options.checkpoint_retry_time)
+        except StoreUnavailable as error:
+            site.steps.note(Step.DEGRADED, segment.run.task_id, error=str(error))
+            return site.memory, await _write(wish, site.memory, site)
+
+
+async def _write(wish: Begin, home: Home, site: Site) -> BeginResult:
+    return await site.patience.until_answered(partial(_attempt, wish, home))
+
+
+async def _attempt(wish: Begin, home: Home) -> BeginResult:
+    return (await home.store.begin([wish]))[0]

@@ -1,0 +1,72 @@
+"""Subtask checkpoints and operations: the part of the store that a task uses within its segments.
+
+What `meshpoint.ports.store` says of every method holds here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from meshpoint.model.checkpoint import BeginResult, Save, SaveResult, Track
+from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.operations import OperationStatus, OperationSummary, Revive, ReviveResult
+from meshpoint.model.subtasks import AgentCheckpoint
+
+
+class Operations(Protocol):
+    """Operations and the history of their checkpoints.
+
+    A task is an operation from its first subtask on; one that has none writes nothing here. Its state and owner are
+    those of the task's row; this part of the store adds what only an operation has.
+
+    What the other transitions do for an operation:
+
+    - `begin` with `Begin.operation` writes it together with the task.
+    - `pause` adds `Pause.children` to its children.
+    - `end` as completed deletes its checkpoints, or moves them to the archive if the store is told to keep one;
+      those of a preserved operation stay where they are. As failed or cancelled it keeps the request, writes
+      `End.checkpoint` (or its last checkpoint once more, with `End.reason` or `dead_reason`), and keeps all of
+      it for `checkpoint_ttl` (a preserved one for ever) instead of `tombstone_ttl`. So does `cancel` of a task that
+      waits, with the reason "cancelled on request".
+    - `purge` deletes its checkpoints and the operation together with the tombstone.
+    """
+
+    async def track(self, wish: Track) -> BeginResult:
+        """Make a running task, of exactly this fence, an operation. One that is an operation already: `Begun`.
+
+        Another owner: `Fenced`. A cancel was requested: `CancelFound(run)`.
+        """
+
+    async def save(self, wish: Save) -> SaveResult:
+        """Write a checkpoint of an operation that runs under exactly this fence, and prune its history.
+
+        The run has come further, so its `attempt` begins again at 1. A checkpoint whose `seq` stands there already
+        has found itself.
+        """
+
+    async def latest(self, task_id: TaskId, agent: AgentName | None = None) -> AgentCheckpoint | None:
+        """The operation's checkpoint with the highest `seq`; None: there is none, or it is another agent's."""
+
+    async def history(self, task_id: TaskId) -> list[AgentCheckpoint]:
+        """All its checkpoints that were kept, oldest first; archived ones if there are no others."""
+
+    async def revive(self, wish: Revive) -> ReviveResult:
+        """Make an ended task `ready` again, in generation 0, with its fence raised: its old runs are zombies.
+
+        Its refusals come in the order of `Refusal`. A wish whose `token` the task has seen last has found itself.
+        The other active operations of an exclusive agent are counted under a lock of that agent, so that of two
+        wishes at the same time only one finds none. Calls of the earlier attempt are deleted, also those whose
+        peers were still to be told to stop.
+        """
+
+    async def preserve(self, task_id: TaskId, *, preserve: bool = True) -> bool:
+        """Exempt an operation's checkpoints from every deletion, or stop that; whether there is such an operation."""
+
+    async def operation(self, task_id: TaskId) -> OperationSummary | None:
+        """One operation."""
+
+    async def operations(
+        self, *, agent: AgentName | None = None, statuses: Sequence[OperationStatus] = (), limit: int = 100
+    ) -> list[OperationSummary]:
+        """Operations, newest first; no statuses mean all."""

@@ -1,0 +1,41 @@
+"""The function that is meant where somebody passes a partial, a bound method or a decorated function."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def within(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What `function` wraps: by partial, bound method, `functools.wraps` or `__call__`. None: it is the function."""
+    match function:
+        case functools.partial():
+            return function.func
+        case types.MethodType():
+            return function.__func__
+        case type():
+            return None
+    wrapped: Callable[..., Any] | None = getattr(function, "__wrapped__", None)
+    if wrapped is not None:
+        return wrapped
+    call = getattr(type(function), "__call__", None)  # noqa: B004
+    return call if isinstance(call, types.FunctionType) else None
+
+
+def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that `within` leads to in the end."""
+    inner = within(function)
+    return function if inner is None else innermost(inner)
+
+
+def closure_of(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """The variables of outer functions that `function` itself uses, as far as they are assigned by now."""
+    inner = innermost(function)
+    if isinstance(inner, types.FunctionType):
+        for name, cell in zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:
+                continue

@@ -1,0 +1,230 @@
+"""What a subtask was given, as one digest for each input: whether a recorded deliverable still answers the question.
+
+Values are digested by what they are, not by how they print: the same in every process and under every Python.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import inspect
+import ipaddress
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from hashlib import blake2b
+from pathlib import PurePath
+from types import MappingProxyType
+from typing import Any
+from uuid import UUID
+
+import pydantic
+from pydantic import AnyUrl, BaseModel, SecretBytes, SecretStr
+
+from meshpoint.errors import SubtaskRefused
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.json_values import MAX_DEPTH
+from meshpoint.subtasks.functions import closure_of
+
+_AS_TEXT = (
+    Decimal,
+    Fraction,
+    UUID,
+    PurePath,
+    AnyUrl,
+    ipaddress.IPv4Address,
+    ipaddress.IPv6Address,
+    ipaddress.IPv4Network,
+    ipaddress.IPv6Network,
+)
+
+
+class _NoForm(Exception):
+    """There is no canonical form: what it is, and where inside the value."""
+
+    def __init__(self, what: str, where: str = "") -> None:
+        super().__init__(what)
+        self.what, self.where = what, where
+
+    def inside(self, step: str) -> _NoForm:
+        """The same, seen from the container."""
+        return _NoForm(self.what, step + self.where)
+
+
+def digests(
+    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, str]:
+    """One digest for each parameter that `function` gets from these arguments, and for what it finds by closure.
+
+    Spelling does not matter: an argument may be given by position, by name, by a partial or as the default. The
+    task's own context and the `self` of a method are left out, and so is what is reached by closure or default and
+    is no data: clients, functions, modules. What functions read from their module or from `self` is not seen at all.
+
+    A list equals a tuple; 1, 1.0, True and "1" are four values. Models, dataclasses and enums count by the name of
+    their class and by their fields (of a model those that are not excluded from its JSON).
+
+    Raises:
+        SubtaskRefused: an argument is no data, or holds something that is none; names it, and subtask `name`.
+    """
+    found = dict(_closure(function))
+    for label, value, given in _parameters(function, args, kwargs):
+        if isinstance(value, TaskExecutionContext):
+            continue
+        try:
+            found[label] = _digest(value)
+        except _NoForm as problem:
+            if given:
+                raise SubtaskRefused(
+                    f"subtask {name!r}: argument {label + problem.where!r} is {problem.what}, which has no canonical "
+                    "form; pass data, or let the function reach it by closure"
+                ) from None
+    return found
+
+
+def difference(recorded: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+    """What differs between two `digests`, for people; None when nothing does."""
+    changes = (
+        ([key for key in recorded if key in now and recorded[key] != now[key]], "differs", "differ"),
+        ([key for key in now if key not in recorded], "is new", "are new"),
+        ([key for key in recorded if key not in now], "is gone", "are gone"),
+    )
+    parts = [_told(keys, one, several) for keys, one, several in changes if keys]
+    return "; ".join(parts) or None
+
+
+def _told(keys: list[str], one: str, several: str) -> str:
+    *first, last = map(repr, keys)
+    return f"inputs {', '.join(first)} and {last} {several}" if first else f"input {last} {one}"
+
+
+def _parameters(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, bool]]:
+    """Label, value, and whether the caller gave it, of each argument."""
+    while isinstance(function, functools.partial):
+        args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+        function = function.func
+    try:
+        signature = inspect.signature(function)
+        bound = signature.bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        # It has no signature, or a decorator gave it another one than it takes: the call itself will tell.
+        yield from ((f"args[{index}]", value, True) for index, value in enumerate(args))
+        yield from ((key, value, True) for key, value in kwargs.items())
+        return
+    given = set(bound.arguments)
+    bound.apply_defaults()
+    for label, value in bound.arguments.items():
+        match signature.parameters[label].kind:
+            case inspect.Parameter.VAR_POSITIONAL:
+                yield from ((f"{label}[{index}]", each, True) for index, each in enumerate(value))
+            case inspect.Parameter.VAR_KEYWORD:  # one may be called like a positional-only parameter
+                yield from (
+                    (f"**{key}" if key in bound.arguments else key, each, True) for key, each in value.items()
+                )
+            case _:
+                yield label, value, label in given
+
+
+def _closure(function: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+    for name, value in closure_of(function):
+        try:
+            yield f"closure.{name}", _digest(value)
+        except _NoForm:
+            continue
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(_canonical(value, 0), separators=(",", ":"))
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _canonical(value: Any, depth: int) -> Any:
+    """`value` as JSON in which every list begins with its kind, so that no two values look alike."""
+    if depth > MAX_DEPTH:
+        raise _NoForm(f"nested more than {MAX_DEPTH} deep")
+    match value:
+        case Enum():
+            return ["enum", type(value).__qualname__, _of_member(value, depth)]
+        case None | bool():
+            return value
+        case str():
+            return str.__str__(value)
+        case int():
+            return ["int", f"{value:x}"] if value.bit_length() > 63 else int(value)
+        case float() if math.isfinite(value):
+            return float(value)
+        case list() | tuple():
+            return ["list", *_each(((f"[{index}]", member) for index, member in enumerate(value)), depth)]
+        case set() | frozenset():
+            return ["set", *sorted(_each((("{…}", member) for member in value), depth), key=json.dumps)]
+        case dict() | MappingProxyType():
+            return ["dict", *_pairs(value, depth)]
+        case BaseModel() | SecretStr() | SecretBytes() | pydantic.Secret():
+            return _of_model(value, depth)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return ["object", type(value).__qualname__, *_fields(fields, depth)]
+    return _scalar(value)
+
+
+def _scalar(value: Any) -> list[Any]:
+    match value:
+        case bytes() | bytearray() | memoryview():
+            return ["bytes", base64.b64encode(bytes(value)).decode()]
+        case datetime():
+            return ["datetime", value.isoformat()]
+        case date():
+            return ["date", value.isoformat()]
+        case time():
+            return ["time", value.isoformat()]
+        case timedelta():
+            return ["timedelta", value.days, value.seconds, value.microseconds]
+        case float():
+            raise _NoForm(str(value))
+    for kind in _AS_TEXT:
+        if isinstance(value, kind):
+            return [kind.__name__, str(value)]
+    raise _NoForm(f"a {type(value).__name__}")
+
+
+def _each(members: Iterable[tuple[str, Any]], depth: int) -> list[Any]:
+    return [_inside(step, member, depth) for step, member in members]
+
+
+def _pairs(values: Mapping[Any, Any], depth: int) -> list[Any]:
+    pairs = [[_inside("{…}", key, depth), _inside(f"[{key!r}]", each, depth)] for key, each in values.items()]
+    return sorted(pairs, key=lambda pair: json.dumps(pair[0]))
+
+
+def _fields(fields: Mapping[str, Any], depth: int) -> list[Any]:
+    return [[key, _inside(f".{key}", fields[key], depth)] for key in sorted(fields)]
+
+
+def _inside(step: str, value: Any, depth: int) -> Any:
+    try:
+        return _canonical(value, depth + 1)
+    except _NoForm as problem:
+        raise problem.inside(step) from None
+
+
+def _of_model(value: Any, depth: int) -> list[Any]:
+    if not isinstance(value, BaseModel):
+        return ["object", type(value).__name__, _canonical(value.get_secret_value(), depth)]
+    # Not `model_dump`: it masks secrets, takes sets as they come, and makes a datetime of its text.
+    fields = {
+        key: getattr(value, key) for key, field in type(value).model_fields.items() if not field.exclude
+    } | dict(value.__pydantic_extra__ or {})
+    return ["object", type(value).__qualname__, *_fields(fields, depth)]
+
+
+def _of_member(member: Enum, depth: int) -> Any:
+    try:
+        return _canonical(member.value, depth + 1)
+    except _NoForm:
+        return member.name

@@ -1,0 +1,11 @@
+"""Names of subtasks."""
+
+from __future__ import annotations
+
+MAX_NAME = 100
+"""Characters."""
+
+
+def is_name(name: object) -> bool:
+    """Whether `name` can name a subtask: it is a key in the database, and printed as it is."""
+    return isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable() and name.strip() == name

@@ -1,0 +1,160 @@
+"""Where in a deliverable the places are whose type says `Secret`.
+
+A value is walked together with its type and its JSON. Models, dataclasses and named tuples tell by their own class,
+everything else by the annotation. Where JSON does not have the shape of the value (a serializer of its own, a set), a
+place above the secret is taken: rather too much than too little.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pydantic
+from pydantic import BaseModel, JsonValue, SecretBytes, SecretStr
+
+from meshpoint.model.secrets import Secret, pointer
+
+_WRAPPED_SECRETS = (SecretStr, SecretBytes, pydantic.Secret)
+_QUALIFIERS = ("Required", "NotRequired", "ReadOnly", "Final")  # by name: those of typing_extensions as well
+_UNKNOWN = ""
+"""JSON that is not known, because it has another shape than the value."""
+
+
+class LostSecret(ValueError):
+    """A secret whose JSON is a row of stars."""
+
+
+def secret_places(declared: Any, value: Any, written: JsonValue) -> list[str]:
+    """The secret places of `value`, as JSON pointers into `written`, which is its JSON.
+
+    Raises:
+        LostSecret: a `SecretStr`, or another of pydantic's own, cannot be told from its JSON.
+    """
+    return list(dict.fromkeys(_places(declared, value, written, "")))
+
+
+def _places(declared: Any, value: Any, written: JsonValue, at: str) -> Iterator[str]:
+    declared, metadata = _plain_type(declared)
+    if isinstance(value, _WRAPPED_SECRETS):
+        _refuse_lost(value, written, at)
+        yield at
+    elif written is None:
+        return
+    elif any(each is Secret or isinstance(each, Secret) for each in metadata):
+        yield at
+    elif typing.get_origin(declared) in {typing.Union, types.UnionType}:
+        for arm in typing.get_args(declared):
+            yield from _places(arm, value, written, at)
+    elif isinstance(value, pydantic.RootModel):
+        yield from _places(_field_type(type(value).model_fields["root"]), value.root, written, at)
+    elif (members := _members(declared, value)) is not None:
+        yield from _in_fields(members, value, written, at)
+    else:
+        yield from _in_container(declared, value, written, at)
+
+
+def _in_fields(members: Mapping[str, tuple[str, Any]], value: Any, written: JsonValue, at: str) -> Iterator[str]:
+    """Of a value with named members: for each its key in JSON and its type."""
+    for index, (name, (key, declared)) in enumerate(members.items()):
+        member = value.get(name) if isinstance(value, dict) else getattr(value, name)
+        if isinstance(written, dict) and key in written:
+            yield from _places(declared, member, written[key], at + pointer(key))
+        elif isinstance(written, list) and isinstance(value, tuple) and index < len(written):
+            yield from _places(declared, member, written[index], at + pointer(index))
+        elif member is not None and _has_secret(declared, member):
+            yield at
+
+
+def _in_container(declared: Any, value: Any, written: JsonValue, at: str) -> Iterator[str]:
+    arguments = typing.get_args(declared)
+    match value:
+        case dict():
+            key_type, member_type = arguments if len(arguments) == 2 else (Any, Any)
+            if any(_has_secret(key_type, key) for key in value):
+                yield at
+            elif isinstance(written, dict) and len(value) == len(written):
+                for (key, inner), member in zip(written.items(), value.values(), strict=True):
+                    yield from _places(member_type, member, inner, at + pointer(key))
+            elif any(_has_secret(member_type, member) for member in value.values()):
+                yield at
+        case list() | tuple() if isinstance(written, list) and len(value) == len(written):
+            for index, (member, inner) in enumerate(zip(value, written, strict=True)):
+                yield from _places(_member_type(arguments, index), member, inner, at + pointer(index))
+        case list() | tuple() | set() | frozenset():
+            if any(_has_secret(_member_type(arguments, index), member) for index, member in enumerate(value)):
+                yield at
+
+
+def _has_secret(declared: Any, value: Any) -> bool:
+    return any(True for _ in _places(declared, value, _UNKNOWN, ""))
+
+
+def _member_type(arguments: tuple[Any, ...], index: int) -> Any:
+    if len(arguments) == 1 or (len(arguments) == 2 and arguments[1] is Ellipsis):
+        return arguments[0]
+    return arguments[index] if index < len(arguments) else Any
+
+
+def _members(declared: Any, value: Any) -> Mapping[str, tuple[str, Any]] | None:
+    """By attribute: the key in JSON and the type. None for what has no named members."""
+    kind: type = type(value)
+    if isinstance(value, BaseModel):
+        shown = {name: field for name, field in type(value).model_fields.items() if not field.exclude}
+        fields = {
+            name: (field.serialization_alias or field.alias or name, _field_type(field))
+            for name, field in shown.items()
+        }
+        return fields | {name: (name, Any) for name in value.__pydantic_extra__ or {}}
+    if dataclasses.is_dataclass(value):
+        return {name: (name, each) for name, each in _hints(kind).items() if hasattr(value, name)}
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return {name: (name, _hints(kind).get(name, Any)) for name in kind._fields}
+    origin = typing.get_origin(declared) or declared
+    if isinstance(value, dict) and hasattr(origin, "__required_keys__"):  # a TypedDict
+        return {name: (name, _hints(origin).get(name, Any)) for name in value}
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _hints(kind: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(kind, include_extras=True)
+    except (NameError, AttributeError, TypeError):
+        # Names of a function's own scope; pydantic has resolved them, and keeps them where it has fields.
+        fields = getattr(kind, "__pydantic_fields__", {})
+        return {name: _field_type(field) for name, field in fields.items()}
+
+
+def _field_type(field: Any) -> Any:
+    declared = Any if field.annotation is None else field.annotation
+    return functools.reduce(lambda kind, each: typing.Annotated[kind, each], field.metadata, declared)
+
+
+def _plain_type(declared: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A type without what wraps it (`Annotated`, `Required`, `type X = …`, `NewType`), and what was annotated."""
+    metadata: tuple[Any, ...] = ()
+    while True:
+        origin = typing.get_origin(declared)
+        if origin is typing.Annotated:
+            metadata += declared.__metadata__
+            declared = declared.__origin__
+        elif getattr(origin, "_name", None) in _QUALIFIERS:
+            declared = typing.get_args(declared)[0]
+        elif isinstance(declared, typing.NewType):
+            declared = declared.__supertype__
+        elif "TypeAliasType" in (type(declared).__name__, type(origin).__name__):
+            declared = declared.__value__
+        else:
+            return declared, metadata
+
+
+def _refuse_lost(value: Any, written: JsonValue, at: str) -> None:
+    if value.get_secret_value() and written in (str(value), _UNKNOWN):
+        raise LostSecret(
+            f"{at or 'the value'} is a {type(value).__name__}, whose JSON is only stars; use Annotated[str, Secret]"
+        )

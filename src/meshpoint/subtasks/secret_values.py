@@ -1,0 +1,35 @@
+"""Secrets followed by their value: where one turns up again after a migration has moved, renamed or rewrapped it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from pydantic import JsonValue
+
+from meshpoint.model.secrets import pointer
+
+
+def values_at(pointers: Collection[str], value: JsonValue) -> list[JsonValue]:
+    """What stands at those JSON pointers; one that leads nowhere gives nothing."""
+    return [inner for at, inner in _places(value, "") if at in pointers] if pointers else []
+
+
+def places_of(secrets: Sequence[JsonValue], value: JsonValue) -> list[str]:
+    """The places in `value` that equal a secret, or are a text that contains one, as JSON pointers."""
+    telling = [each for each in secrets if not isinstance(each, bool) and each not in (None, "", [], {})]
+    return [at for at, inner in _places(value, "") if any(_tells(secret, inner) for secret in telling)]
+
+
+def _tells(secret: JsonValue, inner: JsonValue) -> bool:
+    return secret == inner or (isinstance(secret, str) and isinstance(inner, str) and secret in inner)
+
+
+def _places(value: JsonValue, at: str) -> Iterator[tuple[str, JsonValue]]:
+    yield at, value
+    match value:
+        case dict():
+            for key, inner in value.items():
+                yield from _places(inner, at + pointer(key))
+        case list():
+            for index, inner in enumerate(value):
+                yield from _places(inner, at + pointer(index))

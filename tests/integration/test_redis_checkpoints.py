@@ -1,0 +1,435 @@
+"""Copies of checkpoints on a real Redis, which may hold garbage, forget everything, be silent or be away."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime, timedelta
+from hashlib import blake2b
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from meshpoint.adapters.redis import RedisCheckpointCache
+from meshpoint.errors import CheckpointError, ConfigurationError
+from meshpoint.model.ids import AgentName, TaskId, new_id
+from meshpoint.model.subtasks import AgentCheckpoint, SubtaskRecord, SubtaskStatus
+from meshpoint.ports.checkpoint_cache import CacheUnavailable
+from servers import Proxy, RedisServer
+
+AGENT = AgentName("travel")
+WEEK = timedelta(days=7)
+SHORT = timedelta(milliseconds=100)  # a timeout that a test waits for
+
+
+class Now:
+    """A clock in seconds that a test moves."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def now() -> Now:
+    return Now()
+
+
+@pytest.fixture
+async def raw(redis_url: str) -> AsyncIterator[Redis]:
+    """Redis behind the cache's back."""
+    async with Redis.from_url(redis_url) as client:
+        yield client
+
+
+@pytest.fixture
+async def cache(redis_url: str, namespace: str) -> AsyncIterator[RedisCheckpointCache]:
+    cache = RedisCheckpointCache(redis_url, namespace=namespace)
+    yield cache
+    await cache.close()
+
+
+@pytest.fixture
+async def proxy(redis_url: str) -> AsyncIterator[Proxy]:
+    async with Proxy(redis_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def distant(proxy: Proxy, namespace: str, now: Now) -> AsyncIterator[RedisCheckpointCache]:
+    """A cache behind `proxy`, on the clock `now`."""
+    cache = RedisCheckpointCache(proxy.url, namespace=namespace, timeout=SHORT, clock=now)
+    yield cache
+    await cache.close()
+
+
+def a_checkpoint(seq: int = 1, *, size: int = 0, operation_id: str | None = None) -> AgentCheckpoint:
+    """A checkpoint with a deliverable of `size` bytes that compress a little."""
+    text = "".join(random.Random(size).choices("abcdefghijklmnop", k=size))
+    record = SubtaskRecord(
+        name="flights", status=SubtaskStatus.COMPLETED, function="f1", inputs={"to": "d"}, seconds=0.1, result=text
+    )
+    return AgentCheckpoint(
+        operation_id=TaskId(operation_id or new_id()),
+        agent=AGENT,
+        seq=seq,
+        subject="ACME ☃",
+        planned=("flights", "hotel"),
+        subtasks=(record,),
+        saved_progress={"hotel": '{"page": 1E400, "z": 1, "a": "\\u0000"}'},
+        agent_config={"depth": 3, "exact": 12345678901234567890, "share": 0.1},
+        error_details={"type": "ValueError"},
+        checkpoint_time=datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC),
+    )
+
+
+def key_of(namespace: str, checkpoint: AgentCheckpoint) -> str:
+    return f"{namespace}:checkpoint:{checkpoint.operation_id}:{checkpoint.agent}"
+
+
+# ── what is kept ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("size", [0, 5_000, 1_000_000])
+async def test_a_copy_is_the_checkpoint(cache: RedisCheckpointCache, size: int) -> None:
+    checkpoint = a_checkpoint(size=size)
+    await cache.put(checkpoint)
+    assert await cache.get(checkpoint.operation_id, AGENT) == checkpoint
+
+
+async def test_a_large_copy_is_compressed(cache: RedisCheckpointCache, raw: Redis, namespace: str) -> None:
+    checkpoint = a_checkpoint(size=1_000_000)
+    await cache.put(checkpoint)
+    assert await raw.strlen(key_of(namespace, checkpoint)) < 600_000
+
+
+async def test_there_is_no_copy_of_what_was_never_put(cache: RedisCheckpointCache) -> None:
+    await cache.put(a_checkpoint())
+    assert await cache.get(TaskId(new_id()), AGENT) is None
+
+
+async def test_copies_of_another_agent_and_another_mesh_are_others(
+    cache: RedisCheckpointCache, redis_url: str
+) -> None:
+    checkpoint = a_checkpoint()
+    await cache.put(checkpoint)
+    assert await cache.get(checkpoint.operation_id, AgentName("hotel")) is None
+    other = RedisCheckpointCache(redis_url, namespace=new_id())
+    assert await other.get(checkpoint.operation_id, AGENT) is None
+    await other.close()
+
+
+async def test_a_later_copy_replaces_an_earlier_one(cache: RedisCheckpointCache) -> None:
+    first = a_checkpoint(1)
+    await cache.put(first)
+    await cache.put(first.model_copy(update={"seq": 2}))
+    found = await cache.get(first.operation_id, AGENT)
+    assert found is not None
+    assert found.seq == 2
+
+
+async def test_each_put_lets_the_copy_live_for_a_week(
+    cache: RedisCheckpointCache, raw: Redis, namespace: str
+) -> None:
+    checkpoint = a_checkpoint()
+    await cache.put(checkpoint)
+    key = key_of(namespace, checkpoint)
+    assert WEEK - timedelta(minutes=5) < timedelta(milliseconds=await raw.pttl(key)) <= WEEK
+    await raw.expire(key, 1000)
+    await cache.put(checkpoint)
+    assert WEEK - timedelta(minutes=5) < timedelta(milliseconds=await raw.pttl(key)) <= WEEK
+
+
+async def test_a_forgotten_copy_is_gone(cache: RedisCheckpointCache, raw: Redis, namespace: str) -> None:
+    checkpoint = a_checkpoint()
+    await cache.put(checkpoint)
+    await cache.forget(checkpoint.operation_id, AGENT)
+    await cache.forget(checkpoint.operation_id, AGENT)
+    assert await cache.get(checkpoint.operation_id, AGENT) is None
+    assert not await raw.exists(key_of(namespace, checkpoint))
+
+
+async def test_one_put_and_one_get_are_one_request_each(own_redis: RedisServer) -> None:
+    cache, checkpoint = RedisCheckpointCache(own_redis.url, namespace="mesh"), a_checkpoint(size=10_000)
+    async with Redis.from_url(own_redis.url) as raw:
+        await cache.put(checkpoint)  # connects
+        await raw.config_resetstat()
+        await cache.put(checkpoint)
+        await cache.get(checkpoint.operation_id, AGENT)
+        commands = {name: seen["calls"] for name, seen in (await raw.info("commandstats")).items()}
+    await cache.close()
+    assert {name: calls for name, calls in commands.items() if "config" not in name and "info" not in name} == {
+        "cmdstat_set": 1,
+        "cmdstat_get": 1,
+    }
+
+
+async def test_many_at_once_share_a_few_connections(distant: RedisCheckpointCache, proxy: Proxy) -> None:
+    operation_id = new_id()
+    same = [a_checkpoint(seq, size=2_000, operation_id=operation_id) for seq in range(1, 21)]
+    others = [a_checkpoint(seq, size=2_000) for seq in range(1, 21)]
+    await asyncio.gather(*[distant.put(each) for each in [*same, *others]])
+
+    found = await asyncio.gather(*[distant.get(each.operation_id, AGENT) for each in others])
+    assert found == others
+    assert await distant.get(TaskId(operation_id), AGENT) in same
+    assert proxy.connections <= 4
+
+
+# ── garbage ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sealed(body: bytes) -> bytes:
+    """`body` below a digest that fits it."""
+    return blake2b(body, digest_size=16).hexdigest().encode() + b"\n" + body
+
+
+def flipped(copy: bytes) -> bytes:
+    place = len(copy) // 2
+    return copy[:place] + bytes([copy[place] ^ 1]) + copy[place + 1 :]
+
+
+@pytest.mark.parametrize("size", [0, 5_000])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda copy: b"", id="empty"),
+        pytest.param(lambda copy: b"\xff\xfe\x00", id="no UTF-8"),
+        pytest.param(lambda copy: b'{"operation_id": 1}', id="other JSON"),
+        pytest.param(lambda copy: copy[:-1], id="truncated"),
+        pytest.param(lambda copy: copy[: len(copy) // 2], id="half"),
+        pytest.param(lambda copy: copy + b" ", id="longer"),
+        pytest.param(flipped, id="a bit flipped"),
+        pytest.param(lambda copy: copy.partition(b"\n")[2], id="no digest"),
+        pytest.param(lambda copy: sealed(b""), id="sealed: empty"),
+        pytest.param(lambda copy: sealed(b"\x00[]"), id="sealed: other JSON"),
+        pytest.param(lambda copy: sealed(b"\x00{}"), id="sealed: other object"),
+        pytest.param(lambda copy: sealed(b"\x00" + b"[" * 100_000), id="sealed: deep"),
+        pytest.param(lambda copy: sealed(b"\x00\xff\xfe"), id="sealed: no UTF-8"),
+        pytest.param(lambda copy: sealed(b"\x01not compressed"), id="sealed: no frame"),
+        pytest.param(lambda copy: sealed(b"\x01\x28\xb5\x2f\xfd"), id="sealed: half a frame"),
+        pytest.param(lambda copy: sealed(b"\x07" + copy.partition(b"\n")[2][1:]), id="sealed: unknown marker"),
+    ],
+)
+async def test_garbage_is_found(
+    cache: RedisCheckpointCache, raw: Redis, namespace: str, spoil: Callable[[bytes], bytes], size: int
+) -> None:
+    checkpoint = a_checkpoint(size=size)
+    key = key_of(namespace, checkpoint)
+    await cache.put(checkpoint)
+    copy = await raw.get(key)
+    assert isinstance(copy, bytes)
+    await raw.set(key, spoil(copy))
+    await expect_garbage(cache, checkpoint, key)
+
+
+@pytest.mark.parametrize("kind", ["list", "hash", "set"])
+async def test_another_kind_of_value_is_found(
+    cache: RedisCheckpointCache, raw: Redis, namespace: str, kind: str
+) -> None:
+    checkpoint = a_checkpoint()
+    key = key_of(namespace, checkpoint)
+    client: Any = raw
+    match kind:
+        case "list":
+            await client.rpush(key, "a")
+        case "hash":
+            await client.hset(key, "a", "b")
+        case "set":
+            await client.sadd(key, "a")
+    await expect_garbage(cache, checkpoint, key)
+
+
+async def test_a_copy_of_another_operation_is_found(cache: RedisCheckpointCache, raw: Redis, namespace: str) -> None:
+    mine, other = a_checkpoint(), a_checkpoint()
+    await cache.put(other)
+    await raw.copy(key_of(namespace, other), key_of(namespace, mine))
+    await expect_garbage(cache, mine, key_of(namespace, mine))
+
+
+async def expect_garbage(cache: RedisCheckpointCache, checkpoint: AgentCheckpoint, key: str) -> None:
+    """One line that names the key; and the next `put` heals it at once."""
+    with pytest.raises(CheckpointError) as caught:
+        await cache.get(checkpoint.operation_id, AGENT)
+    assert str(caught.value).startswith(f"{key}: ")
+    assert "\n" not in str(caught.value)
+    await cache.put(checkpoint)
+    assert await cache.get(checkpoint.operation_id, AGENT) == checkpoint
+
+
+async def test_what_is_no_json_is_refused(cache: RedisCheckpointCache) -> None:
+    with pytest.raises(CheckpointError, match="surrogates"):
+        await cache.put(a_checkpoint().model_copy(update={"subject": "\ud800"}))
+
+
+# ── Redis away ─────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_redis_that_was_wiped_has_no_copies(own_redis: RedisServer) -> None:
+    cache, checkpoint = RedisCheckpointCache(own_redis.url, namespace="mesh"), a_checkpoint()
+    await cache.put(checkpoint)
+    async with Redis.from_url(own_redis.url) as raw:
+        await raw.flushall()
+    assert await cache.get(checkpoint.operation_id, AGENT) is None
+    await cache.put(checkpoint)
+    assert await cache.get(checkpoint.operation_id, AGENT) == checkpoint
+    await cache.close()
+
+
+async def test_a_redis_goes_and_comes_back(own_redis: RedisServer, now: Now) -> None:
+    cache, checkpoint = RedisCheckpointCache(own_redis.url, namespace="mesh", clock=now), a_checkpoint()
+    await cache.put(checkpoint)
+    await own_redis.kill()
+    with pytest.raises(CacheUnavailable, match="connecting"):
+        await cache.get(checkpoint.operation_id, AGENT)
+
+    await own_redis.start()
+    with pytest.raises(CacheUnavailable, match="not asked"):
+        await cache.put(checkpoint)
+    now.seconds = 5.0
+    await cache.put(checkpoint)
+    assert await cache.get(checkpoint.operation_id, AGENT) == checkpoint
+    await cache.close()
+
+
+async def test_a_restart_between_two_requests_is_not_noticed(own_redis: RedisServer) -> None:
+    cache, checkpoint = RedisCheckpointCache(own_redis.url, namespace="mesh"), a_checkpoint()
+    await cache.put(checkpoint)
+    await own_redis.restart()
+    assert await cache.get(checkpoint.operation_id, AGENT) == checkpoint
+    await cache.close()
+
+
+async def test_a_silent_redis_costs_one_timeout(distant: RedisCheckpointCache, proxy: Proxy, now: Now) -> None:
+    checkpoint = a_checkpoint()
+    await distant.put(checkpoint)
+    proxy.silence()
+    async with asyncio.timeout(10):
+        with pytest.raises(CacheUnavailable, match=r"no answer within 0\.1 s"):
+            await distant.get(checkpoint.operation_id, AGENT)
+    connections = proxy.connections
+    for _ in range(100):
+        with pytest.raises(CacheUnavailable, match="not asked"):
+            await distant.put(checkpoint)
+        with pytest.raises(CacheUnavailable, match="not asked"):
+            await distant.get(checkpoint.operation_id, AGENT)
+        with pytest.raises(CacheUnavailable, match="not asked"):
+            await distant.forget(checkpoint.operation_id, AGENT)
+    assert proxy.connections == connections
+
+
+async def test_after_a_while_one_tries_while_the_others_are_refused(
+    distant: RedisCheckpointCache, proxy: Proxy, now: Now
+) -> None:
+    checkpoint = a_checkpoint()
+    await distant.put(checkpoint)
+    proxy.silence()
+    with pytest.raises(CacheUnavailable):
+        await distant.get(checkpoint.operation_id, AGENT)
+
+    now.seconds = 5.0
+    tried = await asyncio.gather(
+        *[distant.get(checkpoint.operation_id, AGENT) for _ in range(10)], return_exceptions=True
+    )
+    assert sorted("not asked" in str(error) for error in tried) == [False] + [True] * 9
+    assert all(isinstance(error, CacheUnavailable) for error in tried)
+
+    proxy.resume()
+    now.seconds = 9.9
+    with pytest.raises(CacheUnavailable, match="not asked"):
+        await distant.get(checkpoint.operation_id, AGENT)
+    now.seconds = 10.0
+    assert await distant.get(checkpoint.operation_id, AGENT) == checkpoint
+
+
+async def test_garbage_does_not_keep_a_redis_that_is_back_from_being_asked(
+    distant: RedisCheckpointCache, proxy: Proxy, now: Now, raw: Redis, namespace: str
+) -> None:
+    checkpoint = a_checkpoint()
+    client: Any = raw
+    await client.hset(key_of(namespace, checkpoint), "a", "b")
+    proxy.silence()
+    with pytest.raises(CacheUnavailable):
+        await distant.get(checkpoint.operation_id, AGENT)
+    proxy.resume()
+    now.seconds = 5.0
+    with pytest.raises(CheckpointError):
+        await distant.get(checkpoint.operation_id, AGENT)
+    await distant.put(checkpoint)
+
+
+@pytest.mark.parametrize("steps", range(8))
+async def test_whoever_is_cancelled_takes_no_answer_of_others_along(
+    distant: RedisCheckpointCache, proxy: Proxy, steps: int
+) -> None:
+    first, second = a_checkpoint(), a_checkpoint()
+    await distant.put(first)
+    await distant.put(second)
+    proxy.silence()
+    asking = asyncio.create_task(distant.get(first.operation_id, AGENT))
+    for _ in range(steps):  # before the request, and after it
+        await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    proxy.resume()
+    assert await distant.get(second.operation_id, AGENT) == second
+
+
+async def test_a_full_redis_is_unavailable(own_redis: RedisServer) -> None:
+    cache = RedisCheckpointCache(own_redis.url, namespace="mesh")
+    async with Redis.from_url(own_redis.url) as raw:
+        await raw.config_set("maxmemory", "1")
+        try:
+            with pytest.raises(CacheUnavailable, match="maxmemory"):
+                await cache.put(a_checkpoint())
+        finally:
+            await raw.config_set("maxmemory", "0")
+    await cache.close()
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b":x\r\n", b"$-9\r\n", b"$5\r\nab", b""])
+async def test_what_is_no_redis_is_unavailable(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        writer.write(answer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    cache = RedisCheckpointCache(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", namespace="mesh")
+    with pytest.raises(CacheUnavailable):
+        await cache.get(TaskId(new_id()), AGENT)
+    await cache.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost:6379",
+        "http://:secret@localhost/0",
+        "redis://user:sec/ret@localhost:6379/0",
+        "redis://:secret@localhost:port/0",
+        "redis://:secret@localhost/0?health_check_interval=often",
+        "redis://:secret@localhost/0?secret=1",
+    ],
+)
+def test_a_malformed_url_is_refused_without_telling_it(url: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        RedisCheckpointCache(url, namespace="mesh")
+    assert caught.value.key == "agent.checkpoint_cache_url"
+    assert "sec" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("option", ["", "?decode_responses=true", "?protocol=3"])
+async def test_the_options_of_a_url_break_nothing(redis_url: str, namespace: str, option: str) -> None:
+    cache, checkpoint = RedisCheckpointCache(redis_url + option, namespace=namespace), a_checkpoint(size=2_000)
+    await cache.put(checkpoint)
+    assert await cache.get(checkpoint.operation_id, AGENT) == checkpoint
+    await cache.close()

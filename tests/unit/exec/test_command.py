@@ -1,0 +1,435 @@
+"""The commands `exec` and `sessions`, in this process: what they print, and their exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sqlite3
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshpoint.cli import main
+from meshpoint.exec.locks import FileLock
+from meshpoint.exec.session import Input, Wanted
+from meshpoint.exec.sessions import Sessions
+from meshpoint.model.ids import AgentName
+
+FLOW = """
+from pathlib import Path
+from typing import Annotated, TypedDict
+
+from meshpoint import Done, Secret, StatefulAgent, agent
+
+
+class Login(TypedDict):
+    user: str
+    key: Annotated[str, Secret]
+
+
+@agent("flow", version="1", subtasks=["fetch", "login", "rate"])
+async def flow(ctx, n: int) -> int:
+    page = await ctx.subtask("fetch", fetch, n)
+    login = await ctx.subtask("login", log_in, page)
+    return await ctx.subtask("rate", rate, page, login)
+
+
+async def fetch(n: int) -> int:
+    ran("fetch")
+    return n + 1
+
+
+async def log_in(page: int) -> Login:
+    ran("login")
+    return {"user": "ada", "key": "s3cret"}
+
+
+async def rate(page: int, login: Login) -> int:
+    ran("rate")
+    raise RuntimeError("no rate today")
+
+
+@agent("plain")
+async def plain(ctx, text: str) -> str:
+    print("hello from plain")
+    return text.upper()
+
+
+class Stateful(StatefulAgent[int, None, int]):
+    name = "stateful"
+
+    async def on_request(self, ctx, n: int):
+        return Done(n + 1)
+
+
+def ran(step):
+    with Path("effects").open("a") as file:
+        file.write(step + "\\n")
+"""
+REPAIRED = FLOW.replace('raise RuntimeError("no rate today")', "return page")
+
+
+@dataclass
+class Run:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    @property
+    def steps(self) -> list[tuple[str, str, str | None]]:
+        return [(step["name"], step["status"], step["why"]) for step in self.json["steps"]]
+
+
+Cli = Callable[..., Run]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "tested_flow.py").write_text(FLOW)
+    return tmp_path
+
+
+@pytest.fixture
+def cli(folder: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    def run(*arguments: str) -> Run:
+        sys.modules.pop("tested_flow", None)
+        importlib.invalidate_caches()
+        with pytest.raises(SystemExit) as exited:
+            main(arguments)
+        captured = capsys.readouterr()
+        return Run(int(exited.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def flow(cli: Cli) -> Cli:
+    """`meshpoint exec` of the flow, as JSON."""
+
+    def run(*arguments: str) -> Run:
+        return cli("exec", "tested_flow:flow", "--json", *arguments)
+
+    return run
+
+
+def effects(folder: Path) -> list[str]:
+    return (folder / "effects").read_text().split()
+
+
+def repair(folder: Path, source: str = REPAIRED) -> None:
+    (folder / "tested_flow.py").write_text(source)
+
+
+# ── what it prints ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_agent_without_steps_has_only_an_output(cli: Cli) -> None:
+    done = cli("exec", "tested_flow:plain", "--input", "ada")
+    assert (done.code, done.out) == (0, '"ADA"\n')
+    assert "hello from plain" in done.err
+    assert cli("exec", "tested_flow:plain", "--input", '"ada"', "--json").json["steps"] == []
+
+
+def test_a_class_is_instantiated(cli: Cli) -> None:
+    assert cli("exec", "tested_flow:Stateful", "--input", "3").out == "4\n"
+
+
+def test_the_input_may_stand_in_a_file(cli: Cli, folder: Path) -> None:
+    (folder / "input.json").write_text("41\n")
+    assert cli("exec", "tested_flow:Stateful", "--input", "@input.json").out == "42\n"
+
+
+def test_a_failure_for_people(cli: Cli) -> None:
+    failed = cli("exec", "tested_flow:flow", "--input", "3")
+    assert (failed.code, failed.out) == (4, "")
+    lines = failed.err.splitlines()
+    session = lines[0].split()[1].rstrip(",")
+    assert lines[:3] == [f"session {session}, attempt 1", "step 1 of 3: fetch: runs", lines[2]]
+    assert lines[2].startswith("step 1 of 3: fetch: completed in ")
+    assert any(line.split()[:2] == ["rate", "failed"] for line in lines)
+    assert 'raise RuntimeError("no rate today")' in failed.err
+    assert lines[-2] == "error: flow failed: RuntimeError: no rate today"
+    assert lines[-1] == f"resume with: meshpoint exec tested_flow:flow --session {session}"
+
+
+def test_an_input_that_does_not_fit_is_a_failure(flow: Cli) -> None:
+    failed = flow("--input", '"three"')
+    assert (failed.code, failed.json["error"]["kind"], failed.json["checkpoint"]) == (4, "invalid", None)
+    assert [status for _, status, _ in failed.steps] == ["not run"] * 3
+
+
+def test_the_command_that_goes_on_names_what_was_given(cli: Cli) -> None:
+    failed = cli(
+        *("exec", "tested_flow:flow", "--input", "3", "--with", "tested_flow:plain"),
+        *("--home", "my home", "--session", "rome", "--json"),
+    )
+    assert failed.json["resume"] == (
+        "meshpoint exec tested_flow:flow --with tested_flow:plain --home 'my home' --session rome"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--input", "3", "--resume", "--session", "a"], "exclude each other"),
+        (["--input", "3", "--resume", "--resume-from", "a"], "exclude each other"),
+        ([], "--input: a new session needs one"),
+        (["--resume"], "--input: a new session needs one"),
+        (["--input", "{"], "--input: does not parse as JSON"),
+        (["--input", "@nothing.json"], "--input: nothing.json cannot be read"),
+        (["--input", "3", "--ttl", "soon"], "--ttl: 'soon' is no duration"),
+        (["--input", "3", "--ttl", "0s"], "--ttl: '0s' is no duration"),
+        (["--input", "3", "--with", "tested_flow:flow"], "--with: two agents are called 'flow'"),
+        (["--input", "3", "--with", "tested_flow:nobody"], "has no 'nobody'"),
+        (["--input", "3", "--session", "no/name"], "is no id of a session"),
+    ],
+)
+def test_a_command_line_that_cannot_be_is_one_line(
+    flow: Cli, folder: Path, arguments: list[str], problem: str
+) -> None:
+    refused = flow(*arguments)
+    assert (refused.code, refused.out, refused.err.count("\n")) == (2, "", 1)
+    assert problem in refused.err
+    assert not list(folder.glob(".meshpoint/sessions/*.json"))
+
+
+# ── sessions ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_there_is_nothing_to_resume(flow: Cli) -> None:
+    flow("--input", "4")
+    refused = flow("--input", "3", "--resume")
+    assert (refused.code, refused.err.count("\n")) == (10, 1)
+
+
+def test_a_named_session_goes_on_until_it_has_completed(flow: Cli, folder: Path) -> None:
+    flow("--input", "3", "--session", "rome")
+    repair(folder)
+    done = flow("--session", "rome")
+    assert (done.code, done.json["output"], done.json["attempt"]) == (0, 4, 2)
+    anew = flow("--session", "rome")
+    assert (anew.code, [status for _, status, _ in anew.steps]) == (0, ["completed"] * 3)
+    assert anew.json["operation_id"] != done.json["operation_id"]
+
+
+def test_with_another_input_the_steps_that_it_reaches_run_again(flow: Cli, folder: Path) -> None:
+    flow("--input", "3", "--session", "rome")
+    repair(folder)
+    done = flow("--input", "4", "--session", "rome")
+    assert (done.json["output"], done.steps[0]) == (5, ("fetch", "completed", "input 'n' differs"))
+
+
+def test_a_held_session_is_refused_at_once(flow: Cli, cli: Cli, folder: Path) -> None:
+    flow("--input", "3", "--session", "rome")
+    lock = FileLock.try_acquire(folder / ".meshpoint/sessions/rome.lock")
+    assert lock is not None
+    for refused in (flow("--session", "rome"), flow("--input", "3", "--resume"), cli("sessions", "rm", "rome")):
+        assert (refused.code, refused.err.count("\n")) == (7, 1)
+        assert "session rome is being run by pid" in refused.err
+    assert cli("sessions", "list", "--json").json[0]["status"] == "running"
+    lock.release()
+    assert flow("--session", "rome").code == 4
+
+
+def test_an_expired_session_is_gone_with_its_rows(flow: Cli, folder: Path) -> None:
+    operation = flow("--input", "3", "--ttl", "12h", "--session", "rome").json["operation_id"]
+    file = folder / ".meshpoint/sessions/rome.json"
+    session = json.loads(file.read_text())
+    left = datetime.fromisoformat(session["expires_at"]) - datetime.now(UTC)
+    assert timedelta(hours=11) < left <= timedelta(hours=12)
+    assert operation in rows(folder)
+    session["expires_at"] = datetime.now(UTC).isoformat()
+    file.write_text(json.dumps(session))
+    assert flow("--input", "3", "--resume").code == 10
+    assert operation not in rows(folder)
+    assert not queues(folder)
+
+
+def rows(folder: Path) -> set[str]:
+    """What the embedded store knows, by table."""
+    tables = {
+        "agent_paused_tasks": "logical_task_id",
+        "agent_operations": "operation_id",
+        "agent_checkpoints": "analysis_id",
+    }
+    with sqlite3.connect(folder / ".meshpoint/exec.db") as db:
+        found = {id_ for table, key in tables.items() for (id_,) in db.execute(f"SELECT {key} FROM {table}")}
+    db.close()
+    return found
+
+
+def queues(folder: Path) -> list[str]:
+    with sqlite3.connect(folder / ".meshpoint/exec.db") as db:
+        found = [name for (name,) in db.execute("SELECT name FROM meshpoint_queue")]
+    db.close()
+    return found
+
+
+def test_an_agent_that_preserves_its_operations_keeps_its_sessions(cli: Cli, folder: Path) -> None:
+    repair(folder, FLOW.replace('version="1"', 'version="1", preserve=True'))
+    cli("exec", "tested_flow:flow", "--input", "3", "--session", "rome", "--ttl", "1s")
+    session = json.loads((folder / ".meshpoint/sessions/rome.json").read_text())
+    assert datetime.fromisoformat(session["expires_at"]) - datetime.now(UTC) > timedelta(days=30_000)
+
+
+def test_sessions_are_listed_shown_and_removed(cli: Cli, flow: Cli) -> None:
+    assert cli("sessions", "list").out == "no sessions\n"
+    flow("--input", "3", "--session", "rome")
+    listed = cli("sessions", "list")
+    assert [word in listed.out for word in ("rome", "tested_flow:flow", "failed", "in 7 d")] == [True] * 4
+    shown = cli("sessions", "show", "rome")
+    assert "fetch completed, login completed, rate failed" in shown.out
+    told = cli("sessions", "show", "rome", "--json").json
+    assert (told["status"], told["attempts"][0]["error"]) == ("failed", "RuntimeError: no rate today")
+    assert cli("sessions", "rm", "rome").out == "deleted session rome\n"
+    for command in ("show", "rm"):
+        assert (gone := cli("sessions", command, "rome")).code == 10
+        assert gone.err.count("\n") == 1
+
+
+def test_an_end_that_its_process_could_not_tell_is_told_by_the_next(flow: Cli, folder: Path) -> None:
+    """Killed between the commit of the operation's end and that of its session."""
+    repair(folder)
+    assert flow("--input", "3", "--session", "rome").code == 0
+    file = folder / ".meshpoint/sessions/rome.json"
+    session = json.loads(file.read_text())
+    session["attempts"][0] |= {"ended": None, "ending": None, "steps": []}
+    file.write_text(json.dumps(session))
+    done = flow("--input", "3", "--resume")
+    assert (done.code, done.json["output"], done.json["attempt"]) == (0, 4, 2)
+    assert effects(folder) == ["fetch", "login", "rate"]
+
+
+def test_an_attempt_that_was_killed_before_its_operation_began_begins_it(flow: Cli, folder: Path) -> None:
+    sessions = Sessions(folder / ".meshpoint")
+    wanted = Wanted(entrypoint="tested_flow:flow", agent=AgentName("flow"), input=Input(3), ttl=timedelta(days=1))
+    with sessions.new(wanted) as held:
+        held.begin()
+    resumed = flow("--input", "3", "--resume")
+    assert (resumed.code, resumed.json["attempt"]) == (4, 2)
+    assert effects(folder) == ["fetch", "login", "rate"]
+
+
+def test_a_version_without_migration_is_refused_before_anything_runs(flow: Cli, folder: Path) -> None:
+    flow("--input", "3", "--session", "rome")
+    repair(folder, REPAIRED.replace('version="1"', 'version="2"'))
+    refused = flow("--session", "rome")
+    assert (refused.code, refused.err.count("\n")) == (1, 1)
+    assert "no migration leads from 1 to 2" in refused.err
+    assert effects(folder) == ["fetch", "login", "rate"]
+    repair(folder)
+    assert flow("--session", "rome").json["attempt"] == 3
+
+
+# ── checkpoint files ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_file_with_outputs_is_gone_on_with_elsewhere(flow: Cli, folder: Path) -> None:
+    exported = flow("--input", "3", "--export", "kept.json", "--include-outputs")
+    assert (
+        "warning: 1 secret values are left out of the exported outputs, which may still hold personal" in exported.err
+    )
+    assert json.loads((folder / "kept.json").read_text()) == exported.json["checkpoint"]
+    assert "s3cret" not in exported.out
+    repair(folder)
+    done = flow("--input", "3", "--resume-from", "kept.json", "--home", "elsewhere")
+    assert (done.code, done.json["output"], done.json["attempt"]) == (0, 4, 1)
+    assert done.steps == [
+        ("fetch", "reused", None),
+        ("login", "completed", "its output was exported without its secrets"),
+        ("rate", "completed", None),
+    ]
+    assert done.json["operation_id"] != exported.json["operation_id"]
+
+
+def test_a_file_without_outputs_finds_them_in_the_store(flow: Cli, folder: Path) -> None:
+    flow("--input", "3", "--export", "kept.json")
+    repair(folder)
+    done = flow("--input", "3", "--resume-from", "kept.json")
+    assert [status for _, status, _ in done.steps] == ["reused", "reused", "completed"]
+    assert effects(folder) == ["fetch", "login", "rate", "rate"]
+    elsewhere = flow("--input", "3", "--resume-from", "kept.json", "--home", "elsewhere")
+    assert elsewhere.steps == [
+        ("fetch", "completed", "its output is not in the file"),
+        ("login", "completed", "after 'fetch', which runs again"),
+        ("rate", "completed", None),
+    ]
+
+
+def test_validity_is_judged_as_always(flow: Cli, folder: Path) -> None:
+    flow("--input", "3", "--export", "kept.json")
+    repair(folder, REPAIRED.replace("return n + 1", "return n + 2"))
+    done = flow("--input", "3", "--resume-from", "kept.json")
+    assert done.steps[:2] == [
+        ("fetch", "completed", "its function has changed"),
+        ("login", "completed", "after 'fetch', which runs again"),
+    ]
+    other = flow("--input", "4", "--resume-from", "kept.json")
+    assert "the input is another one than that of the file" in other.err
+
+
+def test_an_imported_session_can_be_resumed_again(flow: Cli, folder: Path) -> None:
+    flow("--input", "3", "--export", "kept.json", "--include-outputs")
+    again = flow("--input", "3", "--resume-from", "kept.json", "--home", "elsewhere")
+    assert (again.code, [status for _, status, _ in again.steps]) == (4, ["reused", "completed", "failed"])
+    repair(folder)
+    done = flow("--input", "3", "--resume", "--home", "elsewhere")
+    assert [status for _, status, _ in done.steps] == ["reused", "reused", "completed"]
+    assert done.json["session"] == again.json["session"]
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda text: text[: len(text) // 2], "is not JSON, or cut off"),
+        (lambda text: text.replace("completed", "failed", 1), "was edited"),
+        (lambda text: text.replace("checkpoint/1", "checkpoint/2"), "written by a later release"),
+        (lambda text: "{}", "is no checkpoint"),
+    ],
+    ids=["truncated", "edited", "newer", "other"],
+)
+def test_a_bad_file_is_one_line_and_makes_no_session(
+    flow: Cli, folder: Path, make: Callable[[str], str], problem: str
+) -> None:
+    flow("--input", "3", "--export", "kept.json")
+    (folder / "kept.json").write_text(make((folder / "kept.json").read_text()))
+    refused = flow("--input", "3", "--resume-from", "kept.json")
+    assert (refused.code, refused.out, refused.err.count("\n")) == (2, "", 1)
+    assert problem in refused.err
+    assert len(list(folder.glob(".meshpoint/sessions/*.json"))) == 1
+
+
+def test_a_file_of_another_agent_or_version_is_refused(flow: Cli, cli: Cli, folder: Path) -> None:
+    flow("--input", "3", "--export", "kept.json")
+    other = cli("exec", "tested_flow:plain", "--input", "ada", "--resume-from", "kept.json")
+    assert (other.code, other.err.count("\n")) == (2, 1)
+    assert "is a checkpoint of agent 'flow'" in other.err
+    repair(folder, REPAIRED.replace('version="1"', 'version="2"'))
+    later = flow("--input", "3", "--resume-from", "kept.json")
+    assert (later.code, later.err.count("\n")) == (1, 1)
+    assert len(list(folder.glob(".meshpoint/sessions/*.json"))) == 1
+
+
+def test_what_completes_is_not_exported(flow: Cli, folder: Path) -> None:
+    repair(folder)
+    done = flow("--input", "3", "--export", "kept.json")
+    assert "nothing is written to kept.json" in done.err
+    assert not (folder / "kept.json").exists()
+
+
+def test_configured_secret_keys_count(flow: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHPOINT_AGENT__SECRET_KEYS", '["user"]')
+    exported = flow("--input", "3", "--include-outputs", "--secret-key", "nothing")
+    assert exported.json["checkpoint"]["removed"] == ["/subtasks/1/output/user", "/subtasks/1/output/key"]

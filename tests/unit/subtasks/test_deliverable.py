@@ -1,0 +1,359 @@
+"""What a function returned, as text and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from decimal import Decimal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NewType, NotRequired, Required
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field, JsonValue, RootModel, SecretStr, computed_field, field_serializer
+from typing_extensions import TypedDict
+
+from meshpoint.errors import SubtaskRefused
+from meshpoint.model.secrets import Secret
+from meshpoint.model.typed import DoesNotFit
+from meshpoint.subtasks.deliverable import Deliverable
+
+if TYPE_CHECKING:
+    from somewhere import Unknown  # type: ignore[import-not-found]
+
+
+class Ratios(BaseModel, extra="forbid", frozen=True):
+    current: Decimal
+    at: datetime
+    notes: tuple[str, ...] = ()
+    industry: str = Field(default="", alias="sector")
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def healthy(self) -> bool:
+        return self.current > 1
+
+
+@dataclass
+class Statement:
+    rows: dict[str, float]
+    tags: set[str] = field(default_factory=set)
+
+
+RATIOS = Ratios(current=Decimal("1.50"), at=datetime(2024, 5, 1, tzinfo=UTC), notes=("a",), sector="steel")
+
+
+def returning(annotation: Any) -> Deliverable:
+    def step() -> None: ...
+
+    step.__annotations__["return"] = annotation
+    return Deliverable(step)
+
+
+def round_trip(annotation: Any, value: object) -> Any:
+    form = returning(annotation)
+    return form.read(form.write("x", value)[0])
+
+
+# ── there and back ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value"),
+    [
+        (Ratios, RATIOS),
+        ("Ratios", RATIOS),
+        (list[Ratios], [RATIOS, RATIOS]),
+        (dict[int, Ratios] | None, {1: RATIOS}),
+        (Ratios | None, None),
+        (None, None),
+        (Statement, Statement({"b": 1.0, "a": 0.1}, {"x", "y"})),
+        (tuple[int, str], (1, "a")),
+        (set[str], {"a", "b"}),
+        (datetime, datetime(2024, 5, 1, 12, 30, tzinfo=UTC)),
+        (Awaitable[Ratios], RATIOS),
+        (Coroutine[Any, Any, tuple[int, int]], (1, 2)),
+        (int, 2**200),
+        (str, "zero \0, line separator \u2028, wide 😀"),
+    ],
+)
+def test_a_value_comes_back_as_its_annotation_says(annotation: Any, value: object) -> None:
+    back = round_trip(annotation, value)
+    assert back == value
+    assert type(back) is type(value)
+
+
+def test_the_text_is_exact() -> None:
+    def step() -> dict[str, object]:
+        raise NotImplementedError
+
+    text, secrets = Deliverable.of(step).write("x", {"b": "ä", "a": [1e16, 0.1, 10**20, "\0"]})
+    assert text == '{"b":"ä","a":[1e+16,0.1,100000000000000000000,"\\u0000"]}'
+    assert secrets == ()
+
+
+@given(st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    max_leaves=8,
+))  # fmt: skip
+def test_plain_json_comes_back_as_it_was(value: JsonValue) -> None:
+    back = round_trip(Any, value)
+    assert json.dumps(back) == json.dumps(value)
+
+
+@given(
+    st.builds(
+        Statement,
+        rows=st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False, allow_infinity=False)),
+        tags=st.sets(st.text(max_size=3)),
+    )
+)
+def test_an_annotated_dataclass_comes_back_equal(value: Statement) -> None:
+    assert round_trip(Statement, value) == value
+
+
+def test_without_an_annotation_it_comes_back_as_plain_json() -> None:
+    def step():  # type: ignore[no-untyped-def]
+        ...
+
+    form = Deliverable.of(step)
+    assert form.read(form.write("x", ((1, 2), {"at": RATIOS.at}))[0]) == [[1, 2], {"at": "2024-05-01T00:00:00Z"}]
+    assert form.read(form.write("x", Statement({"a": 1.0}))[0]) == {"rows": {"a": 1.0}, "tags": []}
+
+
+def test_an_annotation_that_cannot_be_used_is_none() -> None:
+    def unresolvable() -> Unknown: ...
+
+    class Table:
+        """Nothing that pydantic knows."""
+
+    def unknown() -> Table: ...  # type: ignore[empty-body]
+
+    assert round_trip("Nowhere", (1,)) == [1]
+    assert Deliverable.of(unresolvable).read('{"a":1}') == {"a": 1}
+    assert round_trip(Table, {"a": 1}) == {"a": 1}
+    assert Deliverable.of(unknown).read("[1]") == [1]
+
+
+def test_a_parameter_that_cannot_be_resolved_is_no_obstacle() -> None:
+    def step(filing: Unknown) -> Ratios: ...  # type: ignore[empty-body]
+
+    assert Deliverable.of(step).read(Deliverable.of(step).write("x", RATIOS)[0]) == RATIOS
+
+
+def test_partials_methods_and_callable_objects_return_what_their_function_does() -> None:
+    class Parser:
+        def parse(self) -> Ratios:
+            return RATIOS
+
+        async def __call__(self) -> Ratios:
+            return RATIOS
+
+    for function in (Parser().parse, partial(Parser().parse), Parser(), Ratios):
+        form = Deliverable.of(function)
+        assert form.read(form.write("x", RATIOS)[0]) == RATIOS
+    assert Deliverable.of(Parser().parse) is Deliverable.of(Parser().parse)
+
+
+# ── what is refused ────────────────────────────────────────────────────────────────────────────────
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def endless() -> Any:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def generated() -> Iterator[int]:
+    yield 1
+
+
+async def streamed() -> AsyncIterator[int]:
+    yield 1
+
+
+REFUSED: list[tuple[Any, Callable[[], object], str]] = [
+    (Ratios, lambda: {"current": "x"}, "a dict which cannot be kept: Ratios: current: Input should be"),
+    (int, lambda: "many", "a str which cannot be kept: int: Input should be a valid integer"),
+    (None, lambda: 1, "a int which cannot be kept"),
+    (Any, object, "a object which cannot be kept"),
+    (
+        Any,
+        lambda: {"rows": [1.0, float("nan")]},
+        r"a dict which cannot be kept: value: value.rows\[1\]: nan is not JSON",
+    ),
+    (Statement, lambda: Statement({"a": float("inf")}), r"Statement.rows.a: inf is not JSON"),
+    (float, lambda: float("nan"), "nan is not JSON"),
+    (Any, lambda: {"a": "\ud800"}, "which cannot be kept"),
+    (Any, lambda: nested(101), "nested more than 100 deep"),
+    (Any, lambda: nested(5000), "which cannot be kept"),
+    (Any, endless, "which cannot be kept"),
+    (Any, generated, "a generator which cannot be kept: it can be read only once; return a list"),
+    (Iterator[int], generated, "a generator which cannot be kept: it can be read only once"),
+    (Any, streamed, "can be read only once"),
+    (int, lambda: 10**5000, "which cannot be kept"),
+]
+
+
+@pytest.mark.parametrize(("annotation", "value", "problem"), REFUSED)
+def test_what_cannot_be_kept_is_refused_with_the_place(
+    annotation: Any, value: Callable[[], object], problem: str
+) -> None:
+    with pytest.raises(SubtaskRefused, match=f"subtask 'ratios' returned .*{problem}"):
+        returning(annotation).write("ratios", value())
+
+
+def test_what_would_not_come_back_is_refused_before_it_is_kept() -> None:
+    class OneWay(BaseModel):
+        rate: int
+
+        @field_serializer("rate")
+        def percent(self, rate: int) -> str:
+            return f"{rate} %"
+
+    with pytest.raises(SubtaskRefused, match="OneWay: rate: Input should be a valid integer"):
+        returning(OneWay).write("x", OneWay(rate=1))
+
+
+def test_a_text_of_another_annotation_does_not_fit() -> None:
+    with pytest.raises(DoesNotFit, match="int: "):
+        returning(int).read('"many"')
+
+
+# ── secrets ────────────────────────────────────────────────────────────────────────────────────────
+
+SecretText = Annotated[str, Secret]
+Named = NewType("Named", SecretText)  # type: ignore[valid-newtype]
+
+
+class Login(BaseModel):
+    user: str
+    password: SecretText = Field(alias="pass/word")
+    others: list[Annotated[str, Secret()]] = []
+    by_host: dict[str, SecretText | None] = {}
+
+
+@dataclass(frozen=True)
+class Session:
+    token: SecretText
+    login: Login | None = None
+
+
+class Headers(TypedDict):
+    name: str
+    authorization: NotRequired[SecretText]
+    cookie: Required[SecretText]
+
+
+class Pair(NamedTuple):
+    name: str
+    value: SecretText
+
+
+class Logins(RootModel[list[Login]]):
+    pass
+
+
+LOGIN = Login.model_validate({"user": "u", "pass/word": "p", "others": ["q"], "by_host": {"a~b": "r", "none": None}})
+IN_LOGIN = ("/pass~1word", "/others/0", "/by_host/a~0b")
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "places"),
+    [
+        (SecretText, "s", ("",)),
+        (SecretText | None, "s", ("",)),
+        (SecretText | None, None, ()),
+        (Named, "s", ("",)),
+        (list[SecretText], ["a", "b"], ("/0", "/1")),
+        (tuple[str, SecretText], ("a", "b"), ("/1",)),
+        (tuple[SecretText, ...], ("a", "b"), ("/0", "/1")),
+        (set[SecretText], {"a", "b"}, ("",)),
+        (dict[str, list[SecretText]], {"a/b": ["c"]}, ("/a~1b/0",)),
+        (dict[SecretText, int], {"a": 1}, ("",)),
+        (Login, LOGIN, IN_LOGIN),
+        (Login | None, LOGIN, IN_LOGIN),
+        (Logins, Logins([LOGIN]), tuple(f"/0{place}" for place in IN_LOGIN)),
+        (Session, Session("t", LOGIN), ("/token", *(f"/login{place}" for place in IN_LOGIN))),
+        (list[Session | int], [1, Session("t")], ("/1/token",)),
+        (frozenset[Pair], frozenset([Pair("a", "b")]), ("",)),
+        (Headers, {"name": "n", "authorization": "a", "cookie": "c"}, ("/authorization", "/cookie")),
+        (Headers, {"name": "n", "cookie": "c"}, ("/cookie",)),
+        (Pair, Pair("a", "b"), ("/1",)),
+        (Any, [LOGIN], tuple(f"/0{place}" for place in IN_LOGIN)),
+        (Any, {"a": Session("t")}, ("/a/token",)),
+        (Annotated[Login, Field(description="whole")], LOGIN, IN_LOGIN),
+        (Annotated[Login, Secret], LOGIN, ("",)),
+        (str, "s", ()),
+    ],
+)
+def test_the_secret_places_are_found(annotation: Any, value: object, places: tuple[str, ...]) -> None:
+    form = returning(annotation)
+    text, found = form.write("x", value)
+    assert found == places
+    assert "***" not in text
+
+
+def test_a_secret_whose_place_is_not_known_hides_what_holds_it() -> None:
+    class Reshaped(BaseModel):
+        token: SecretText
+
+        @field_serializer("token")
+        def wrapped(self, token: str) -> str:
+            return token
+
+    class Packed(RootModel[Reshaped]):
+        @field_serializer("root")
+        def packed(self, root: Reshaped) -> dict[str, str]:
+            return {"token": root.token}
+
+    class Renamed(BaseModel):
+        session: Session
+
+        @field_serializer("session")
+        def flat(self, session: Session) -> str:
+            return f"session {session.token}"
+
+    assert returning(Reshaped).write("x", Reshaped(token="t"))[1] == ("/token",)
+    assert returning(Packed).write("x", Packed(Reshaped(token="t")))[1] == ("/token",)
+    form = returning(Any)
+    assert form.write("x", [Renamed(session=Session("t"))])[1] == ("/0/session",)
+
+
+@pytest.mark.parametrize("annotation", [Any, SecretStr, list[SecretStr], "unresolvable", dict[str, Any]])
+def test_secrets_whose_json_is_stars_are_refused(annotation: Any) -> None:
+    value: object = SecretStr("s")
+    if annotation == list[SecretStr]:
+        value = [value]
+    if annotation == dict[str, Any]:
+        value = {"key": value}
+    with pytest.raises(
+        SubtaskRefused, match=r"is a SecretStr, whose JSON is only stars; use Annotated\[str, Secret\]"
+    ):
+        returning(annotation).write("x", value)
+
+
+def test_a_wrapped_secret_that_its_model_writes_out_is_a_secret_place() -> None:
+    class Key(BaseModel):
+        key: SecretStr
+
+        @field_serializer("key", when_used="json")
+        def shown(self, key: SecretStr) -> str:
+            return key.get_secret_value()
+
+    form = returning(Key)
+    text, places = form.write("x", Key(key=SecretStr("k")))
+    assert places == ("/key",)
+    assert form.read(text).key.get_secret_value() == "k"

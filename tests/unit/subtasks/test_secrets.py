@@ -1,0 +1,246 @@
+"""What looks like a secret does not leave the task: in texts, in values, in tracebacks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, JsonValue, ValidationError
+
+from meshpoint.model.secrets import is_secret_key, masked, pointer, traceback_of, without_secrets
+
+# ── names ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["password", "PASSWORD", "db_password", "dbPassword", "OPENAI_API_KEY", "apikey", "x-api-key", "accessToken",
+     "aws_secret_access_key", "Authorization", "set-cookie", "cookies", "credentials", "secrets", "token2", "pwd",
+     "session_key", "private.key", "api keys", "bearer"],
+)  # fmt: skip
+def test_these_names_are_secret(name: str) -> None:
+    assert is_secret_key(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["max_tokens", "total_tokens", "key", "monkey", "tokenizer", "token_count", "user", ""]
+)
+def test_these_names_are_not(name: str) -> None:
+    assert not is_secret_key(name)
+
+
+def test_further_names_can_be_given() -> None:
+    assert not is_secret_key("account_iban")
+    assert is_secret_key("account_iban", ["IBAN"])
+    assert is_secret_key("taxId", ("tax-id",))
+    assert not is_secret_key("user", ["", "_"])
+
+
+# ── texts ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("text", "hidden"),
+    [
+        ("password=hunter2", "password=***"),
+        ("password = hunter2, user=ann", "password = ***, user=ann"),
+        ("db_password: hunter2 failed", "db_password: *** failed"),
+        ("OPENAI_API_KEY=hunter2;", "OPENAI_API_KEY=***;"),
+        ('{"api_key": "hunter2", "a": 1}', '{"api_key": "***", "a": 1}'),
+        ('{"apiKey":"hun\\"ter2","a":1}', '{"apiKey":"***","a":1}'),
+        ("{'secret': 'hunter2', 'a': 1}", "{'secret': '***', 'a': 1}"),
+        ("{'secret': b'hunter2'}", "{'secret': b'***'}"),
+        (r'"{\"token\": \"hunter2\", \"a\": 1}"', r'"{\"token\": \"***\", \"a\": 1}"'),
+        ("Settings(token='hunter2', days=1)", "Settings(token='***', days=1)"),
+        ("token='two words', days=1", "token='***', days=1"),
+        ("token='hunter2", "token='***'"),
+        ("os.environ['DB_PASSWORD'] = 'hunter2'", "os.environ['DB_PASSWORD'] = '***'"),
+        ("?user=ann&api_key=hunter2&page=1", "?user=ann&api_key=***&page=1"),
+        ("credentials={'user': 'ann', 'pin': 'hunter2'}", "credentials=***"),
+        ("postgresql://ann:hunter2@db:5432/x", "postgresql://ann:***@db:5432/x"),
+        ("amqp://ann:hun@ter2@mq/%2f", "amqp://ann:***@mq/%2f"),
+        ("redis://:hunter2@cache", "redis://:***@cache"),
+        ("Authorization: Bearer hunter2", "Authorization: ***"),
+        ("Authorization: Basic hunter2==", "Authorization: ***"),
+        ("Cookie: a=hunter2; b=hunter2", "Cookie: ***"),
+        ("{'cookie': 'a=hunter2; b=2', 'x': 1}", "{'cookie': '***', 'x': 1}"),
+        ("with bearer hunter2hunter2", "with bearer ***"),
+        ("token: Bearer hunter2, a", "token: ***, a"),
+        ("sent sk-proj-hunter2hunter2hunter2.", "sent ***."),
+        ("sent ghp_hunter2hunter2hunter2hunter2", "sent ***"),
+        ("sent xoxb-123456-hunter2hunter2", "sent ***"),
+        ("sent AKIAHUNTER2HUNTER2HU", "sent ***"),
+        ("sent eyJhbGciOiJI.eyJodW50ZXIy.hunter2", "sent ***"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nhunter2\n-----END RSA PRIVATE KEY-----.", "***."),
+        ("iban=hunter2 and IBAN: hunter2", "iban=*** and IBAN: ***"),
+        ("taxId=hunter2, tax_id=hunter2", "taxId=***, tax_id=***"),
+    ],
+)
+def test_secrets_are_masked(text: str, hidden: str) -> None:
+    assert masked(text, ["iban", "tax-id"]) == hidden
+    assert masked(hidden, ["iban", "tax-id"]) == hidden
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_tokens=100, total_tokens: 5",
+        "KeyError: 'token'",
+        "the task-0123456789abcdef0123456789 waits for the disk-0123456789abcdef01234567",
+        "https://example.com:8080/a@b",
+        "see https://docs.example.com/x?page=1 and mail ann@example.com",
+        "user=ann, key=5",
+        'File "/srv/app/password_reset.py", line 3, in reset_password',
+        "",
+    ],
+)
+def test_other_texts_stay(text: str) -> None:
+    assert masked(text) == text
+
+
+def test_a_refused_value_of_a_secret_field_is_masked() -> None:
+    class Settings(BaseModel):
+        db_password: int
+        port: int
+
+    with pytest.raises(ValidationError) as caught:
+        Settings.model_validate({"db_password": "hunter2", "port": "many"})
+    hidden = masked(str(caught.value))
+    assert "hunter2" not in hidden
+    assert "many" in hidden
+
+
+@given(st.text(alphabet="aptokensecr:='\"\\{}[] \n*#/@-_1", max_size=80))
+def test_masking_what_is_masked_changes_nothing(text: str) -> None:
+    assert masked(masked(text)) == masked(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a" * 200_000, "password" * 25_000, "token=" * 30_000, "://" * 60_000, "-----BEGIN PRIVATE KEY-----" * 7_000,
+     'token="' * 30_000, 'token=\\"' * 25_000, "eyJaaaaa." * 20_000, "token " * 30_000, "password\n" * 20_000],
+)  # fmt: skip
+def test_no_text_takes_long(text: str) -> None:
+    began = time.process_time()
+    masked(text)
+    assert time.process_time() - began < 5
+
+
+# ── values ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_pointer_escapes_what_its_syntax_needs() -> None:
+    assert pointer() == ""
+    assert pointer("a/b", 0, "c~d", "") == "/a~1b/0/c~0d/"
+
+
+def test_a_copy_has_null_where_secrets_were() -> None:
+    value: JsonValue = {
+        "rows": [{"login": "ann", "pin": "1234"}, {"pin": 5}],
+        "a/b": {"~": "x"},
+        "db_password": "hunter2",
+        "credentials": {"user": "ann"},
+        "tokens": {"token": "t", "max_tokens": 5},
+    }
+    copy, places = without_secrets(value, ["/rows/0/pin", "/a~1b/~0", "/nowhere/0"])
+    assert copy == {
+        "rows": [{"login": "ann", "pin": None}, {"pin": 5}],
+        "a/b": {"~": None},
+        "db_password": None,
+        "credentials": None,
+        "tokens": {"token": None, "max_tokens": 5},
+    }
+    assert places == ("/rows/0/pin", "/a~1b/~0", "/db_password", "/credentials", "/tokens/token")
+    assert value["db_password"] == "hunter2"  # type: ignore[index, call-overload]
+
+
+def test_what_tells_nothing_is_no_secret() -> None:
+    value: JsonValue = {"password": None, "secret": True, "cookies": {}, "token": ""}
+    assert without_secrets(value, ["/password"]) == (value, ())
+
+
+def test_the_whole_value_may_be_secret() -> None:
+    assert without_secrets("s", [""]) == (None, ("",))
+    assert without_secrets({"iban": "x"}, (), ["iban"]) == ({"iban": None}, ("/iban",))
+
+
+# ── tracebacks ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def raised(error: BaseException, *, depth: int = 0, cause: BaseException | None = None) -> BaseException:
+    try:
+        if depth:
+            raised_inside = raised(error, depth=depth - 1, cause=cause)
+            raise raised_inside
+        raise error from cause
+    except BaseException as caught:
+        return caught
+
+
+def down(depth: int) -> None:
+    local = "hunter2"
+    if depth:
+        down(depth - 1)
+    raise ValueError(f"at the bottom\0 {len(local)}")
+
+
+def test_a_traceback_tells_causes_and_groups_without_secrets_and_local_variables() -> None:
+    cause = raised(OSError("postgresql://ann:hunter2@db is away"))
+    group = ExceptionGroup("two", [raised(KeyError("a")), raised(ValueError("token=hunter2, iban=hunter2"))])
+    told = traceback_of(raised(group, cause=cause), ["iban"])
+    assert "hunter2" not in told
+    for part in (
+        "OSError: postgresql://ann:***@db is away",
+        "direct cause",
+        "ExceptionGroup: two",
+        "token=***, iban=***",
+    ):
+        assert part in told
+    assert told.splitlines()[0].startswith("Traceback")
+
+
+def test_the_innermost_frames_are_kept() -> None:
+    with pytest.raises(ValueError, match="bottom") as caught:
+        down(60)
+    told = traceback_of(caught.value, frames=3)
+    assert told.count('File "') == 3
+    assert "raise ValueError(" in told
+    assert "test_the_innermost_frames_are_kept" not in told
+    assert told.endswith("ValueError: at the bottom\N{REPLACEMENT CHARACTER} 7")
+    assert "hunter2" not in told
+
+
+@pytest.mark.parametrize("limit", [8000, 1000, 200])
+def test_a_long_traceback_loses_lines_in_its_middle(limit: int) -> None:
+    told = traceback_of(raised(ValueError("\n".join(f"line {n} ä" for n in range(5000)))), limit_bytes=limit)
+    assert len(told.encode()) <= limit
+    assert len(told.encode()) > limit * 0.7
+    assert told.startswith("Traceback")
+    assert told.endswith("line 4999 ä")
+    [middle] = [line for line in told.splitlines() if "left out" in line]
+    assert middle.startswith("… ")
+
+
+@pytest.mark.parametrize(
+    "message", ["ä" * 1_000_000, "\n" * 1_000_000, "\ud800 surrogate", "x\r\n\x85y" * 10_000, ""]
+)
+def test_any_message_fits(message: str) -> None:
+    told = traceback_of(raised(ValueError(message)), limit_bytes=2000)
+    assert 0 < len(told.encode()) <= 2000
+    assert "\0" not in told
+
+
+def test_an_error_that_cannot_be_told_is_told_by_its_class() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert "Mute" in traceback_of(raised(Mute()))
+
+
+def test_an_error_that_was_never_raised_has_no_frames() -> None:
+    error: Any = ValueError("token=hunter2")
+    assert traceback_of(error) == "ValueError: token=***"
