@@ -161,7 +161,8 @@ def resume_task(
         told = {"task_id": task_id, "agent": revived.agent, "status": "resumed", "retry_count": revived.retry_count}
         print_json(told)
     else:
-        print_text(f"{revived.agent} goes on with {task_id}, in attempt {revived.retry_count + 1}")
+        attempt = f"attempt {revived.retry_count + 1}"
+        print_text(f"{task_id} is ready for {attempt}: any replica of {revived.agent} goes on with it")
 
 
 _PAST = {"completed": "completed", "failed": "failed", "cancelled": "been cancelled"}

@@ -263,7 +263,7 @@ class Subtasks:
         self._records[name] = asked
         self._running.append(name)
         try:
-            text, secrets = form.write(name, await self._called(name, function, args, kwargs))
+            text, places = form.write(name, await self._called(name, function, args, kwargs))
         except Exception:
             self._records[name] = asked.model_copy(
                 update={"status": SubtaskStatus.FAILED, "seconds": self._since(began)}
@@ -281,7 +281,7 @@ class Subtasks:
                 "seconds": self._since(began),
                 "result": text,
                 "context": json.dumps(changed) if changed else None,
-                "secrets": secrets,
+                "secrets": places,
             }
         )
         self._saved.pop(name, None)

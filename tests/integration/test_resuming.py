@@ -1,0 +1,205 @@
+"""Operations from outside: by the API and by the command line, on both databases."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from meshpoint import (
+    NoCheckpoint,
+    OperationCompleted,
+    OperationConflict,
+    OperationNotFound,
+    OperationRunning,
+    ResumeRefused,
+)
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.cli import main
+from meshpoint.cli.exits import ExitCode
+from meshpoint.conformance.build import an_end, begun, failed, operating, saved
+from meshpoint.errors import ConfigurationError
+from meshpoint.model.checkpoint import TaskState
+from meshpoint.model.ids import TaskId, new_id
+from meshpoint.model.letters import reply_bytes
+from meshpoint.model.outcomes import Ok
+from meshpoint.operations import Operations
+from meshpoint.ports.store import CheckpointStore
+
+Prepare = Callable[[CheckpointStore], Awaitable[TaskId]]
+NAMESPACE = "test"
+
+
+def with_store(url: str, step: Callable[[CheckpointStore], Awaitable[TaskId]]) -> TaskId:
+    """What `step` returns, done on an open store."""
+
+    async def done() -> TaskId:
+        store = SqlCheckpointStore(url, namespace=NAMESPACE, tombstone_ttl=timedelta(hours=1))
+        await store.open()
+        try:
+            return await step(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(done())
+
+
+def resumed(url: str, id_: str) -> ResumeRefused | None:
+    """How the API refused; None: it did not."""
+
+    async def resume() -> ResumeRefused | None:
+        async with Operations(url, namespace=NAMESPACE) as operations:
+            try:
+                await operations.resume(id_)
+            except ResumeRefused as error:
+                return error
+        return None
+
+    return asyncio.run(resume())
+
+
+@pytest.fixture
+def command(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exited:
+            main([*arguments, "--db", database_url, "--namespace", NAMESPACE])
+        printed = capsys.readouterr()
+        return int(exited.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+async def nothing(store: CheckpointStore) -> TaskId:
+    return TaskId(new_id())
+
+
+async def running(store: CheckpointStore) -> TaskId:
+    run = await operating(store)
+    await saved(store, run)
+    return run.task_id
+
+
+async def completed(store: CheckpointStore) -> TaskId:
+    run = await operating(store)
+    await saved(store, run)
+    await store.end([an_end(run, TaskState.COMPLETED)])
+    return run.task_id
+
+
+async def failed_before_any_subtask(store: CheckpointStore) -> TaskId:
+    run = await begun(store)
+    await store.end([an_end(run, TaskState.FAILED)])
+    return run.task_id
+
+
+async def beside_an_active_one(store: CheckpointStore) -> TaskId:
+    run = await failed(store, exclusive=True)
+    await operating(store)
+    return run.task_id
+
+
+REFUSALS: dict[str, tuple[Prepare, type[ResumeRefused], ExitCode, str]] = {
+    "not found": (nothing, OperationNotFound, ExitCode.NOT_FOUND, "there is no operation"),
+    "running": (running, OperationRunning, ExitCode.RUNNING, "is active: running, owned by"),
+    "completed": (completed, OperationCompleted, ExitCode.COMPLETED, "has completed"),
+    "no checkpoint": (failed_before_any_subtask, NoCheckpoint, ExitCode.NO_CHECKPOINT, "no checkpoint to go on from"),
+    "another active": (beside_an_active_one, OperationConflict, ExitCode.OTHER_ACTIVE, "one operation at a time"),
+}
+
+
+@pytest.mark.parametrize(("prepare", "error", "code", "said"), REFUSALS.values(), ids=REFUSALS)
+def test_a_resume_is_refused_by_api_and_command(
+    database_url: str,
+    command: Callable[..., tuple[int, str, str]],
+    prepare: Prepare,
+    error: type[ResumeRefused],
+    code: ExitCode,
+    said: str,
+) -> None:
+    id_ = with_store(database_url, prepare)
+    refused = resumed(database_url, id_)
+    assert type(refused) is error
+    assert said in str(refused)
+    exit_code, out, err = command("tasks", "resume", id_)
+    assert (exit_code, out, err.count("\n")) == (code, "", 1)
+    assert err.startswith("error: ")
+    assert said in err
+
+
+def test_of_two_commands_the_second_hears_that_it_runs(
+    database_url: str, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    async def failed_one(store: CheckpointStore) -> TaskId:
+        return (await failed(store)).task_id
+
+    id_ = with_store(database_url, failed_one)
+    code, out, _ = command("tasks", "resume", id_, "--json")
+    told = {"task_id": id_, "agent": "travel", "status": "resumed", "retry_count": 1}
+    assert (code, json.loads(out)) == (0, told)
+    assert command("tasks", "resume", id_)[0] == ExitCode.RUNNING
+
+
+@pytest.mark.parametrize("id_", ["", "x" * 300, "a\nb", "a\0b"])
+def test_an_id_that_no_operation_can_have(
+    database_url: str, command: Callable[..., tuple[int, str, str]], id_: str
+) -> None:
+    async def ask() -> None:
+        async with Operations(database_url, namespace=NAMESPACE) as operations:
+            await operations.resume(id_)
+
+    with_store(database_url, nothing)
+    with pytest.raises(ConfigurationError, match="operation id"):
+        asyncio.run(ask())
+    code, _, err = command("tasks", "resume", id_)
+    assert (code, err.count("\n")) == (ExitCode.CONFIGURATION, 1)
+
+
+def test_operations_are_listed_shown_and_preserved(
+    database_url: str, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    async def one_of_each(store: CheckpointStore) -> TaskId:
+        await operating(store)
+        return (await failed(store)).task_id
+
+    id_ = with_store(database_url, one_of_each)
+    code, out, _ = command("checkpoints", "list", "--status", "failed")
+    assert code == 0
+    assert id_ in out
+    assert command("checkpoints", "list", "--status", "lost")[0] == ExitCode.CONFIGURATION
+    _, out, _ = command("checkpoints", "list", "--json")
+    assert {each["status"] for each in json.loads(out)} == {"running", "failed"}
+    _, out, _ = command("checkpoints", "show", id_)
+    assert "no answer" in out
+    _, out, _ = command("checkpoints", "show", id_, "--json")
+    shown = json.loads(out)
+    assert (shown["id"], shown["preserve"], len(shown["checkpoints"])) == (id_, False, 2)
+    assert command("checkpoints", "preserve", id_)[0] == 0
+    assert json.loads(command("checkpoints", "show", id_, "--json")[1])["preserve"] is True
+    assert command("checkpoints", "preserve", id_, "--no", "--json")[0] == 0
+    assert command("checkpoints", "preserve", new_id())[0] == ExitCode.NOT_FOUND
+    assert command("checkpoints", "show", new_id())[0] == ExitCode.NOT_FOUND
+
+
+def test_the_outcome_of_an_operation_is_waited_for(database_url: str) -> None:
+    async def wait() -> None:
+        store = SqlCheckpointStore(database_url, namespace=NAMESPACE)
+        await store.open()
+        run = await operating(store)
+        async with Operations(database_url, namespace=NAMESPACE) as operations:
+            waiting = asyncio.create_task(operations.wait(run.task_id))
+            await operations.get(run.task_id)
+            await store.end([an_end(run, TaskState.COMPLETED, reply=reply_bytes(run.task_id, None, Ok("done")))])
+            assert await waiting == Ok("done")
+            with pytest.raises(OperationNotFound):
+                await operations.wait(new_id())
+        await store.close()
+
+    asyncio.run(wait())
