@@ -24,12 +24,16 @@ EFFECTS = "CHAOS_EFFECTS"
 
 
 class Work(BaseModel):
-    """What one request wants of `root`: `nested` asks by way of `middle`; `needed` results meet its joins."""
+    """What one request wants of `root`: `nested` asks by way of `middle`; `needed` results meet its joins.
+
+    With `recorded`, each round begins and ends with a subtask.
+    """
 
     number: int
     rounds: int = 1
     nested: bool = False
     needed: int | None = None
+    recorded: bool = False
 
 
 class Piece(BaseModel):
@@ -78,11 +82,25 @@ async def root(ctx: TaskExecutionContext, work: Work) -> Answer:
     peer, join = middle_peer if work.nested else leaf_peer, Join(work.needed) if work.needed else ALL
     answer: Answer = []
     for number in range(work.rounds):
+        ticket = await ctx.subtask(f"draw-{number}", draw) if work.recorded else None
         pieces = [Piece(number=work.number, round=number, index=index) for index in range(WIDTH)]
         values = await ctx.gather(*[peer(piece) for piece in pieces], join=join, return_errors=True)
         answer.append([None if isinstance(value, Failed) else value for value in values])
         await asyncio.sleep(0.01)
+        if ticket is not None and (kept := await ctx.subtask(f"keep-{number}", keep, ticket)) != ticket:
+            raise AssertionError(f"ticket {number} was drawn twice: {kept}, then {ticket}")
     return answer
+
+
+async def draw() -> str:
+    """Something else each time it runs: whoever goes on with the task must find the first that was recorded."""
+    await asyncio.sleep(0.005)
+    return os.urandom(8).hex()
+
+
+async def keep(ticket: str) -> str:
+    """The ticket. One that differs from the recorded one is refused as an input, which fails the task."""
+    return ticket
 
 
 @agent("middle", version="1")

@@ -18,6 +18,7 @@ _ROWS = {
     "replies not sent": "SELECT count(*) FROM agent_paused_tasks WHERE reply IS NOT NULL AND NOT reply_sent",
     "calls": "SELECT count(*) FROM agent_peer_sub_tasks",
     "joins": "SELECT count(*) FROM agent_parallel_invocations",
+    "checkpoints": "SELECT count(*) FROM agent_checkpoints",
 }
 
 

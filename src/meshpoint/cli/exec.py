@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import re
 import shlex
 import signal
 import sys
@@ -19,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshpoint.cli import sources
+from meshpoint.cli.exec_given import configured_keys, duration_of, input_of
 from meshpoint.cli.exec_result import document_of, export, tell
 from meshpoint.cli.exits import ExitCode
 from meshpoint.cli.output import print_note
-from meshpoint.cli.send import parse_input
 from meshpoint.cli.steps import shown_steps
 from meshpoint.errors import ConfigurationError
 
@@ -44,14 +42,11 @@ Examples:
 
 Home = Annotated[
     Path,
-    typer.Option("--home", envvar="MESHPOINT_HOME", metavar="DIR", help="Where sessions are kept. [.meshpoint]"),
+    typer.Option("--home", envvar="MESHPOINT_HOME", metavar="DIR", help="Where sessions are kept."),
 ]
 HOME = Path(".meshpoint")
 
-_TTL = re.compile(r"([0-9]{1,9})([smhd])")
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
-_LONGEST = 3650
-"""Days."""
+_CANCELLING = b"cancelling; a second signal ends it at once\n"
 
 
 def register(app: typer.Typer) -> None:
@@ -119,17 +114,19 @@ def exec_(
     if sum((resume, session is not None, resume_from is not None)) > 1:
         problem = "--resume, --session and --resume-from exclude each other"
         raise ConfigurationError("meshpoint exec", problem, "give one of them")
+    if export_to is not None and (export_to.is_dir() or not export_to.absolute().parent.is_dir()):
+        raise ConfigurationError("--export", f"{export_to} can be no file", "name a file in a folder that is there")
     options = _Options(
         resume=resume,
         session=session,
         resume_from=resume_from,
         export=export_to,
         include_outputs=include_outputs,
-        secret_keys=(*(secret_key or ()), *_configured_keys()),
+        secret_keys=(*(secret_key or ()), *configured_keys()),
         as_json=as_json,
         again=_again(entrypoint, others or [], home),
     )
-    raise typer.Exit(_exec(entrypoint, others or [], _input(input_), _duration(ttl), home, options))
+    raise typer.Exit(_exec(entrypoint, others or [], input_of(input_), duration_of(ttl), home, options))
 
 
 def _exec(
@@ -143,10 +140,10 @@ def _exec(
         sessions.expire()
         finished, number = asyncio.run(_run(run, wanted, sessions, options))
         document = document_of(finished, options.secret_keys, include_outputs=options.include_outputs)
-        if options.export is not None:
-            export(document, options.export)
     command = shlex.join([*options.again, "--session", finished.session.id])
     tell(finished, document, command, as_json=options.as_json)
+    if options.export is not None:
+        export(document, options.export)
     return _code(finished, number)
 
 
@@ -192,18 +189,17 @@ async def _run(run: Exec, wanted: Wanted, sessions: Sessions, options: _Options)
     from meshpoint.exec.report import StepLog
     from meshpoint.exec.running import run_attempt
 
-    with await _held(run, wanted, sessions, options) as held, shown_steps(len(run.plan.subtasks)) as told:
+    stop, caught = asyncio.Event(), list[int]()
+
+    def on_signal(number: int) -> None:
+        caught.append(number)
+        stop.set()
+
+    with await _held(run, wanted, sessions, options) as held:
         if not options.as_json:
             print_note(f"session {held.session.id}, attempt {len(held.session.attempts) + 1}")
-        log, stop, caught = StepLog(run.plan.subtasks, run.secret_keys, told), asyncio.Event(), list[int]()
-
-        def on_signal(number: int) -> None:
-            caught.append(number)
-            print_note("cancelling; a second signal ends it at once")
-            stop.set()
-
-        with _on_signals(on_signal):
-            finished = await run_attempt(run, held, log, stop)
+        with _on_signals(on_signal), shown_steps(len(run.plan.subtasks)) as told:
+            finished = await run_attempt(run, held, StepLog(run.plan.subtasks, run.secret_keys, told), stop)
     return finished, caught[0] if caught else None
 
 
@@ -237,6 +233,7 @@ def _on_signals(act: Callable[[int], object]) -> Iterator[None]:
         if heard:
             raise KeyboardInterrupt
         heard = True
+        os.write(2, _CANCELLING)  # not by way of a stream, whose write it may have interrupted
         loop.call_soon_threadsafe(act, number)
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -245,46 +242,6 @@ def _on_signals(act: Callable[[int], object]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-# ── what is given ──────────────────────────────────────────────────────────────────────────────────
-
-
-def _input(text: str | None) -> Input | None:
-    """`text` as JSON, or what the file after its @ holds."""
-    from meshpoint.exec.session import Input
-
-    if text is None:
-        return None
-    try:
-        return Input(parse_input(Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            "--input", f"{text[1:]} cannot be read: {error}", "name a JSON file after @"
-        ) from error
-    except ConfigurationError as error:
-        raise ConfigurationError("--input", error.problem, error.fix) from error
-
-
-def _duration(text: str) -> timedelta:
-    found = _TTL.fullmatch(text)
-    duration = timedelta(**{_UNITS[found[2]]: int(found[1])}) if found is not None else timedelta()
-    if not timedelta() < duration <= timedelta(days=_LONGEST):
-        fix = f"write a number and s, m, h or d, such as 12h, up to {_LONGEST}d"
-        raise ConfigurationError("--ttl", f"{text!r} is no duration", fix)
-    return duration
-
-
-def _configured_keys() -> list[str]:
-    """Those that an agent of this environment has, beside what the command line gives."""
-    from meshpoint.settings.environment import overrides, variable
-
-    keys = overrides(os.environ).get("agent", {}).get("secret_keys", "[]")
-    try:
-        return [str(key) for key in json.loads(keys)]
-    except (ValueError, TypeError) as error:
-        name = variable("agent", "secret_keys")
-        raise ConfigurationError(name, "is no JSON list", f"""write {name}='["name"]'""") from error
 
 
 def _again(entrypoint: str, others: list[str], home: Path) -> list[str]:

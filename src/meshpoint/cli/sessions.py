@@ -45,7 +45,7 @@ def list_sessions(*, home: Home = HOME, as_json: sources.AsJson = False) -> None
     elif not found:
         print_text("no sessions")
     else:
-        columns = ("session", "agent", "status", "attempts", "used", "kept")
+        columns = ("session", "agent", "status", "attempts", "used", "expires")
         print_table(columns, [_row(each, sessions) for each in found])
 
 
@@ -60,7 +60,7 @@ def show_session(session_id: SessionId, *, home: Home = HOME, as_json: sources.A
         print_json(_told(session, sessions))
         return
     facts = [("agent", session.entrypoint), ("status", _status(session, sessions))]
-    facts += [("operation", session.operation_id), ("kept", f"until {until(session.expires_at)}")]
+    facts += [("operation", session.operation_id), ("expires", until(session.expires_at))]
     if holder := sessions.held_by(session.id):
         facts.append(("run by", str(holder)))
     print_table(("session", session.id), facts)

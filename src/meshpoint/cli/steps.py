@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _STYLES = {"completed": "green", "reused": "cyan", "failed": "red", "not run": "dim"}
 _MARKS = {"completed": "✓", "reused": "=", "failed": "✗"}
+_AGAIN = "↻"
 
 
 @contextmanager
@@ -43,8 +44,9 @@ def _moved(progress: Progress, bar: int, log: StepLog, step: LiveStep) -> None:
     running = [each.name for each in log.steps.values() if each.moment in {"running", "waits for its peers"}]
     description = escape(", ".join(running) or "…")
     progress.update(TaskID(bar), completed=log.done, total=len(log.steps), description=description)
-    if (mark := _MARKS.get(step.moment)) is not None:
-        text = Text.assemble((mark, _STYLES[step.moment]), " ", step.name, (f"  {_told(step)}", "dim"))
+    mark = _AGAIN if step.moment == "running" and step.why else _MARKS.get(step.moment)
+    if mark is not None:
+        text = Text.assemble((mark, _STYLES.get(step.moment, "yellow")), " ", step.name, (f"  {_told(step)}", "dim"))
         progress.console.print(text)
 
 

@@ -6,5 +6,4 @@ resumed as often as it takes: what was recorded and has not changed does not run
 - `sessions` keeps the sessions (`session`), and hands each to one process at a time (`locks`);
 - `running` runs one attempt (`attempt`) on the embedded store (`embedded`), and `report` tells of its steps;
 - `checkpoint_file` is what is exported, `importing` makes a session of it;
-- `leftovers` deletes what a session leaves in the store.
 """

@@ -11,10 +11,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshpoint.adapters.embedded_leftovers import forget_queues
 from meshpoint.client import Client, Reply
 from meshpoint.errors import MeshpointError
 from meshpoint.exec.embedded import Exec, begin, embedded_store
-from meshpoint.exec.leftovers import forget_queues
 from meshpoint.exec.report import StepLog
 from meshpoint.exec.session import Session
 from meshpoint.lifecycle.receive import requester_of
@@ -71,7 +71,9 @@ async def attempt(run: Exec, session: Session, log: StepLog, stop: asyncio.Event
         async with Client(make_broker(run.mesh(session.namespace))) as client:
             reply = client.expect(run.name, task_id)
             outcome = await _handed_in(store, client.request(session.input, task_id), run.name)
-            if outcome is None:
+            if outcome is not None:
+                log.had_completed()
+            else:
                 outcome = await _served(run, session, log, client, reply, stop)
         return Ended(_explained(outcome), await store.latest(task_id, run.name))
 

@@ -18,7 +18,6 @@ from meshpoint.ports.store import CheckpointStore
 from meshpoint.settings import AgentSettings, MeshSettings
 from meshpoint.wiring import open_store
 
-
 _LONGEST = timedelta(days=3650)
 """That a setting can have."""
 

@@ -90,6 +90,11 @@ class StepLog:
         for name in earlier:
             self.steps.setdefault(name, LiveStep(name))
 
+    def had_completed(self) -> None:
+        """The operation had its result before this attempt began: nothing runs."""
+        for step in self.steps.values():
+            step.moment, step.why = Moment.REUSED, "the operation had completed already"
+
     @property
     def done(self) -> int:
         """How many steps have their result."""

@@ -17,9 +17,9 @@ from typing import Self
 
 from pydantic import ValidationError
 
+from meshpoint.adapters.embedded_leftovers import forget
 from meshpoint.errors import ConfigurationError, MeshpointError, OperationCompleted, OperationNotFound, SessionHeld
 from meshpoint.exec.files import write_whole
-from meshpoint.exec.leftovers import forget
 from meshpoint.exec.locks import FileLock, Holder, holder_of
 from meshpoint.exec.report import StepReport
 from meshpoint.exec.session import AttemptEntry, Ending, Session, Wanted, checked_id, namespace_of
@@ -255,15 +255,17 @@ class Sessions:
             advice = "`meshpoint sessions list` shows all"
             raise OperationNotFound(id_, f"there is no session {id_} in {self.home}; {advice}")
 
-    @contextmanager
-    def _choosing(self) -> Iterator[None]:
-        self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._folder.mkdir(exist_ok=True, mode=0o700)
-        ignored = self.home / ".gitignore"
-        if not ignored.exists():  # inputs and outputs lie here
-            write_whole(ignored, "*\n")
-        with FileLock.acquire(self._folder / ".choosing"):
-            yield
+    def _choosing(self) -> FileLock:
+        try:
+            self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._folder.mkdir(exist_ok=True, mode=0o700)
+            ignored = self.home / ".gitignore"
+            if not ignored.exists():  # inputs and outputs lie here
+                write_whole(ignored, "*\n")
+            return FileLock.acquire(self._folder / ".choosing")
+        except OSError as error:
+            problem = f"{self.home} cannot hold sessions: {error.strerror}"
+            raise ConfigurationError("--home", problem, "name a folder that you can write to") from error
 
     def _file(self, id_: str) -> Path:
         return self._folder / f"{id_}.json"

@@ -9,13 +9,13 @@ from typing import NoReturn
 
 from pydantic import JsonValue
 
-from meshpoint.model.checkpoint import Requester, Run
+from meshpoint.model.checkpoint import BeginResult, Requester, Run
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.messages import Message
 from meshpoint.model.subtasks import AgentCheckpoint
 from meshpoint.ports.broker import Delivery
 from meshpoint.ports.home import Home
-from meshpoint.subtasks.runner import Subtasks
+from meshpoint.subtasks.runner import Over, Subtasks
 
 
 class Stop(Enum):
@@ -32,6 +32,7 @@ class Segment:
 
     `home` is None until the first checkpoint chooses one. `deliveries` are the un-acked requests of the task:
     more than one when a request was sent again. `request` is kept for the row that the first pause writes.
+    `beginning` writes its row while its first subtask waits for that.
     `subtasks` runs and records those of this segment. `failure` tells more of how an operation's code ended, and
     `last` is the checkpoint that it leaves then.
     `settling` is set when the code has ended. `dead_reason` is set when the task ends because its runs keep killing
@@ -45,6 +46,7 @@ class Segment:
     request: Message | None = None
     deliveries: list[Delivery] = field(default_factory=list)
     code: asyncio.Task[object] | None = None
+    beginning: asyncio.Task[BeginResult] | None = None
     subtasks: Subtasks | None = None
     failure: dict[str, JsonValue] | None = None
     last: AgentCheckpoint | None = None
@@ -74,5 +76,7 @@ class Segment:
     def close(self) -> None:
         """Forget what holds on to the segment in a circle: garbage would wait for the collector."""
         if self.context is not None:
-            self.context.run_subtasks_with(None)
+            self.context.run_subtasks_with(None if self.subtasks is None else Over(self.subtasks.progress))
         self.subtasks = None
+        if self.beginning is not None:
+            self.beginning.cancel()

@@ -130,7 +130,7 @@ class Segments:
         """Run the first segment of an arrived task. The caller's slot passes to it."""
         self._begin(segment, partial(self._first, segment, request))
 
-    def resume(self, home: Home, task: Resumable) -> None:
+    def resume(self, home: Home, task: Resumable, *, taken_over: bool = False) -> None:
         """Run the next segment of a task this replica owns now. The caller's slot passes to it."""
         segment = Segment(run=task.run, requester=task.requester, home=home)
         if earlier := self.live.get(task.run.task_id):  # this replica stood still, and took over from itself
@@ -142,7 +142,7 @@ class Segments:
             reason = f"its segment was run {task.attempt - 1} times and each run ended with its process"
             segment.dead_reason = reason + _advice(task)
             self._begin(segment, partial(_already, Failed(FailureKind.ERROR, segment.dead_reason)))
-        elif task.attempt > 1 and task.checkpoint is not None and self._fails_lost_operations:
+        elif taken_over and task.checkpoint is not None and self._fails_lost_operations:
             reason = f"the replica that ran it is gone{_advice(task)}"
             self._site.steps.note(Step.OWNER_LOST, task.run.task_id, reason=reason)
             self._begin(segment, partial(_already, Failed(FailureKind.ERROR, reason)))
@@ -192,7 +192,15 @@ class Segments:
         segment.context.run_subtasks_with(segment.subtasks)
 
     async def begin_within(self, segment: Segment, operation: Operation) -> BeginResult:
-        """Write a running task whose first subtask is about to run, and ack its request."""
+        """Write a running task whose first subtask is about to run, and ack its request.
+
+        Also when the code that waits for it is stopped: whether there is a row decides how the task can end.
+        """
+        if segment.beginning is None:
+            segment.beginning = asyncio.create_task(self._begun(segment, operation))
+        return await asyncio.shield(segment.beginning)
+
+    async def _begun(self, segment: Segment, operation: Operation) -> BeginResult:
         home, result = await begin(segment, self._site, operation)
         if isinstance(result, Begun):
             segment.run, segment.home = result.run, home
@@ -232,7 +240,7 @@ class Segments:
         try:
             result = await self._in_slot(code)
             segment.settling = True
-            return await self._settle(segment, result)
+            return await self._settle(segment, await self._unless_begun_elsewhere(segment, result))
         except Exception as error:  # what cannot be committed as it is can be as a failure
             log.exception("task %s: its segment could not be settled", segment.run.task_id)
             return await self._settle(segment, Failed(FailureKind.ERROR, internal_error(error)))
@@ -243,6 +251,16 @@ class Segments:
             return await code()
         finally:
             self._site.slots.give_back()
+
+    async def _unless_begun_elsewhere(self, segment: Segment, result: run.SegmentResult) -> run.SegmentResult:
+        """What the code came to, once it is known what came of the beginning that it may not have waited for."""
+        match await segment.beginning if segment.beginning is not None else None:
+            case Fenced():
+                return run.Stopped(Stop.LOST)
+            case CancelFound():
+                return run.Stopped(Stop.CANCELLED)
+            case _:
+                return result
 
     async def _settle(self, segment: Segment, result: run.SegmentResult) -> Afterwards:
         """Commit what the code came to; what is left to publish and ack."""

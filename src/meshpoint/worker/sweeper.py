@@ -71,7 +71,7 @@ class Sweeper:
     async def _take_over(self, home: Home) -> None:
         if home.durable and self._graces[True].may_take_over:
             for task in await claim.take_over(home, self._site):
-                self._segments.resume(home, task)
+                self._segments.resume(home, task, taken_over=True)
 
     async def _send(self, home: Home) -> None:
         if not self._site.broker.connected:

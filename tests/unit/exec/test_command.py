@@ -142,6 +142,14 @@ def test_an_agent_without_steps_has_only_an_output(cli: Cli) -> None:
     assert cli("exec", "tested_flow:plain", "--input", '"ada"', "--json").json["steps"] == []
 
 
+def test_an_agent_without_steps_is_resumed_from_its_start(cli: Cli, folder: Path) -> None:
+    repair(folder, FLOW.replace("text.upper()", "text.uper()"))
+    assert cli("exec", "tested_flow:plain", "--input", "ada").code == 4
+    repair(folder)
+    done = cli("exec", "tested_flow:plain", "--input", "ada", "--resume", "--json")
+    assert (done.code, done.json["output"], done.json["attempt"]) == (0, "ADA", 2)
+
+
 def test_a_class_is_instantiated(cli: Cli) -> None:
     assert cli("exec", "tested_flow:Stateful", "--input", "3").out == "4\n"
 
@@ -188,11 +196,14 @@ def test_the_command_that_goes_on_names_what_was_given(cli: Cli) -> None:
         ([], "--input: a new session needs one"),
         (["--resume"], "--input: a new session needs one"),
         (["--input", "{"], "--input: does not parse as JSON"),
+        (["--input", '"\\ud800"'], "--input: "),
         (["--input", "@nothing.json"], "--input: nothing.json cannot be read"),
         (["--input", "3", "--ttl", "soon"], "--ttl: 'soon' is no duration"),
         (["--input", "3", "--ttl", "0s"], "--ttl: '0s' is no duration"),
         (["--input", "3", "--with", "tested_flow:flow"], "--with: two agents are called 'flow'"),
         (["--input", "3", "--with", "tested_flow:nobody"], "has no 'nobody'"),
+        (["--input", "3", "--home", "tested_flow.py"], "--home: "),
+        (["--input", "3", "--export", "nowhere/kept.json"], "--export: nowhere/kept.json can be no file"),
         (["--input", "3", "--session", "no/name"], "is no id of a session"),
     ],
 )
@@ -299,6 +310,14 @@ def test_sessions_are_listed_shown_and_removed(cli: Cli, flow: Cli) -> None:
         assert gone.err.count("\n") == 1
 
 
+def test_removing_a_session_leaves_those_whose_names_begin_alike(flow: Cli, cli: Cli, folder: Path) -> None:
+    flow("--input", "3", "--session", "rome")
+    flow("--input", "3", "--session", "rome-2")
+    assert cli("sessions", "rm", "rome").code == 0
+    assert {name.partition(".")[0] for name in queues(folder)} == {"exec-rome-2"}
+    assert [status for _, status, _ in flow("--session", "rome-2").steps] == ["reused", "reused", "failed"]
+
+
 def test_an_end_that_its_process_could_not_tell_is_told_by_the_next(flow: Cli, folder: Path) -> None:
     """Killed between the commit of the operation's end and that of its session."""
     repair(folder)
@@ -309,6 +328,7 @@ def test_an_end_that_its_process_could_not_tell_is_told_by_the_next(flow: Cli, f
     file.write_text(json.dumps(session))
     done = flow("--input", "3", "--resume")
     assert (done.code, done.json["output"], done.json["attempt"]) == (0, 4, 2)
+    assert done.steps[0] == ("fetch", "reused", "the operation had completed already")
     assert effects(folder) == ["fetch", "login", "rate"]
 
 
@@ -366,6 +386,13 @@ def test_a_file_without_outputs_finds_them_in_the_store(flow: Cli, folder: Path)
         ("login", "completed", "after 'fetch', which runs again"),
         ("rate", "completed", None),
     ]
+
+
+def test_the_store_still_has_the_secrets(flow: Cli, folder: Path) -> None:
+    flow("--input", "3", "--export", "kept.json", "--include-outputs")
+    repair(folder)
+    done = flow("--input", "3", "--resume-from", "kept.json")
+    assert [status for _, status, _ in done.steps] == ["reused", "reused", "completed"]
 
 
 def test_validity_is_judged_as_always(flow: Cli, folder: Path) -> None:

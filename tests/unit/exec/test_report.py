@@ -53,6 +53,7 @@ def stage() -> Stage:
 def test_a_step_is_completed_when_it_is_recorded(stage: Stage) -> None:
     stage.runs("a")
     stage.play(Step.SAVE, Phase.AFTER, "a")  # its own progress
+    assert stage.log.done == 0
     stage.play(Step.SUBTASK, Phase.AFTER, "a")
     assert stage.log.done == 0
     stage.play(Step.SAVE, Phase.AFTER, "a")

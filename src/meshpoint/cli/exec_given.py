@@ -1,0 +1,75 @@
+"""What `meshpoint exec` is given: its input, a duration, the secret keys of its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshpoint.cli.send import parse_input
+from meshpoint.errors import ConfigurationError, NotJson
+
+if TYPE_CHECKING:
+    from meshpoint.exec.session import Input
+
+_TTL = re.compile(r"([0-9]{1,9})([smhd])")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+_LONGEST = 3650
+"""Days."""
+
+
+def input_of(text: str | None) -> Input | None:
+    """`text` as JSON, or what the file after its @ holds.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is no JSON.
+    """
+    from meshpoint.exec.session import Input
+    from meshpoint.model.json_values import check_json
+
+    if text is None:
+        return None
+    try:
+        given = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
+        return Input(check_json(parse_input(given), "input"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            "--input", f"{text[1:]} cannot be read: {error}", "name a JSON file after @"
+        ) from error
+    except ConfigurationError as error:
+        raise ConfigurationError("--input", error.problem, error.fix) from error
+    except NotJson as error:
+        raise ConfigurationError("--input", str(error), "write what JSON can hold") from error
+
+
+def duration_of(text: str) -> timedelta:
+    """`text`, such as "12h", as a duration.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    found = _TTL.fullmatch(text)
+    duration = timedelta(**{_UNITS[found[2]]: int(found[1])}) if found is not None else timedelta()
+    if not timedelta() < duration <= timedelta(days=_LONGEST):
+        fix = f"write a number and s, m, h or d, such as 12h, up to {_LONGEST}d"
+        raise ConfigurationError("--ttl", f"{text!r} is no duration", fix)
+    return duration
+
+
+def configured_keys() -> list[str]:
+    """The secret keys that the environment gives to agents.
+
+    Raises:
+        ConfigurationError: they are no list.
+    """
+    from meshpoint.settings.environment import overrides, variable
+
+    keys = overrides(os.environ).get("agent", {}).get("secret_keys", "[]")
+    try:
+        return [str(key) for key in json.loads(keys)]
+    except (ValueError, TypeError) as error:
+        name = variable("agent", "secret_keys")
+        raise ConfigurationError(name, "is no JSON list", f"""write {name}='["name"]'""") from error

@@ -1,0 +1,74 @@
+"""Two `meshpoint exec --resume` at a time, again and again: prints the exit codes of each trial as JSON.
+
+Children are forked from here, where the package is imported already. The one that runs waits in its last step until
+the other has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from meshpoint.cli import main
+from meshpoint.exec import running  # noqa: F401  imported once, for all children
+
+GATE = """    import asyncio, os
+    await asyncio.to_thread(os.read, int(os.environ["GATE"]), 1)
+"""
+
+
+def child(arguments: list[str], go: int, errors: IO[bytes]) -> int:
+    """The id of a process that runs `meshpoint exec` as soon as it can read from `go`."""
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            os.dup2(errors.fileno(), 2)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.read(go, 1)
+            main(["exec", "flow:flow", "--input", "3", *arguments])
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        finally:
+            os._exit(code)
+    return pid
+
+
+def exit_code(pid: int = -1) -> int:
+    """Of the next child that ends."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def trial() -> tuple[list[int], str]:
+    """The exit codes of two at a time, and what the refused one said."""
+    go, start = os.pipe()
+    gate, open_gate = os.pipe()
+    os.environ["GATE"] = str(gate)
+    with tempfile.TemporaryFile() as errors:
+        for _ in range(2):
+            child(["--resume"], go, errors)
+        os.write(start, b"12")
+        codes = [exit_code()]
+        os.write(open_gate, b"12")
+        codes.append(exit_code())
+        errors.seek(0)
+        refusal = next(
+            (line for line in errors.read().decode().splitlines() if line.startswith("error: session")), ""
+        )
+    for handle in (go, start, gate, open_gate):
+        os.close(handle)
+    return codes, refusal
+
+
+if __name__ == "__main__":
+    source = Path("flow.py")
+    gate, start = os.pipe()
+    os.write(start, b"1")
+    assert exit_code(child([], gate, sys.stderr.buffer)) == 4
+    source.write_text(source.read_text().replace('    ran("rate")\n', f'    ran("rate")\n{GATE}'))
+    trials = [trial() for _ in range(int(sys.argv[1]))]
+    print(json.dumps({"codes": [codes for codes, _ in trials], "refusals": [refusal for _, refusal in trials]}))

@@ -1,0 +1,295 @@
+"""`meshpoint exec` for real: processes are killed, race and are interrupted, and files are edited between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+EXEC = [sys.executable, "-m", "meshpoint.cli", "exec"]
+PATIENCE = 60
+TRIALS = int(os.environ.get("MESHPOINT_TRIALS", "20"))
+
+FLOW = """
+from pathlib import Path
+
+from meshpoint import agent
+
+
+@agent("flow", subtasks=["fetch", "parse", "rate"])
+async def flow(ctx, n: int) -> int:
+    page = await ctx.subtask("fetch", fetch, n)
+    numbers = await ctx.subtask("parse", parse, page)
+    return await ctx.subtask("rate", rate, numbers)
+
+
+async def fetch(n: int) -> int:
+    ran("fetch")
+    return n + 1
+
+
+async def parse(page: int) -> list[int]:
+    ran("parse")
+    return [page, page]
+
+
+async def rate(numbers: list[int]) -> int:
+    ran("rate")
+    raise RuntimeError("no rate today")
+
+
+def ran(step):
+    with Path("effects").open("a") as file:
+        file.write(step + "\\n")
+"""
+REPAIRED = FLOW.replace('raise RuntimeError("no rate today")', "return sum(numbers)")
+HANGS = "import asyncio\n" + FLOW.replace(
+    'ran("parse")\n', 'ran("parse")\n    print("parse hangs", flush=True)\n    await asyncio.Event().wait()\n'
+)
+
+CALLER = """
+import asyncio
+from pathlib import Path
+
+from meshpoint import Peer, agent
+
+ask = Peer("answerer", int, int)
+
+
+@agent("caller", subtasks=["question", "answer"])
+async def caller(ctx, n: int) -> int:
+    question = await ctx.subtask("question", double, n)
+    return await ctx.subtask("answer", asked, ctx, question)
+
+
+def double(n: int) -> int:
+    ran("question")
+    return 2 * n
+
+
+async def asked(ctx, question: int) -> int:
+    return await ctx.call(ask(question))
+
+
+@agent("answerer")
+async def answerer(ctx, question: int) -> int:
+    found = await ctx.subtask("search", search, question)
+    if not Path("open").exists():
+        print("the answerer waits", flush=True)
+        await asyncio.Event().wait()
+    return found
+
+
+def search(question: int) -> int:
+    ran("search")
+    return question + 1
+
+
+def ran(step):
+    with Path("effects").open("a") as file:
+        file.write(step + "\\n")
+"""
+
+
+@dataclass
+class Run:
+    """A finished `meshpoint exec`."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    @property
+    def steps(self) -> list[tuple[str, str, str | None]]:
+        return [(step["name"], step["status"], step["why"]) for step in self.json["steps"]]
+
+
+Exec = Callable[..., Run]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "flow.py").write_text(FLOW)
+    return tmp_path
+
+
+@pytest.fixture
+def execute(folder: Path) -> Exec:
+    def run(*arguments: str, agent: str = "flow:flow") -> Run:
+        command = [*EXEC, agent, *arguments]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        return Run(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+def started(folder: Path, *arguments: str, until: str, agent: str = "flow:flow") -> subprocess.Popen[str]:
+    """A `meshpoint exec` that has written a line with `until` to standard error."""
+    process = subprocess.Popen([*EXEC, agent, *arguments], cwd=folder, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if until in line:
+            return process
+    raise AssertionError(f"it ended with {process.wait()} before it wrote {until!r}")
+
+
+def killed(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate(timeout=PATIENCE)
+
+
+def effects(folder: Path) -> list[str]:
+    return (folder / "effects").read_text().split()
+
+
+def test_a_flow_is_repaired_step_by_step(folder: Path, execute: Exec) -> None:
+    failed = execute("--input", "3", "--json")
+    assert failed.code == 4
+    assert failed.steps == [
+        ("fetch", "completed", None),
+        ("parse", "completed", None),
+        ("rate", "failed", "RuntimeError: no rate today"),
+    ]
+    report = failed.json
+    assert report | {"steps": None, "checkpoint": None, "session": None, "operation_id": None, "resume": None} == {
+        "success": False,
+        "session": None,
+        "attempt": 1,
+        "operation_id": None,
+        "agent": "flow",
+        "status": "failed",
+        "steps": None,
+        "output": None,
+        "error": {"kind": "error", "message": "RuntimeError: no rate today"},
+        "checkpoint": None,
+        "resume": None,
+    }
+    assert report["resume"] == f"meshpoint exec flow:flow --session {report['session']}"
+    assert [each["name"] for each in report["checkpoint"]["subtasks"]] == ["fetch", "parse", "rate"]
+    assert "output" not in report["checkpoint"]["subtasks"][0]
+
+    (folder / "flow.py").write_text(REPAIRED)
+    repaired = execute("--input", " 3 ", "--resume", "--json")
+    assert (repaired.code, repaired.json["output"], repaired.json["attempt"]) == (0, 8, 2)
+    assert repaired.steps == [("fetch", "reused", None), ("parse", "reused", None), ("rate", "completed", None)]
+    assert (repaired.json["session"], repaired.json["operation_id"]) == (report["session"], report["operation_id"])
+    assert (repaired.json["checkpoint"], repaired.json["resume"]) == (None, None)
+    assert effects(folder) == ["fetch", "parse", "rate", "rate"]
+
+    again = execute("--input", "3", "--resume")
+    assert (again.code, again.out) == (12, "")
+    assert again.err.count("\n") == 1
+    assert report["session"] in again.err
+
+
+def test_a_changed_first_step_takes_all_after_it_along(folder: Path, execute: Exec) -> None:
+    assert execute("--input", "3").code == 4
+    (folder / "flow.py").write_text(REPAIRED.replace("return n + 1", "return n + 2"))
+    resumed = execute("--input", "3", "--resume", "--json")
+    assert (resumed.code, resumed.json["output"]) == (0, 10)
+    assert resumed.steps == [
+        ("fetch", "completed", "its function has changed"),
+        ("parse", "completed", "after 'fetch', which runs again"),
+        ("rate", "completed", None),
+    ]
+    assert effects(folder) == ["fetch", "parse", "rate"] * 2
+
+
+def test_a_killed_attempt_is_gone_on_with(folder: Path, execute: Exec) -> None:
+    (folder / "flow.py").write_text(HANGS)
+    killed(started(folder, "--input", "3", "--session", "mine", until="parse hangs"))
+    (folder / "flow.py").write_text(REPAIRED)
+    done = execute("--session", "mine", "--json")  # which knows its input
+    assert (done.code, done.json["output"], done.json["attempt"]) == (0, 8, 2)
+    assert [status for _, status, _ in done.steps] == ["reused", "completed", "completed"]
+    assert effects(folder) == ["fetch", "parse", "parse", "rate"]
+    shown = subprocess.run(
+        [*EXEC[:-1], "sessions", "show", "mine", "--json"], cwd=folder, capture_output=True, check=True
+    )
+    assert [each["ending"] for each in json.loads(shown.stdout)["attempts"]] == ["killed", "completed"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 5)])
+def test_a_signal_cancels_and_keeps_the_checkpoint(folder: Path, number: signal.Signals, code: int) -> None:
+    (folder / "flow.py").write_text(HANGS)
+    export = ("--export", "kept.json", "--include-outputs")
+    process = started(folder, "--input", "3", "--session", "mine", *export, until="parse hangs")
+    process.send_signal(number)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code
+    assert "resume with: meshpoint exec flow:flow --session mine" in err
+    exported = json.loads((folder / "kept.json").read_text())
+    assert [(each["name"], each.get("output")) for each in exported["subtasks"]][:1] == [("fetch", 4)]
+    session = json.loads((folder / ".meshpoint/sessions/mine.json").read_text())
+    assert [attempt["ending"] for attempt in session["attempts"]] == ["cancelled"]
+
+
+def test_a_second_signal_ends_code_that_hears_nothing(folder: Path, execute: Exec) -> None:
+    (folder / "flow.py").write_text("import threading\n" + HANGS.replace("await asyncio.Event", "threading.Event"))
+    process = started(folder, "--input", "3", "--session", "mine", until="parse hangs")
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    assert "cancelling; a second signal ends it at once" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    (folder / "flow.py").write_text(REPAIRED)
+    done = execute("--session", "mine", "--json")
+    assert (done.code, [status for _, status, _ in done.steps]) == (0, ["reused", "completed", "completed"])
+
+
+def test_a_peer_that_was_killed_goes_on_too(folder: Path, execute: Exec) -> None:
+    (folder / "calls.py").write_text(CALLER)
+    arguments = ("--with", "calls:answerer", "--input", "5", "--session", "mine")
+    killed(started(folder, *arguments, until="the answerer waits", agent="calls:caller"))
+    (folder / "open").touch()
+    done = execute(*arguments, "--json", agent="calls:caller")
+    assert (done.code, done.json["output"]) == (0, 11), done.err
+    assert [status for _, status, _ in done.steps] == ["reused", "completed"]
+    assert effects(folder) == ["question", "search"], "neither agent did anything twice"
+
+
+def test_a_peer_that_nobody_serves_is_told_with_the_way_out(folder: Path, execute: Exec) -> None:
+    (folder / "calls.py").write_text(CALLER)
+    (folder / "open").touch()
+    alone = execute("--input", "5", "--session", "mine", "--json", agent="calls:caller")
+    assert alone.code == 4
+    assert "add --with MODULE:answerer" in alone.json["error"]["message"]
+    done = execute("--with", "calls:answerer", "--session", "mine", "--json", agent="calls:caller")
+    assert (done.code, done.json["output"]) == (0, 11)
+    later = execute("--input", "6", "--session", "mine", "--json", agent="calls:caller")
+    assert "add --with MODULE:answerer" in later.json["error"]["message"], "its queue went with it"
+
+
+def test_two_sessions_share_a_store(folder: Path) -> None:
+    (folder / "flow.py").write_text(REPAIRED)
+    command = [*EXEC, "flow:flow", "--json", "--input"]
+    both = [subprocess.Popen([*command, n], cwd=folder, stdout=subprocess.PIPE, text=True) for n in ("3", "4")]
+    assert [json.loads(each.communicate(timeout=PATIENCE)[0])["output"] for each in both] == [8, 10]
+
+
+def test_of_two_resumes_at_a_time_one_runs(folder: Path) -> None:
+    command = [sys.executable, str(HERE / "exec_race.py"), str(TRIALS)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    trials = json.loads(done.stdout)
+    assert [sorted(codes) for codes in trials["codes"]] == [[4, 7]] * TRIALS
+    session = json.loads(next((folder / ".meshpoint/sessions").glob("*.json")).read_text())
+    assert len(session["attempts"]) == 1 + TRIALS
+    assert all("is being run by pid" in line for line in trials["refusals"])
+    assert effects(folder) == ["fetch", "parse", *["rate"] * (1 + TRIALS)], "what was recorded served all of them"
