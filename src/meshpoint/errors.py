@@ -90,7 +90,7 @@ class OperationCompleted(ResumeRefused):
 
 
 class NoCheckpoint(ResumeRefused):
-    """It failed or was cancelled without ever having begun a subtask."""
+    """It has no checkpoint: it never began a subtask, or its process died in the first one."""
 
 
 class OperationConflict(ResumeRefused):

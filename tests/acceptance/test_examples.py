@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -29,10 +30,14 @@ Rome:
 """,
     "nested_mesh.py": "The Waiting Mesh: 45 pages reviewed, 90 mistakes\n",
 }
+WITH_README = ("stock_analysis", "strategy_research")
+"""Folders with a `run.py` that prints what their README shows."""
+ON_REPLICAS = ("replicas",)
 
 
 def test_every_example_is_tested() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(PRINTED)
+    assert {path.parent.name for path in EXAMPLES.glob("*/*.py")} == {*WITH_README, *ON_REPLICAS}
 
 
 @pytest.mark.parametrize("name", PRINTED)
@@ -40,6 +45,25 @@ def test_an_example_prints_what_it_promises(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stdout) == (0, PRINTED[name]), done.stderr
+    assert not list(tmp_path.iterdir()), "it leaves nothing behind"
+
+
+@pytest.mark.parametrize("name", WITH_README)
+def test_an_example_proves_its_claim_and_prints_what_its_page_shows(name: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / name / "run.py")],
+        cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "80", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    (shown,) = re.findall(
+        r"^```text\n(.*?)^```$", (EXAMPLES / name / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    printed = "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
+    assert (done.returncode, printed, done.stderr) == (0, shown, "")
     assert not list(tmp_path.iterdir()), "it leaves nothing behind"
 
 

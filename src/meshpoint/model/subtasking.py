@@ -99,8 +99,9 @@ class Subtasking:
         """
         if self._subtasks is not None:
             return await self._subtasks.run(name, function, args, kwargs)
-        value = function(*args, **kwargs)
-        return await value if isawaitable(value) else value
+        with inside(name):
+            value = function(*args, **kwargs)
+            return await value if isawaitable(value) else value
 
     @property
     def progress(self) -> SubtaskProgress:

@@ -64,6 +64,30 @@ class Attempt:
     parameters: JsonValue
 
 
+class Over:
+    """The `SubtaskRunner` of a segment that is over: an asyncio task that it left behind runs nothing unrecorded."""
+
+    def __init__(self, progress: SubtaskProgress) -> None:
+        self.progress = progress
+
+    async def run(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Refuse to run."""
+        raise AgentMisbehaved(f"a task that its segment left behind began subtask {name!r}: {_AWAIT_IT}")
+
+    async def save_progress(self, subtask: str, state: object) -> None:
+        """Refuse to save."""
+        raise AgentMisbehaved(f"a task that its segment left behind saved progress of {subtask!r}: {_AWAIT_IT}")
+
+    def saved_progress(self, subtask: str) -> JsonValue:
+        """None."""
+        return None
+
+
+_AWAIT_IT = "an agent awaits what it has started before it ends or pauses"
+
+
 class Subtasks:
     """The `SubtaskRunner` of one segment.
 
@@ -91,6 +115,7 @@ class Subtasks:
         self._seq = max(attempt.seq, restored.seq if restored else 0)
         self._asked: list[str] = []
         self._running: list[str] = []
+        self._counting: set[str] = set()  # whose record this run has used or made
         self._writing = asyncio.Lock()
         self.paused_in: str | None = None
 
@@ -209,7 +234,7 @@ class Subtasks:
                 self._mark(later, f"after {record.name!r}, which runs again")
 
     def _mark(self, record: SubtaskRecord, why: str) -> None:
-        if record.name in self._running:
+        if record.name in self._counting:
             return
         self._saved.pop(record.name, None)
         if record.completed:
@@ -218,7 +243,8 @@ class Subtasks:
             self._records[record.name] = record.model_copy(update={**nothing, **changed})
 
     def _is_again(self, record: SubtaskRecord) -> bool:
-        return record.again is not None and record.retry == self._attempt.retry_count
+        since = record.retry == self._attempt.retry_count or record.status is SubtaskStatus.OUTDATED
+        return record.again is not None and since
 
     def _differs(self, record: SubtaskRecord, asked: SubtaskRecord) -> str | None:
         if record.function is None and not record.inputs:
@@ -237,6 +263,7 @@ class Subtasks:
     def _reused(self, record: SubtaskRecord, form: Deliverable) -> Any:
         assert record.result is not None
         deliverable = form.read(record.result)
+        self._counting.add(record.name)
         self._ctx.skip_calls_of(record.name)
         if record.context is not None:
             rewind(self._ctx, {**snapshot(self._ctx), **json.loads(record.context)})
@@ -261,6 +288,7 @@ class Subtasks:
             self._steps.note(Step.SUBTASK_AGAIN, self._ctx.task_id, subtask=name, why=earlier.again)
             asked = asked.model_copy(update={"again": earlier.again})
         self._records[name] = asked
+        self._counting.add(name)
         self._running.append(name)
         try:
             text, places = form.write(name, await self._called(name, function, args, kwargs))
@@ -268,6 +296,8 @@ class Subtasks:
             self._records[name] = asked.model_copy(
                 update={"status": SubtaskStatus.FAILED, "seconds": self._since(began)}
             )
+            raise
+        except asyncio.CancelledError:
             raise
         except BaseException:
             self.paused_in = name
@@ -324,6 +354,15 @@ class Subtasks:
     async def _save(self, subtask: str) -> None:
         async with self._writing:
             await self._ledger.save(self._checkpoint(), subtask)
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether a pause would leave something out: that a subtask has begun, or that this is an operation at all."""
+        return self._opened and (self.paused_in is not None or self._seq == 0)
+
+    def so_far(self) -> AgentCheckpoint:
+        """The checkpoint of an operation that pauses."""
+        return self._checkpoint()
 
     def last(self, reason: str, details: dict[str, JsonValue] | None) -> AgentCheckpoint:
         """The checkpoint of an operation that ends without having completed."""

@@ -45,6 +45,7 @@ from meshpoint.model.checkpoint import (
     Reply,
     Resumable,
     Run,
+    Save,
     Send,
     StillWaiting,
     TaskState,
@@ -295,6 +296,7 @@ class Segments:
                 assert_never(why)
 
     async def _pause(self, segment: Segment, paused: Paused) -> Afterwards:
+        await self._save_before(segment)
         earlier = await self._earlier_children(segment)
         pause = checkpoint.plan(segment, paused, self._agent.state_format, self._site.options, earlier)
         home, saved = await checkpoint.save(pause, segment.home, self._site)
@@ -312,6 +314,18 @@ class Segments:
                 return await self._end(segment, Failed(FailureKind.TIMEOUT, "the task's deadline has passed"))
             case _:
                 assert_never(saved)
+
+    async def _save_before(self, segment: Segment) -> None:
+        """Save what an operation would not know of itself if it were cancelled during its pause.
+
+        Whether the task is still this run's is not asked here: the pause does.
+        """
+        home, subtasks = segment.home, segment.subtasks
+        if home is None or subtasks is None or not subtasks.unsaved:
+            return
+        checkpointer, wish = self._site.checkpointer(home), Save(segment.run, subtasks.so_far())
+        with self._site.steps.step(Step.SAVE, [segment.run.task_id], seq=wish.checkpoint.seq):
+            await self._site.patience.until_answered(lambda: checkpointer.save(wish))
 
     async def _earlier_children(self, segment: Segment) -> Sequence[Child]:
         """The tasks at peers that an operation had before it was resumed."""

@@ -1,0 +1,278 @@
+"""A replica is killed inside each subtask of the stock analysis, on each rung; another one, already there, goes on.
+
+What the code did stands in a diary that it writes itself. Whatever was completed before the kill is completed once,
+in either way of dealing with a dead replica: its operation is taken over, or it fails and is resumed by hand. The
+cases run beside one another, since what they do most is wait for a lease; each is a test of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import yaml
+from pydantic import JsonValue
+
+from meshpoint.model.ids import TaskId, new_id
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+
+from .kit import Mesh, Process, Rung, within
+from .nursery import Nursery
+
+AT_A_TIME = 8
+SUBTASKS = {
+    "financial_analyst": ("10k_parsing", "ratio_calculation", "peer_comparison", "red_flag_detection"),
+    "strategy_analyst": ("historical_roi", "ma_review", "mgmt_compensation", "capital_allocation_scoring"),
+    "valuation_agent": (
+        "dcf_assumptions",
+        "cash_flow_projection",
+        "wacc_calculation",
+        "terminal_value",
+        "sensitivity_analysis",
+    ),
+}
+PAUSES = "peer_comparison"
+"""Its code begins twice: it pauses for its peers."""
+QUICK: Mapping[str, JsonValue] = {
+    "lease_seconds": 1.5,
+    "renew_interval_seconds": 0.25,
+    "settle_time_seconds": 0.3,
+    "db_pool_size": 1,
+}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """In `subtask` of `agent`, when its code has begun for the `time`-th time. Without a subtask: none."""
+
+    agent: str
+    subtask: str | None = None
+    time: int = 1
+
+    def __str__(self) -> str:
+        again = " (with its peers' answers)" if self.time > 1 else ""
+        return f"{self.agent}: {self.subtask or 'unharmed'}{again}"
+
+
+KILLS = [Kill(agent, subtask) for agent, subtasks in SUBTASKS.items() for subtask in subtasks]
+KILLS.append(Kill("financial_analyst", PAUSES, time=2))
+REPAIRED_ON_SERVERS = [KILLS[0], KILLS[-1], Kill("valuation_agent", "terminal_value")]
+UNHARMED = [Kill(agent) for agent in SUBTASKS]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`way` is what becomes of an operation whose replica died: the setting `on_lost_owner`."""
+
+    rung: str
+    way: str
+    kill: Kill
+
+    def __str__(self) -> str:
+        return f"{self.rung}, {self.way}, {self.kill}"
+
+
+def cases() -> Iterator[Case]:
+    """Every kill in every way; on servers, which differ little here, some of those that need the command line."""
+    for way in ("take_over", "fail"):
+        yield from (Case("embedded", way, kill) for kill in KILLS)
+    yield from (Case("production", "take_over", kill) for kill in KILLS)
+    yield from (Case("production", "fail", kill) for kill in REPAIRED_ON_SERVERS)
+
+
+CASES = [
+    pytest.param(case, id=str(case), marks=[pytest.mark.servers] if case.rung == "production" else [])
+    for case in cases()
+]
+
+
+@dataclass
+class Course:
+    """What came of a case. `diary`: process id, subtask, and "began" or "completed"."""
+
+    outcome: Outcome
+    diary: list[tuple[int, str, str]]
+    killed: int | None = None
+
+    def count(self, what: str) -> Counter[str]:
+        return Counter(subtask for _, subtask, noted in self.diary if noted == what)
+
+
+# ── how a case goes ────────────────────────────────────────────────────────────────────────────────
+
+
+class Desk:
+    """Two replicas of one analyst, and of the agent that it asks."""
+
+    def __init__(self, mesh: Mesh, case: Case) -> None:
+        self._mesh, self._case = mesh, case
+        self._agents = [case.kill.agent, "company_data"]
+        self.config = mesh.rung.config(*self._agents, **QUICK, on_lost_owner=case.way)
+        config = yaml.safe_load(self.config.read_text())
+        for agent in config["agents"]:
+            agent["entrypoint"] = f"doomed_analysts:{agent['name']}"
+        self.config.write_text(yaml.safe_dump(config))
+        self._diary = mesh.rung.folder / "diary"
+
+    async def open(self) -> None:
+        self.client = await self._mesh.client()
+        starting = [self._mesh.replica(self.config, started=len(self._agents)) for _ in range(2)]
+        self.replicas = await asyncio.gather(*starting)
+
+    async def ask(self, task_id: TaskId) -> Outcome:
+        kill = self._case.kill
+        doom = {"diary": str(self._diary), "at": kill.subtask, "time": kill.time}
+        order: JsonValue = {"analysis": {"ticker": "HLDN"}, **doom}
+        return (await within(await self.client.send(kill.agent, order, task_id=task_id))).outcome
+
+    async def killed(self) -> Process:
+        """The replica that is dead."""
+        ending = {asyncio.create_task(replica.ended()): replica for replica in self.replicas}
+        done, pending = await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+        for each in pending:
+            each.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        (dead,) = (ending[each] for each in done)
+        assert dead.process.returncode == -signal.SIGKILL
+        return dead
+
+    async def resume(self, task_id: TaskId) -> tuple[int | None, str, str]:
+        """`meshpoint tasks resume ID`: its exit code, and what it prints as a result and beside it."""
+        command = [
+            "-m",
+            "meshpoint.cli",
+            "tasks",
+            "resume",
+            task_id,
+            "--wait",
+            "--json",
+            "--config",
+            str(self.config),
+        ]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        out, err = await within(process.communicate())
+        return process.returncode, out.decode(), err.decode()
+
+    def diary(self) -> list[tuple[int, str, str]]:
+        lines = [line.split() for line in self._diary.read_text().splitlines()]
+        return [(int(pid), subtask, what) for pid, subtask, what in lines]
+
+
+async def course_of(case: Case, mesh: Mesh) -> Course:
+    """Ask an analyst, and see its analysis through."""
+    desk, task_id = Desk(mesh, case), TaskId(new_id())
+    await desk.open()
+    outcome = await desk.ask(task_id)
+    if case.kill.subtask is None:
+        return Course(outcome, desk.diary())
+    if case.way == "fail":
+        outcome = await repaired(desk, case, task_id, outcome)
+    return Course(outcome, desk.diary(), (await desk.killed()).process.pid)
+
+
+async def repaired(desk: Desk, case: Case, task_id: TaskId, failed: Outcome) -> Outcome:
+    """Do what the failure says: resume the operation, or, where nothing was kept of it, ask anew."""
+    assert isinstance(failed, Failed)
+    assert failed.kind is FailureKind.ERROR
+    began = desk.diary()
+    if case.kill.subtask == SUBTASKS[case.kill.agent][0]:
+        assert failed.message == "the replica that ran it is gone; no checkpoint"
+        code, out, err = await desk.resume(task_id)
+        assert (code, out) == (13, "")
+        assert err == f"error: operation {task_id} has no checkpoint to go on from; send its request again\n"
+        assert desk.diary() == began
+        return await desk.ask(TaskId(new_id()))
+    advice = f"checkpoint available: resume with `meshpoint tasks resume {task_id}`"
+    assert failed.message == f"the replica that ran it is gone; {advice}"
+    code, out, err = await desk.resume(task_id)
+    assert (code, err) == (0, "")
+    return Ok(json.loads(out)["value"])
+
+
+# ── all cases beside one another ───────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def selected(request: pytest.FixtureRequest) -> list[Case]:
+    """The cases of this session, and for each rung among them what an analysis comes to that nobody harms."""
+    told = [getattr(item, "callspec", None) for item in request.session.items if item.parent is request.node]
+    cases: list[Case] = [each.params["case"] for each in told if each is not None]
+    whole = [Case(rung, "take_over", kill) for rung in {case.rung: None for case in cases} for kill in UNHARMED]
+    return [*whole, *cases]
+
+
+@pytest.fixture(scope="module")
+def urls(request: pytest.FixtureRequest, selected: list[Case]) -> tuple[str, str] | None:
+    """RabbitMQ and a database for all cases on them, each in a namespace of its own."""
+    if all(case.rung != "production" for case in selected):
+        return None
+    return request.getfixturevalue("rabbit_server").url, request.getfixturevalue("module_postgres_url")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def courses(
+    selected: list[Case],
+    urls: tuple[str, str] | None,
+    nursery: Nursery,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[Mapping[Case, asyncio.Task[Course]]]:
+    """Every case, running or waiting for its turn."""
+    turns = asyncio.Semaphore(AT_A_TIME)
+
+    async def run(case: Case) -> Course:
+        async with turns:
+            mesh = Mesh(_rung(urls if case.rung == "production" else None, tmp_path_factory.mktemp("case")), nursery)
+            try:
+                return await course_of(case, mesh)
+            finally:
+                await mesh.close()
+
+    tasks = {case: asyncio.create_task(run(case)) for case in selected}
+    yield tasks
+    for task in tasks.values():
+        task.cancel()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+def _rung(urls: tuple[str, str] | None, folder: Path) -> Rung:
+    urls = urls or (f"sqlite:///{folder}/broker.db", f"sqlite:///{folder}/tasks.db")
+    return Rung(*urls, f"test-{new_id()}", folder)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("case", CASES)
+async def test_killed_in(courses: Mapping[Case, asyncio.Task[Course]], case: Case) -> None:
+    kill = case.kill
+    whole, course = await courses[Case(case.rung, "take_over", Kill(kill.agent))], await courses[case]
+    assert isinstance(whole.outcome, Ok)
+    assert course.outcome == whole.outcome
+
+    subtasks = SUBTASKS[kill.agent]
+    assert [subtask for _, subtask, what in course.diary if what == "completed"] == list(subtasks)
+    assert whole.count("began") == {subtask: 1 + (subtask == PAUSES) for subtask in subtasks}
+    again = (
+        kill.time if case.way == "fail" else 1
+    )  # a resumed operation asks its peers again, one taken over does not
+    assert course.count("began") == whole.count("began") + Counter({kill.subtask: again})
+
+    begun = [pid for pid, subtask, what in course.diary if (subtask, what) == (kill.subtask, "began")]
+    assert begun[kill.time - 1] == course.killed
+    last = list(takewhile(lambda line: line[0] != course.killed, reversed(course.diary)))
+    assert {subtask for _, subtask, _ in last} == set(subtasks[subtasks.index(str(kill.subtask)) :])
