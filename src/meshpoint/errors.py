@@ -15,6 +15,7 @@
         ├── InvalidInput        the request does not fit the agent's declared input
         ├── InvalidOutput       the agent's result does not fit its declared output
         ├── AgentMisbehaved     the agent broke its contract (returned neither Paused nor Done, …)
+        ├── SubtaskFailed       a subtask had failed, and the agent's code did not expect that
         ├── SubtaskRefused      a subtask cannot be recorded: its name, its inputs or its deliverable
         ├── PeerFailed          a peer call has no result, and the agent's code did not expect that
         └── ReplayMismatch      a function agent took another path than the one recorded
@@ -119,6 +120,10 @@ class AgentMisbehaved(AgentFailed):
 
 class SubtaskRefused(AgentFailed):
     """A subtask cannot be recorded; nothing of it was marked as done. The message names it and the fix."""
+
+
+class SubtaskFailed(AgentFailed):
+    """A subtask failed in an earlier run of this attempt, with an error that cannot be made again from its record."""
 
 
 class NoResult(Protocol):

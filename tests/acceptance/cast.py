@@ -19,7 +19,8 @@ from meshpoint.model.outcomes import Failed
 class Work(BaseModel):
     """What `root` does: ask `peer` once per number, `rounds` times over. `trace` collects a line per segment.
 
-    With `gate`, the first segment runs until that file exists.
+    With `gate`, the first segment runs until that file exists. With `steps`, it runs so many subtasks before it asks
+    and one after it, and so is an operation. With `mended_by`, it then fails as long as that file does not exist.
     """
 
     numbers: list[int]
@@ -28,6 +29,8 @@ class Work(BaseModel):
     trace: str | None = None
     gate: str | None = None
     peer: str = "peer"
+    steps: int = 0
+    mended_by: str | None = None
 
 
 peer = Peer("peer", int, int)
@@ -39,23 +42,36 @@ def note(trace: str | None, what: str) -> None:
             file.write(f"{os.getpid()} {what}\n")
 
 
+async def step(number: int) -> int:
+    """The code of a subtask."""
+    return 10 * number
+
+
 @agent("root", version="1")
 async def root(ctx: TaskExecutionContext, work: Work) -> list[int | str]:
     """Sums of the peer's answers, or the kind of its failure, per number."""
     note(work.trace, f"{ctx.task_id} segment")
     while work.gate and not os.path.exists(work.gate):
         await asyncio.sleep(0.05)
+    for number in range(work.steps):
+        await ctx.subtask(f"step {number}", step, number)
     results: list[int | str] = []
     asked = Peer(work.peer, int, int, timeout=timedelta(seconds=work.timeout))
     for _ in range(work.rounds):
         answers = await ctx.gather(*[asked(number) for number in work.numbers], return_errors=True)
         results = [answer.kind.value if isinstance(answer, Failed) else answer for answer in answers]
+    if work.steps:
+        await ctx.subtask("last step", step, len(results))
+    if work.mended_by and not os.path.exists(work.mended_by):
+        raise RuntimeError("nobody has mended it")
     return results
 
 
 @agent("chief", version="1")
 async def chief(ctx: TaskExecutionContext, work: Work) -> list[int | str]:
-    """Lets `root` do the work."""
+    """Lets `root` do the work. With `steps`, it is an operation too."""
+    if work.steps:
+        await ctx.subtask("order", step, work.steps)
     return await ctx.call(Peer("root", Work, list[int | str])(work))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -104,6 +105,30 @@ async def entombed(stage: Stage) -> None:
     await stage.doom()
 
 
+async def operation(stage: Stage) -> None:
+    """Two subtasks, a pause, and one more, in one replica."""
+    await stage.ask(1, 2, steps=2)
+    await stage.doom()
+
+
+async def failing(stage: Stage) -> None:
+    """The same, and then it fails: the operation keeps its checkpoint."""
+    await stage.ask(1, steps=1, broken=True)
+    await stage.doom()
+
+
+async def asked_again(stage: Stage) -> None:
+    """It has failed; its requester is resumed and asks again for the same task."""
+    await stage.ask(1, steps=1, broken=True)
+    earlier = await stage.replica()
+    await earlier.wait("reply:after", agent=VICTIM)
+    earlier.signal(signal.SIGTERM)
+    assert await earlier.ended() == 0
+    await stage.doom()
+    await stage.resume()
+    stage.expected = [10]
+
+
 @dataclass(frozen=True)
 class Way:
     """A scenario, and how often the victim comes to the step before it dies there."""
@@ -115,9 +140,17 @@ class Way:
 
 WAYS: Mapping[Step, Sequence[Way]] = {
     Step.RECEIVE: [Way(journey, "request")],
-    Step.BEGIN: [Way(on_receipt, "request")],
+    Step.BEGIN: [Way(on_receipt, "request"), Way(operation, "within a segment")],
     Step.SEGMENT: [Way(journey, "first"), Way(journey, "resumed", 1), Way(journey, "last", 2)],
-    Step.CHECKPOINT: [Way(journey, "first"), Way(journey, "second", 1)],
+    Step.SUBTASK: [Way(operation, "first"), Way(operation, "second", 1), Way(operation, "after a pause", 2)],
+    Step.SAVE: [
+        Way(operation, "first"),
+        Way(operation, "second", 1),
+        Way(operation, "after a pause", 2),
+        Way(failing, "before a failure", 1),
+    ],
+    Step.RESUME: [Way(asked_again, "failed")],
+    Step.CHECKPOINT: [Way(journey, "first"), Way(journey, "second", 1), Way(operation, "of an operation")],
     Step.DISPATCH: [Way(journey, "first"), Way(journey, "second", 1), Way(unsent, "by the sweeper")],
     Step.MARK: [
         Way(journey, "of calls"),
@@ -130,10 +163,21 @@ WAYS: Mapping[Step, Sequence[Way]] = {
         Way(journey, "of a response", 1),
         Way(journey, "of the last response", 2),
         Way(on_receipt, "on receipt"),
+        Way(operation, "within a segment"),
+        Way(asked_again, "of a request that came again"),
     ],
     Step.CLAIM: [Way(journey, "of one of two"), Way(journey, "of the last", 1), Way(no_such_peer, "undeliverable")],
-    Step.RESTORE: [Way(journey, "first"), Way(orphaned, "after a take-over")],
-    Step.END: [Way(journey, "completed"), Way(overdue, "after a timeout")],
+    Step.RESTORE: [
+        Way(journey, "first"),
+        Way(orphaned, "after a take-over"),
+        Way(operation, "of an operation"),
+    ],
+    Step.END: [
+        Way(journey, "completed"),
+        Way(overdue, "after a timeout"),
+        Way(operation, "of an operation"),
+        Way(failing, "of an operation, failed"),
+    ],
     Step.REPLY: [Way(journey, "at once"), Way(unanswered, "by the sweeper"), Way(cancelled, "cancelled")],
     Step.SWEEP: [Way(unsent, "calls are due"), Way(unanswered, "a reply is due")],
     Step.CANCEL: [Way(cancelled, "waiting")],
@@ -141,7 +185,7 @@ WAYS: Mapping[Step, Sequence[Way]] = {
     Step.RELEASE: [Way(drained, "running")],
     Step.RENEW: [Way(long_segment, "running")],
     Step.EXPIRE: [Way(overdue, "waiting")],
-    Step.TAKE: [Way(handed_back, "ready")],
+    Step.TAKE: [Way(handed_back, "ready"), Way(asked_again, "resumed")],
     Step.TAKE_OVER: [Way(orphaned, "running")],
     Step.PURGE: [Way(entombed, "tombstone")],
 }

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import suppress
+from itertools import combinations
 
 from pydantic import JsonValue
 
+from meshpoint.client import Reply
+from meshpoint.model.bodies import ResponseBody, parse
 from meshpoint.model.ids import AgentName, TaskId, new_id
 from meshpoint.model.messages import dead_letters_of
-from meshpoint.model.outcomes import Failed
+from meshpoint.model.outcomes import Failed, Outcome
+from meshpoint.subtasks.resuming import resume
 
 from .kit import EndedBefore, Mesh, Process, count_rows, within
 
@@ -44,6 +48,7 @@ class Stage:
         self.silent: set[TaskId] = set()
         self._at, self._skip = at, skip
         self._gate = mesh.rung.folder / f"{new_id()}.gate"
+        self._mended = mesh.rung.folder / f"{new_id()}.mended"
         self._asked_as: defaultdict[tuple[JsonValue, str], set[TaskId]] = defaultdict(set)
         self._turns = 0
 
@@ -81,18 +86,27 @@ class Stage:
         replica.signal(signal.SIGTERM)
 
     async def ask(
-        self, *numbers: int, agent: str = CHIEF, rounds: int = 1, gated: bool = False, **work: JsonValue
+        self,
+        *numbers: int,
+        agent: str = CHIEF,
+        rounds: int = 1,
+        gated: bool = False,
+        broken: bool = False,
+        **work: JsonValue,
     ) -> None:
-        """Send the request; a number below zero is one that the peer never answers."""
+        """Send the request; the peer never answers a number below zero, and `broken` work fails in the end."""
         self._task_id, self._agent = TaskId(new_id()), agent
         self.expected = [number * 10 for number in numbers]
         self._rounds = rounds
         asked: dict[str, JsonValue] = {"numbers": [*numbers], "rounds": rounds, **work}
         if gated:
             asked["gate"] = str(self._gate)
-        self._reply = await self.client.send(agent, asked, task_id=self._task_id)
+        if broken:
+            asked["mended_by"], self.expected = str(self._mended), "error"
+        reply = await self.client.send(agent, asked, task_id=self._task_id)
+        self._outcome: Awaitable[Outcome] = asyncio.ensure_future(_outcome_of(reply))
         if agent == CHIEF:
-            await self.mesh.replica(self.mesh.rung.config(CHIEF, **_QUICK), started=0)
+            self._chief = await self.mesh.replica(self.mesh.rung.config(CHIEF, **_QUICK), started=0)
 
     def open_gate(self) -> None:
         """Let gated code go on."""
@@ -104,6 +118,31 @@ class Stage:
         self.expected = "cancelled"
         await self.doomed.wait("ack:after")
         await self.client.cancel(self._agent, self._task_id)
+
+    async def resume(self) -> None:
+        """Mend the work, once it has failed, and resume the operation of `chief`; its end is what counts now."""
+        assert isinstance(await within(self._outcome), Failed)
+        ends = len(await self._chief.wait("end:after"))
+        self._mended.touch()
+        store = self.mesh.store()
+        await store.open()
+        try:
+            await resume(store, self._task_id)
+        finally:
+            await store.close()
+        self._outcome = asyncio.ensure_future(self._recorded_outcome(ends + 1))
+
+    async def _recorded_outcome(self, ends: int) -> Outcome:
+        """What the operation came to: nobody is answered, the database tells."""
+        await self._chief.wait("end:after", ends)
+        store = self.mesh.store()
+        await store.open()
+        try:
+            known = (await store.lookup([self._task_id]))[self._task_id]
+        finally:
+            await store.close()
+        assert known.reply is not None
+        return parse(ResponseBody, known.reply.body).outcome()
 
     # ── the peer ───────────────────────────────────────────────────────────────────────────────────
 
@@ -134,15 +173,21 @@ class Stage:
         await self._death()
         self.open_gate()
         survivor = await self.replica()
-        outcome = (await within(self._reply)).outcome
+        outcome = await within(self._outcome)
         assert (outcome.kind.value if isinstance(outcome, Failed) else outcome.value) == self.expected
         await self._at_rest(survivor)
         assert self.client.conflicts == 0, "a second reply said something else"  # the same one may come again
         for question, ids in self._asked_as.items():
             assert len(ids) == self._rounds, f"a second set of calls: {question} was asked as {ids}"
         assert not survivor.of("dead_task")
+        self._nothing_saved_ran_again()
         for agent in (CHIEF, VICTIM, self.peer.name):
             assert await self.peer.broker.depth(dead_letters_of(AgentName(agent))) == 0, f"dead letters of {agent}"
+
+    def _nothing_saved_ran_again(self) -> None:
+        for earlier, later in combinations(self.mesh.processes, 2):
+            again = _subtasks(earlier, "save:after") & _subtasks(later, "subtask:before")
+            assert not again, f"saved, and run again: {again}"
 
     async def _death(self) -> None:
         assert self.doomed is not None
@@ -172,3 +217,13 @@ class Stage:
         self._playing.cancel()
         await asyncio.gather(self._playing, return_exceptions=True)
         await self.mesh.close()
+
+
+async def _outcome_of(reply: asyncio.Future[Reply]) -> Outcome:
+    return (await reply).outcome
+
+
+def _subtasks(process: Process, at: str) -> set[tuple[str, str]]:
+    """The subtasks that a process told of at `step:phase`, with their tasks."""
+    told = [event for event in process.of(at) if "subtask" in event["detail"]]
+    return {(task_id, event["detail"]["subtask"]) for event in told for task_id in event["task_ids"]}

@@ -187,7 +187,8 @@ class Asked:
 class PlayedPeer:
     """A peer whose every request and cancel the test sees, and answers when it likes.
 
-    A request that comes again is acked and counted: who lost the mark that it was sent may send it again.
+    A request that comes again is acked and counted: who lost the mark that it was sent may send it again. That of a
+    requester who was resumed is another one.
     """
 
     def __init__(self, broker: Broker, name: str = "peer") -> None:
@@ -196,7 +197,7 @@ class PlayedPeer:
         self.requests: asyncio.Queue[Asked] = asyncio.Queue()
         self.cancels: asyncio.Queue[Delivery] = asyncio.Queue()
         self.repeated = 0
-        self._known: set[TaskId] = set()
+        self._known: set[tuple[TaskId, object]] = set()
         self._acks: set[asyncio.Task[bool]] = set()
 
     async def open(self) -> None:
@@ -207,11 +208,12 @@ class PlayedPeer:
 
     def _asked(self, delivery: Delivery) -> None:
         asked = Asked(delivery, self.name, self.broker)
-        if asked.sub_task_id in self._known:
+        key = asked.sub_task_id, delivery.message.headers.get(Header.RESUME.value)
+        if key in self._known:
             self.repeated += 1
             self._acks.add(asyncio.create_task(delivery.ack()))
             return
-        self._known.add(asked.sub_task_id)
+        self._known.add(key)
         self.requests.put_nowait(asked)
 
     async def asked(self, count: int = 1) -> list[Asked]:

@@ -110,7 +110,7 @@ async def test_each_step_of_an_operation_sends_so_many_statements(
         "save": 1,
         "latest": 1,
         "fail": 9,
-        "revive": 7,
+        "revive": 8,
         "complete": 9,
     }
 

@@ -65,7 +65,7 @@ from meshpoint.model.checkpoint import (
     Track,
 )
 from meshpoint.model.ids import AgentName, TaskId, new_id
-from meshpoint.model.operations import Revived
+from meshpoint.model.operations import Adopted, Revived
 from meshpoint.model.subtasks import Child, Saved
 
 pytestmark = pytest.mark.servers
@@ -359,6 +359,9 @@ class Life:
         await self._store.end([an_end(run, TaskState.FAILED, reason="broken")])
         assert await self._store.operation(run.task_id)
         assert isinstance(await self._store.revive(a_revive(run.task_id)), Revived)
+        assert isinstance(
+            await self._store.revive(a_revive(run.task_id, order="1", adopt=True, requester=a_requester())), Adopted
+        )
 
 
 @pytest.mark.parametrize("batch", [1, 60])

@@ -164,8 +164,8 @@ def marked(ledger: Ledger, sends: Sequence[Send]) -> None:
         if story is None:
             continue
         match send:
-            case Reply():
-                story.reply_sending = None
+            case Reply(fence=fence):
+                story.reply_sending = None if fence == story.fence else story.reply_sending
             case Dispatch() | CancelNotice():
                 call = next((call for call in story.rows if call.id == send.sub_task_id), None)
                 if call is not None and isinstance(send, CancelNotice):

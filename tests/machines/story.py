@@ -192,7 +192,7 @@ class Story:
         assert self.reply is None, f"{self.task_id} has a reply and is given another"
         self.state, self.written_by, self.ended_at = state, written_by, now
         self.owner = self.replica = None
-        self.reply = Reply(self.agent, self.task_id, state, body, self.requester)
+        self.reply = Reply(self.agent, self.task_id, state, body, self.requester, fence=self.fence)
         self.reply_sending = Sending(now + TIMINGS.dispatch_lease) if self.requester.reply_to else None
         self.expires_at = max(now, self.requester.deadline or now) + TIMINGS.tombstone_ttl
 

@@ -1,6 +1,7 @@
-"""The cast: `root` pauses twice for five calls each, `nested` pauses once, `leaf` answers.
+"""The cast: `root` pauses twice for five calls each, `nested` pauses once, between subtasks, `leaf` answers.
 
-Every result follows from the request's number alone, whatever answers first, so that a wrong one shows.
+Every result follows from the request's number alone, whatever answers first, so that a wrong one shows. Only what
+subtasks return is another thing each time their code runs: so it shows when one ran again that was recorded.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from pydantic import JsonValue
 
 from meshpoint.model.calls import ALL, AT_LEAST, FIRST, Call, Done, Join, Paused
 from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.ids import new_id
 from meshpoint.model.outcomes import Failed, Ok, Outcomes
 
 FAN_OUT = 5
 JOINS = (ALL, FIRST, AT_LEAST(3))
 Think = Callable[[], Awaitable[None]]
 """Takes an agent's time: a moment, or more than a lease."""
+Returned = Callable[[str, str, str], None]
+"""Hears of each deliverable that a subtask returned: of which task, of which subtask, and what."""
 
 
 def leaf_value(number: int) -> int:
@@ -47,8 +51,8 @@ class _Agent:
     name: str
     state_format = "simulated/1"
 
-    def __init__(self, think: Think) -> None:
-        self._think = think
+    def __init__(self, think: Think, returned: Returned) -> None:
+        self._think, self._returned = think, returned
 
     async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Any:
         raise AssertionError("it never pauses")
@@ -66,23 +70,33 @@ class Leaf(_Agent):
 
 
 class Nested(_Agent):
-    """Asks two leaves; answers null if one of them has no result."""
+    """Asks two leaves between its subtasks; answers null if one of them has no result."""
 
     name = "nested"
 
     async def start(self, ctx: TaskExecutionContext, request: Any) -> Any:
         """Ask."""
         await self._think()
+        await self._subtask(ctx, "before", request)
         return Paused([Call(str(n), "leaf", request + n) for n in range(2)], json.dumps(request).encode())
 
     async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Any:
         """Add up."""
         await self._think()
         number = json.loads(state)
+        await asyncio.gather(self._subtask(ctx, "left", number), self._subtask(ctx, "right", number))
+        await self._subtask(ctx, "after", number)
         wrong, late = judge(outcomes, [("leaf", number + n) for n in range(2)], ALL)
         if wrong:
             raise AssertionError(wrong)
         return Done(None if late else nested_value(number))
+
+    async def _subtask(self, ctx: TaskExecutionContext, name: str, number: int) -> None:
+        self._returned(ctx.task_id, name, await ctx.subtask(name, self._step, number))
+
+    async def _step(self, number: int) -> str:
+        await self._think()
+        return new_id()
 
 
 class Root(_Agent):

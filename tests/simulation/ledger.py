@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 
 from meshpoint.adapters.memory.rows import CallRow, TaskRow
@@ -9,6 +10,7 @@ from meshpoint.errors import PoisonMessage
 from meshpoint.model.bodies import ResponseBody, parse
 from meshpoint.model.messages import Address, Message, MessageType
 from meshpoint.model.outcomes import Ok, Outcome
+from meshpoint.model.subtasks import AgentCheckpoint
 
 DATABASE = "database"
 
@@ -30,6 +32,8 @@ class Ledger:
         self._rows: dict[tuple[str, str], tuple[int, int]] = {}
         self._ends: dict[tuple[str, str], bytes] = {}
         self._results: dict[str, set[bytes]] = defaultdict(set)
+        self._recorded: dict[tuple[str, str, str], str] = {}
+        self._deliverables: dict[tuple[str, str], set[str]] = defaultdict(set)
 
     def must(self, holds: bool, otherwise: str) -> None:
         """Note what does not hold."""
@@ -54,6 +58,22 @@ class Ledger:
             self.must(key not in self._ends, f"{row.task_id}: it ended, and is {row.state} again")
         for call in row.calls.values():
             self._called(home, row, call)
+        if row.operation is not None and row.operation.checkpoints:
+            self._saved(home, row.operation.checkpoints[-1])
+
+    def _saved(self, home: str, checkpoint: AgentCheckpoint) -> None:
+        """A deliverable that is recorded never becomes another one: its code does not run again after its save."""
+        for record in checkpoint.subtasks:
+            if record.completed and record.result is not None:
+                place = home, checkpoint.operation_id, record.name
+                first = self._recorded.setdefault(place, record.result)
+                self.must(first == record.result, f"subtask {place} ran after it was saved")
+                self._deliverables[checkpoint.operation_id, record.name].add(json.loads(record.result))
+
+    def returned(self, task_id: str, subtask: str, deliverable: str) -> None:
+        """A subtask returned to the code of its agent."""
+        recorded = deliverable in self._deliverables[task_id, subtask]
+        self.must(recorded, f"subtask {subtask} of {task_id} returned what was not saved")
 
     def _called(self, home: str, row: TaskRow, call: CallRow) -> None:
         self.calls[call.sub_task_id] = call.peer

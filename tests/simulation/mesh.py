@@ -126,7 +126,7 @@ class Mesh:
         await self.boss.open()
         for agent in AGENTS:
             for _ in range(self.dice.randint(2, 3)):
-                self.launch(agent(self._think))
+                self.launch(agent(self._think, self.ledger.returned))
         await asyncio.sleep(1)
 
     def left_over(self) -> list[str]:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from meshpoint.adapters.memory.due import MemoryDueWork
+from meshpoint.adapters.memory.operations import MemoryOperations
 from meshpoint.adapters.memory.outbox import MemoryCatalog, MemoryOutbox
 from meshpoint.adapters.memory.rows import Tables, TaskRow
 from meshpoint.adapters.memory.store import MemoryCheckpointStore
@@ -22,7 +23,10 @@ from meshpoint.model.checkpoint import (
     Release,
     Replica,
     Run,
+    Save,
+    SaveResult,
 )
+from meshpoint.model.subtasks import Saved
 from meshpoint.ports.clock import Clock
 from meshpoint.ports.store import StoreTimings
 
@@ -54,7 +58,7 @@ class WatchedStore(MemoryCheckpointStore):
 
     def __init__(self, clock: Clock, timings: StoreTimings, written: Written, must: Must, *, durable: bool) -> None:
         self.tables = WatchedTables(clock, timings, written)
-        for part in (MemoryTransitions, MemoryDueWork, MemoryOutbox, MemoryCatalog):
+        for part in (MemoryTransitions, MemoryDueWork, MemoryOutbox, MemoryCatalog, MemoryOperations):
             part.__init__(self, self.tables)
         self._durable, self._must = durable, must
 
@@ -86,6 +90,13 @@ class WatchedStore(MemoryCheckpointStore):
         for each, owns, released in zip(releases, owned, results, strict=True):
             self._must(owns or not released, f"a zombie released: {each.run}")
         return results
+
+    async def save(self, wish: Save) -> SaveResult:
+        """Record subtasks; a zombie must not."""
+        owns = self._is_owner(wish.run)
+        result = await super().save(wish)
+        self._must(owns or not isinstance(result, Saved), f"a zombie saved: {wish.run}")
+        return result
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
         """Extend leases; a zombie's is lost."""

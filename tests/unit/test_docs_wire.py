@@ -108,7 +108,7 @@ def test_an_example_is_what_a_worker_takes(name: str, body: bytes) -> None:
         case "status":
             assert receive.status(arrived, options).data == {"percent": 40}
         case "cancel":
-            assert receive.cancelled_task(arrived, options) == TASK
+            assert receive.cancelled_task(arrived, options) == (TASK, "parent")
         case _:
             raise AssertionError(name)
 

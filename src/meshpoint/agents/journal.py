@@ -5,8 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from meshpoint.errors import IncompatibleState
 from meshpoint.model.calls import Call, Join
@@ -37,7 +45,8 @@ class RecordedCall(_Kept):
 class Entry(_Kept):
     """One pause: its calls, its join, the tokens used until then, and, once it is over, the outcomes.
 
-    `subtask` is the one that made the calls.
+    `subtask` is the one that made the calls; it is not written where there is none, as the release before does not
+    know it.
     """
 
     calls: list[RecordedCall]
@@ -46,6 +55,13 @@ class Entry(_Kept):
     usage: TokenUsage
     outcomes: list[Ok[JsonValue] | Failed] | None = None
     subtask: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = write(self)
+        if self.subtask is None:
+            del written["subtask"]
+        return written
 
     @classmethod
     def of(cls, calls: Sequence[Call], join: Join, usage: TokenUsage, subtask: str | None = None) -> Entry:

@@ -191,9 +191,9 @@ def a_release(run: Run, *, not_before: timedelta = timedelta(), incompatible: st
     return Release(run, not_before, incompatible)
 
 
-def a_cancel(task_id: TaskId) -> Cancel:
+def a_cancel(task_id: TaskId, parent: str | None = None) -> Cancel:
     """A cancel of one task."""
-    return Cancel(task_id, AGENT, RunId(new_id()), b"cancelled")
+    return Cancel(task_id, AGENT, RunId(new_id()), b"cancelled", parent=parent)
 
 
 def a_progress(pause: Pause, call_id: str = "a", *, sender: str = PEER) -> Progress:

@@ -36,11 +36,13 @@ SECTIONS = (
     "operations",
     "kept",
     "revivals",
+    "again",
     "replicas",
 )
 pytest.register_assert_rewrite(*(f"meshpoint.conformance.store_{section}" for section in SECTIONS))
 
 from meshpoint.adapters.memory.clock import FakeClock  # noqa: E402
+from meshpoint.conformance.store_again import AdoptSuite, ApartSuite, OrderSuite  # noqa: E402
 from meshpoint.conformance.store_cancels import CancelSuite  # noqa: E402
 from meshpoint.conformance.store_claims import ClaimSuite, JoinSuite  # noqa: E402
 from meshpoint.conformance.store_expiry import ExpireSuite, ProgressSuite  # noqa: E402
@@ -80,6 +82,9 @@ class CheckpointStoreSuite(
     ReviveSuite,
     RefusalSuite,
     TokenSuite,
+    ApartSuite,
+    OrderSuite,
+    AdoptSuite,
     ReplicasSuite,
 ):
     """Subclass it, and provide `store`: open, empty, driven by `clock`, with the durations of `TIMINGS`."""

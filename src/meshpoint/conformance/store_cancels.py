@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 
 from meshpoint.adapters.memory.clock import FakeClock
@@ -41,6 +39,7 @@ from meshpoint.model.checkpoint import (
     CancelledNow,
     CancelNotice,
     CancelRequested,
+    CancelStale,
     CancelTooLate,
     Duplicate,
     Ended,
@@ -62,7 +61,7 @@ class CancelSuite:
         pause = await paused(store, "a", "b", "c")
         task_id = pause.run.task_id
         await store.claim([a_claim(pause, "b")], HERE, 1)
-        reply = Reply(AGENT, task_id, TaskState.CANCELLED, b"cancelled", a_requester(), timedelta())
+        reply = Reply(AGENT, task_id, TaskState.CANCELLED, b"cancelled", a_requester(), fence=1)
         notices = tuple(CancelNotice(AGENT, task_id, sub(pause, call), PEER) for call in ("a", "c"))
         assert await store.cancel([a_cancel(task_id)]) == [CancelledNow(reply, notices)]
         assert (await store.lookup([task_id]))[task_id].reply == reply
@@ -119,7 +118,7 @@ class CancelSuite:
 
     async def test_an_ended_task_keeps_its_reply(self, store: CheckpointStore) -> None:
         run = await ended(store, reply=b"answer")
-        reply = Reply(AGENT, run.task_id, TaskState.COMPLETED, b"answer", a_requester(), timedelta())
+        reply = Reply(AGENT, run.task_id, TaskState.COMPLETED, b"answer", a_requester(), fence=run.fence)
         assert await store.cancel([a_cancel(run.task_id)]) == [CancelTooLate(reply)]
 
     async def test_a_repeated_cancel_gets_the_cancelled_reply(self, store: CheckpointStore) -> None:
@@ -154,6 +153,36 @@ class CancelSuite:
         cancelled = one(await store.cancel([a_cancel(pause.run.task_id)]))
         assert isinstance(cancelled, CancelledNow)
         assert await cancels_to_send(store, clock) == [sub(pause, "b")]
+
+    async def test_a_cancel_for_an_earlier_parent_changes_nothing(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        tasks = [(await paused(store)).run, (await ready(store)).run, await begun(store), await ended(store)]
+        before = [await row(store, run.task_id) for run in tasks]
+        cancels = [a_cancel(run.task_id, "earlier") for run in tasks]
+        assert await store.cancel(cancels) == [CancelStale()] * len(tasks)
+        assert [await row(store, run.task_id) for run in tasks] == before
+        assert not (await taken_over(store, clock)).cancel_requested
+
+    async def test_a_cancel_for_the_tasks_own_parent_cancels_it(self, store: CheckpointStore) -> None:
+        waiting, running = (await paused(store)).run, await begun(store)
+        cancels = [a_cancel(run.task_id, "parent") for run in (waiting, running)]
+        assert [type(result) for result in await store.cancel(cancels)] == [CancelledNow, CancelRequested]
+
+    async def test_a_cancel_for_any_parent_cancels_a_task_that_has_none(self, store: CheckpointStore) -> None:
+        waiting = (await paused(store, requester=a_requester(parent_task_id=None))).run
+        assert isinstance(one(await store.cancel([a_cancel(waiting.task_id, "parent")])), CancelledNow)
+
+    async def test_a_cancel_for_a_parent_leaves_a_tombstone_for_an_unknown_task(self, store: CheckpointStore) -> None:
+        cancel = a_cancel(TaskId(new_id()), "parent")
+        assert await store.cancel([cancel]) == [CancelBeforeRequest()]
+        assert await store.cancel([cancel]) == [CancelBeforeRequest()]
+        assert await state_of(store, cancel.task_id) is TaskState.CANCELLED
+
+    async def test_of_two_cancels_only_the_one_for_the_tasks_own_parent_counts(self, store: CheckpointStore) -> None:
+        task_id = (await paused(store)).run.task_id
+        stale, own = await store.cancel([a_cancel(task_id, "earlier"), a_cancel(task_id, "parent")])
+        assert (stale, type(own)) == (CancelStale(), CancelledNow)
 
     async def test_cancelled_tasks_stand_in_the_order_of_the_arguments(self, store: CheckpointStore) -> None:
         tasks = [await ended(store), (await resumed(store)).run, (await paused(store)).run, a_run()]

@@ -213,6 +213,17 @@ class SaveSuite:
         task = await taken_over(store, clock)
         assert (task.attempt, task.checkpoint) == (2, 1)
 
+    async def test_a_checkpoint_without_progress_leaves_the_attempts(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        await operating(store)
+        for attempt in (2, 3):
+            task = await taken_over(store, clock)
+            checkpoint = a_checkpoint(task.run, attempt, saved_progress={"weigh": str(attempt)})
+            assert await store.save(Save(task.run, checkpoint, progressed=False)) == Saved()
+            assert (await row(store, task.run.task_id))[0].attempt == attempt
+            assert (await latest_of(store, task.run.task_id)).saved_progress == {"weigh": str(attempt)}
+
     async def test_so_many_checkpoints_are_kept_as_history(self, store: CheckpointStore) -> None:
         run = await operating(store)
         written = [await saved(store, run) for _ in range(5)]

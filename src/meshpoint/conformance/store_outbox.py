@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshpoint.adapters.memory.clock import FakeClock
 from meshpoint.conformance.build import (
     AGENT,
@@ -19,15 +21,27 @@ from meshpoint.conformance.build import (
     answered,
     begun,
     ended,
+    failed,
     one,
     paused,
     ready,
     resumed,
+    revived,
     row,
     sub,
 )
 from meshpoint.model.calls import FIRST
-from meshpoint.model.checkpoint import CallState, CancelNotice, Committed, Dispatch, Ended, Reply, Send, TaskState
+from meshpoint.model.checkpoint import (
+    CallState,
+    CancelNotice,
+    CancelTooLate,
+    Committed,
+    Dispatch,
+    Ended,
+    Reply,
+    Send,
+    TaskState,
+)
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.ports.store import CheckpointStore
 
@@ -101,7 +115,7 @@ class OutboxSuite:
         end = one(await store.end([an_end(run, reply=b"answer")]))
         assert isinstance(end, Ended)
         clock.advance(LEASED)
-        reply = Reply(AGENT, run.task_id, TaskState.COMPLETED, b"answer", a_requester(), LEASED)
+        reply = Reply(AGENT, run.task_id, TaskState.COMPLETED, b"answer", a_requester(), LEASED, fence=run.fence)
         assert await store.unsent(AGENT, 10) == [reply]
         assert await store.unsent(AGENT, 10) == []
         await store.mark_sent([reply])
@@ -154,6 +168,32 @@ class OutboxSuite:
         await store.mark_sent(committed.dispatches)
         clock.advance(LEASED)
         assert [ids(send) for send in await store.unsent(AGENT, 10)] == [(pause.run.task_id, sub(pause, "b"))]
+
+    async def test_a_late_mark_of_an_earlier_reply_leaves_the_next_one_to_be_sent(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        task_id = (await failed(store)).task_id
+        clock.advance(LEASED)
+        earlier = one(await store.unsent(AGENT, 10))
+        end = one(await store.end([an_end(await revived(store, task_id), reply=b"at last")]))
+        assert isinstance(end, Ended)
+        await store.mark_sent([earlier])
+        clock.advance(LEASED)
+        again = one(await store.unsent(AGENT, 10))
+        assert again == replace(end.reply, age=LEASED)
+        await store.mark_sent([earlier, again])
+        clock.advance(100 * LEASED)
+        assert await store.unsent(AGENT, 10) == []
+
+    async def test_the_reply_of_an_early_cancel_may_be_marked(self, store: CheckpointStore, clock: FakeClock) -> None:
+        cancel = a_cancel(TaskId("to come"))
+        await store.cancel([cancel])
+        late = one(await store.cancel([a_cancel(cancel.task_id)]))
+        assert isinstance(late, CancelTooLate)
+        await store.mark_sent([late.reply])
+        clock.advance(TIMINGS.tombstone_ttl + SECOND)
+        assert await store.unsent(AGENT, 10) == []
+        assert await store.purge(AGENT, 10) == 1
 
     async def test_marking_what_is_gone_does_nothing(self, store: CheckpointStore) -> None:
         await store.mark_sent([CancelNotice(AGENT, TaskId("nobody"), TaskId("nobody"), PEER)])

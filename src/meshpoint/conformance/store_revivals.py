@@ -42,8 +42,6 @@ from meshpoint.conformance.build import (
 from meshpoint.conformance.store_leases import sent
 from meshpoint.conformance.store_operations import ELSEWHERE, latest_of, status_of
 from meshpoint.model.checkpoint import (
-    CancelledNow,
-    CancelNotice,
     Ended,
     Fenced,
     Requester,
@@ -66,6 +64,7 @@ class ReviveSuite:
         run = (await resumed(store, pause)).run
         last = await saved(store, run)
         await store.end([an_end(run, FAILED, reason="broken", dead_reason="broken")])
+        await sent(store, run.task_id)
         wish = a_revive(run.task_id)
         assert await store.revive(wish) == Revived(run.task_id, AGENT, 1)
         assert await status_of(store, run.task_id) == (OperationStatus.PENDING, None, None)
@@ -93,6 +92,31 @@ class ReviveSuite:
         result = one(await store.end([an_end(task.run, reply=b"at last")]))
         assert isinstance(result, Ended)
         assert (result.reply.requester, result.reply.body) == (requester, b"at last")
+
+    async def test_whoever_still_waits_for_a_reply_gets_the_new_one(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        requester = a_requester(deadline=clock.now() + HOUR, idle_timeout=9 * SECOND)
+        run = await operating(store)
+        await saved(store, run)
+        await store.end([an_end(await revived(store, run.task_id, requester=requester, abandoned=True), FAILED)])
+        run = await revived(store, run.task_id)  # that reply was not sent
+        end = one(await store.end([an_end(run, reply=b"at last")]))
+        assert isinstance(end, Ended)
+        assert (end.reply.requester, end.reply.body) == (replace(requester, deadline=None), b"at last")
+
+    async def test_whoever_waits_for_a_task_whose_owner_is_gone_gets_the_reply(self, store: CheckpointStore) -> None:
+        run = await revived(store, (await operating(store)).task_id, abandoned=True, without_checkpoint=True)
+        end = one(await store.end([an_end(run)]))
+        assert isinstance(end, Ended)
+        assert end.reply.requester == a_requester()
+
+    async def test_whoever_waits_gives_way_to_another_requester(self, store: CheckpointStore) -> None:
+        requester = a_requester(parent_task_id="next")
+        run = await revived(store, (await failed(store)).task_id, requester=requester)
+        end = one(await store.end([an_end(run)]))
+        assert isinstance(end, Ended)
+        assert end.reply.requester == requester
 
     async def test_a_revived_operation_goes_on_saving(self, store: CheckpointStore) -> None:
         run = await revived(store, (await failed(store)).task_id)
@@ -134,17 +158,6 @@ class ReviveSuite:
         await store.cancel([a_cancel(run.task_id)])
         await store.end([an_end(run, CANCELLED)])
         assert (await saved(store, await revived(store, run.task_id))).seq == 3
-
-    async def test_cancels_of_the_earlier_attempt_are_not_sent(
-        self, store: CheckpointStore, clock: FakeClock
-    ) -> None:
-        run = await operating(store)
-        await saved(store, run)
-        await paused(store, "a", "b", run=run)
-        assert isinstance(one(await store.cancel([a_cancel(run.task_id)])), CancelledNow)
-        await store.revive(a_revive(run.task_id))
-        clock.advance(TIMINGS.dispatch_lease + SECOND)
-        assert not any(isinstance(send, CancelNotice) for send in await store.unsent(AGENT, 10))
 
     async def test_a_revived_operation_pauses_and_resumes(self, store: CheckpointStore) -> None:
         run = await revived(store, (await failed(store)).task_id)
@@ -244,27 +257,22 @@ class RefusalSuite:
 
 
 class TokenSuite:
-    """Wishes that come again, or late."""
+    """Wishes by hand that come again, or late."""
 
     async def test_a_repeated_wish_finds_itself(self, store: CheckpointStore) -> None:
         run = await failed(store)
-        wish = a_revive(run.task_id)
+        wish = a_revive(run.task_id, abandoned=True)
         await store.revive(wish)
         before = await row(store, run.task_id)
         assert await store.revive(wish) == Revived(run.task_id, AGENT, 1, again=True)
         assert await row(store, run.task_id) == before
-        await store.end([an_end(one(await store.take(HERE, 10)).run)])
-        assert await store.revive(wish) == Revived(run.task_id, AGENT, 1, again=True)
-        assert await state_of(store, run.task_id) is DONE
 
-    async def test_a_wish_older_than_the_last_is_refused(self, store: CheckpointStore) -> None:
+    async def test_a_wish_by_hand_does_not_depend_on_clocks(self, store: CheckpointStore) -> None:
         run = await failed(store)
-        old, new = a_revive(run.task_id, abandoned=True), a_revive(run.task_id)
+        old, new = a_revive(run.task_id), a_revive(run.task_id, order="99", requester=a_requester())
         await store.revive(new)
-        refused = NotRevived(Refusal.RUNNING, "resumed since")
-        assert await store.revive(old) == refused
         await store.end([an_end(one(await store.take(HERE, 10)).run, FAILED)])
-        assert await store.revive(old) == refused
+        assert await store.revive(old) == Revived(run.task_id, AGENT, 2)
 
     @pytest.mark.parametrize("step", ["running", "waiting", "ready"])
     async def test_whoever_knows_that_the_owner_is_gone_takes_the_task(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 
@@ -23,6 +22,7 @@ from meshpoint.conformance.build import (
     a_pause,
     a_release,
     a_requester,
+    a_revive,
     a_run,
     an_end,
     begun,
@@ -49,6 +49,7 @@ from meshpoint.model.checkpoint import (
     Unknown,
 )
 from meshpoint.model.ids import TaskId
+from meshpoint.model.operations import Revived
 from meshpoint.ports.store import CheckpointStore
 
 
@@ -71,7 +72,7 @@ class LookupSuite:
         run = await ended(store, reply=b"answer")
         clock.advance(5 * SECOND)
         known = (await store.lookup([run.task_id]))[run.task_id]
-        reply = Reply(AGENT, run.task_id, TaskState.COMPLETED, b"answer", a_requester(), 5 * SECOND)
+        reply = Reply(AGENT, run.task_id, TaskState.COMPLETED, b"answer", a_requester(), 5 * SECOND, fence=run.fence)
         assert known == Known(run.task_id, AGENT, TaskState.COMPLETED, reply)
 
 
@@ -107,6 +108,12 @@ class BeginSuite:
         assert await store.begin([begin]) == first
         assert await row(store, begin.run.task_id) == before
 
+    async def test_a_begun_task_knows_in_which_order_it_was_asked_for(self, store: CheckpointStore) -> None:
+        begin = replace(a_begin(), order="02")
+        await store.begin([begin])
+        wish = a_revive(begin.run.task_id, order="02", requester=a_requester(), adopt=True)
+        assert await store.revive(wish) == Revived(begin.run.task_id, AGENT, 0, again=True)
+
     async def test_begin_over_the_row_of_another_run_is_fenced(self, store: CheckpointStore) -> None:
         running, waiting, over = await begun(store), (await paused(store)).run, await ended(store)
         before = [await row(store, run.task_id) for run in (running, waiting, over)]
@@ -137,7 +144,7 @@ class EndSuite:
     @pytest.mark.parametrize("state", [TaskState.COMPLETED, TaskState.FAILED, TaskState.CANCELLED])
     async def test_an_end_keeps_the_reply(self, store: CheckpointStore, state: TaskState) -> None:
         run = (await resumed(store)).run
-        reply = Reply(AGENT, run.task_id, state, b"answer", a_requester(), timedelta())
+        reply = Reply(AGENT, run.task_id, state, b"answer", a_requester(), fence=run.fence)
         assert await store.end([an_end(run, state, reply=b"answer")]) == [Ended(reply)]
         assert await store.lookup([run.task_id]) == {run.task_id: Known(run.task_id, AGENT, state, reply)}
 

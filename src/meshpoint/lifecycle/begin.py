@@ -15,14 +15,16 @@ from meshpoint.model.subtasks import Operation
 from meshpoint.ports.home import Home
 
 
-async def begin(segment: Segment, site: Site, operation: Operation | None = None) -> tuple[Home, BeginResult]:
+async def begin(
+    segment: Segment, site: Site, operation: Operation | None = None, *, order: str | None = None
+) -> tuple[Home, BeginResult]:
     """Commit the row of a task that has none; where it went, and what came of it.
 
     With an `operation`, code is waiting for it: as the first checkpoint of a pause, it goes to memory when the
     database certainly has not taken it for `checkpoint_retry_time`.
     """
     assert segment.request is not None
-    wish = Begin(segment.run, site.replica, segment.requester, pack(segment.request), operation)
+    wish = Begin(segment.run, site.replica, segment.requester, pack(segment.request), operation, order=order)
     with site.steps.step(Step.BEGIN, [segment.run.task_id]):
         if site.durable is None:
             return site.memory, await _write(wish, site.memory, site)

@@ -22,8 +22,15 @@ def cancelled(segment: Segment) -> Failed:
     return CANCELLED if segment.context is None else replace(CANCELLED, usage=segment.context.token_usage)
 
 
-async def cancel(home: Home, task_ids: Sequence[TaskId], site: Site) -> list[CancelResult]:
+Wish = tuple[TaskId, str | None]
+"""A task to be cancelled, and for which task of whoever asks: it may be at work for a later attempt by now."""
+
+
+async def cancel(home: Home, wished: Sequence[Wish], site: Site) -> list[CancelResult]:
     """Cancel tasks in `home`, however long the database is away."""
-    wishes = [Cancel(id_, site.agent, RunId(new_id()), reply_bytes(id_, None, CANCELLED)) for id_ in task_ids]
-    with site.steps.step(Step.CANCEL, task_ids):
+    wishes = [
+        Cancel(id_, site.agent, RunId(new_id()), reply_bytes(id_, None, CANCELLED), parent=parent)
+        for id_, parent in wished
+    ]
+    with site.steps.step(Step.CANCEL, [id_ for id_, _ in wished]):
         return await site.patience.until_answered(lambda: home.store.cancel(wishes))

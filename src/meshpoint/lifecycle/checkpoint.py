@@ -56,15 +56,21 @@ class _Children:
     """Which tasks of peers the calls of an operation are.
 
     When it was resumed, a call with the peer and the input of an earlier attempt takes over that attempt's task, so
-    that a peer goes on from its own checkpoint, or just answers again. Not so what a subtask had asked whose record
-    does not count any more.
+    that a peer goes on from its own checkpoint, or just answers again. Not so what a subtask had asked that does not
+    run again, or whose record does not count any more.
     """
 
     def __init__(self, subtasks: Subtasks, earlier: Sequence[Child]) -> None:
         self._retry, self._subtask = subtasks.retry_count, subtasks.paused_in
-        left = [each for each in earlier if each.retry < self._retry and each.subtask not in subtasks.outdated]
+        spent = {*subtasks.outdated, *subtasks.progress.completed}  # the latter do not ask again
+        left = [each for each in earlier if each.retry < self._retry and each.subtask not in spent]
         self._left = sorted(left, key=lambda child: -child.retry)  # what was asked last counts
         self.planned: list[Child] = []
+
+    @property
+    def order(self) -> str:
+        """Which of two requests for a task is the later one, as text."""
+        return f"{self._retry:08d}"
 
     def adopt(self, call: Call) -> tuple[TaskId, TaskId]:
         """The id of the peer's task, and under which id the call is kept: they differ if it is to go on."""
@@ -127,8 +133,8 @@ def _planned(call: Call, context: TaskExecutionContext, options: Options, childr
     headers: dict[str, HeaderValue] = {Header.CALL_DEPTH.value: depth}
     if call.idle_timeout is not None:
         headers[Header.IDLE_TIMEOUT.value] = call.idle_timeout.total_seconds()
-    if sub_task_id != peers_own:
-        headers[Header.RESUME.value] = new_id()
+    if children is not None and sub_task_id != peers_own:
+        headers[Header.RESUME.value] = children.order
     traceparent = context.trace_context.get(Header.TRACEPARENT.value)
     if isinstance(traceparent, str):
         headers[Header.TRACEPARENT.value] = traceparent

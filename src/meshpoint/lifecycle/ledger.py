@@ -34,13 +34,13 @@ class SegmentLedger:
                 result = await self._site.patience.until_answered(lambda: store.track(Track(segment.run, operation)))
         self._stop_unless_ours(result)
 
-    async def save(self, checkpoint: AgentCheckpoint, subtask: str) -> None:
+    async def save(self, checkpoint: AgentCheckpoint, subtask: str, *, progressed: bool) -> None:
         """Write a checkpoint."""
         segment, home = self._segment, self._segment.home
         assert home is not None
         checkpointer = self._site.checkpointer(home)
         with self._site.steps.step(Step.SAVE, [segment.run.task_id], subtask=subtask, seq=checkpoint.seq):
-            wish = Save(segment.run, checkpoint)
+            wish = Save(segment.run, checkpoint, progressed=progressed)
             result = await self._site.patience.until_answered(lambda: checkpointer.save(wish))
         self._stop_unless_ours(result)
 

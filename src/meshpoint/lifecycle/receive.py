@@ -18,6 +18,7 @@ from meshpoint.model.messages import Address, Header, Message, MessageType
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind
 
+_LONGEST_PARENT = 280  # bytes: a task id, and in which attempt it was resumed
 _LONGEST_NAME = 248  # bytes: AMQP carries 255 in a property, and message ids are made of a task id and a few more
 
 
@@ -80,7 +81,7 @@ def requester_of(message: Message) -> Requester:
     return Requester(
         reply_to=Address(_name("reply_to", message.reply_to)) if message.reply_to else None,
         app_id=_name("app_id", message.app_id) if message.app_id else None,
-        parent_task_id=_name(Header.PARENT_TASK, parent) if parent is not None else None,
+        parent_task_id=_name(Header.PARENT_TASK, parent, _LONGEST_PARENT) if parent is not None else None,
         deadline=_instant(deadline) if deadline is not None else None,
         idle_timeout=_duration(idle) if idle is not None else None,
     )
@@ -177,13 +178,15 @@ def status(message: Message, options: Options) -> StatusNews:
     return StatusNews(progress, data)
 
 
-def cancelled_task(message: Message, options: Options) -> TaskId:
-    """The task that a cancel names.
+def cancelled_task(message: Message, options: Options) -> tuple[TaskId, str | None]:
+    """The task that a cancel names, and for which task of its sender, if it says so.
 
     Raises:
         PoisonMessage: not readable.
     """
-    return TaskId(_name("id", parse(CancelBody, _within(options, message)).id))
+    parent = message.headers.get(Header.PARENT_TASK)
+    id_ = TaskId(_name("id", parse(CancelBody, _within(options, message)).id))
+    return id_, None if parent is None else _name(Header.PARENT_TASK, parent, _LONGEST_PARENT)
 
 
 def _within(options: Options, message: Message) -> bytes:
@@ -198,7 +201,7 @@ def _parent_task(message: Message) -> TaskId:
     parent = message.headers.get(Header.PARENT_TASK)
     if not parent:
         raise PoisonMessage(f"{Header.PARENT_TASK}: the header must echo the requester's task id")
-    return plain_id(_name(Header.PARENT_TASK, parent))[0]
+    return plain_id(_name(Header.PARENT_TASK, parent, _LONGEST_PARENT))[0]
 
 
 def _sub_task(message: Message) -> TaskId:
@@ -209,11 +212,11 @@ def _sub_task(message: Message) -> TaskId:
     return peers_own if retry is None else resumed_id(peers_own, retry)
 
 
-def _name(where: str, name: object) -> str:
+def _name(where: str, name: object, longest: int = _LONGEST_NAME) -> str:
     """`name`, if it can be a key: PostgreSQL refuses a statement, and all that is in it, for one zero byte."""
     text = str(name)
-    if not text.isprintable() or len(text.encode()) > _LONGEST_NAME:
-        raise PoisonMessage(f"{where}: must be printable and at most {_LONGEST_NAME} bytes long")
+    if not text.isprintable() or len(text.encode()) > longest:
+        raise PoisonMessage(f"{where}: must be printable and at most {longest} bytes long")
     return text
 
 

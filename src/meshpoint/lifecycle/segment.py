@@ -35,8 +35,8 @@ class Segment:
     `beginning` writes its row while its first subtask waits for that.
     `subtasks` runs and records those of this segment. `failure` tells more of how an operation's code ended, and
     `last` is the checkpoint that it leaves then.
-    `settling` is set when the code has ended. `dead_reason` is set when the task ends because its runs keep killing
-    their process.
+    `settling` is set when the code has ended, `left` when the replica has forgotten the segment. `dead_reason` is set
+    when the task ends because its runs keep killing their process.
     """
 
     run: Run
@@ -51,6 +51,7 @@ class Segment:
     failure: dict[str, JsonValue] | None = None
     last: AgentCheckpoint | None = None
     settling: bool = False
+    left: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: Stop | None = None
     dead_reason: str | None = None
 

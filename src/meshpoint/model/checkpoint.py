@@ -97,7 +97,8 @@ class PlannedCall:
 class Begin:
     """Write a task as `running` in generation 0, with its request kept: before its first segment, or within it.
 
-    `operation` is written with it when a subtask is about to run.
+    `operation` is written with it when a subtask is about to run. `order` is the `Revive.order` of a requester that
+    asks again for a task that has no row.
     """
 
     run: Run
@@ -105,6 +106,7 @@ class Begin:
     requester: Requester
     request: bytes  # opaque to the store: the request message as `lifecycle` encodes it
     operation: Operation | None = None
+    order: str | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +119,14 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """A checkpoint within a segment. Only the run that owns the task may write it."""
+    """A checkpoint within a segment. Only the run that owns the task may write it.
+
+    `progressed` tells whether the run has come further with it, so that its attempts are counted anew.
+    """
 
     run: Run
     checkpoint: AgentCheckpoint
+    progressed: bool = field(default=True, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +190,17 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End a task as cancelled, with `reply` as its reply's body."""
+    """End a task as cancelled, with `reply` as its reply's body.
+
+    `parent` is the `parent_task_id` under which whoever cancels has asked for it, None when that is not known. A task
+    that was asked for under another one since is left alone.
+    """
 
     task_id: TaskId
     agent: AgentName
     run_id: RunId
     reply: bytes
+    parent: str | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +242,10 @@ class CancelNotice:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An ended task's reply to send. `ended_at` bounds how long an unroutable one is tried."""
+    """An ended task's reply to send. `age` bounds how long an unroutable one is tried.
+
+    `fence` is that of the task's row at this end: a task that was revived has another one at its next.
+    """
 
     agent: AgentName
     task_id: TaskId
@@ -239,6 +253,7 @@ class Reply:
     body: bytes
     requester: Requester
     age: timedelta = timedelta()
+    fence: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +445,12 @@ class CancelBeforeRequest:
     """No such task here: a tombstone now stands in its place. Tell all replicas, it may run in memory."""
 
 
-CancelResult: TypeAlias = CancelledNow | CancelRequested | CancelTooLate | CancelBeforeRequest
+@dataclass(frozen=True, slots=True)
+class CancelStale:
+    """The cancel is of an earlier attempt of whoever asked: the task was asked for anew since. Nothing changed."""
+
+
+CancelResult: TypeAlias = CancelledNow | CancelRequested | CancelTooLate | CancelBeforeRequest | CancelStale
 
 
 @dataclass(frozen=True, slots=True)

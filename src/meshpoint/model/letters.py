@@ -48,18 +48,22 @@ def request_letter(call: Dispatch, reply_to: Address, margin: timedelta) -> Lett
 
 def cancel_letter(notice: CancelNotice) -> Letter:
     """A word to a peer that its task is no longer needed."""
-    peers_own, _ = plain_id(notice.sub_task_id)
-    return responses_of(notice.peer), cancel_message(notice.agent, peers_own)
+    peers_own, retry = plain_id(notice.sub_task_id)
+    parent = notice.task_id if retry is None else resumed_id(notice.task_id, retry)
+    return responses_of(notice.peer), cancel_message(notice.agent, peers_own, parent=parent)
 
 
-def cancel_message(sender: AgentName, task_id: TaskId, reason: str | None = None) -> Message:
-    """A wish that `task_id` end as cancelled."""
+def cancel_message(
+    sender: AgentName, task_id: TaskId, reason: str | None = None, *, parent: str | None = None
+) -> Message:
+    """A wish that `task_id` end as cancelled, if it is still at work for `parent`: None asks for nobody's sake."""
     return Message(
         type=MessageType.CANCEL,
         body=CancelBody(id=task_id, reason=reason).to_bytes(),
         message_id=f"{task_id}.cancel",
         correlation_id=task_id,
         app_id=sender,
+        headers={} if parent is None else {Header.PARENT_TASK.value: parent},
     )
 
 

@@ -54,7 +54,7 @@ class Header(StrEnum):
     ATTEMPT = "x-attempt"
     PARENT_TASK = "x-parent-task-id"  # echoed in the response: the requester's own task
     IDLE_TIMEOUT = "x-idle-timeout"  # seconds; the requester wants a status update at least this often
-    RESUME = "x-resume"  # a time-ordered token: if the task has failed or was cancelled, it is to go on
+    RESUME = "x-resume"  # greater in each attempt of the requester: a task that failed or was cancelled is to go on
     TRACEPARENT = "traceparent"
     DEAD_REASON = "x-dead-reason"
 

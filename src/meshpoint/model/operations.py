@@ -70,9 +70,14 @@ class Refusal(StrEnum):
 class Revive:
     """The wish that an ended task go on from its checkpoint, as `ready` for any replica.
 
-    `token` names the wish and is time-ordered: a repeated one finds itself, one older than the last that the task
-    has seen is refused as RUNNING. `agent` is None when whoever asks does not know it. `request` and `requester`
-    replace those that the task has; without them nobody is answered. `without_checkpoint` also takes a task that has
+    `token` names the wish: a repeated one finds itself, as long as no run has had the task since. `order` is set by a
+    requester that asks again, and grows with each of its attempts, as a text of fixed width: the last one that the
+    task has seen finds itself, a smaller one is refused as RUNNING, and only the agent that has asked for the task
+    may ask again for it. A wish without one, by hand, is refused for neither reason.
+
+    `agent` is None when whoever asks does not know it. `request` replaces the one that the task has. So does
+    `requester`; without one nobody is answered, but for whoever still waits for a reply that was not sent: he gets
+    the new outcome instead, without the old deadline. `without_checkpoint` also takes a task that has
     none, to be run from its start. `abandoned` says that whoever had the task is known to be gone: then a running,
     waiting, pending or parked one is taken as well. `adopt` leaves an active task at its work, and lets it answer
     this requester.
@@ -80,6 +85,7 @@ class Revive:
 
     task_id: TaskId
     token: str
+    order: str | None = None
     agent: AgentName | None = None
     request: bytes | None = None
     requester: Requester = NOBODY

@@ -37,7 +37,7 @@ class SubtaskRecord(_Kept):
     `inputs` are digests of its arguments by parameter, `result` is its deliverable and `context` what it changed on
     the task's context, both as JSON text; `secrets` are the places in the deliverable whose type says `Secret`, as
     JSON pointers. `retry` and `generation` tell in which attempt at the operation, and after which of its pauses, it
-    ran; `again` why it ran once more in that attempt, if it had been completed before.
+    ran; `error` how it failed, and `again` why it ran once more in that attempt, if it had been completed before.
     """
 
     name: str
@@ -51,6 +51,7 @@ class SubtaskRecord(_Kept):
     context: str | None = None
     secrets: tuple[str, ...] = ()
     again: str | None = None
+    error: str | None = None
 
     @property
     def completed(self) -> bool:

@@ -41,8 +41,8 @@ class Operations(Protocol):
     async def save(self, wish: Save) -> SaveResult:
         """Write a checkpoint of an operation that runs under exactly this fence, and prune its history.
 
-        The run has come further, so its `attempt` begins again at 1. A checkpoint whose `seq` stands there already
-        has found itself.
+        If the run has `progressed`, its `attempt` begins again at 1; otherwise it stays, so that a task which always
+        saves and crashes comes to its last one. A checkpoint whose `seq` stands there already has found itself.
         """
 
     async def latest(self, task_id: TaskId, agent: AgentName | None = None) -> AgentCheckpoint | None:
@@ -54,10 +54,19 @@ class Operations(Protocol):
     async def revive(self, wish: Revive) -> ReviveResult:
         """Make an ended task `ready` again, in generation 0, with its fence raised: its old runs are zombies.
 
-        Its refusals come in the order of `Refusal`. A wish whose `token` the task has seen last has found itself.
-        The other active operations of an exclusive agent are counted under a lock of that agent, so that of two
-        wishes at the same time only one finds none. Calls of the earlier attempt are deleted, also those whose
-        peers were still to be told to stop.
+        Its refusals come in the order of `Refusal`. The other active operations of an exclusive agent are counted
+        under a lock of that agent, so that of two wishes at the same time only one finds none.
+
+        A wish has found itself when the row's run id is its `token`, or its `order` is the last that the task has
+        seen; a smaller one is refused as RUNNING. With an order, a wish of another agent than the one whose task it
+        is is refused as NOT_FOUND; a task that nobody waits for is any agent's. A wish without one is refused for
+        none of this, and the task still knows the last order.
+
+        Calls and joins of the earlier attempt are deleted, but for `cancelling` calls: they stay until they are sent,
+        as those of no pause (generation -1), so that nobody takes their outcomes for his own. A wish without a
+        requester leaves the one in place whose reply was not sent, without its deadline.
+
+        With `adopt`, a task that has not ended goes on as it is, for the new requester: `Adopted`.
         """
 
     async def preserve(self, task_id: TaskId, *, preserve: bool = True) -> bool:

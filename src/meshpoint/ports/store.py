@@ -55,7 +55,8 @@ class Transitions(Protocol):
     async def begin(self, begins: Sequence[Begin]) -> list[BeginResult]:
         """Write tasks as `running`, generation 0, fence 1, attempt 1, with a lease and the request kept.
 
-        Any other row of that task: `Fenced`; a cancelled one: `CancelFound(None)`.
+        Any other row of that task: `Fenced`; a cancelled one: `CancelFound(None)`. With `Begin.order`, the row knows
+        in which order it was asked for: see `revive`.
         """
 
     async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
@@ -98,6 +99,8 @@ class Transitions(Protocol):
     async def cancel(self, cancels: Sequence[Cancel]) -> list[CancelResult]:
         """Cancel tasks whatever their state; see the results. Unknown tasks get a tombstone.
 
+        A task that has another parent than `Cancel.parent` is left as it is: `CancelStale`. Without either, any is
+        cancelled.
         A repeated cancel of a task it has cancelled returns `CancelTooLate` with the cancelled reply.
         """
 
@@ -150,8 +153,9 @@ class Outbox(Protocol):
     async def mark_sent(self, sent: Sequence[Send]) -> None:
         """The broker confirmed them. May be lost: they are sent again under the same ids.
 
-        A cancel notice's row is deleted when its task has ended or gone on; otherwise it becomes `done`.
-        A reply's row stays until `expires_at`.
+        A cancel notice's row is deleted when its task has ended, gone on or was revived; otherwise it becomes `done`.
+        A reply's row stays until `expires_at`. The mark of one whose `fence` is not the row's, that of an
+        earlier end, changes nothing.
         """
 
 

@@ -33,8 +33,9 @@ def operation_id(text: str) -> TaskId:
 async def resume(store: Operations, id_: TaskId, *, agent: AgentName | None = None) -> Revived:
     """Make a failed or cancelled operation ready to go on from its checkpoint, in any replica of its agent.
 
-    Of two callers at the same time one wins, and the other hears that it runs. Nobody is answered: who asked for the
-    operation has its reply already, and its end stands in the database.
+    Of two callers at the same time one wins, and the other hears that it runs. Who asked for the operation has its
+    reply already, and its new end stands in the database; if that reply was still to be sent, the new one is sent
+    instead.
 
     Raises:
         OperationNotFound, OperationRunning, OperationCompleted, NoCheckpoint, OperationConflict: it is not resumed;

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from pydantic import JsonValue
 
 from meshpoint.errors import AgentMisbehaved, SubtaskRefused
-from meshpoint.model.checkpoint import Run
+from meshpoint.model.checkpoint import Checkpoint, Run
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Step
 from meshpoint.model.json_values import check_json
-from meshpoint.model.snapshot import rewind, snapshot
+from meshpoint.model.snapshot import change, changes, rewind, snapshot
 from meshpoint.model.subtasking import current_subtask, inside
 from meshpoint.model.subtasks import (
     AgentCheckpoint,
@@ -31,9 +31,13 @@ from meshpoint.model.typed import DoesNotFit
 from meshpoint.ports.agent import Plan
 from meshpoint.ports.observer import Steps
 from meshpoint.subtasks.deliverable import Deliverable
+from meshpoint.subtasks.failures import kept, made_again
 from meshpoint.subtasks.inputs import difference, digests
 from meshpoint.subtasks.names import MAX_NAME, is_name
 from meshpoint.subtasks.versions import version_of
+
+_LEFT_WITHIN = 5.0
+"""Seconds that a cancelled subtask, left behind, may take to end."""
 
 
 class Ledger(Protocol):
@@ -46,8 +50,8 @@ class Ledger(Protocol):
             CancelledError: the task is not this run's any more, or was cancelled.
         """
 
-    async def save(self, checkpoint: AgentCheckpoint, subtask: str) -> None:
-        """Write a checkpoint, however long the database is away.
+    async def save(self, checkpoint: AgentCheckpoint, subtask: str, *, progressed: bool) -> None:
+        """Write a checkpoint, however long the database is away. `progressed`: the task has come further by it.
 
         Raises:
             CancelledError: as `open`.
@@ -112,10 +116,14 @@ class Subtasks:
         self._steps, self._now, self._opened = steps, now, opened
         self._records = {record.name: record for record in restored.subtasks} if restored else {}
         self._saved = dict(restored.saved_progress) if restored else {}
+        self._found = dict(self._saved)  # by the run before, which may have died of what it saved
         self._seq = max(attempt.seq, restored.seq if restored else 0)
         self._asked: list[str] = []
         self._running: list[str] = []
         self._counting: set[str] = set()  # whose record this run has used or made
+        self._within: set[asyncio.Task[Any]] = set()  # whoever is in a subtask now
+        self._boundary: Checkpoint = {}  # the context when a subtask last began alone, or ended
+        self._all_saved = True
         self._writing = asyncio.Lock()
         self.paused_in: str | None = None
 
@@ -157,6 +165,9 @@ class Subtasks:
         form = Deliverable.of(function)
         await self._open()
         record = self._valid(asked)
+        if record is not None and record.error is not None and self._met_before(record):
+            self._put_back(record)
+            raise made_again(name, record.error)
         if record is not None and record.completed:
             try:
                 return self._reused(record, form)
@@ -264,14 +275,26 @@ class Subtasks:
         assert record.result is not None
         deliverable = form.read(record.result)
         self._counting.add(record.name)
-        self._ctx.skip_calls_of(record.name)
-        if record.context is not None:
-            rewind(self._ctx, {**snapshot(self._ctx), **json.loads(record.context)})
+        self._put_back(record)
         seconds = round(record.seconds, 3)
         self._steps.note(
             Step.SUBTASK_REUSED, self._ctx.task_id, subtask=record.name, seconds=seconds, retry=record.retry
         )
         return deliverable
+
+    def _put_back(self, record: SubtaskRecord) -> None:
+        """Leave the context, and the calls that are recorded, as the subtask did."""
+        if record.context is not None:
+            change(self._ctx, json.loads(record.context))
+        changed = snapshot(self._ctx)
+        self._ctx.skip_calls_of(record.name)  # the last of which may bring back what the last pause kept
+        rewind(self._ctx, changed)
+
+    def _met_before(self, record: SubtaskRecord) -> bool:
+        """Whether a function that runs again from the top had this failure behind it when it paused."""
+        run, retry = self._attempt.run, self._attempt.retry_count
+        runs_again = record.retry == retry and record.generation < run.generation
+        return runs_again and not self._ctx.calls_are_not_recorded
 
     # ── what runs ──────────────────────────────────────────────────────────────────────────────────
 
@@ -283,19 +306,23 @@ class Subtasks:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        name, before, began = asked.name, snapshot(self._ctx), self._now()
+        name, began = asked.name, self._now()
+        if not self._running:
+            self._boundary = snapshot(self._ctx)
         if (earlier := self._records.get(name)) is not None and self._is_again(earlier):
             self._steps.note(Step.SUBTASK_AGAIN, self._ctx.task_id, subtask=name, why=earlier.again)
             asked = asked.model_copy(update={"again": earlier.again})
         self._records[name] = asked
         self._counting.add(name)
         self._running.append(name)
+        me = asyncio.current_task()
+        assert me is not None
+        self._within.add(me)
         try:
             text, places = form.write(name, await self._called(name, function, args, kwargs))
-        except Exception:
-            self._records[name] = asked.model_copy(
-                update={"status": SubtaskStatus.FAILED, "seconds": self._since(began)}
-            )
+        except Exception as error:
+            self._end(asked, SubtaskStatus.FAILED, began, error=kept(error))
+            self._all_saved = False
             raise
         except asyncio.CancelledError:
             raise
@@ -304,19 +331,27 @@ class Subtasks:
             raise
         finally:
             self._running.remove(name)
-        changed = {key: value for key, value in snapshot(self._ctx).items() if value != before[key]}
-        self._records[name] = asked.model_copy(
-            update={
-                "status": SubtaskStatus.COMPLETED,
-                "seconds": self._since(began),
-                "result": text,
-                "context": json.dumps(changed) if changed else None,
-                "secrets": places,
-            }
-        )
+            self._within.discard(me)
+        self._end(asked, SubtaskStatus.COMPLETED, began, result=text, secrets=places)
         self._saved.pop(name, None)
-        await self._save(name)
+        await self._save(name, progressed=True)
         return form.read(text)
+
+    def _end(self, asked: SubtaskRecord, status: SubtaskStatus, began: datetime, **known: object) -> None:
+        # Of those that run side by side, each is given what has changed since another of them ended.
+        now = snapshot(self._ctx)
+        changed, self._boundary = changes(self._boundary, now), now
+        context = json.dumps(changed) if changed else None
+        seconds = (self._now() - began).total_seconds()
+        ended = {"status": status, "seconds": seconds, "context": context, **known}
+        self._records[asked.name] = asked.model_copy(update=ended)
+
+    async def stop_left(self) -> None:
+        """Cancel subtasks that the code has left running when it ended: nobody would record what they come to."""
+        if self._within:
+            for left in self._within:
+                left.cancel()
+            await asyncio.wait(self._within, timeout=_LEFT_WITHIN)
 
     async def _called(
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -333,15 +368,14 @@ class Subtasks:
         assert ended is not None
         raise ended
 
-    def _since(self, began: datetime) -> float:
-        return (self._now() - began).total_seconds()
-
     async def save_progress(self, subtask: str, state: object) -> None:
         """Keep the state of a subtask that runs."""
         if subtask not in self._running:
             raise AgentMisbehaved(f"subtask {subtask!r} has ended: its progress is its deliverable")
-        self._saved[subtask] = json.dumps(check_json(state, f"saved_progress of subtask {subtask!r}"))
-        await self._save(subtask)
+        text = json.dumps(check_json(state, f"saved_progress of subtask {subtask!r}"))
+        further = text != self._found.get(subtask)
+        self._saved[subtask] = text
+        await self._save(subtask, progressed=further)
 
     def saved_progress(self, subtask: str) -> JsonValue:
         """The state that was kept of it."""
@@ -351,14 +385,14 @@ class Subtasks:
 
     # ── checkpoints ────────────────────────────────────────────────────────────────────────────────
 
-    async def _save(self, subtask: str) -> None:
+    async def _save(self, subtask: str, *, progressed: bool) -> None:
         async with self._writing:
-            await self._ledger.save(self._checkpoint(), subtask)
+            await self._ledger.save(self._checkpoint(), subtask, progressed=progressed)
 
     @property
     def unsaved(self) -> bool:
-        """Whether a pause would leave something out: that a subtask has begun, or that this is an operation at all."""
-        return self._opened and (self.paused_in is not None or self._seq == 0)
+        """Whether a pause would leave something out: that a subtask has begun, or failed, or that there are any."""
+        return self._opened and (self.paused_in is not None or self._seq == 0 or not self._all_saved)
 
     def so_far(self) -> AgentCheckpoint:
         """The checkpoint of an operation that pauses."""
@@ -371,6 +405,7 @@ class Subtasks:
     def _checkpoint(self) -> AgentCheckpoint:
         # Counted before it is written: if the write is given up halfway, the next one must not be taken for it.
         self._seq += 1
+        self._all_saved = True
         plan, run = self._plan, self._attempt.run
         return AgentCheckpoint(
             operation_id=run.task_id,

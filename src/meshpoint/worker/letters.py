@@ -14,13 +14,13 @@ from meshpoint.model.checkpoint import (
     CancelBeforeRequest,
     CancelledNow,
     CancelRequested,
+    CancelStale,
     CancelTooLate,
     Claim,
     TaskState,
     WrongSender,
 )
 from meshpoint.model.events import Step
-from meshpoint.model.ids import TaskId
 from meshpoint.model.letters import cancel_message, status_letter
 from meshpoint.model.messages import MessageType
 from meshpoint.ports.broker import Delivery
@@ -119,7 +119,7 @@ class Letters:
 
     async def on_cancels(self, deliveries: Sequence[Delivery], *, shared: bool) -> None:
         """Cancel tasks: in the database when the wish came by the shared queue, in memory when by broadcast."""
-        wished: dict[TaskId, list[Delivery]] = {}
+        wished: dict[cancel.Wish, list[Delivery]] = {}
         for delivery in deliveries:
             try:
                 wished.setdefault(receive.cancelled_task(delivery.message, self._site.options), []).append(delivery)
@@ -135,39 +135,41 @@ class Letters:
             for delivery in received:
                 await delivery.ack()
 
-    async def _cancel_everywhere(self, task_ids: Sequence[TaskId]) -> None:
+    async def _cancel_everywhere(self, wishes: Sequence[cancel.Wish]) -> None:
         if self._site.durable is None:
-            await self._broadcast_cancel(task_ids)
+            await self._broadcast_cancel(wishes)
             return
-        results = await cancel.cancel(self._site.durable, task_ids, self._site)
-        for task_id, result in zip(task_ids, results, strict=True):
+        results = await cancel.cancel(self._site.durable, wishes, self._site)
+        for wish, result in zip(wishes, results, strict=True):
             match result:
                 case CancelledNow(reply=reply, cancels=cancels):
                     await self._segments.send(self._site.durable, [reply, *cancels])
                 case CancelRequested() | CancelBeforeRequest():
-                    await self._broadcast_cancel([task_id])
+                    await self._broadcast_cancel([wish])
                 case CancelTooLate(reply=reply) if reply.state is TaskState.CANCELLED:
                     # Cancelled before, but a crash may have come before all were told.
-                    await self._broadcast_cancel([task_id])
-                case CancelTooLate():
+                    await self._broadcast_cancel([wish])
+                case CancelTooLate() | CancelStale():
                     pass
                 case _:
                     assert_never(result)
 
-    async def _broadcast_cancel(self, task_ids: Sequence[TaskId]) -> None:
+    async def _broadcast_cancel(self, wishes: Sequence[cancel.Wish]) -> None:
+        agent = self._site.agent
+
         async def tell_all() -> None:
-            for task_id in task_ids:
-                await self._site.broker.broadcast(self._site.agent, cancel_message(self._site.agent, task_id))
+            for task_id, parent in wishes:
+                await self._site.broker.broadcast(agent, cancel_message(agent, task_id, parent=parent))
 
         await self._site.patience.until_answered(tell_all)
 
-    async def _cancel_here(self, task_ids: Sequence[TaskId]) -> None:
+    async def _cancel_here(self, wishes: Sequence[cancel.Wish]) -> None:
         waiting = []
-        for task_id in task_ids:
-            if self._segments.cancel(task_id):
+        for task_id, parent in wishes:
+            if self._segments.cancel(task_id, parent):
                 continue
             if task_id in self._segments.held or self._site.durable is None:
-                waiting.append(task_id)
+                waiting.append((task_id, parent))
         if not waiting:
             return
         results = await cancel.cancel(self._site.memory, waiting, self._site)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -108,10 +109,16 @@ class Requests:
         return segment, request
 
     async def _asked_again(self, live: Segment, request: receive.Request, delivery: Delivery) -> None:
-        """A resumed requester asks for a task that runs here: it is the one to be answered now."""
-        live.requester = request.requester
-        if live.home is None:  # there is no row: what it comes to is answered as the segment says
-            live.deliveries.append(delivery)
+        """A resumed requester asks for a task that runs here: it is the one to be answered now.
+
+        Its row says so. A segment without a row answers who had asked before, who waits for it no more; then the
+        request comes again.
+        """
+        if live.beginning is not None:
+            await asyncio.wait({live.beginning})
+        if live.home is None or not live.home.durable:
+            await live.left.wait()
+            await delivery.requeue()
             return
         run = Run(request.task_id, self._site.agent, RunId(new_id()))
         asking = Segment(run=run, requester=request.requester, request=delivery.message, deliveries=[delivery])
@@ -143,10 +150,11 @@ class Requests:
             return False
         if self._site.durable is None or (
             self._site.options.ack_policy is AckPolicy.AT_CHECKPOINT
+            and request.resume is None  # another replica may run it for who had asked before: the row decides
             and delivery.count < self._site.options.begin_at_delivery
         ):
             return True
-        return await self._write_first(segment)
+        return await self._write_first(segment, request)
 
     def _refusal(self, segment: Segment, request: receive.Request, count: int) -> Failed | None:
         options = self._site.options
@@ -155,15 +163,17 @@ class Requests:
             return Failed(FailureKind.ERROR, segment.dead_reason)
         return refusal(request, options, self._site.clock.now())
 
-    async def _write_first(self, segment: Segment) -> bool:
+    async def _write_first(self, segment: Segment, request: receive.Request) -> bool:
         """Write the task as running and ack its request: from here on the lease owns the run, not the broker."""
-        home, result = await begin(segment, self._site)
+        home, result = await begin(segment, self._site, order=request.resume)
         match result:
             case Begun(run=run):
                 segment.run, segment.home = run, home
                 self._segments.own(segment)
                 await self._segments.ack(segment)
                 return True
+            case Fenced() if request.resume is not None:  # there is a row now, which is to know whom to answer
+                self._spawn(self._come_again(segment))
             case Fenced():
                 self._spawn(self._settled(segment))
             case CancelFound():
@@ -189,7 +199,7 @@ class Requests:
             self._segments.hold(known.task_id, segment.deliveries)
             self._segments.leave(segment)
 
-    async def _revive(self, segment: Segment, token: str, home: Home, known: Known) -> None:
+    async def _revive(self, segment: Segment, order: str, home: Home, known: Known) -> None:
         """The requester was resumed and asks again: its task here goes on as well, from its own checkpoint.
 
         One that is still at work goes on as it is, and answers the new request.
@@ -197,7 +207,8 @@ class Requests:
         assert segment.request is not None
         wish = Revive(
             task_id=known.task_id,
-            token=token,
+            token=new_id(),
+            order=order,
             agent=self._site.agent,
             request=pack(segment.request),
             requester=segment.requester,
@@ -207,29 +218,47 @@ class Requests:
         with self._site.steps.step(Step.RESUME, [known.task_id]):
             result = await self._site.patience.until_answered(lambda: home.store.revive(wish))
         match result:
-            case Revived(again=True) if known.reply is not None:  # it has run since, and ended as it is known here
-                await self._reply_again(segment, known)
-            case Revived(again=True) | Adopted() if home.durable:
-                await self._settled(segment)
-                self._poke()  # what is due for dispatch is sent again
-            case Revived() if home.durable:
-                await self._settled(segment)
-                self._segments.ready_somewhere.set()
+            case Revived(again=True) | NotRevived(refusal=Refusal.COMPLETED):
+                await self._as_it_is_now(segment, home)  # what was looked up is out of date
             case Revived() | Adopted():
-                self._segments.hold(known.task_id, segment.deliveries)
-                self._segments.leave(segment)
-                self._segments.ready_somewhere.set()
+                await self._wait_for_its_end(segment, home)
             case NotRevived(refusal=Refusal.OTHER_ACTIVE, detail=other):
                 message = f"agent {known.agent!r} is exclusive, and its operation {other} is active"
                 await self._refuse(segment, Failed(FailureKind.ERROR, message))
-            case NotRevived(refusal=Refusal.RUNNING | Refusal.COMPLETED):
+            case NotRevived(refusal=Refusal.RUNNING):
                 await self._settled(segment)
+            case NotRevived(detail=detail) if detail:
+                await self._refuse(segment, Failed(FailureKind.ERROR, f"the task does not go on: {detail}"))
             case NotRevived():  # its row is gone since it was looked up: it comes again and finds none
-                for delivery in segment.deliveries:
-                    await delivery.requeue()
-                self._segments.leave(segment)
+                await self._come_again(segment)
             case _:
                 assert_never(result)
+
+    async def _as_it_is_now(self, segment: Segment, home: Home) -> None:
+        """Answer a request that its task has served before, or that came when it had just completed."""
+        task_id = segment.run.task_id
+        known = (await self._site.patience.until_answered(partial(home.store.lookup, [task_id]))).get(task_id)
+        if known is None:
+            await self._come_again(segment)
+        elif known.reply is not None:
+            await self._reply_again(segment, known)
+        else:
+            await self._wait_for_its_end(segment, home)
+
+    async def _wait_for_its_end(self, segment: Segment, home: Home) -> None:
+        """The task is at work, or about to be, and knows whom to answer."""
+        if home.durable:
+            await self._settled(segment)
+            self._poke()  # what is due for dispatch is sent again
+        else:
+            self._segments.hold(segment.run.task_id, segment.deliveries)
+            self._segments.leave(segment)
+        self._segments.ready_somewhere.set()
+
+    async def _come_again(self, segment: Segment) -> None:
+        for delivery in segment.deliveries:
+            await delivery.requeue()
+        self._segments.leave(segment)
 
     async def _reply_again(self, segment: Segment, known: Known) -> None:
         assert known.reply is not None

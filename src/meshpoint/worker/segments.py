@@ -121,6 +121,7 @@ class Segments:
             self._leases.let_go(segment.run)
         if self.live.get(segment.run.task_id) is segment:
             del self.live[segment.run.task_id]
+        segment.left.set()
         self._tell_if_none_left()
 
     def _tell_if_none_left(self) -> None:
@@ -240,6 +241,8 @@ class Segments:
     async def _settled(self, segment: Segment, code: Code) -> Afterwards:
         try:
             result = await self._in_slot(code)
+            if segment.subtasks is not None:
+                await segment.subtasks.stop_left()
             segment.settling = True
             return await self._settle(segment, await self._unless_begun_elsewhere(segment, result))
         except Exception as error:  # what cannot be committed as it is can be as a failure
@@ -270,6 +273,8 @@ class Segments:
                 return await self._stopped(segment, Stop.CANCELLED)
             case Paused():
                 return await self._pause(segment, result)
+            case Ok() | Failed() if segment.stopped is Stop.LOST:  # its code did not heed it: a zombie answers nobody
+                return partial(self.ack, segment)
             case Ok() | Failed():
                 return await self._end(segment, result)
             case run.Stopped(why=why):
@@ -323,7 +328,7 @@ class Segments:
         home, subtasks = segment.home, segment.subtasks
         if home is None or subtasks is None or not subtasks.unsaved:
             return
-        checkpointer, wish = self._site.checkpointer(home), Save(segment.run, subtasks.so_far())
+        checkpointer, wish = self._site.checkpointer(home), Save(segment.run, subtasks.so_far(), progressed=False)
         with self._site.steps.step(Step.SAVE, [segment.run.task_id], seq=wish.checkpoint.seq):
             await self._site.patience.until_answered(lambda: checkpointer.save(wish))
 
@@ -455,10 +460,13 @@ class Segments:
             case _:
                 assert_never(arrival)
 
-    def cancel(self, task_id: TaskId) -> bool:
-        """Stop the code of a live task, or keep it from starting; whether there is one."""
+    def cancel(self, task_id: TaskId, parent: str | None = None) -> bool:
+        """Stop the code of a live task, or keep it from starting; whether there is one.
+
+        Not so if it is at work for another task of its requester, or another attempt at it, than the cancel's.
+        """
         segment = self.live.get(task_id)
-        if segment is not None:
+        if segment is not None and (parent is None or segment.requester.parent_task_id in {None, parent}):
             segment.stop(Stop.CANCELLED)
         return segment is not None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from meshpoint.agents.function import agent
+from meshpoint.agents.function import FunctionAgent, agent
 from meshpoint.agents.peer import Peer
 from meshpoint.model.calls import ALL, Call, Done, Join, Paused
 from meshpoint.model.context import TaskExecutionContext
@@ -127,3 +127,55 @@ def gated_after(name: str, peer: str, gate: Gate) -> Scripted:
         return Done(said(outcomes))
 
     return Scripted(name, start, resume)
+
+
+class Ran:
+    """Which code ran, in order. No data, so that no digest of a closure sees it."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, name: str) -> None:
+        self.names.append(name)
+
+    def since(self) -> list[str]:
+        """What ran since the last look."""
+        names, self.names = self.names, []
+        return names
+
+
+class Steps:
+    """Subtasks for agents: `await steps(ctx, "a", 1)` counts in `ran` and gives 2, if no gate stands in its way."""
+
+    def __init__(self) -> None:
+        self.ran, self.ended = Ran(), Ran()
+        self.gates: dict[str, Gate] = {}
+
+    def gate(self, name: str) -> Gate:
+        """A gate in the code of subtask `name`."""
+        return self.gates.setdefault(name, Gate())
+
+    async def step(self, name: str, number: int) -> int:
+        """The code of a subtask."""
+        self.ran(name)
+        if name in self.gates:
+            await self.gates[name]()
+        self.ended(name)
+        return number + 1
+
+    async def __call__(self, ctx: TaskExecutionContext, name: str, number: int) -> int:
+        return await ctx.subtask(name, self.step, name, number)
+
+
+def in_a_row(steps: Steps, *names: str, name: str = "agent", **options: Any) -> FunctionAgent[int, int]:
+    """An agent whose subtasks `names` each add one to its input; `fail` in place of a name fails."""
+
+    @agent(name, **{"version": "1", **options})
+    async def row(ctx: TaskExecutionContext, number: int) -> int:
+        for each in names:
+            if each == "fail":
+                raise ValueError("it failed; password=hunter2")
+            number = await steps(ctx, each, number)
+        return number
+
+    return row

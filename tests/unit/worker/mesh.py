@@ -21,6 +21,7 @@ from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.messages import Header, Message, dead_letters_of, requests_of
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Outcome
+from meshpoint.ports.checkpoint_cache import CheckpointCache
 from meshpoint.worker import Worker
 
 from .faults import FaultyBroker, FaultyStore
@@ -133,7 +134,15 @@ class Mesh:
             await self.settle()  # so that replicas look in the order in which they were started
         return running
 
-    async def launch(self, agent: Any, durable: bool = True, *, away: str = "", **options: Any) -> Running:
+    async def launch(
+        self,
+        agent: Any,
+        durable: bool = True,
+        *,
+        away: str = "",
+        cache: CheckpointCache | None = None,
+        **options: Any,
+    ) -> Running:
         """Begin to run `agent`, with its database ("store") or its "broker" away."""
         broker = FaultyBroker(self.exchange)
         await broker.open()
@@ -148,6 +157,7 @@ class Mesh:
             clock=self.clock,
             observer=self.events,
             options=replace(Options(), **options),
+            cache=cache,
         )
         running = Running(worker, broker, store, memory)
         self.replicas.append(running)

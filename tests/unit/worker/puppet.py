@@ -89,8 +89,8 @@ class Puppet:
             headers={Header[key.upper()].value: value for key, value in headers.items()},
         )
 
-    async def cancel(self, agent: str, task_id: str) -> None:
-        await self.letter(agent, cancel_message(AgentName(self.name), TaskId(task_id)))
+    async def cancel(self, agent: str, task_id: str, parent: str | None = None) -> None:
+        await self.letter(agent, cancel_message(AgentName(self.name), TaskId(task_id), parent=parent))
 
     def replies(self, task_id: str | None = None) -> list[Outcome]:
         return [

@@ -11,7 +11,7 @@ from meshpoint.model.messages import Header, Message, MessageType
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Ok
 
-BAD = ["a\0b", "a\nb", "\ud800", "x" * 249]
+BAD = ["a\0b", "a\nb", "\ud800", "x" * 281]
 OPTIONS = Options()
 
 

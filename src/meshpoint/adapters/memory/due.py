@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from meshpoint.adapters.memory.joins import go_on
-from meshpoint.adapters.memory.rows import CallRow, Tables, TaskRow
-from meshpoint.adapters.memory.transitions import KEEP_ALIVES_PER_TIMEOUT
+from meshpoint.adapters.memory.rows import CallRow, Tables, TaskRow, keep_alive_at
 from meshpoint.model.checkpoint import (
     AllArrived,
     Expired,
@@ -68,9 +67,8 @@ class MemoryDueWork:
         now, notes = self._tables.clock.now(), list[KeepAlive]()
         for row in self._live():
             asleep = row.agent == replica.agent and row.state in {TaskState.WAITING, TaskState.READY}
-            interval = row.requester.idle_timeout
-            if len(notes) < limit and asleep and interval and row.keep_alive_at and row.keep_alive_at <= now:
-                row.keep_alive_at = now + interval / KEEP_ALIVES_PER_TIMEOUT
+            if len(notes) < limit and asleep and row.keep_alive_at and row.keep_alive_at <= now:
+                row.keep_alive_at = keep_alive_at(row.requester, now)
                 notes.append(KeepAlive(row.agent, row.task_id, row.requester))
         return notes
 

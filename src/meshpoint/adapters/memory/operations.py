@@ -5,14 +5,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 
-from meshpoint.adapters.memory.rows import OperationRow, Tables, TaskRow
+from meshpoint.adapters.memory.rows import OperationRow, Tables, TaskRow, keep_alive_at
 from meshpoint.model.calls import ALL
 from meshpoint.model.checkpoint import (
     BeginResult,
     Begun,
     CancelFound,
     Fenced,
+    Requester,
     Run,
     Save,
     SaveResult,
@@ -21,6 +23,7 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.operations import (
+    NOBODY,
     Adopted,
     NotRevived,
     OperationStatus,
@@ -61,7 +64,7 @@ class MemoryOperations:
         if wish.checkpoint.seq > row.operation.seq:
             if row.cancel_requested:
                 return CancelFound(wish.run)
-            row.attempt = 1
+            row.attempt = 1 if wish.progressed else row.attempt
             _save(self._tables, row.operation, wish.checkpoint, wish.checkpoint.seq)
             self._tables.put(row)
         return Saved()
@@ -89,10 +92,13 @@ class MemoryOperations:
         tables, row = self._tables, self._tables.tasks.get(wish.task_id)
         if row is None or wish.agent not in {None, row.agent}:
             return NotRevived(Refusal.NOT_FOUND)
-        if row.resume_token == wish.token:
+        if (refused := _not_asked_for(wish, row)) is not None:
+            return refused
+        if row.run_id == wish.token or (wish.order is not None and wish.order == row.resume_token):
             return Revived(row.task_id, row.agent, row.retry_count, again=True)
-        if wish.adopt and not row.state.ended and (row.resume_token or "") < wish.token:
-            row.resume_token, row.requester = wish.token, wish.requester
+        if wish.adopt and not row.state.ended:
+            row.requester, row.resume_token = wish.requester, wish.order or row.resume_token
+            row.keep_alive_at = keep_alive_at(row.requester, tables.clock.now())
             return Adopted()
         refused = _refused(wish, row) or _other_active(row, tables.live.values())
         if refused is not None:
@@ -154,9 +160,18 @@ def _save(tables: Tables, operation: OperationRow, checkpoint: AgentCheckpoint, 
     operation.save(checkpoint, seq, tables.clock.now(), tables.timings.checkpoint_history)
 
 
+def _not_asked_for(wish: Revive, row: TaskRow) -> NotRevived | None:
+    """Why a requester that asks again has no say, or none any more; None: it has, or the wish is by hand."""
+    if wish.order is None:
+        return None
+    if row.requester.app_id not in {None, wish.requester.app_id}:
+        return NotRevived(Refusal.NOT_FOUND, "it was asked for by another agent")
+    if row.resume_token is not None and wish.order < row.resume_token:
+        return NotRevived(Refusal.RUNNING, "asked again since")
+    return None
+
+
 def _refused(wish: Revive, row: TaskRow) -> NotRevived | None:
-    if row.resume_token is not None and wish.token < row.resume_token:
-        return NotRevived(Refusal.RUNNING, "resumed since")
     if not (row.state.ended or wish.abandoned):
         return NotRevived(Refusal.RUNNING, _whereabouts(row))
     if row.state is TaskState.COMPLETED:
@@ -184,12 +199,19 @@ def _other_active(row: TaskRow, live: Iterable[TaskRow]) -> NotRevived | None:
 
 def _begin_again(row: TaskRow, wish: Revive) -> None:
     row.state, row.generation, row.fence, row.attempt, row.owner = TaskState.READY, 0, row.fence + 1, 0, None
-    row.run_id, row.resume_token, row.retry_count = RunId(wish.token), wish.token, row.retry_count + 1
-    row.requester, row.request = wish.requester, row.request if wish.request is None else wish.request
+    row.run_id, row.resume_token = RunId(wish.token), wish.order or row.resume_token
+    row.retry_count += 1
+    row.requester, row.request = _requester(wish, row), row.request if wish.request is None else wish.request
     row.context, row.body, row.state_format = "{}", b"", ""
     row.cancel_requested, row.incompatible_since, row.keep_alive_at, row.dead_reason = False, None, None, None
-    row.calls, row.join, row.join_deadline, row.expected, row.completed, row.succeeded = {}, ALL, None, 0, 0, 0
+    row.join, row.join_deadline, row.expected, row.completed, row.succeeded = ALL, None, 0, 0, 0
+    row.set_cancels_apart()
     row.reply, row.reply_sent, row.ended_at, row.send_at, row.sends = b"", False, None, None, 1
+
+
+def _requester(wish: Revive, row: TaskRow) -> Requester:
+    waits = row.requester.reply_to is not None and not row.reply_sent
+    return replace(row.requester, deadline=None) if waits and wish.requester == NOBODY else wish.requester
 
 
 def _summary(row: TaskRow, operation: OperationRow) -> OperationSummary:

@@ -32,6 +32,15 @@ MAX_BACK_OFF = 64
 """A send is tried again after the dispatch lease, then after twice, four times... and at most so many leases."""
 
 
+KEEP_ALIVES_PER_TIMEOUT = 3
+
+
+def keep_alive_at(requester: Requester, now: datetime) -> datetime | None:
+    """When `requester` is to hear next of its task that waits."""
+    idle = requester.idle_timeout
+    return None if idle is None else now + idle / KEEP_ALIVES_PER_TIMEOUT
+
+
 @dataclass(slots=True)
 class CallRow:
     """One peer call. `due_at` is the earlier of the idle and the absolute deadline; `send_at` ends a send's lease."""
@@ -179,6 +188,12 @@ class TaskRow:
         """Drop the calls that nobody needs any more; a cancel that is still to be sent stays."""
         self.calls = {key: call for key, call in self.calls.items() if call.state is CallState.CANCELLING}
 
+    def set_cancels_apart(self) -> None:
+        """Keep only the cancels that are still to be sent, as those of no pause."""
+        self.calls = {key: call for key, call in self.calls.items() if call.state is CallState.CANCELLING}
+        for call in self.calls.values():
+            call.generation = -1
+
     def dispatch(self, call: CallRow) -> Dispatch:
         """The request of `call`, to be sent."""
         return Dispatch(
@@ -200,7 +215,7 @@ class TaskRow:
     def reply_at(self, now: datetime) -> Reply:
         """The reply of an ended task."""
         age = now - self.ended_at if self.ended_at else timedelta()
-        return Reply(self.agent, self.task_id, self.state, self.reply, self.requester, age)
+        return Reply(self.agent, self.task_id, self.state, self.reply, self.requester, age, fence=self.fence)
 
     def resumable(self) -> Resumable:
         """The task as its new owner reads it."""

@@ -13,7 +13,7 @@ from typing import assert_never
 
 from meshpoint.adapters.memory.joins import answer_again, go_on
 from meshpoint.adapters.memory.operations import close
-from meshpoint.adapters.memory.rows import CallRow, OperationRow, Tables, TaskRow
+from meshpoint.adapters.memory.rows import CallRow, OperationRow, Tables, TaskRow, keep_alive_at
 from meshpoint.model.checkpoint import (
     AllArrived,
     Arrival,
@@ -27,6 +27,7 @@ from meshpoint.model.checkpoint import (
     CancelledNow,
     CancelRequested,
     CancelResult,
+    CancelStale,
     CancelTooLate,
     Claim,
     Committed,
@@ -53,8 +54,6 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import FailureKind
-
-KEEP_ALIVES_PER_TIMEOUT = 3
 
 
 class MemoryTransitions:
@@ -117,7 +116,7 @@ class MemoryTransitions:
         row = TaskRow(
             run.task_id, run.agent, run.id, begin.requester, TaskState.RUNNING, now, now + begin.replica.lease
         )
-        row.owner, row.attempt, row.request = begin.replica.id, 1, begin.request
+        row.owner, row.attempt, row.request, row.resume_token = begin.replica.id, 1, begin.request, begin.order
         if begin.operation is not None:
             row.operation = OperationRow(begin.operation, now, begin.operation.preserve)
         tables.put(row)
@@ -141,15 +140,14 @@ class MemoryTransitions:
         return _committed(row)
 
     def _write_checkpoint(self, row: TaskRow, pause: Pause, now: datetime) -> None:
-        row.run_id, row.requester, row.owner = pause.run.id, pause.requester, None
+        row.run_id, row.owner = pause.run.id, None
         row.generation, row.attempt, row.incompatible_since = row.generation + 1, 0, None
         row.context, row.body, row.state_format = json.dumps(pause.context), pause.state, pause.state_format
         row.checkpointed_at = row.due_at = now
         row.state, row.join, row.dead_reason = TaskState.WAITING, pause.join, None
         row.join_deadline = now + pause.join.deadline if pause.join.deadline else None
         row.expected, row.completed, row.succeeded = len(pause.calls), 0, 0
-        if row.requester.idle_timeout is not None:
-            row.keep_alive_at = now + row.requester.idle_timeout / KEEP_ALIVES_PER_TIMEOUT
+        row.keep_alive_at = keep_alive_at(row.requester, now)
         row.forget_done_calls()
         for planned in pause.calls:
             call = row.calls[planned.sub_task_id] = self._call(planned, row, now)
@@ -228,6 +226,8 @@ class MemoryTransitions:
             row.fence = 0  # no run ever owned it
             tables.entomb(row, TaskState.CANCELLED, cancel.run_id, cancel.reply)
             return CancelBeforeRequest()
+        if cancel.parent is not None and row.requester.parent_task_id not in {None, cancel.parent}:
+            return CancelStale()
         match row.state:
             case TaskState.COMPLETED | TaskState.FAILED | TaskState.CANCELLED:
                 again = row.fence == 0 and row.run_id == cancel.run_id  # its broadcast may not have been sent

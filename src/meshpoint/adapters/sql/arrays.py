@@ -308,7 +308,7 @@ _SAVED = {"progress_pct": "double precision", "retry_count": "int"}
 SAVED = tuple(name for name in (*PLAIN, *JSON) if name not in _TIMES)
 """What a checkpoint brings."""
 
-_PLACES = {name: place for place, name in enumerate(SAVED, 6)}
+_PLACES = {name: place for place, name in enumerate(SAVED, 7)}
 _CHECKPOINT = ", ".join(
     "clock.now"
     if name in _TIMES
@@ -325,7 +325,8 @@ WITH locked AS MATERIALIZED (
      AND t.checkpoint_seq < $4::int
      FOR NO KEY UPDATE OF t SKIP LOCKED), {_AFTER_LOCKS},
 noted AS (
-  UPDATE agent_paused_tasks AS t SET checkpoint_seq = $4::int, attempt = 1
+  UPDATE agent_paused_tasks AS t SET
+    checkpoint_seq = $4::int, attempt = CASE WHEN $6::boolean THEN 1 ELSE t.attempt END
     FROM locked WHERE t.logical_task_id = locked.logical_task_id),
 pruned AS (
   DELETE FROM agent_checkpoints AS c USING locked
@@ -367,13 +368,16 @@ SELECT due.logical_task_id, due.whole FROM due
  WHERE NOT EXISTS (SELECT 1 FROM marked WHERE marked.logical_task_id = due.logical_task_id)
 """
 
-# Mark replies as sent: the rows stay as tombstones.
+# Mark replies, given in the order of locks, as sent, if they are those of the last ends of their tasks: the rows stay
+# as tombstones. Each row is looked for by itself, so that no plan compares all with all.
 MARK_REPLIED = f"""/* commits: mark replied */
 WITH {_LAZILY},
 locked AS MATERIALIZED (
-  SELECT t.logical_task_id FROM lazily, agent_paused_tasks AS t
-   WHERE t.logical_task_id = ANY($1::text[]) AND t.ended_at IS NOT NULL AND NOT t.reply_sent
-   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t)
+  SELECT t.logical_task_id
+    FROM lazily, unnest($1::text[], $2::int[]) AS sent(task_id, fence),
+         LATERAL (SELECT logical_task_id FROM agent_paused_tasks
+                   WHERE logical_task_id = sent.task_id AND fence = sent.fence AND ended_at IS NOT NULL
+                     AND NOT reply_sent FOR NO KEY UPDATE) AS t)
 UPDATE agent_paused_tasks AS t SET reply_sent = true, wake_at = expires_at
   FROM locked WHERE t.logical_task_id = locked.logical_task_id
 """

@@ -39,6 +39,7 @@ from meshpoint.model.checkpoint import (
     Pause,
     PauseResult,
     PlannedCall,
+    Requester,
     Run,
     TaskState,
 )
@@ -82,6 +83,7 @@ def _begun_columns(wish: Begin, request: bytes | None, now: float, terms: Terms)
         "request": request,
         "now": now,
         "checkpoint_seq": None if wish.operation is None else 0,
+        "order": wish.order,
         **requester_columns(wish.requester),
     }
 
@@ -271,8 +273,14 @@ def _join_deadline(pause: Pause, now: float) -> float | None:
     return None if pause.join.deadline is None else now + pause.join.deadline.total_seconds()
 
 
+def keep_alive_at(requester: Requester, now: float) -> float | None:
+    """When `requester` is to hear of its task that waits since `now`."""
+    idle = requester.idle_timeout
+    return None if idle is None else now + idle.total_seconds() / KEEP_ALIVES_PER_TIMEOUT
+
+
 def _task_columns(packed: PackedPause, now: float, terms: Terms) -> dict[str, Any]:
-    pause, idle = packed.pause, packed.pause.requester.idle_timeout
+    pause = packed.pause
     soonest = None if packed.soonest is None else now + packed.soonest
     deadlines = [soonest, seconds(pause.requester.deadline), _join_deadline(pause, now)]
     return {
@@ -282,7 +290,8 @@ def _task_columns(packed: PackedPause, now: float, terms: Terms) -> dict[str, An
         "generation": pause.run.generation + 1,
         "run_id": pause.run.id,
         "wake_at": now if packed.met else min(each for each in deadlines if each is not None),
-        "keep_alive_at": None if idle is None else now + idle.total_seconds() / KEEP_ALIVES_PER_TIMEOUT,
+        "keep_alive_at": keep_alive_at(pause.requester, now),
+        "keep_alives": KEEP_ALIVES_PER_TIMEOUT,
         "now": now,
         **packed.columns,
     }

@@ -22,6 +22,7 @@ from meshpoint.model.checkpoint import (
     CancelNotice,
     CancelRequested,
     CancelResult,
+    CancelStale,
     CancelTooLate,
     End,
     Ended,
@@ -100,7 +101,7 @@ def _tombstone(row: Row[Any], state: TaskState, reply: Packed, now: float, terms
 
 def _new_reply(row: Row[Any], state: TaskState, body: bytes, age: timedelta, terms: Terms) -> Reply:
     agent = terms.names.plain(row.agent_name)
-    return Reply(agent, row.logical_task_id, state, body, requester_of(row), age)
+    return Reply(agent, row.logical_task_id, state, body, requester_of(row), age, fence=row.fence)
 
 
 async def _bury(tx: Transaction, tombstones: Sequence[Columns], closed: Mapping[str, Columns]) -> None:
@@ -161,8 +162,9 @@ async def cancel(tx: Transaction, cancels: Sequence[tuple[Cancel, Packed]], term
 
     async def turn(each: list[tuple[Cancel, Packed]]) -> list[CancelResult]:
         locked = await lock_tasks(tx, [wish.task_id for wish, _ in each])
-        rows = {wish.task_id: _own_row(wish, locked, terms) for wish, _ in each}
-        idle = [(wish, reply) for wish, reply in each if _is_in(rows[wish.task_id], _IDLE)]
+        stale = {wish.task_id for wish, _ in each if _is_stale(wish, locked)}
+        rows = {wish.task_id: _own_row(wish, locked, terms) for wish, _ in each if wish.task_id not in stale}
+        idle = [(wish, reply) for wish, reply in each if _is_in(rows.get(wish.task_id), _IDLE)]
         notices = await close_pending(tx, [wish.task_id for wish, _ in idle], locked.now, terms)
         closed = await close(tx, _cancelled([wish for wish, _ in idle], locked), locked.now, terms)
         await _bury(tx, [_cancel_columns(wish, reply, locked, terms) for wish, reply in idle], closed)
@@ -174,7 +176,9 @@ async def cancel(tx: Transaction, cancels: Sequence[tuple[Cancel, Packed]], term
         ended = [task_id for task_id, row in rows.items() if row is not None and TaskState(row.status).ended]
         late = {row.logical_task_id: row for row in await tx.rows(sql.LOOKUP, ids=ended)} if ended else {}
         return [
-            await _cancel_result(wish, rows[wish.task_id], late, notices.get(wish.task_id, ()), terms)
+            CancelStale()
+            if wish.task_id in stale
+            else await _cancel_result(wish, rows[wish.task_id], late, notices.get(wish.task_id, ()), terms)
             for wish, _ in each
         ]
 
@@ -188,6 +192,12 @@ def _own_row(wish: Cancel, locked: LockedTasks, terms: Terms) -> Row[Any] | None
     """The task's row. That of another agent is not touched: this agent knows no such task."""
     row = locked.rows.get(wish.task_id)
     return row if row is not None and row.agent_name == terms.names.qualified(wish.agent) else None
+
+
+def _is_stale(wish: Cancel, locked: LockedTasks) -> bool:
+    """Whether the task was asked for anew since."""
+    row = locked.rows.get(wish.task_id)
+    return row is not None and wish.parent is not None and row.parent_task_id not in {None, wish.parent}
 
 
 def _is_in(row: Row[Any] | None, states: AbstractSet[TaskState]) -> bool:

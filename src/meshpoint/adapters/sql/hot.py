@@ -6,7 +6,6 @@ Each method does what it can and returns it, by the item's place; the store give
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from datetime import timedelta
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
@@ -190,7 +189,8 @@ class HotPath:
 
     def _ended(self, wish: End, row: Any) -> Ended:
         agent = self._terms.names.plain(row.agent_name)
-        return Ended(Reply(agent, wish.run.task_id, wish.state, wish.reply, requester_of(row), timedelta()))
+        run = wish.run
+        return Ended(Reply(agent, run.task_id, wish.state, wish.reply, requester_of(row), fence=run.fence))
 
     # ── save ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -203,6 +203,7 @@ class HotPath:
             wish.run.fence,
             wish.checkpoint.seq,
             self._terms.checkpoint_history,
+            wish.progressed,
             *(columns[name] for name in sql.SAVED),
         )
         return bool(rows)
@@ -235,7 +236,8 @@ class HotPath:
     async def mark_replied(self, sent: Sequence[Reply]) -> None:
         """Note that the broker has replies."""
         if sent:
-            await self._marks.write(sql.MARK_REPLIED, [send.task_id for send in sent])
+            in_order = sorted({(send.task_id, send.fence) for send in sent})
+            await self._marks.write(sql.MARK_REPLIED, *map(list, zip(*in_order, strict=True)))
 
 
 def _first_of_each(keys: Iterable[Hashable]) -> dict[Any, int]:

@@ -86,9 +86,10 @@ DELETE FROM agent_operations WHERE operation_id {one_of:ids}
 
 # ── checkpoints ────────────────────────────────────────────────────────────────────────────────────
 
-# Note the newest checkpoint of a running task, which has come further: its attempts begin again.
+# Note the newest checkpoint of a running task. If it has come further, its attempts begin again.
 UPDATE_SAVED = """
-UPDATE agent_paused_tasks SET checkpoint_seq = :seq, attempt = 1 WHERE logical_task_id = :task_id
+UPDATE agent_paused_tasks SET checkpoint_seq = :seq, attempt = CASE WHEN :progressed THEN 1 ELSE attempt END
+ WHERE logical_task_id = :task_id
 """
 
 # Write a checkpoint.
@@ -147,7 +148,7 @@ SELECT * FROM agent_checkpoints_archive WHERE analysis_id = :task_id ORDER BY se
 
 # Read what else decides whether a locked task is revived.
 READ_REVIVABLE = """
-SELECT t.wake_at, t.resume_token, t.request IS NOT NULL AS has_request, o.exclusive
+SELECT t.wake_at, t.resume_token, t.reply_sent, t.request IS NOT NULL AS has_request, o.exclusive
   FROM agent_paused_tasks AS t LEFT JOIN agent_operations AS o
     ON o.operation_id = t.logical_task_id AND t.checkpoint_seq IS NOT NULL
  WHERE t.logical_task_id = :task_id
@@ -170,8 +171,9 @@ SELECT logical_task_id FROM agent_paused_tasks
 # Make a task ready again, as new but for its fence, its request and its checkpoint.
 UPDATE_REVIVED = """
 UPDATE agent_paused_tasks SET
-  status = 'ready', generation = 0, fence = fence + 1, run_id = :token, resume_token = :token, owner = NULL,
-  attempt = 0, retry_count = retry_count + 1, wake_at = :now, cancel_requested = false, incompatible_since = NULL,
+  status = 'ready', generation = 0, fence = fence + 1, run_id = :token,
+  resume_token = coalesce(:order, resume_token), owner = NULL, attempt = 0, retry_count = retry_count + 1,
+  wake_at = :now, cancel_requested = false, incompatible_since = NULL,
   a2a_context = NULL, effective_session_id = NULL, user_id = NULL, current_invocation_id = NULL,
   produced_artifacts = NULL, artifact_signals_to_return = NULL, response_buffer = NULL, flags = NULL,
   security_context = NULL, token_usage = NULL, context_rest = NULL, state = NULL, state_format = NULL,
@@ -182,11 +184,22 @@ UPDATE agent_paused_tasks SET
 WHERE logical_task_id = :task_id
 """
 
+# Delete the calls of a task that is revived, but for those whose peers are still to be told to stop.
+DELETE_SETTLED_CALLS = """
+DELETE FROM agent_peer_sub_tasks WHERE logical_task_id = :task_id AND status <> 'cancelling'
+"""
+
+# Let the others be of no pause: only their cancels are left.
+SET_CALLS_APART = """
+UPDATE agent_peer_sub_tasks SET invocation_id = -1 WHERE logical_task_id = :task_id
+"""
+
 # Let a task that is at work answer another requester.
 UPDATE_ADOPTED = """
 UPDATE agent_paused_tasks SET
-  resume_token = :token, reply_to = :reply_to, requester_app_id = :requester_app_id,
-  parent_task_id = :parent_task_id, task_deadline = :task_deadline, idle_timeout = :idle_timeout
+  resume_token = coalesce(:order, resume_token), reply_to = :reply_to, requester_app_id = :requester_app_id,
+  parent_task_id = :parent_task_id, task_deadline = :task_deadline, idle_timeout = :idle_timeout,
+  keep_alive_at = :keep_alive_at
 WHERE logical_task_id = :task_id
 """
 

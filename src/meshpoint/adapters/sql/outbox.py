@@ -102,7 +102,8 @@ async def mark_sent(tx: Transaction, sent: Sequence[Send]) -> None:
     if not tx.dialect.is_sqlite:
         await tx.run(sql.COMMIT_LAZILY)
     await lock_tasks(tx, [send.task_id for send in sent])
-    await tx.each(sql.MARK_REPLIED, [{"task_id": send.task_id} for send in sent if isinstance(send, Reply)])
+    replies = [{"task_id": send.task_id, "fence": send.fence} for send in sent if isinstance(send, Reply)]
+    await tx.each(sql.MARK_REPLIED, replies)
     await _mark_dispatched(tx, {(send.task_id, send.sub_task_id) for send in sent if isinstance(send, Dispatch)})
     cancels = _keys(send for send in sent if isinstance(send, CancelNotice))
     await tx.each(sql.MARK_CANCEL_SENT, cancels)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import operation_statements as sql
 from meshpoint.adapters.sql import statements
+from meshpoint.adapters.sql.checkpointing import keep_alive_at
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import LockedTasks, Terms, lock_tasks
-from meshpoint.adapters.sql.rows import instant, requester_columns
+from meshpoint.adapters.sql.rows import instant, requester_columns, requester_of
 from meshpoint.adapters.sql.subtasking import expiry
-from meshpoint.model.checkpoint import TaskState
+from meshpoint.model.checkpoint import Requester, TaskState
 from meshpoint.model.ids import TaskId
-from meshpoint.model.operations import Adopted, NotRevived, Refusal, Revive, Revived, ReviveResult
+from meshpoint.model.operations import NOBODY, Adopted, NotRevived, Refusal, Revive, Revived, ReviveResult
 
 
 async def revive(tx: Transaction, wish: Revive, request: bytes | None, terms: Terms) -> ReviveResult:
@@ -25,20 +27,34 @@ async def revive(tx: Transaction, wish: Revive, request: bytes | None, terms: Te
         return NotRevived(Refusal.NOT_FOUND)
     (more,) = await tx.rows(sql.READ_REVIVABLE, task_id=wish.task_id)
     agent = terms.names.plain(row.agent_name)
-    if more.resume_token == wish.token:
+    if (refused := _not_asked_for(wish, row, more)) is not None:
+        return refused
+    if row.run_id == wish.token or (wish.order is not None and wish.order == more.resume_token):
         return Revived(wish.task_id, agent, row.retry_count, again=True)
-    if wish.adopt and not TaskState(row.status).ended and not _is_older(wish, more):
-        adopted = requester_columns(wish.requester)
-        await tx.run(sql.UPDATE_ADOPTED, task_id=wish.task_id, token=wish.token, **adopted)
+    if wish.adopt and not TaskState(row.status).ended:
+        adopted = {**requester_columns(wish.requester), "keep_alive_at": keep_alive_at(wish.requester, locked.now)}
+        await tx.run(sql.UPDATE_ADOPTED, task_id=wish.task_id, order=wish.order, **adopted)
         return Adopted()
     refused = _refused(wish, row, more) or await _other_active(tx, wish, row, more)
     if refused is not None:
         return refused
-    values = {"task_id": wish.task_id, "token": wish.token, "request": request, "now": locked.now}
-    await tx.run(sql.UPDATE_REVIVED, **values, **requester_columns(wish.requester))
-    await tx.run(statements.DELETE_CALLS, ids=[wish.task_id])
-    await tx.run(statements.DELETE_JOINS, ids=[wish.task_id])
+    await _begin_again(tx, wish, request, _requester(wish, row, more), locked.now)
     return Revived(wish.task_id, agent, row.retry_count + 1)
+
+
+async def _begin_again(
+    tx: Transaction, wish: Revive, request: bytes | None, requester: Requester, now: float
+) -> None:
+    values = {"task_id": wish.task_id, "token": wish.token, "order": wish.order, "request": request, "now": now}
+    await tx.run(sql.UPDATE_REVIVED, **values, **requester_columns(requester))
+    await tx.run(sql.DELETE_SETTLED_CALLS, task_id=wish.task_id)
+    await tx.run(sql.SET_CALLS_APART, task_id=wish.task_id)
+    await tx.run(statements.DELETE_JOINS, ids=[wish.task_id])
+
+
+def _requester(wish: Revive, row: Row[Any], more: Row[Any]) -> Requester:
+    waits = row.reply_to is not None and not more.reply_sent
+    return replace(requester_of(row), deadline=None) if waits and wish.requester == NOBODY else wish.requester
 
 
 def _own_row(wish: Revive, locked: LockedTasks, terms: Terms) -> Row[Any] | None:
@@ -48,14 +64,19 @@ def _own_row(wish: Revive, locked: LockedTasks, terms: Terms) -> Row[Any] | None
     return row if wish.agent in {None, terms.names.plain(row.agent_name)} else None
 
 
-def _is_older(wish: Revive, more: Row[Any]) -> bool:
-    return more.resume_token is not None and wish.token < more.resume_token
+def _not_asked_for(wish: Revive, row: Row[Any], more: Row[Any]) -> NotRevived | None:
+    """Why a requester that asks again has no say, or none any more; None: it has, or the wish is by hand."""
+    if wish.order is None:
+        return None
+    if row.requester_app_id not in {None, wish.requester.app_id}:
+        return NotRevived(Refusal.NOT_FOUND, "it was asked for by another agent")
+    if more.resume_token is not None and wish.order < more.resume_token:
+        return NotRevived(Refusal.RUNNING, "asked again since")
+    return None
 
 
 def _refused(wish: Revive, row: Row[Any], more: Row[Any]) -> NotRevived | None:
     state = TaskState(row.status)
-    if _is_older(wish, more):
-        return NotRevived(Refusal.RUNNING, "resumed since")
     if not (state.ended or wish.abandoned):
         return NotRevived(Refusal.RUNNING, _whereabouts(state, row, more))
     if state is TaskState.COMPLETED:

@@ -150,6 +150,7 @@ async def reply_of(row: Any, now: float, names: Names) -> Reply:
         body=await unpack(row.reply) or b"",
         requester=requester_of(row),
         age=timedelta(seconds=max(0.0, now - row.ended_at)),
+        fence=row.fence,
     )
 
 

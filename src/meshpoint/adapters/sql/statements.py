@@ -40,10 +40,11 @@ SELECT * FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
 INSERT_BEGUN = """
 INSERT INTO agent_paused_tasks (
   logical_task_id, agent_name, status, generation, fence, run_id, owner, attempt, wake_at, request,
-  reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, checkpointed_at, checkpoint_seq)
+  reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, checkpointed_at, checkpoint_seq,
+  resume_token)
 VALUES (
   :task_id, :agent, 'running', 0, 1, :run_id, :owner, 1, :wake_at, :request,
-  :reply_to, :requester_app_id, :parent_task_id, :task_deadline, :idle_timeout, :now, :checkpoint_seq)
+  :reply_to, :requester_app_id, :parent_task_id, :task_deadline, :idle_timeout, :now, :checkpoint_seq, :order)
 """
 
 # Write the first checkpoint of a task that has no row.
@@ -66,7 +67,8 @@ VALUES (
 UPDATE_PAUSED = """
 UPDATE agent_paused_tasks SET
   status = :status, generation = :generation, run_id = :run_id, owner = NULL, attempt = 0, wake_at = :wake_at,
-  keep_alive_at = :keep_alive_at, checkpointed_at = :now, incompatible_since = NULL, dead_reason = NULL,
+  keep_alive_at = :now + idle_timeout / :keep_alives, checkpointed_at = :now, incompatible_since = NULL,
+  dead_reason = NULL,
   a2a_context = :a2a_context, effective_session_id = :effective_session_id, user_id = :user_id,
   current_invocation_id = :current_invocation_id, produced_artifacts = :produced_artifacts,
   artifact_signals_to_return = :artifact_signals_to_return, response_buffer = :response_buffer, flags = :flags,
@@ -382,10 +384,10 @@ DELETE FROM agent_peer_sub_tasks
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'cancelling'
 """
 
-# Mark a reply as sent: the row stays as a tombstone.
+# Mark a reply as sent, if it is still that of the task's last end: the row stays as a tombstone.
 MARK_REPLIED = """
 UPDATE agent_paused_tasks SET reply_sent = true, wake_at = expires_at
-WHERE logical_task_id = :task_id AND ended_at IS NOT NULL AND NOT reply_sent
+WHERE logical_task_id = :task_id AND fence = :fence AND ended_at IS NOT NULL AND NOT reply_sent
 """
 
 # ── for people ─────────────────────────────────────────────────────────────────────────────────────

@@ -52,7 +52,7 @@ async def save(tx: Transaction, wish: Save, columns: Columns, terms: Terms) -> S
     if seq > row.checkpoint_seq:
         if row.cancel_requested:
             return CancelFound(wish.run)
-        await tx.run(sql.UPDATE_SAVED, task_id=wish.run.task_id, seq=seq)
+        await tx.run(sql.UPDATE_SAVED, task_id=wish.run.task_id, seq=seq, progressed=wish.progressed)
         await _write(tx, row, seq, columns, locked.now, terms)
     return Saved()
 

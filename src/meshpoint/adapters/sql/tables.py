@@ -1,7 +1,8 @@
 """The tables, as the migrations create them: tasks, calls and joins; operations and their checkpoints.
 
 Instants are seconds since the epoch, by the database's clock. `agent_name` is the namespace and the agent's name,
-so that several meshes share one database. `invocation_id` is the generation: the number of the pause.
+so that several meshes share one database. `invocation_id` is the generation: the number of the pause, -1 for a call
+of which only the cancel is left, since its task was revived.
 
 A call's key begins with its task, so all calls of a task lie together, and the tables can be partitioned by
 `logical_task_id`. No foreign key ties calls and joins to their task: whoever deletes a task deletes them with it, and
@@ -109,7 +110,7 @@ tasks = Table(
     Column("expires_at", Float),
     # the operation
     Column("checkpoint_seq", Integer),  # NULL: the task is none; 0: no checkpoint yet; else: the last checkpoint
-    Column("resume_token", String),  # of the wish that made it ready again
+    Column("resume_token", String),  # the order in which its requester has asked for it last
     Column("retry_count", Integer, nullable=False, server_default=text("0")),
 )
 

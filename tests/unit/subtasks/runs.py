@@ -1,0 +1,150 @@
+"""A task's life at the level of the runner: its runs and attempts on one ledger in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from meshpoint.model.checkpoint import Run
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.events import Event, Step
+from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
+from meshpoint.model.subtasks import AgentCheckpoint, Operation, SubtaskRecord
+from meshpoint.ports.agent import Plan
+from meshpoint.ports.observer import Steps
+from meshpoint.subtasks.runner import Attempt, Subtasks
+
+TASK, AGENT = TaskId("task"), AgentName("analyst")
+
+
+class Visits:
+    """Which code ran. No data, so that no digest sees it in a closure."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, name: str) -> None:
+        self.names.append(name)
+
+    def since(self) -> list[str]:
+        """Those since the last look."""
+        names, self.names = self.names, []
+        return names
+
+
+class Recorder:
+    """What makes a context that of a function agent; it records no calls."""
+
+    replaying = False
+
+    def __init__(self) -> None:
+        self.skipped: list[str] = []
+
+    async def ask(self, calls: Any, join: Any) -> Any:
+        raise AssertionError("nothing is asked here")
+
+    def skip(self, subtask: str) -> None:
+        self.skipped.append(subtask)
+
+
+class Book:
+    """A ledger. `before_save` runs before each write; `stop` is raised in its place."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.saved: list[AgentCheckpoint] = []
+        self.progressed: list[bool] = []
+        self.before_save: Callable[[str], Any] | None = None
+        self.stop: BaseException | None = None
+
+    async def open(self, operation: Operation) -> None:
+        self._stop()
+        self.operations.append(operation)
+
+    async def save(self, checkpoint: AgentCheckpoint, subtask: str, *, progressed: bool) -> None:
+        if self.before_save is not None:
+            await self.before_save(subtask)
+        self._stop()
+        self.saved.append(checkpoint)
+        self.progressed.append(progressed)
+
+    def _stop(self) -> None:
+        if self.stop is not None:
+            raise self.stop
+
+
+class Life:
+    """The runs of one task: the first is there at once, `again` begins one of the same attempt, `resume` an attempt.
+
+    A run that is begun `again` finds what was saved; one that is resumed finds what the failed attempt left.
+    """
+
+    def __init__(self, plan: Plan | None = None, *, handlers: bool = False) -> None:
+        self.book, self.events = Book(), list[Event]()
+        self._plan, self._handlers = plan or Plan(version="1"), handlers
+        self.retry = self.generation = 0
+        self.recorder = Recorder()
+        self.begin(None)
+
+    @property
+    def ctx(self) -> TaskExecutionContext:
+        return self.context
+
+    def begin(self, restored: AgentCheckpoint | None) -> TaskExecutionContext:
+        """A new run, from the top, that finds `restored`."""
+        self.events.clear()
+        self.context = TaskExecutionContext(TASK)
+        if not self._handlers:
+            self.recorder = Recorder()
+            self.context.record_with(self.recorder)
+        run = Run(TASK, AGENT, RunId("run"), fence=1, generation=self.generation)
+        self.runner = Subtasks(
+            self.context,
+            self._plan,
+            Attempt(run, self.retry, restored.seq if restored else 0, {"input": 1}),
+            restored,
+            self.book,
+            Steps(self, AGENT, ReplicaId("replica")),
+            lambda: datetime(2026, 1, 1, tzinfo=UTC),
+            opened=bool(self.book.operations),
+        )
+        self.context.run_subtasks_with(self.runner)
+        return self.context
+
+    def again(self, *, paused: bool = False) -> TaskExecutionContext:
+        """The next run of this attempt: after a crash, or after a pause."""
+        self.generation += paused
+        return self.begin(self.book.saved[-1] if self.book.saved else None)
+
+    def resume(self, plan: Plan | None = None) -> TaskExecutionContext:
+        """The next attempt, after this one has failed."""
+        last = self.runner.last("it failed", None)
+        self.retry, self.generation = self.retry + 1, 0
+        self._plan = plan or self._plan
+        return self.begin(last)
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+    def told(self, step: Step) -> dict[str, Any]:
+        """What was told of each subtask in notes of this kind, since the last look; the latest note counts."""
+        told = {str(event.detail["subtask"]): event.detail.get("why") for event in self.events if event.step is step}
+        self.events.clear()
+        return told
+
+    def record(self, name: str, checkpoint: AgentCheckpoint | None = None) -> SubtaskRecord:
+        """What is recorded of a subtask in the last checkpoint that was saved."""
+        (found,) = [each for each in (checkpoint or self.book.saved[-1]).subtasks if each.name == name]
+        return found
+
+    def statuses(self, checkpoint: AgentCheckpoint | None = None) -> dict[str, str]:
+        """The status of each subtask, in order."""
+        return {each.name: each.status.value for each in (checkpoint or self.book.saved[-1]).subtasks}
+
+
+async def cancelled(task: asyncio.Task[Any]) -> bool:
+    """Whether `task` ends as cancelled."""
+    await asyncio.gather(task, return_exceptions=True)
+    return task.cancelled()
