@@ -129,7 +129,7 @@ def print_steps(resumed: Resumed, counts: Counter[str], console: Console) -> Non
         table.add_column(column)
     table.add_column("code completed", justify="right")
     for name in researcher.plan.subtasks:
-        if name in resumed.first:
+        if name in resumed.first and resumed.first[name].completed:
             words = "done", "reused" if resumed.last[name].retry == 0 else "run again"
         else:
             words = ("cancelled", "gone on") if name == resumed.phase else ("not run", "done")

@@ -11,7 +11,7 @@ import typer
 from meshpoint.cli import sources
 from meshpoint.cli.databases import of_each, of_the_one
 from meshpoint.cli.output import ago, print_json, print_note, print_table, print_text, span
-from meshpoint.errors import ConfigurationError, OperationNotFound
+from meshpoint.errors import ConfigurationError, NoCheckpoint
 
 if TYPE_CHECKING:
     from meshpoint.model.operations import OperationStatus, OperationSummary
@@ -145,9 +145,11 @@ def export_checkpoint(
     from meshpoint.exec.checkpoint_file import exported, written
 
     async def last(operations: Operations) -> AgentCheckpoint:
+        operation = await operations.get(operation_id)
         history = await operations.checkpoints(operation_id)
         if not history:
-            raise OperationNotFound(operation_id, f"operation {operation_id} has no checkpoint")
+            gone = " any more: it has completed" if operation.status == "completed" else ""
+            raise NoCheckpoint(operation_id, f"operation {operation_id} has no checkpoint{gone}")
         return history[-1]
 
     checkpoint = asyncio.run(of_the_one(config, database, namespace, last))
@@ -157,7 +159,11 @@ def export_checkpoint(
     if file is None:
         print(written(document))
     else:
-        file.write_text(written(document) + "\n")
+        try:
+            file.write_text(written(document) + "\n", encoding="utf-8")
+        except OSError as error:
+            fix = "name a file in a folder that is there"
+            raise ConfigurationError("--output", f"{file} cannot be written: {error.strerror}", fix) from error
         print_note(f"wrote {file}")
 
 

@@ -103,6 +103,8 @@ def parse_input(text: str) -> Any:
     """
     try:
         return json.loads(text, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ConfigurationError("INPUT", "it is nested too deep", "flatten it") from error
     except ValueError as error:
         if not text.lstrip().startswith(("{", "[")):
             return text

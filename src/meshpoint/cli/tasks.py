@@ -11,7 +11,7 @@ import typer
 
 from meshpoint.cli import sources
 from meshpoint.cli.databases import of_the_one
-from meshpoint.cli.output import ago, print_json, print_table, print_text, until
+from meshpoint.cli.output import ago, print_json, print_note, print_table, print_text, until
 from meshpoint.errors import ConfigurationError, MeshpointError
 
 if TYPE_CHECKING:
@@ -152,6 +152,8 @@ def resume_task(
 
     async def resume(operations: Operations) -> tuple[Revived, Outcome | None]:
         revived = await operations.resume(task_id)
+        if wait:
+            print_note(f"{task_id} is ready for attempt {revived.retry_count + 1}; waiting for its end")
         return revived, await operations.wait(task_id) if wait else None
 
     revived, outcome = asyncio.run(of_the_one(config, database, namespace, resume))
@@ -245,5 +247,6 @@ def _found(
     found: tuple[TaskSummary, list[CallSummary]] | None, task_id: str
 ) -> tuple[TaskSummary, list[CallSummary]]:
     if found is None:
-        raise MeshpointError(f"there is no task {task_id} in the database; a task that never paused has no row")
+        why = "one that has neither paused nor begun a subtask has no row"
+        raise MeshpointError(f"there is no task {task_id} in the database; {why}")
     return found

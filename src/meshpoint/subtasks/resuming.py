@@ -56,7 +56,7 @@ def refusal_of(id_: TaskId, refused: NotRevived) -> ResumeRefused:
         case Refusal.NOT_FOUND:
             return OperationNotFound(id_, f"there is no operation {id_}{detail}")
         case Refusal.RUNNING:
-            return OperationRunning(id_, f"operation {id_} is active{detail}")
+            return OperationRunning(id_, f"operation {id_} is active{detail}; wait for its end, or cancel it first")
         case Refusal.COMPLETED:
             return OperationCompleted(id_, f"operation {id_} has completed; there is nothing left to do")
         case Refusal.NO_CHECKPOINT:
