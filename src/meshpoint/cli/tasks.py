@@ -152,7 +152,7 @@ def resume_task(
 
     async def resume(operations: Operations) -> tuple[Revived, Outcome | None]:
         revived = await operations.resume(task_id)
-        if wait:
+        if wait and not as_json:
             print_note(f"{task_id} is ready for attempt {revived.retry_count + 1}; waiting for its end")
         return revived, await operations.wait(task_id) if wait else None
 
