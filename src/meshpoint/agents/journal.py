@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +17,7 @@ from pydantic import (
 from meshpoint.errors import IncompatibleState
 from meshpoint.model.calls import Call, Join
 from meshpoint.model.checkpoint import Checkpoint
+from meshpoint.model.json_values import digest_of
 from meshpoint.model.outcomes import Failed, Ok, Outcome, Outcomes
 from meshpoint.model.typed import first_problem
 from meshpoint.model.usage import TokenUsage
@@ -38,8 +37,7 @@ class RecordedCall(_Kept):
     @classmethod
     def of(cls, call: Call) -> RecordedCall:
         """The record of `call`. A timeout is no part of it: changing one does not change the path."""
-        canonical = json.dumps([call.peer, call.input], sort_keys=True, separators=(",", ":"))
-        return cls(id=call.id, peer=call.peer, digest=hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest())
+        return cls(id=call.id, peer=call.peer, digest=digest_of([call.peer, call.input]))
 
 
 class Entry(_Kept):

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from functools import partial
-
-from pydantic import JsonValue
 
 from meshpoint.errors import StoreUnavailable
 from meshpoint.lifecycle.segment import Segment
@@ -18,6 +14,7 @@ from meshpoint.model.checkpoint import Pause, PauseResult, PlannedCall
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Step
 from meshpoint.model.ids import AgentName, TaskId, new_id, resumed_id
+from meshpoint.model.json_values import digest_of
 from meshpoint.model.letters import pack
 from meshpoint.model.messages import Header, HeaderValue
 from meshpoint.model.options import OnCheckpointFailure, Options
@@ -74,7 +71,7 @@ class _Children:
 
     def adopt(self, call: Call) -> tuple[TaskId, TaskId]:
         """The id of the peer's task, and under which id the call is kept: they differ if it is to go on."""
-        digest = _digest(call.input)
+        digest = digest_of(call.input)
         found = next((child for child in self._left if (child.peer, child.digest) == (call.peer, digest)), None)
         if found is not None:
             self._left.remove(found)
@@ -82,11 +79,6 @@ class _Children:
         peer = AgentName(call.peer)
         self.planned.append(Child(id=id_, peer=peer, digest=digest, subtask=self._subtask, retry=self._retry))
         return id_, id_ if found is None else resumed_id(id_, self._retry)
-
-
-def _digest(value: JsonValue) -> str:
-    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
 async def save(pause: Pause, home: Home | None, site: Site) -> tuple[Home, PauseResult]:

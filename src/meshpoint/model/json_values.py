@@ -7,6 +7,8 @@ inside is checked as well.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, SupportsIndex
@@ -128,6 +130,12 @@ def check_json(value: object, name: str) -> JsonValue:
         return copied
     except _NotPlain:  # it has to be converted, or refused by its place
         return _plain(JsonDict({name: value})[name])
+
+
+def digest_of(value: JsonValue) -> str:
+    """A short digest of `value`; the order of keys makes no difference."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
 class _NotPlain(Exception):
