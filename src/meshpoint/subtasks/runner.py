@@ -387,22 +387,19 @@ class Subtasks:
 
     async def _save(self, subtask: str, *, progressed: bool) -> None:
         async with self._writing:
-            await self._ledger.save(self._checkpoint(), subtask, progressed=progressed)
+            await self._ledger.save(self.so_far(), subtask, progressed=progressed)
 
     @property
     def unsaved(self) -> bool:
         """Whether a pause would leave something out: that a subtask has begun, or failed, or that there are any."""
         return self._opened and (self.paused_in is not None or self._seq == 0 or not self._all_saved)
 
-    def so_far(self) -> AgentCheckpoint:
-        """The checkpoint of an operation that pauses."""
-        return self._checkpoint()
-
     def last(self, reason: str, details: dict[str, JsonValue] | None) -> AgentCheckpoint:
         """The checkpoint of an operation that ends without having completed."""
-        return self._checkpoint().model_copy(update={"failure_reason": reason, "error_details": details})
+        return self.so_far().model_copy(update={"failure_reason": reason, "error_details": details})
 
-    def _checkpoint(self) -> AgentCheckpoint:
+    def so_far(self) -> AgentCheckpoint:
+        """The next checkpoint: all that is recorded by now."""
         # Counted before it is written: if the write is given up halfway, the next one must not be taken for it.
         self._seq += 1
         self._all_saved = True
