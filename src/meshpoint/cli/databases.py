@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from meshpoint.cli import sources
-from meshpoint.errors import MeshpointError, OperationNotFound
+from meshpoint.errors import OperationNotFound
 
 if TYPE_CHECKING:
     from meshpoint.operations import Operations
@@ -22,15 +23,8 @@ async def of_each(
     ask: Callable[[Operations], Awaitable[T]],
 ) -> list[T]:
     """What each database answers."""
-    from meshpoint.operations import Operations
-
-    mesh = sources.mesh_of(config, namespace=namespace)
-    answers: list[T] = []
-    for each in sources.databases_of(config, database):
-        sources.refuse_missing_file(each.session_db_url)
-        async with Operations(each.session_db_url, namespace=mesh.namespace) as operations:
-            answers.append(await ask(operations))
-    return answers
+    async with aclosing(_opened(config, database, namespace)) as databases:
+        return [await ask(operations) async for operations in databases]
 
 
 async def of_the_one(
@@ -39,18 +33,26 @@ async def of_the_one(
     namespace: str | None,
     ask: Callable[[Operations], Awaitable[T]],
 ) -> T:
-    """What the first of the databases answers that has the operation."""
-    nowhere: MeshpointError | None = None
+    """What the first of the databases answers that has the operation; those after it are not asked."""
+    nowhere: OperationNotFound | None = None
+    async with aclosing(_opened(config, database, namespace)) as databases:
+        async for operations in databases:
+            try:
+                return await ask(operations)
+            except OperationNotFound as error:
+                nowhere = error
+    assert nowhere is not None  # there is a database, or naming none was refused
+    raise nowhere
 
-    async def found(operations: Operations) -> list[T]:
-        nonlocal nowhere
-        try:
-            return [await ask(operations)]
-        except OperationNotFound as error:
-            nowhere = error
-            return []
 
-    answers = [answer for part in await of_each(config, database, namespace, found) for answer in part]
-    if not answers and nowhere is not None:
-        raise nowhere
-    return answers[0]
+async def _opened(
+    config: Path | None, database: str | None, namespace: str | None
+) -> AsyncGenerator[Operations, None]:
+    """Each database in turn, open while it is looked at."""
+    from meshpoint.operations import Operations
+
+    mesh = sources.mesh_of(config, namespace=namespace)
+    for each in sources.databases_of(config, database):
+        sources.refuse_missing_file(each.session_db_url)
+        async with Operations(each.session_db_url, namespace=mesh.namespace) as operations:
+            yield operations
