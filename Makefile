@@ -8,6 +8,7 @@
 #   make check   formatting, lint, types, layers
 #   make fmt     format in place
 #   make bench   Meshpoint beside others, on private servers; `make bench ARGS="store --quick"`
+#   make since REV=v0.1.0   is the store as fast as it was in REV? Both side by side
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +18,7 @@ ARGS ?=
 SEEDS ?= 200
 MINUTES ?= 20
 
-.PHONY: demo test outages simulation chaos bench model check fmt clean
+.PHONY: demo test outages simulation chaos bench since model check fmt clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -32,6 +33,9 @@ outages: $(STAMPS)/dev
 
 bench: $(STAMPS)/benchmarks $(STAMPS)/rivals
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks $(ARGS)
+
+since: $(STAMPS)/benchmarks
+	@PYTHONPATH=tests $(BIN)/python -m benchmarks.since $(REV) $(ARGS)
 
 chaos: $(STAMPS)/benchmarks
 	@PYTHONPATH=tests $(BIN)/python -m chaos --minutes $(MINUTES) $(ARGS)
