@@ -5,8 +5,11 @@
     ├── PoisonMessage           reject: the delivery goes to the dead-letter queue with the reason
     ├── Unavailable             wait and retry: nothing is lost, nothing is answered
     │   ├── BrokerUnavailable
-    │   └── StoreUnavailable    nothing was written
-    │       └── CommitInDoubt   a COMMIT was sent and its answer lost: repeat with the same run id
+    │   ├── StoreUnavailable    nothing was written
+    │   │   └── CommitInDoubt   a COMMIT was sent and its answer lost: repeat with the same run id
+    │   └── MemoryUnavailable   the working memory cannot be had now: the task goes on later, or the agent without it
+    │       ├── MemoryLost      it lost what the task has put there; the task's last checkpoint has it
+    │       └── ConsistencyError    what was found, or restored, is not what was kept: names the keys
     ├── CheckpointError
     │   └── IncompatibleState   give the task back for another replica; park it after a limit
     ├── ResumeRefused           an operation cannot be resumed: one class for each reason
@@ -15,6 +18,7 @@
         ├── InvalidInput        the request does not fit the agent's declared input
         ├── InvalidOutput       the agent's result does not fit its declared output
         ├── AgentMisbehaved     the agent broke its contract (returned neither Paused nor Done, …)
+        ├── MemoryRefused       a value, a key or a size that the working memory cannot keep
         ├── SubtaskFailed       a subtask had failed, and the agent's code did not expect that
         ├── SubtaskRefused      a subtask cannot be recorded: its name, its inputs or its deliverable
         ├── PeerFailed          a peer call has no result, and the agent's code did not expect that
@@ -27,6 +31,7 @@ Expected results (a lost claim, a partial join, a fenced write) are values, not 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -60,6 +65,39 @@ class StoreUnavailable(Unavailable):
 
 class CommitInDoubt(StoreUnavailable):
     """COMMIT was sent and its answer lost: the transaction may have committed."""
+
+
+class MemoryUnavailable(Unavailable):
+    """The working memory cannot be read or written now.
+
+    An agent may catch it and go on without. Where it passes, the task is given back and goes on from its last
+    checkpoint in a while: it does not fail.
+    """
+
+
+class MemoryLost(MemoryUnavailable):
+    """The working memory no longer has what the task has put there: it was emptied, or keys were evicted."""
+
+
+class ConsistencyError(MemoryUnavailable):
+    """A memory, or a snapshot of it, is not what was kept. Names the keys that are missing, too many or changed."""
+
+    def __init__(
+        self, what: str, *, missing: Sequence[str] = (), extra: Sequence[str] = (), changed: Sequence[str] = ()
+    ) -> None:
+        kinds = {"missing": missing, "extra": extra, "changed": changed}
+        found = [f"{kind}: {_some(keys)}" for kind, keys in kinds.items() if keys]
+        super().__init__("; ".join([what, *found]))
+        self.missing, self.extra, self.changed = tuple(missing), tuple(extra), tuple(changed)
+
+
+def _some(keys: Sequence[str], most: int = 10) -> str:
+    named = ", ".join(repr(key) for key in keys[:most])
+    return named if len(keys) <= most else f"{named} and {len(keys) - most} more"
+
+
+class MemoryFenced(MeshpointError):
+    """Another run of the task owns its working memory by now: this one is a zombie and changed nothing."""
 
 
 class CheckpointError(MeshpointError):
@@ -116,6 +154,10 @@ class InvalidOutput(AgentFailed):
 
 class AgentMisbehaved(AgentFailed):
     """The agent broke its contract."""
+
+
+class MemoryRefused(AgentFailed):
+    """The working memory cannot keep this, or is not what the agent takes it for. The message names the key."""
 
 
 class SubtaskRefused(AgentFailed):

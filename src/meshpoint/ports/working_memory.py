@@ -1,0 +1,93 @@
+"""L1, where working memories live, and the second place where their snapshots lie. Either may lose anything.
+
+Any method may raise `MemoryUnavailable`: for one that writes, it is not known then whether it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+from meshpoint.model.memory import Answer, Command, Held, Item, Owner, Packed
+
+
+class WorkingMemory(Protocol):
+    """L1: the memories of all tasks of one agent, each under its `agent_id`."""
+
+    @property
+    def survives(self) -> bool:
+        """Whether a memory outlives its process. If not, every checkpoint in SQL carries the snapshot."""
+
+    async def execute(self, owner: Owner, commands: Sequence[Command]) -> tuple[int, list[Answer]]:
+        """Do commands together, in order, with nothing of anybody else between them; the version then, and answers.
+
+        A key that is written without a time of its own lives as long as the memory, whose time begins anew.
+
+        Raises:
+            MemoryFenced: the memory has another owner by now, or one with a higher fence.
+            MemoryLost: it has no owner, so all of it is lost; or a key that a command names was evicted.
+            MemoryRefused: a command does not fit what its key holds; names the key. Those before it are done.
+        """
+
+    async def keys(self, owner: Owner) -> list[str]:
+        """The keys that are there, in no order. Raises as `execute`."""
+
+    async def read(self, agent_id: str) -> Held:
+        """All that is there at one instant, whoever writes meanwhile. Changes nothing."""
+
+    async def adopt(self, owner: Owner, version: int) -> bool:
+        """Become the owner of what is there, if it still has this version; its time begins anew, as active.
+
+        Raises:
+            MemoryFenced: its owner has a higher fence.
+        """
+
+    async def replace(self, owner: Owner, items: Sequence[Item]) -> Held:
+        """Put `items` in place of all that is there, become the owner, and read them back.
+
+        They are put beside what is there and take its place at one instant, so that a crash leaves the one or the
+        other. What has expired by its own time meanwhile is left out.
+
+        Raises:
+            MemoryFenced: its owner has a higher fence.
+        """
+
+    async def retain(self, owner: Owner, *, paused: bool) -> None:
+        """Let the memory live as long as that of a paused, or of an active, task from now on.
+
+        Nothing happens if it has another owner by now.
+        """
+
+    async def forget(self, owner: Owner) -> None:
+        """Delete it, unless it has another owner by now."""
+
+    async def close(self) -> None:
+        """Release every connection."""
+
+
+class SnapshotStore(Protocol):
+    """The last snapshot of each memory, apart from L1."""
+
+    async def put(self, agent_id: str, packed: Packed) -> bool:
+        """Keep it in place of the one that is there, at one instant, unless that has a higher `order`; whether so."""
+
+    async def get(self, agent_id: str) -> Packed | None:
+        """The one that is there; None: none. What it holds may be damaged: whoever reads it verifies it.
+
+        Raises:
+            ConsistencyError: there is something, but nothing that could be a snapshot.
+        """
+
+    async def forget(self, agent_id: str) -> None:
+        """Delete it."""
+
+    async def close(self) -> None:
+        """Release every connection."""
+
+
+class MemoryTimes(Protocol):
+    """How long memories live in L1."""
+
+    active: timedelta
+    paused: timedelta
