@@ -1,4 +1,4 @@
-"""`python -m benchmarks [store|system|memory|scale|restore]... [--quick] [--json]`, with tests/ on the path."""
+"""`python -m benchmarks [NAME]... [--quick] [--json]`, with tests/ on the path; --help lists the names."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Benchmark(StrEnum):
     MEMORY = "memory"
     SCALE = "scale"
     RESTORE = "restore"
+    WORKING = "working"
 
 
 def main(

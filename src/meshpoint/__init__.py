@@ -11,9 +11,13 @@ from meshpoint.errors import (
     AgentFailed,
     AgentMisbehaved,
     ConfigurationError,
+    ConsistencyError,
     IncompatibleState,
     InvalidInput,
     InvalidOutput,
+    MemoryLost,
+    MemoryRefused,
+    MemoryUnavailable,
     MeshpointError,
     NoCheckpoint,
     NotJson,
@@ -26,6 +30,7 @@ from meshpoint.errors import (
     ResumeRefused,
     SubtaskRefused,
 )
+from meshpoint.model.agent_memory import AgentMemory, MemoryRecovery, MemorySource
 from meshpoint.model.calls import ALL, AT_LEAST, FIRST, Call, Done, Join, Paused
 from meshpoint.model.context import A2AContext, TaskExecutionContext
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes
@@ -44,9 +49,11 @@ __all__ = [
     "A2AContext",
     "AgentCheckpointer",
     "AgentFailed",
+    "AgentMemory",
     "AgentMisbehaved",
     "Call",
     "ConfigurationError",
+    "ConsistencyError",
     "Done",
     "DurableAgent",
     "Failed",
@@ -56,6 +63,11 @@ __all__ = [
     "InvalidInput",
     "InvalidOutput",
     "Join",
+    "MemoryLost",
+    "MemoryRecovery",
+    "MemoryRefused",
+    "MemorySource",
+    "MemoryUnavailable",
     "MeshpointError",
     "NoCheckpoint",
     "NotJson",

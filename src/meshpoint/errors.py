@@ -8,8 +8,8 @@
     │   ├── StoreUnavailable    nothing was written
     │   │   └── CommitInDoubt   a COMMIT was sent and its answer lost: repeat with the same run id
     │   └── MemoryUnavailable   the working memory cannot be had now: the task goes on later, or the agent without it
-    │       ├── MemoryLost      it lost what the task has put there; the task's last checkpoint has it
-    │       └── ConsistencyError    what was found, or restored, is not what was kept: names the keys
+    │       └── MemoryLost      it lost what the task has put there; the task's last checkpoint has it
+    ├── MemoryFenced            stop: another run of the task owns its working memory
     ├── CheckpointError
     │   └── IncompatibleState   give the task back for another replica; park it after a limit
     ├── ResumeRefused           an operation cannot be resumed: one class for each reason
@@ -19,6 +19,7 @@
         ├── InvalidOutput       the agent's result does not fit its declared output
         ├── AgentMisbehaved     the agent broke its contract (returned neither Paused nor Done, …)
         ├── MemoryRefused       a value, a key or a size that the working memory cannot keep
+        ├── ConsistencyError    no place has the working memory as it was kept: names the keys
         ├── SubtaskFailed       a subtask had failed, and the agent's code did not expect that
         ├── SubtaskRefused      a subtask cannot be recorded: its name, its inputs or its deliverable
         ├── PeerFailed          a peer call has no result, and the agent's code did not expect that
@@ -77,23 +78,6 @@ class MemoryUnavailable(Unavailable):
 
 class MemoryLost(MemoryUnavailable):
     """The working memory no longer has what the task has put there: it was emptied, or keys were evicted."""
-
-
-class ConsistencyError(MemoryUnavailable):
-    """A memory, or a snapshot of it, is not what was kept. Names the keys that are missing, too many or changed."""
-
-    def __init__(
-        self, what: str, *, missing: Sequence[str] = (), extra: Sequence[str] = (), changed: Sequence[str] = ()
-    ) -> None:
-        kinds = {"missing": missing, "extra": extra, "changed": changed}
-        found = [f"{kind}: {_some(keys)}" for kind, keys in kinds.items() if keys]
-        super().__init__("; ".join([what, *found]))
-        self.missing, self.extra, self.changed = tuple(missing), tuple(extra), tuple(changed)
-
-
-def _some(keys: Sequence[str], most: int = 10) -> str:
-    named = ", ".join(repr(key) for key in keys[:most])
-    return named if len(keys) <= most else f"{named} and {len(keys) - most} more"
 
 
 class MemoryFenced(MeshpointError):
@@ -158,6 +142,27 @@ class AgentMisbehaved(AgentFailed):
 
 class MemoryRefused(AgentFailed):
     """The working memory cannot keep this, or is not what the agent takes it for. The message names the key."""
+
+
+class ConsistencyError(AgentFailed):
+    """A memory, or a snapshot of it, is not what was kept. Names the keys that are missing, too many or changed.
+
+    An agent meets it when no place has the memory as its last checkpoint had it. It may catch it, and call
+    `ctx.memory.clear()` to begin anew. Where it passes, the task fails, and its operation can be resumed.
+    """
+
+    def __init__(
+        self, what: str, *, missing: Sequence[str] = (), extra: Sequence[str] = (), changed: Sequence[str] = ()
+    ) -> None:
+        kinds = {"missing": missing, "extra": extra, "changed": changed}
+        found = [f"{kind}: {_some(keys)}" for kind, keys in kinds.items() if keys]
+        super().__init__("; ".join([what, *found]))
+        self.missing, self.extra, self.changed = tuple(missing), tuple(extra), tuple(changed)
+
+
+def _some(keys: Sequence[str], most: int = 10) -> str:
+    named = ", ".join(repr(key) for key in keys[:most])
+    return named if len(keys) <= most else f"{named} and {len(keys) - most} more"
 
 
 class SubtaskRefused(AgentFailed):

@@ -15,6 +15,7 @@ from meshpoint.adapters.logging_observer import LoggingObserver
 from meshpoint.adapters.memory.broker import MemoryBroker
 from meshpoint.adapters.memory.exchange import MemoryExchange
 from meshpoint.adapters.memory.store import MemoryCheckpointStore
+from meshpoint.adapters.memory.working_memory import LocalWorkingMemory
 from meshpoint.adapters.sqlite_queue import SqliteBroker
 from meshpoint.adapters.system_clock import SystemClock
 from meshpoint.agents.entrypoint import load_agent
@@ -26,6 +27,7 @@ from meshpoint.ports.broker import Broker
 from meshpoint.ports.checkpoint_cache import CheckpointCache
 from meshpoint.ports.observer import Observer
 from meshpoint.ports.store import CheckpointStore
+from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.settings import AgentSettings, MeshSettings, Settings
 from meshpoint.worker import Worker
 
@@ -108,6 +110,8 @@ def worker_of(
         observer=observer,
         options=options,
         cache=make_cache(agent, namespace) if durable else None,
+        l1=make_working_memory(agent, namespace),
+        snapshots=make_snapshots(agent, namespace),
     )
 
 
@@ -119,6 +123,30 @@ def make_cache(agent: AgentSettings, namespace: str) -> CheckpointCache | None:
 
     ttl = timedelta(seconds=agent.checkpoint_cache_ttl_seconds)
     return RedisCheckpointCache(agent.checkpoint_cache_url, namespace=namespace, ttl=ttl)
+
+
+def make_working_memory(agent: AgentSettings, namespace: str) -> WorkingMemory:
+    """Where the working memories of an agent's tasks live: in Redis, or in the process and with each checkpoint."""
+    if agent.memory_url is None:
+        return LocalWorkingMemory(_CLOCK)
+    from meshpoint.adapters.redis import RedisWorkingMemory
+
+    return RedisWorkingMemory(
+        agent.memory_url,
+        namespace=namespace,
+        active=timedelta(seconds=agent.memory_ttl_seconds),
+        paused=timedelta(seconds=agent.memory_paused_ttl_seconds),
+    )
+
+
+def make_snapshots(agent: AgentSettings, namespace: str) -> SnapshotStore | None:
+    """The second place of working memories that live in Redis."""
+    url = agent.memory_snapshot_url or agent.memory_url
+    if url is None:
+        return None
+    from meshpoint.adapters.redis import RedisSnapshots
+
+    return RedisSnapshots(url, namespace=namespace, ttl=timedelta(seconds=agent.memory_paused_ttl_seconds))
 
 
 async def serve(settings: Settings, *, observer: Observer | None = None, stop: asyncio.Event | None = None) -> None:

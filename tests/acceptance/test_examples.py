@@ -30,7 +30,7 @@ Rome:
 """,
     "nested_mesh.py": "The Waiting Mesh: 45 pages reviewed, 90 mistakes\n",
 }
-WITH_README = ("stock_analysis", "strategy_research")
+WITH_README = ("stock_analysis", "strategy_research", "market_screen")
 """Folders with a `run.py` that prints what their README shows."""
 ON_REPLICAS = ("replicas",)
 
@@ -64,6 +64,23 @@ def test_an_example_proves_its_claim_and_prints_what_its_page_shows(name: str, t
     )
     printed = "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
     assert (done.returncode, printed, done.stderr) == (0, shown, "")
+    assert not list(tmp_path.iterdir()), "it leaves nothing behind"
+
+
+@pytest.mark.servers
+def test_a_memory_in_redis_that_expired_is_found_in_its_snapshot(redis_url: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / "market_screen" / "run.py"), "--redis", redis_url],
+        cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "80", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert "The memory in Redis expires too: 206 keys are gone." in done.stdout  # the values, the head and the index
+    assert "✓ It was verified, and came from snapshot." in done.stdout
     assert not list(tmp_path.iterdir()), "it leaves nothing behind"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from servers import PostgresServer, RabbitServer
+from servers import PostgresServer, RabbitServer, RedisServer
 
 from . import picture, show
 from .report import Report
@@ -34,7 +34,7 @@ def _arguments() -> argparse.Namespace:
 
 
 async def _run(wish: Wish, console: Console) -> Report:
-    rabbit, postgres = RabbitServer(), PostgresServer()
+    rabbit, postgres, redis = RabbitServer(), PostgresServer(), RedisServer()
     following: list[asyncio.Task[None]] = []
 
     def watch(running: Running) -> None:
@@ -44,13 +44,15 @@ async def _run(wish: Wish, console: Console) -> Report:
         rabbit.launch()
         await postgres.start()
         await rabbit.start()
-        return await run(wish, rabbit, postgres, watch)
+        await redis.start()
+        return await run(wish, rabbit, postgres, redis, watch)
     finally:
         for task in following:
             task.cancel()
         await asyncio.gather(*following, return_exceptions=True)
         postgres.close()
         rabbit.close()
+        redis.close()
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ What each must answer follows from its input, so that a wrong answer is seen.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import zlib
 
@@ -26,7 +27,8 @@ EFFECTS = "CHAOS_EFFECTS"
 class Work(BaseModel):
     """What one request wants of `root`: `nested` asks by way of `middle`; `needed` results meet its joins.
 
-    With `recorded`, each round begins and ends with a subtask.
+    With `recorded`, each round begins and ends with a subtask. With `remembered`, each round counts itself and its
+    answers in the working memory, which must have all of them in the end, each once.
     """
 
     number: int
@@ -34,6 +36,7 @@ class Work(BaseModel):
     nested: bool = False
     needed: int | None = None
     recorded: bool = False
+    remembered: bool = False
 
 
 class Piece(BaseModel):
@@ -82,13 +85,21 @@ async def root(ctx: TaskExecutionContext, work: Work) -> Answer:
     peer, join = middle_peer if work.nested else leaf_peer, Join(work.needed) if work.needed else ALL
     answer: Answer = []
     for number in range(work.rounds):
+        if work.remembered and (count := await ctx.memory.incr("rounds")) != number + 1:
+            raise AssertionError(f"round {number} is number {count} in the memory")
         ticket = await ctx.subtask(f"draw-{number}", draw) if work.recorded else None
         pieces = [Piece(number=work.number, round=number, index=index) for index in range(WIDTH)]
         values = await ctx.gather(*[peer(piece) for piece in pieces], join=join, return_errors=True)
         answer.append([None if isinstance(value, Failed) else value for value in values])
+        if work.remembered:
+            await ctx.memory.rpush("answers", json.dumps(answer[-1]))
         await asyncio.sleep(0.01)
         if ticket is not None and (kept := await ctx.subtask(f"keep-{number}", keep, ticket)) != ticket:
             raise AssertionError(f"ticket {number} was drawn twice: {kept}, then {ticket}")
+    if work.remembered and (kept := await ctx.memory.lrange("answers")) != [
+        json.dumps(each).encode() for each in answer
+    ]:
+        raise AssertionError(f"the memory has {kept}, the answers are {answer}")
     return answer
 
 

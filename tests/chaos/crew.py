@@ -31,6 +31,7 @@ QUICK = {
     "dispatch_lease_seconds": 1,
     "drain_timeout_seconds": 5,
     "checkpoint_retry_time_seconds": 2,
+    "incompatible_pause_seconds": 0.5,  # after a working memory could not be had, too
     "db_pool_size": 3,
 }
 """Timings at which faults show within seconds."""
@@ -77,9 +78,12 @@ class Post:
 class Crew:
     """`size` replicas, each serving every agent. An async context manager."""
 
-    def __init__(self, folder: Path, namespace: str, broker_url: str, db_url: str, *, seed: int, size: int) -> None:
+    def __init__(
+        self, folder: Path, namespace: str, broker_url: str, db_url: str, redis_url: str, *, seed: int, size: int
+    ) -> None:
         self._folder, self._namespace, self._seed, self._size = folder, namespace, seed, size
         self._urls = broker_url, db_url
+        self._redis_url = redis_url
         self._keepers: list[asyncio.Task[None]] = []
         self._ending = False
         self._changed = asyncio.Event()
@@ -131,7 +135,14 @@ class Crew:
 
     def _configure(self, number: int, broker_url: str, db_url: str) -> Path:
         agents = [
-            {"name": name, "entrypoint": f"chaos.cast:{name}", "session_db_url": db_url, **QUICK} for name in AGENTS
+            {
+                "name": name,
+                "entrypoint": f"chaos.cast:{name}",
+                "session_db_url": db_url,
+                "memory_url": self._redis_url,
+                **QUICK,
+            }
+            for name in AGENTS
         ]
         mesh = {"namespace": self._namespace, "broker_url": broker_url}
         path = self._folder / f"replica-{number}.yaml"

@@ -16,6 +16,8 @@ class Kind(StrEnum):
     ROLL = "roll"  # SIGTERM to each replica in turn, as a deployment does
     BROKER = "broker"  # RabbitMQ stops and starts: cleanly and at once, in turns
     DATABASE = "database"  # PostgreSQL stops at once and starts
+    FLUSH = "flush"  # FLUSHALL: every working memory in Redis is gone, and every snapshot there
+    REDIS = "redis"  # Redis is killed and started: what it had not yet on disk is gone
     CUT_BROKER = "cut broker"  # a replica's connections to RabbitMQ are reset
     CUT_DATABASE = "cut database"  # a replica's connections to PostgreSQL are reset
     SILENCE = "silence"  # a replica's connections to both stay open and carry nothing
@@ -27,6 +29,8 @@ PER_MINUTE = {
     Kind.ROLL: 0.6,
     Kind.BROKER: 0.6,
     Kind.DATABASE: 0.6,
+    Kind.FLUSH: 1.5,
+    Kind.REDIS: 0.6,
     Kind.CUT_BROKER: 1.5,
     Kind.CUT_DATABASE: 1.5,
     Kind.SILENCE: 0.6,
@@ -35,6 +39,7 @@ SECONDS = {
     Kind.FREEZE: (3.0, 13.0),  # the lease is 2 s, the broker's patience about 10 s
     Kind.BROKER: (0.0, 3.0),
     Kind.DATABASE: (0.0, 5.0),  # a first checkpoint is tried for 2 s
+    Kind.REDIS: (0.0, 3.0),
     Kind.SILENCE: (3.0, 9.0),
 }
 BLOCK = 300.0

@@ -15,7 +15,7 @@ from meshpoint import wiring
 from meshpoint.adapters.sql import migrations
 from meshpoint.model.ids import new_id
 from meshpoint.settings import MeshSettings
-from servers import PostgresServer, RabbitServer, own_database
+from servers import PostgresServer, RabbitServer, RedisServer, own_database
 
 from . import leftovers, story, tally
 from .crew import Crew
@@ -58,27 +58,35 @@ class Running:
 Watch = Callable[[Running], None]
 
 
-async def run(wish: Wish, rabbit: RabbitServer, postgres: PostgresServer, watch: Watch | None = None) -> Report:
+async def run(
+    wish: Wish, rabbit: RabbitServer, postgres: PostgresServer, redis: RedisServer, watch: Watch | None = None
+) -> Report:
     """Do it. `watch` hears of the run once, when it starts."""
     folder = Path(tempfile.mkdtemp(prefix="meshpoint-chaos-"))
     try:
         async with own_database(postgres.url) as db_url:
             await asyncio.to_thread(migrations.upgrade, db_url)
-            return await _run(wish, rabbit, postgres, db_url, folder, watch)
+            return await _run(wish, rabbit, postgres, redis, db_url, folder, watch)
     finally:
         await asyncio.to_thread(shutil.rmtree, folder, True)
 
 
 async def _run(
-    wish: Wish, rabbit: RabbitServer, postgres: PostgresServer, db_url: str, folder: Path, watch: Watch | None
+    wish: Wish,
+    rabbit: RabbitServer,
+    postgres: PostgresServer,
+    redis: RedisServer,
+    db_url: str,
+    folder: Path,
+    watch: Watch | None,
 ) -> Report:
     namespace, ledger = f"chaos-{new_id()}", Ledger()
     broker_url = f"{rabbit.url}?{_HEARTBEAT}"
 
     broker = wiring.make_broker(MeshSettings(namespace=namespace, broker_url=broker_url))
-    async with Crew(folder, namespace, broker_url, db_url, seed=wish.seed, size=wish.replicas) as crew:
+    async with Crew(folder, namespace, broker_url, db_url, redis.url, seed=wish.seed, size=wish.replicas) as crew:
         async with Stream(broker, ledger, seed=wish.seed, rate=wish.rate, in_flight=wish.in_flight) as stream:
-            strikes = Strikes(crew, rabbit, postgres)
+            strikes = Strikes(crew, rabbit, postgres, redis)
             running = Running(wish, ledger, strikes, crew)
             if watch is not None:
                 watch(running)

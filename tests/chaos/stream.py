@@ -24,7 +24,7 @@ _PAUSE = 0.3
 
 
 def work(number: int, chance: random.Random) -> Work:
-    """What request `number` wants: most ask five leaves once; some twice, nested, with another join, recorded."""
+    """What request `number` wants: most ask five leaves once; some twice, nested, with another join, remembering."""
     dice = chance.random()
     if dice < 0.10:
         return Work(number=number, rounds=2, nested=True)
@@ -34,6 +34,8 @@ def work(number: int, chance: random.Random) -> Work:
         return Work(number=number, needed=3, rounds=1 + chance.randrange(2))
     if dice < 0.55:
         return Work(number=number, rounds=1 + chance.randrange(2), recorded=True)
+    if dice < 0.80:
+        return Work(number=number, rounds=1 + chance.randrange(3), recorded=dice < 0.65, remembered=True)
     return Work(number=number)
 
 

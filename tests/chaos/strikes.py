@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from servers import PostgresServer, RabbitServer
+from redis.asyncio import Redis
+
+from servers import PostgresServer, PrivateServer, RabbitServer, RedisServer
 
 from .crew import Crew, Post
 from .plan import Fault, Kind
@@ -32,11 +34,13 @@ class Strikes:
     crew: Crew
     rabbit: RabbitServer
     postgres: PostgresServer
+    redis: RedisServer
     log: list[Strike] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     going_on: set[str] = field(default_factory=set)
     _broker: asyncio.Lock = field(default_factory=asyncio.Lock)
     _database: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _memory: asyncio.Lock = field(default_factory=asyncio.Lock)
     _rolling: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self, faults: list[Fault]) -> None:
@@ -71,9 +75,13 @@ class Strikes:
             return await self._restart(self._broker, self.rabbit, fault)
         if fault.kind is Kind.DATABASE:
             return await self._restart(self._database, self.postgres, fault)
+        if fault.kind is Kind.REDIS:
+            return await self._restart(self._memory, self.redis, fault)
+        if fault.kind is Kind.FLUSH:
+            return await self._flush()
         return await self._roll()
 
-    async def _restart(self, lock: asyncio.Lock, server: RabbitServer | PostgresServer, fault: Fault) -> str:
+    async def _restart(self, lock: asyncio.Lock, server: PrivateServer, fault: Fault) -> str:
         async with lock:
             await server.stop(immediate=fault.immediate)
             await asyncio.sleep(fault.seconds)
@@ -81,6 +89,12 @@ class Strikes:
         how = "immediate" if fault.immediate else "clean"
         self.counts[f"{fault.kind.value}, {how}"] += 1
         return f"{how}, away {fault.seconds:.1f} s and its start"
+
+    async def _flush(self) -> str:
+        async with self._memory, Redis.from_url(self.redis.url) as redis:
+            keys = await redis.dbsize()
+            await redis.flushall()
+        return f"{keys} keys"
 
     async def _roll(self) -> str:
         async with self._rolling:

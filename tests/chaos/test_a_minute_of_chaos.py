@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from servers import PostgresServer, RabbitServer
+from servers import PostgresServer, RabbitServer, RedisServer
 
 from .plan import Kind, plan
 from .run import Wish, run
@@ -18,10 +18,12 @@ SEED = int(os.environ.get("MESHPOINT_CHAOS_SEED", random.SystemRandom().randrang
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # a minute, and as long as a busy machine needs for the last answers
-async def test_a_minute_of_chaos(own_rabbit: RabbitServer, own_postgres: PostgresServer, tmp_path: Path) -> None:
+async def test_a_minute_of_chaos(
+    own_rabbit: RabbitServer, own_postgres: PostgresServer, own_redis: RedisServer, tmp_path: Path
+) -> None:
     print(f"seed {SEED}: MESHPOINT_CHAOS_SEED={SEED} repeats the plan")
     wish = Wish(seed=SEED, seconds=60, rate=6, stories=tmp_path)
-    report = await run(wish, own_rabbit, own_postgres)
+    report = await run(wish, own_rabbit, own_postgres, own_redis)
     verdict = {"lost": report.lost, "duplicated": report.duplicated, "stuck": report.stuck, "wrong": report.wrong}
     assert verdict == dict.fromkeys(verdict, 0), (SEED, report.leftovers, report.bad)
     assert report.answers == report.requests

@@ -49,6 +49,7 @@ from meshpoint.conformance.build import (
     operating,
     saved,
 )
+from meshpoint.conformance.build_memory import remembering, remembering_pause
 from meshpoint.model.calls import Join
 from meshpoint.model.checkpoint import (
     AllArrived,
@@ -334,6 +335,9 @@ class Life:
             assert await self._store.save(Save(run, a_checkpoint(run, 1))) == Saved()  # finds itself
             await saved(self._store, run)  # in place of the first
             assert len(await self._store.history(run.task_id)) == 1
+        for run in runs[:3]:
+            assert await self._store.save(Save(run, remembering(run, 3, "memory"))) == Saved()
+            assert await self._store.l1_snapshot(run.task_id)
         child = Child(id=TaskId(new_id()), peer=AGENT, digest="d")
         pauses = [a_pause(run=run) for run in runs]
         await self._store.pause([replace(pause, children=(child,)) for pause in pauses])
@@ -341,6 +345,7 @@ class Life:
         await self._store.end([an_end(task.run) for task in resumed])
         assert len(await self._store.history(runs[0].task_id)) == 1  # in the archive
         over, waiting = await operating(self._store), await operating(self._store)
+        await self._store.pause([remembering_pause(run, 2, "memory") for run in [await operating(self._store)]])
         last = a_checkpoint(over, 1, failure_reason="broken")
         await self._store.end([an_end(over, TaskState.FAILED, checkpoint=last)])
         assert await self._store.preserve(over.task_id)

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from meshpoint.adapters.sql import SqlCheckpointStore, migrations
 from meshpoint.adapters.sql.engine import async_url
-from meshpoint.adapters.sql.tables import POSTGRES_STORAGE, REVISION, VERSION_TABLE, metadata
+from meshpoint.adapters.sql.tables import POSTGRES_STORAGE, REVISION, VERSION_TABLE, checkpoints, metadata
 from meshpoint.conformance.build import (
     AGENT,
     HERE,
@@ -34,6 +34,7 @@ from meshpoint.conformance.build import (
     ready,
     saved,
 )
+from meshpoint.conformance.build_memory import digest, memory_of, save
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.checkpoint import Dispatch, TaskState, Track
 
@@ -319,3 +320,38 @@ async def test_what_the_release_before_left_of_an_operation_is_in_nobodys_way(em
         assert await store.latest(run.task_id) is None
         assert (await saved(store, again)).seq == 1
         assert [each.seq for each in await store.history(run.task_id)] == [1]
+
+
+# ── 0004: working memories lie with checkpoints ────────────────────────────────────────────────────
+
+
+async def test_checkpoints_of_before_have_no_memory_and_those_after_may(empty_url: str) -> None:
+    await upgrade(empty_url)
+    async with opened(empty_url) as store:
+        run = await operating(store)
+        await save(store, run, [None, "first"])
+    await downgrade(empty_url, "0003")
+    await upgrade(empty_url)
+    assert await differences(empty_url) == []
+    async with opened(empty_url) as store:
+        assert [each.l1_snapshot_hash for each in await store.history(run.task_id)] == [None, None]
+        assert await store.l1_snapshot(run.task_id) is None
+        await save(store, run, ["second"], first=3)
+        assert await memory_of(store, run.task_id) == (3, "second")
+
+
+async def test_the_release_before_writes_checkpoints_without_a_memory(empty_url: str) -> None:
+    """It names the columns that it knows, in place of those that it may find there."""
+    await upgrade(empty_url)
+    async with opened(empty_url) as store:
+        run = await operating(store)
+        await save(store, run, ["first"])
+        known = [column.name for column in checkpoints.columns if not column.name.startswith("l1_snapshot")]
+        values = ", ".join("2" if name == "seq" else name for name in known)
+        await execute(
+            empty_url,
+            f"INSERT INTO agent_checkpoints ({', '.join(known)}) SELECT {values} FROM agent_checkpoints",
+            "UPDATE agent_paused_tasks SET checkpoint_seq = 2",
+        )
+        assert [each.l1_snapshot_hash for each in await store.history(run.task_id)] == [digest("first"), None]
+        assert await memory_of(store, run.task_id) == (1, "first")

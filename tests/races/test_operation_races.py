@@ -26,8 +26,9 @@ from meshpoint.conformance.build import (
     operating,
     saved,
 )
+from meshpoint.conformance.build_memory import memory_of, remembering, remembering_pause, save
 from meshpoint.errors import CommitInDoubt
-from meshpoint.model.checkpoint import Begun, Fenced, Save, TaskState
+from meshpoint.model.checkpoint import Begun, Committed, Fenced, Save, TaskState
 from meshpoint.model.operations import NotRevived, Refusal, Revived, ReviveResult
 from meshpoint.model.subtasks import Saved
 
@@ -105,6 +106,23 @@ async def test_a_checkpoint_is_there_before_the_next_owner_or_never(stores: Stor
         assert subjects == (["old", "new"] if result == Saved() else ["new"])
 
 
+async def test_a_memory_is_there_with_its_pause_or_never(stores: Stores) -> None:
+    first, second = stores
+    for trial in range(_TRIALS):
+        begun = one(await first.begin([replace(a_begin(operation=an_operation()), replica=_IMPATIENT)]))
+        assert isinstance(begun, Begun)
+        await save(first, begun.run, ["old"])
+        pausing = first.pause([remembering_pause(begun.run, 2, "new")])
+        taking = second.take_over(THERE, 1)
+        if trial % 2:
+            (result,), taken = await asyncio.gather(pausing, taking)
+        else:
+            taken, (result,) = await asyncio.gather(taking, pausing)
+        assert isinstance(result, Fenced if taken else Committed)
+        assert [task.checkpoint for task in taken] in ([], [1])
+        assert await memory_of(second, begun.run.task_id) == ((1, "old") if taken else (2, "new"))
+
+
 # ── a network that fails ───────────────────────────────────────────────────────────────────────────
 
 
@@ -140,6 +158,23 @@ async def test_a_save_whose_commit_is_in_doubt_is_repeated(
     assert await far_store.save(save) == Saved()
     assert [each.seq for each in await far_store.history(run.task_id)] == [1, 2]
     assert cutter.cuts == cuts
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("lost", Lost)
+async def test_a_pause_with_a_memory_whose_commit_is_in_doubt_is_repeated(
+    far_store: SqlCheckpointStore, cutter: CommitCutter, lost: Lost
+) -> None:
+    run = await operating(far_store)
+    await save(far_store, run, ["old"])
+    pause = remembering_pause(run, 2, "new")
+    cutter.cut_next(lost)
+    with pytest.raises(CommitInDoubt):
+        await far_store.pause([pause])
+    assert await memory_of(far_store, run.task_id) == ((2, "new") if lost is Lost.ANSWER else (1, "old"))
+    again = replace(pause, checkpoint=remembering(run, 3, "again"))
+    assert isinstance(one(await far_store.pause([again])), Committed)
+    assert await memory_of(far_store, run.task_id) == ((2, "new") if lost is Lost.ANSWER else (3, "again"))
 
 
 @pytest.mark.servers

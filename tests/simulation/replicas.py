@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from meshpoint.adapters.memory.working_memory import LocalWorkingMemory
 from meshpoint.lifecycle.leases import LeaseKeeper
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.options import Options
@@ -80,6 +81,7 @@ class Process:
             clock=clock,
             observer=observer,
             options=options,
+            l1=LocalWorkingMemory(clock),
             replica_id=ReplicaId(name),
         )
         loop = asyncio.get_running_loop()

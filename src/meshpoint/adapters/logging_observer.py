@@ -28,6 +28,7 @@ _WARNINGS = frozenset(
         Step.CODE_CANCELLED,
         Step.LEASE_LOST,
         Step.OWNER_LOST,
+        Step.MEMORY_TROUBLE,
     }
 )
 _NEWS = frozenset({Step.STARTED, Step.DRAINING, Step.DRAINED, Step.STORE_BACK})
@@ -44,6 +45,7 @@ _NEWS_OF_TASKS = frozenset(
         Step.SUBTASK_AGAIN,
         Step.CHECKPOINT_RESTORED,
         Step.CHECKPOINT_COPY,
+        Step.MEMORY_RECOVERED,
     }
 )
 _BENEATH_DEBUG = logging.DEBUG // 2

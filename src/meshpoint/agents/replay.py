@@ -46,6 +46,11 @@ class Replay:
         """Whether recorded calls are left."""
         return self._position < len(self._journal.entries)
 
+    @property
+    def position(self) -> int:
+        """How many recorded pauses the function has passed."""
+        return self._position
+
     async def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
         """The recorded outcomes of `calls`.
 

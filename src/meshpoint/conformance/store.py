@@ -35,6 +35,8 @@ SECTIONS = (
     "outbox",
     "operations",
     "kept",
+    "memory",
+    "memory_pauses",
     "revivals",
     "again",
     "replicas",
@@ -48,6 +50,8 @@ from meshpoint.conformance.store_claims import ClaimSuite, JoinSuite  # noqa: E4
 from meshpoint.conformance.store_expiry import ExpireSuite, ProgressSuite  # noqa: E402
 from meshpoint.conformance.store_kept import KeptSuite, RetentionSuite  # noqa: E402
 from meshpoint.conformance.store_leases import KeepAliveSuite, LeaseSuite, PurgeSuite  # noqa: E402
+from meshpoint.conformance.store_memory import MemoryAtTheEndSuite, MemoryInCheckpointsSuite  # noqa: E402
+from meshpoint.conformance.store_memory_pauses import MemoryAtPausesSuite  # noqa: E402
 from meshpoint.conformance.store_operations import ChildrenSuite, SaveSuite, SummarySuite, TrackSuite  # noqa: E402
 from meshpoint.conformance.store_outbox import CatalogSuite, OutboxSuite  # noqa: E402
 from meshpoint.conformance.store_pauses import PauseSuite  # noqa: E402
@@ -79,6 +83,9 @@ class CheckpointStoreSuite(
     SummarySuite,
     KeptSuite,
     RetentionSuite,
+    MemoryInCheckpointsSuite,
+    MemoryAtPausesSuite,
+    MemoryAtTheEndSuite,
     ReviveSuite,
     RefusalSuite,
     TokenSuite,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from meshpoint.errors import StoreUnavailable
 from meshpoint.lifecycle.segment import Segment
 from meshpoint.lifecycle.site import Site
+from meshpoint.memory.task_memory import Mark
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody
 from meshpoint.model.calls import Call, Paused
 from meshpoint.model.checkpoint import Pause, PauseResult, PlannedCall
@@ -19,17 +21,46 @@ from meshpoint.model.letters import pack
 from meshpoint.model.messages import Header, HeaderValue
 from meshpoint.model.options import OnCheckpointFailure, Options
 from meshpoint.model.outcomes import Failed, FailureKind
-from meshpoint.model.subtasks import Child
+from meshpoint.model.subtasks import AgentCheckpoint, Child
 from meshpoint.ports.home import Home
 from meshpoint.subtasks.runner import Subtasks
 
 
+@dataclass(frozen=True, slots=True)
+class Last:
+    """What an operation is to know of itself while it waits, with its working memory."""
+
+    checkpoint: AgentCheckpoint
+    mark: Mark
+
+
+async def last(segment: Segment) -> Last | None:
+    """The checkpoint that a pause writes of an operation; None: the one that stands says all.
+
+    Raises:
+        MemoryLost: the memory is not what the code has put there.
+        MemoryRefused: it is too large to be kept.
+    """
+    home, subtasks, memory = segment.home, segment.subtasks, segment.memory
+    if home is None or subtasks is None or memory is None or not (subtasks.unsaved or memory.changed):
+        return None
+    so_far = subtasks.so_far()
+    mark = await memory.mark(so_far.seq, durable=True, completed=so_far.progress.completed)
+    return Last(mark.on(so_far), mark)
+
+
 def plan(
-    segment: Segment, paused: Paused, state_format: str, options: Options, earlier: Sequence[Child] = ()
+    segment: Segment,
+    paused: Paused,
+    state_format: str,
+    options: Options,
+    earlier: Sequence[Child] = (),
+    last: Last | None = None,
 ) -> Pause:
     """The checkpoint to write. Its ids are made here, once: a repeated write carries the same ones.
 
     A call that an earlier attempt at an operation made as well goes to the same task of the peer: see `_Children`.
+    `last` is what an operation is to know of itself while it waits.
     """
     assert segment.context is not None
     context, of_operation = segment.context, segment.subtasks is not None and segment.subtasks.opened
@@ -46,6 +77,7 @@ def plan(
         request=pack(segment.request) if segment.request and segment.run.fence == 0 else None,
         app_version=options.app_version,
         children=tuple(children.planned) if children is not None else (),
+        checkpoint=None if last is None else last.checkpoint,
     )
 
 

@@ -41,7 +41,7 @@ async def end(segment: Segment, home: Home, reply: Reply, site: Site, failed: Fa
 
     An operation that `failed` leaves a last checkpoint, with the reason.
     """
-    ending = _end(segment, reply, failed, site)
+    ending = await _end(segment, reply, failed, site)
 
     async def attempt() -> EndResult:
         return (await home.store.end([ending]))[0]
@@ -57,8 +57,11 @@ async def end(segment: Segment, home: Home, reply: Reply, site: Site, failed: Fa
     return result
 
 
-def _end(segment: Segment, reply: Reply, failed: Failed | None, site: Site) -> End:
+async def _end(segment: Segment, reply: Reply, failed: Failed | None, site: Site) -> End:
     reason = None if failed is None else masked(failed.message, site.options.secret_keys)
     if reason is not None and segment.subtasks is not None and segment.subtasks.opened:
-        segment.last = segment.subtasks.last(reason, segment.failure)
+        last = segment.subtasks.last(reason, segment.failure)
+        assert segment.memory is not None
+        segment.mark = await segment.memory.last(last.seq, last.progress.completed)
+        segment.last = segment.mark.on(last)
     return End(segment.run, reply.state, reply.body, segment.dead_reason, reason, segment.last)

@@ -39,10 +39,13 @@ class SegmentLedger:
         segment, home = self._segment, self._segment.home
         assert home is not None
         checkpointer = self._site.checkpointer(home)
+        assert segment.memory is not None
+        mark = await segment.memory.mark(checkpoint.seq, durable=False, completed=checkpoint.progress.completed)
         with self._site.steps.step(Step.SAVE, [segment.run.task_id], subtask=subtask, seq=checkpoint.seq):
-            wish = Save(segment.run, checkpoint, progressed=progressed)
+            wish = Save(segment.run, mark.on(checkpoint), progressed=progressed)
             result = await self._site.patience.until_answered(lambda: checkpointer.save(wish))
         self._stop_unless_ours(result)
+        await segment.memory.stored(mark)
 
     def _stop_unless_ours(self, result: BeginResult | SaveResult) -> None:
         segment = self._segment

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pydantic import JsonValue
 
 from meshpoint.lifecycle.ledger import SegmentLedger
-from meshpoint.lifecycle.segment import Segment
+from meshpoint.lifecycle.segment import Segment, Stop
 from meshpoint.lifecycle.site import Site
-from meshpoint.model.checkpoint import Resumable
+from meshpoint.memory.task_memory import Mark, TaskMemory
+from meshpoint.model.checkpoint import L1Snapshot, Resumable
 from meshpoint.model.context import Report, TaskExecutionContext
 from meshpoint.model.events import Step
+from meshpoint.model.memory import Owner, agent_id
 from meshpoint.model.outcomes import Outcomes
 from meshpoint.model.subtasks import AgentCheckpoint
 from meshpoint.subtasks.migrating import migrated
@@ -31,8 +33,27 @@ def restore(task: Resumable, report: Report) -> tuple[TaskExecutionContext, Outc
     return context, Outcomes({call_id: outcome for call_id, _, outcome in task.outcomes})
 
 
-async def restored_subtasks(
-    segment: Segment, task: Resumable | None, ledger: SegmentLedger, site: Site, parameters: JsonValue = None
+async def last_checkpoint(segment: Segment, task: Resumable | None, site: Site) -> AgentCheckpoint | None:
+    """The last checkpoint of a task that is an operation and has one."""
+    if task is None or not task.checkpoint:
+        return None
+    assert segment.home is not None
+    run, checkpointer, seq = segment.run, site.checkpointer(segment.home), task.checkpoint
+    found = await site.patience.until_answered(lambda: checkpointer.restore(run.task_id, run.agent, seq=seq))
+    if found is None:
+        return None
+    fallback = {"fallback": found.fallback.value} if found.fallback is not None else {}
+    site.steps.note(Step.CHECKPOINT_RESTORED, run.task_id, source=found.source.value, seq=seq, **fallback)
+    return found.checkpoint
+
+
+def restored_subtasks(
+    segment: Segment,
+    task: Resumable | None,
+    last: AgentCheckpoint | None,
+    ledger: SegmentLedger,
+    site: Site,
+    parameters: JsonValue = None,
 ) -> Subtasks:
     """What runs the subtasks of a segment: of an operation with all that is recorded, of any other task with nothing.
 
@@ -40,25 +61,35 @@ async def restored_subtasks(
         IncompatibleState: the checkpoint is of another version of the agent, and no migration leads here.
     """
     assert segment.context is not None
-    restored: AgentCheckpoint | None = None
-    if task is not None and task.checkpoint:
-        restored = await _last_checkpoint(segment, task.checkpoint, site)
     attempt = Attempt(
         run=segment.run,
         retry_count=task.retry_count if task is not None else 0,
         seq=(task.checkpoint or 0) if task is not None else 0,
         parameters=parameters,
     )
+    restored = None if last is None else migrated(last, site.plan.version, site.plan.migrations)
     opened = task is not None and task.checkpoint is not None
     return Subtasks(segment.context, site.plan, attempt, restored, ledger, site.steps, site.clock.now, opened=opened)
 
 
-async def _last_checkpoint(segment: Segment, seq: int, site: Site) -> AgentCheckpoint | None:
-    assert segment.home is not None
-    run, checkpointer = segment.run, site.checkpointer(segment.home)
-    found = await site.patience.until_answered(lambda: checkpointer.restore(run.task_id, run.agent, seq=seq))
-    if found is None:
-        return None
-    fallback = {"fallback": found.fallback.value} if found.fallback is not None else {}
-    site.steps.note(Step.CHECKPOINT_RESTORED, run.task_id, source=found.source.value, seq=seq, **fallback)
-    return migrated(found.checkpoint, site.plan.version, site.plan.migrations)
+def restored_memory(segment: Segment, last: AgentCheckpoint | None, subtasks: Subtasks, site: Site) -> TaskMemory:
+    """The working memory of a segment, which is looked for when the agent first uses it."""
+
+    def owner() -> Owner:
+        run = segment.run
+        return Owner(agent_id(run.agent, run.task_id), run.id, run.fence)
+
+    async def from_sql() -> L1Snapshot | None:
+        assert segment.home is not None
+        run, store = segment.run, segment.home.store
+        return await site.patience.until_answered(lambda: store.l1_snapshot(run.task_id, run.agent))
+
+    return TaskMemory(
+        site.memories,
+        Mark.of(last),
+        owner=owner,
+        place=lambda: subtasks.place,
+        open_=subtasks.open,
+        from_sql=from_sql,
+        lost=lambda: segment.stop_here(Stop.LOST),
+    )

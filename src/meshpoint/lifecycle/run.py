@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from pydantic_core import from_json, to_json
 
-from meshpoint.errors import AgentFailed, IncompatibleState, InvalidInput
+from meshpoint.errors import AgentFailed, IncompatibleState, InvalidInput, MemoryLost, MemoryUnavailable
 from meshpoint.lifecycle.segment import Segment, Stop
 from meshpoint.model.calls import Done, Paused
 from meshpoint.model.checkpoint import Resumable
@@ -38,7 +38,15 @@ class Unreadable:
     of_checkpoint: bool = False
 
 
-SegmentResult: TypeAlias = Paused | Outcome | Stopped | Unreadable
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """The task's working memory cannot be had now. `lost`: it was there, and is not what it was."""
+
+    reason: str
+    lost: bool
+
+
+SegmentResult: TypeAlias = Paused | Outcome | Stopped | Unreadable | Forgotten
 
 
 async def first_segment(
@@ -99,6 +107,8 @@ async def _guarded(
         return Unreadable(str(error))
     except InvalidInput as error:
         return _failed(FailureKind.INVALID, str(error), segment)
+    except MemoryUnavailable as error:
+        return Forgotten(str(error), isinstance(error, MemoryLost))
     except AgentFailed as error:
         _keep_details(error, segment, secret_keys)
         return _failed(FailureKind.ERROR, str(error), segment)

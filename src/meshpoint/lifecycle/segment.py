@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from pydantic import JsonValue
 
+from meshpoint.memory.task_memory import Mark, TaskMemory
 from meshpoint.model.checkpoint import BeginResult, Requester, Run
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.messages import Message
@@ -33,8 +34,8 @@ class Segment:
     `home` is None until the first checkpoint chooses one. `deliveries` are the un-acked requests of the task:
     more than one when a request was sent again. `request` is kept for the row that the first pause writes.
     `beginning` writes its row while its first subtask waits for that.
-    `subtasks` runs and records those of this segment. `failure` tells more of how an operation's code ended, and
-    `last` is the checkpoint that it leaves then.
+    `subtasks` runs and records those of this segment, `memory` is its working memory. `failure` tells more of how an
+    operation's code ended, and `last` is the checkpoint that it leaves then, with the memory `mark`.
     `settling` is set when the code has ended, `left` when the replica has forgotten the segment. `dead_reason` is set
     when the task ends because its runs keep killing their process.
     """
@@ -48,8 +49,10 @@ class Segment:
     code: asyncio.Task[object] | None = None
     beginning: asyncio.Task[BeginResult] | None = None
     subtasks: Subtasks | None = None
+    memory: TaskMemory | None = None
     failure: dict[str, JsonValue] | None = None
     last: AgentCheckpoint | None = None
+    mark: Mark | None = None
     settling: bool = False
     left: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: Stop | None = None
@@ -78,6 +81,7 @@ class Segment:
         """Forget what holds on to the segment in a circle: garbage would wait for the collector."""
         if self.context is not None:
             self.context.run_subtasks_with(None if self.subtasks is None else Over(self.subtasks.progress))
-        self.subtasks = None
+            self.context.remember_with(None)
+        self.subtasks = self.memory = None
         if self.beginning is not None:
             self.beginning.cancel()

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshpoint.lifecycle.patience import Patience
 from meshpoint.lifecycle.slots import Slots
+from meshpoint.memory.task_memory import Memories
 from meshpoint.model.checkpoint import Replica
 from meshpoint.model.ids import AgentName
 from meshpoint.model.options import Options
@@ -42,6 +43,7 @@ class Site:
     steps: Steps
     plan: Plan
     checkpointers: Mapping[bool, AgentCheckpointer]  # by whether a home is durable
+    memories: Memories
 
     @property
     def agent(self) -> AgentName:

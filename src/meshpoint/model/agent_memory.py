@@ -10,22 +10,27 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from math import isnan
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json, to_json
 
-from meshpoint.errors import MemoryRefused
+from meshpoint.errors import ConfigurationError, MemoryRefused
 from meshpoint.model.memory import Answer, Command
-from meshpoint.model.typed import first_problem
+from meshpoint.model.memory_input import (
+    Value,
+    checked_key,
+    kind_of,
+    milliseconds,
+    named,
+    number_bytes,
+    pairs_of,
+    refused,
+    value_bytes,
+    whole_bytes,
+)
+from meshpoint.model.typed import DoesNotFit, Typed
 
 T = TypeVar("T")
-
-Value: TypeAlias = bytes | str
-"""What goes in: bytes, or text, which is written as UTF-8. What comes out is bytes."""
-
-MAX_KEY = 1024
-"""Bytes of a key."""
 
 
 class MemorySource(StrEnum):
@@ -65,6 +70,9 @@ class MemoryRunner(Protocol):
     async def keys(self) -> list[str]:
         """The keys that are there."""
 
+    async def clear(self) -> None:
+        """Begin anew with an empty memory, whatever was there."""
+
 
 class AgentMemory:
     """An agent's working memory for one task: named values of five kinds, as in Redis, bytes in and bytes out.
@@ -96,7 +104,16 @@ class AgentMemory:
 
     async def keys(self, match: str = "*") -> list[str]:
         """The keys that match, sorted. `*`, `?` and `[abc]` as in file names."""
+        if not isinstance(match, str):
+            raise MemoryRefused(f"a pattern of memory keys is text, not {kind_of(match)}")
         return sorted(key for key in await self._runner.keys() if fnmatchcase(key, match))
+
+    async def clear(self) -> None:
+        """Delete all keys at one instant.
+
+        Also what there is left to do after a `ConsistencyError`: the task goes on with an empty memory.
+        """
+        await self._runner.clear()
 
     async def exists(self, key: str) -> bool:
         """Whether there is such a key."""
@@ -111,7 +128,7 @@ class AgentMemory:
         if ttl is None:
             there, _ = await self._all([("TYPE", key, ()), ("PERSIST", key, ())])
             return there != b"none"
-        return await self._do("PEXPIRE", key, _milliseconds(key, ttl)) == 1
+        return await self._do("PEXPIRE", key, milliseconds(key, ttl)) == 1
 
     async def ttl(self, key: str) -> timedelta | None:
         """What is left of a key's own time; None: it has none, or is not there."""
@@ -130,6 +147,8 @@ class AgentMemory:
 
     async def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
         """The values of those keys that are there, all of one instant."""
+        if isinstance(keys, str | bytes) or not isinstance(keys, Iterable):  # a text has characters, not keys
+            raise MemoryRefused(f"memory keys: several keys, not {kind_of(keys)}; for one there is get")
         keys = list(keys)
         values = await self._all([("GET", key, ()) for key in keys])
         return {key: cast(bytes, value) for key, value in zip(keys, values, strict=True) if value is not None}
@@ -137,10 +156,10 @@ class AgentMemory:
     async def set_many(self, values: Mapping[str, Value], *, ttl: timedelta | None = None) -> None:
         """Replace several values at one instant."""
         commands: list[tuple[str, str, tuple[bytes, ...]]] = []
-        for key, value in values.items():
-            commands.append(("SET", key, (_bytes(key, value),)))
+        for key, value in pairs_of("memory values", values):
+            commands.append(("SET", key, (value_bytes(key, value),)))
             if ttl is not None:
-                commands.append(("PEXPIRE", key, (_milliseconds(key, ttl),)))
+                commands.append(("PEXPIRE", key, (milliseconds(key, ttl),)))
         await self._all(commands)
 
     async def get_model(self, key: str, type_: type[T]) -> T | None:
@@ -149,30 +168,36 @@ class AgentMemory:
         Raises:
             MemoryRefused: it does not fit; names the key and the place.
         """
+        model = _typed(key, type_)
         value = await self.get(key)
         try:
-            return None if value is None else TypeAdapter(type_).validate_json(value)
-        except ValidationError as error:
-            name = getattr(type_, "__name__", str(type_))
-            raise MemoryRefused(f"memory key {key!r} holds no {name}: {first_problem(error)}") from error
+            return None if value is None else cast(T, model.read(from_json(value, allow_inf_nan=False)))
+        except DoesNotFit as error:
+            raise refused(key, f"it holds no {error}") from error
+        except ValueError as error:
+            raise refused(key, f"it holds no JSON: {error}") from error
 
     async def set_model(self, key: str, value: object, *, ttl: timedelta | None = None) -> None:
-        """Replace the value by the JSON of a pydantic model, or of anything that pydantic can write."""
+        """Replace the value by the JSON of a pydantic model, or of anything that pydantic can write.
+
+        Raises:
+            MemoryRefused: it holds something that is not JSON, such as not-a-number; names the key and the place.
+        """
         try:
-            text = TypeAdapter(type(value)).dump_json(value)
-        except ValueError as error:
-            raise MemoryRefused(f"memory key {key!r}: {type(value).__name__} has no JSON form: {error}") from error
+            text = to_json(_typed(key, type(value)).write(value, round_trip=True))
+        except DoesNotFit as error:
+            raise refused(key, str(error)) from error
         await self.set(key, text, ttl=ttl)
 
     # ── counters ───────────────────────────────────────────────────────────────────────────────────
 
     async def incr(self, key: str, by: int = 1) -> int:
         """Add to a whole number, which begins at 0; what it is then."""
-        return cast(int, await self._do("INCRBY", key, b"%d" % by))
+        return cast(int, await self._do("INCRBY", key, whole_bytes(key, by)))
 
     async def incr_float(self, key: str, by: float) -> float:
         """Add to a number, which begins at 0; what it is then."""
-        return float(cast(bytes, await self._do("INCRBYFLOAT", key, _number(key, by))))
+        return float(cast(bytes, await self._do("INCRBYFLOAT", key, number_bytes(key, by))))
 
     # ── lists ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -194,15 +219,15 @@ class AgentMemory:
 
     async def lrange(self, key: str, start: int = 0, stop: int = -1) -> list[bytes]:
         """Elements from `start` to `stop`, both included; negative ones count from the end."""
-        return cast(list[bytes], await self._do("LRANGE", key, b"%d" % start, b"%d" % stop))
+        return cast(list[bytes], await self._do("LRANGE", key, whole_bytes(key, start), whole_bytes(key, stop)))
 
     async def ltrim(self, key: str, start: int, stop: int) -> None:
         """Keep what `lrange` would give."""
-        await self._do("LTRIM", key, b"%d" % start, b"%d" % stop)
+        await self._do("LTRIM", key, whole_bytes(key, start), whole_bytes(key, stop))
 
     async def lindex(self, key: str, index: int) -> bytes | None:
         """One element; None: there is none."""
-        return cast(bytes | None, await self._do("LINDEX", key, b"%d" % index))
+        return cast(bytes | None, await self._do("LINDEX", key, whole_bytes(key, index)))
 
     async def llen(self, key: str) -> int:
         """The length of a list."""
@@ -212,12 +237,12 @@ class AgentMemory:
 
     async def hset(self, key: str, fields: Mapping[Value, Value]) -> int:
         """Set fields; how many are new."""
-        pairs = [part for field, value in fields.items() for part in (field, value)]
+        pairs = [part for pair in pairs_of(named(key), fields) for part in pair]
         return cast(int, await self._several("HSET", key, pairs))
 
     async def hget(self, key: str, field: Value) -> bytes | None:
         """One field; None: there is none."""
-        return cast(bytes | None, await self._do("HGET", key, _bytes(key, field)))
+        return cast(bytes | None, await self._do("HGET", key, value_bytes(key, field)))
 
     async def hgetall(self, key: str) -> dict[bytes, bytes]:
         """All fields."""
@@ -229,11 +254,11 @@ class AgentMemory:
 
     async def hincrby(self, key: str, field: Value, by: int = 1) -> int:
         """Add to the whole number in a field, which begins at 0; what it is then."""
-        return cast(int, await self._do("HINCRBY", key, _bytes(key, field), b"%d" % by))
+        return cast(int, await self._do("HINCRBY", key, value_bytes(key, field), whole_bytes(key, by)))
 
     async def hexists(self, key: str, field: Value) -> bool:
         """Whether there is such a field."""
-        return await self._do("HEXISTS", key, _bytes(key, field)) == 1
+        return await self._do("HEXISTS", key, value_bytes(key, field)) == 1
 
     async def hlen(self, key: str) -> int:
         """How many fields there are."""
@@ -255,7 +280,7 @@ class AgentMemory:
 
     async def sismember(self, key: str, member: Value) -> bool:
         """Whether it is a member."""
-        return await self._do("SISMEMBER", key, _bytes(key, member)) == 1
+        return await self._do("SISMEMBER", key, value_bytes(key, member)) == 1
 
     async def scard(self, key: str) -> int:
         """How many members there are."""
@@ -265,7 +290,9 @@ class AgentMemory:
 
     async def zadd(self, key: str, scores: Mapping[Value, float]) -> int:
         """Set the scores of members; how many members are new."""
-        pairs = [part for member, score in scores.items() for part in (_number(key, score), member)]
+        pairs = [
+            part for member, score in pairs_of(named(key), scores) for part in (number_bytes(key, score), member)
+        ]
         return cast(int, await self._several("ZADD", key, pairs))
 
     async def zrem(self, key: str, *members: Value) -> int:
@@ -274,20 +301,20 @@ class AgentMemory:
 
     async def zincrby(self, key: str, member: Value, by: float) -> float:
         """Add to a member's score, which begins at 0; what it is then."""
-        return float(cast(bytes, await self._do("ZINCRBY", key, _number(key, by), _bytes(key, member))))
+        return float(cast(bytes, await self._do("ZINCRBY", key, number_bytes(key, by), value_bytes(key, member))))
 
     async def zscore(self, key: str, member: Value) -> float | None:
         """A member's score; None: it is none."""
-        score = cast(bytes | None, await self._do("ZSCORE", key, _bytes(key, member)))
+        score = cast(bytes | None, await self._do("ZSCORE", key, value_bytes(key, member)))
         return None if score is None else float(score)
 
     async def zrange(self, key: str, start: int = 0, stop: int = -1) -> list[tuple[bytes, float]]:
         """Members with their scores by rank from `start` to `stop`, both included, the lowest score first."""
-        return _scored(await self._do("ZRANGE", key, b"%d" % start, b"%d" % stop, b"WITHSCORES"))
+        return _scored(await self._do("ZRANGE", key, whole_bytes(key, start), whole_bytes(key, stop), b"WITHSCORES"))
 
     async def zrangebyscore(self, key: str, low: float, high: float) -> list[tuple[bytes, float]]:
         """Members with scores from `low` to `high`, both included, the lowest first."""
-        bounds = (_number(key, low), _number(key, high))
+        bounds = (number_bytes(key, low), number_bytes(key, high))
         return _scored(await self._do("ZRANGEBYSCORE", key, *bounds, b"WITHSCORES"))
 
     async def zcard(self, key: str) -> int:
@@ -297,9 +324,9 @@ class AgentMemory:
     # ── below ──────────────────────────────────────────────────────────────────────────────────────
 
     async def _several(self, name: str, key: str, values: Iterable[Value]) -> Answer:
-        args = [_bytes(key, value) for value in values]
+        args = [value_bytes(key, value) for value in values]
         if not args:
-            raise MemoryRefused(f"memory key {key!r}: {name} needs a value")
+            raise refused(key, f"{name} needs a value")
         return await self._do(name, key, *args)
 
     async def _do(self, name: str, key: str, *args: bytes) -> Answer:
@@ -309,45 +336,16 @@ class AgentMemory:
     async def _all(self, commands: Sequence[tuple[str, str, tuple[bytes, ...]]]) -> list[Answer]:
         if not commands:
             return []
-        return await self._runner.execute([Command(name, _key(key), args) for name, key, args in commands])
+        return await self._runner.execute([Command(name, checked_key(key), args) for name, key, args in commands])
 
 
-def _key(key: Any) -> str:
-    if not isinstance(key, str):
-        raise MemoryRefused(f"a memory key is text, not {type(key).__name__}: {key!r}")
+def _typed(key: str, declared: Any) -> Typed[Any]:
     try:
-        size = len(key.encode())
-    except UnicodeEncodeError:
-        size = 0
-    if not 1 <= size <= MAX_KEY:
-        raise MemoryRefused(f"memory key {key[:40]!r}: use text of 1 to {MAX_KEY} bytes")
-    return key
-
-
-def _bytes(key: str, value: Any) -> bytes:
-    match value:
-        case bytes():
-            return value
-        case str():
-            return value.encode()
-        case bytearray() | memoryview():
-            return bytes(value)
-        case _:
-            kind = type(value).__name__
-            raise MemoryRefused(f"memory key {key!r}: bytes or text, not {kind}; for models there is set_model")
-
-
-def _number(key: str, value: float) -> bytes:
-    if isnan(value):
-        raise MemoryRefused(f"memory key {key!r}: not-a-number has no place in an order")
-    return repr(float(value)).encode()
-
-
-def _milliseconds(key: str, ttl: timedelta) -> bytes:
-    left = ttl // timedelta(milliseconds=1)
-    if left <= 0:
-        raise MemoryRefused(f"memory key {key!r}: a time to live of {ttl} is over already; use delete")
-    return b"%d" % left
+        return Typed(declared, named(key))
+    except ConfigurationError as error:
+        # What pydantic says of it is long, and the cause tells it.
+        name = getattr(declared, "__name__", str(declared))
+        raise refused(key, f"{name} cannot become JSON; {error.fix}") from error
 
 
 def _pairs(answer: Answer) -> dict[bytes, bytes]:

@@ -133,7 +133,8 @@ class Save:
 class Pause:
     """A checkpoint: the task's row, one row per call, the join row. `request` is kept when the row is new.
 
-    `children` is set for an operation: the tasks that its calls are at their peers.
+    `children` is set for an operation: the tasks that its calls are at their peers. So is `checkpoint`, which is
+    written in the same transaction, as `Save` writes one.
     """
 
     run: Run
@@ -147,6 +148,7 @@ class Pause:
     app_version: str | None = None
     framework: str | None = None
     children: tuple[Child, ...] = ()
+    checkpoint: AgentCheckpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +183,15 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Give a running task back as `ready`. `incompatible` when its state could not be read here."""
+    """Give a running task back as `ready`. `incompatible` when its state could not be read here.
+
+    `counted` raises its attempts, as if its process had died: for what must not go on for ever.
+    """
 
     run: Run
     not_before: timedelta = timedelta()
     incompatible: str | None = None
+    counted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +357,15 @@ class Resumable:
     cancel_requested: bool = False
     checkpoint: int | None = None
     retry_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class L1Snapshot:
+    """The working memory that an operation had at its checkpoint `seq`, packed. `digest` is its hash there."""
+
+    seq: int
+    digest: str
+    content: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

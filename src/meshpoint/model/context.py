@@ -17,6 +17,7 @@ from meshpoint.model.ids import TaskId
 from meshpoint.model.json_values import JsonDict, JsonList, check_json
 from meshpoint.model.messages import Address
 from meshpoint.model.recording import Recorder, Recording
+from meshpoint.model.remembering import Remembering
 from meshpoint.model.subtasking import Subtasking
 from meshpoint.model.usage import TokenUsage
 
@@ -78,7 +79,7 @@ class _ListField:
         context.__dict__[self._name] = JsonList(values, name=self._name)
 
 
-class TaskExecutionContext(Recording, Subtasking):
+class TaskExecutionContext(Recording, Subtasking, Remembering):
     """One task's execution context.
 
     Kept over a pause: what `to_checkpoint_dict` lists. Rebuilt in the replica that goes on: `cancelled`, which is
@@ -122,6 +123,7 @@ class TaskExecutionContext(Recording, Subtasking):
         self._report = report
         self._recorder = recorder
         self._subtasks = None
+        self._memory = None
 
     def __repr__(self) -> str:
         return f"TaskExecutionContext({self._task_id!r})"

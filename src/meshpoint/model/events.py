@@ -65,6 +65,8 @@ class Step(StrEnum):
     SUBTASK_AGAIN = "subtask_again"  # it is recorded, but something differs: it runs again
     CHECKPOINT_RESTORED = "checkpoint_restored"  # and from where
     CHECKPOINT_COPY = "checkpoint_copy"  # the fast copy of a checkpoint could not be written or read
+    MEMORY_RECOVERED = "memory_recovered"  # a working memory is at hand again, and from where
+    MEMORY_TROUBLE = "memory_trouble"  # it, or its copy, could not be written or read
     OWNER_LOST = "owner_lost"  # an operation ends as failed because its replica died
 
 
@@ -90,6 +92,8 @@ ONLY_TOLD = frozenset(
         Step.SUBTASK_AGAIN,
         Step.CHECKPOINT_RESTORED,
         Step.CHECKPOINT_COPY,
+        Step.MEMORY_RECOVERED,
+        Step.MEMORY_TROUBLE,
         Step.OWNER_LOST,
     }
 )

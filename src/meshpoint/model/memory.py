@@ -25,7 +25,9 @@ class Kind(StrEnum):
 
 
 Content: TypeAlias = bytes | tuple[bytes, ...] | Mapping[bytes, bytes] | frozenset[bytes] | Mapping[bytes, float]
-"""By kind: a string's bytes, a list's elements, a hash's fields, a set's members, a sorted set's scores by member."""
+"""By kind: a string's bytes, a list's elements, a hash's fields, a set's members, a sorted set's scores by member.
+
+No score is -0.0, which Redis keeps or forgets by the size of the set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,11 @@ class Owner:
 def agent_id(agent: AgentName, task_id: TaskId) -> str:
     """The name of the memory that `agent` has for one task: `{agent}:{task_id}`."""
     return f"{agent}:{task_id}"
+
+
+def task_of(agent_id: str) -> TaskId:
+    """The task of a memory."""
+    return TaskId(agent_id.partition(":")[2])
 
 
 READS = frozenset(

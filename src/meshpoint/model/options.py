@@ -58,5 +58,7 @@ class Options:
     on_checkpoint_failure: OnCheckpointFailure = OnCheckpointFailure.KEEP_IN_MEMORY
     on_lost_owner: OnLostOwner = OnLostOwner.TAKE_OVER
     secret_keys: tuple[str, ...] = ()  # whose values are masked in what is kept of a failure, beside the usual ones
+    memory_max_bytes: int = 64 * 1024 * 1024  # of one task's working memory
+    memory_keep: bool = False  # after a task has completed, until its time is over
     app_version: str | None = None
     peer_logins: Mapping[str, str] = field(default_factory=dict)  # by agent, the broker login its messages must carry

@@ -42,6 +42,10 @@ class Recorder(Protocol):
     @property
     def replaying(self) -> bool: ...
 
+    @property
+    def position(self) -> int:
+        """How many recorded pauses the run has passed."""
+
     async def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
         """One outcome per call, in call order. Does not return when there is none yet: the task pauses."""
 
@@ -67,6 +71,10 @@ class Recording:
     def calls_are_not_recorded(self) -> bool:
         """Whether this is no function agent, so that nothing runs again but what a crash interrupted."""
         return self._recorder is None
+
+    def pauses_passed(self, generation: int) -> int:
+        """How many pauses of the task lie before the code that runs now. For the code that runs subtasks."""
+        return generation if self._recorder is None else self._recorder.position
 
     def skip_calls_of(self, subtask: str) -> None:
         """Pass what a subtask asked its peers, as it does not run again. For the code that runs subtasks."""

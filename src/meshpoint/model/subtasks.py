@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from meshpoint.model.ids import AgentName, TaskId
 
@@ -95,12 +95,32 @@ def progress_of(
     return SubtaskProgress(done, current or (pending[0] if pending else None), pending)
 
 
+class MemoryWrite(_Kept):
+    """A write to the working memory, so that code which runs again does not write twice.
+
+    `digest` stands for the commands. `calls` and `subtasks` tell the place: how many pauses lay before it, and how
+    many subtasks, or which one it was in. `answers` is what was answered, None where all of it was OK. `seq` is the
+    first checkpoint that has it.
+    """
+
+    digest: str
+    calls: int
+    subtasks: int | str
+    seq: int
+    answers: list[int | str | None] | None = None
+
+
 class AgentCheckpoint(_Kept):
     """All that a task remembers of its subtasks at one moment. A row of `agent_checkpoints`.
 
     `seq` counts the checkpoints of an operation; a higher one replaces a lower one whole. `saved_progress` holds, by
     subtask, the state that it saved within itself, as JSON text. `failure_reason` and `error_details` are set on the
     one that a failure or a cancellation wrote.
+
+    `l1_snapshot_hash` is the digest of the working memory as it was then, None for a task that had none.
+    `l1_snapshot` is that memory, packed, if it goes with this checkpoint to the database; who reads the checkpoint
+    does not get it, and it is no part of its JSON. `l1_in_sql` is the digest of the one that rests there since, and
+    `memory_writes` are the writes whose effects that memory has.
     """
 
     operation_id: TaskId
@@ -116,7 +136,17 @@ class AgentCheckpoint(_Kept):
     retry_count: int = 0
     failure_reason: str | None = None
     error_details: dict[str, JsonValue] | None = None
+    l1_snapshot_hash: str | None = None
+    l1_snapshot: bytes | None = Field(default=None, exclude=True, repr=False)
+    l1_in_sql: str | None = None
+    memory_writes: tuple[MemoryWrite, ...] = ()
     checkpoint_time: datetime | None = None  # set by the store
+
+    @model_validator(mode="after")
+    def _hashed(self) -> Self:
+        if self.l1_snapshot is not None and self.l1_snapshot_hash is None:
+            raise ValueError("a working memory comes with its hash")
+        return self
 
     @property
     def progress(self) -> SubtaskProgress:

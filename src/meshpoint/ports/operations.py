@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from meshpoint.model.checkpoint import BeginResult, Save, SaveResult, Track
+from meshpoint.model.checkpoint import BeginResult, L1Snapshot, Save, SaveResult, Track
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.operations import OperationStatus, OperationSummary, Revive, ReviveResult
 from meshpoint.model.subtasks import AgentCheckpoint
@@ -23,13 +23,18 @@ class Operations(Protocol):
     What the other transitions do for an operation:
 
     - `begin` with `Begin.operation` writes it together with the task.
-    - `pause` adds `Pause.children` to its children.
+    - `pause` adds `Pause.children` to its children, and writes `Pause.checkpoint`, unless one of that `seq` stands
+      there. A pause with a checkpoint of a task that is no operation is `Fenced`: nothing is written.
     - `end` as completed deletes its checkpoints, or moves them to the archive if the store is told to keep one;
       those of a preserved operation stay where they are. As failed or cancelled it keeps the request, writes
       `End.checkpoint` (or its last checkpoint once more, with `End.reason` or `dead_reason`), and keeps all of
       it for `checkpoint_ttl` (a preserved one for ever) instead of `tombstone_ttl`. So does `cancel` of a task that
       waits, with the reason "cancelled on request".
     - `purge` deletes its checkpoints and the operation together with the tombstone.
+
+    Of the working memories that are written with an operation's checkpoints only the newest is kept: a checkpoint
+    that brings one takes them from all before it. Until then the checkpoint that has it stays, even if it is too old
+    for the history. A checkpoint that is written once more has the hash once more; the memory stays where it is.
     """
 
     async def track(self, wish: Track) -> BeginResult:
@@ -48,8 +53,17 @@ class Operations(Protocol):
     async def latest(self, task_id: TaskId, agent: AgentName | None = None) -> AgentCheckpoint | None:
         """The operation's checkpoint with the highest `seq`; None: there is none, or it is another agent's."""
 
+    async def l1_snapshot(self, task_id: TaskId, agent: AgentName | None = None) -> L1Snapshot | None:
+        """The working memory that was written last with one of its checkpoints, archived ones left out.
+
+        None: there is none, or it is another agent's. Its `seq` may be that of an older checkpoint than the `latest`.
+        """
+
     async def history(self, task_id: TaskId) -> list[AgentCheckpoint]:
-        """All its checkpoints that were kept, oldest first; archived ones if there are no others."""
+        """All its checkpoints that were kept, oldest first; archived ones if there are no others.
+
+        They come as `latest`: without the working memories that were written with them.
+        """
 
     async def revive(self, wish: Revive) -> ReviveResult:
         """Make an ended task `ready` again, in generation 0, with its fence raised: its old runs are zombies.

@@ -5,11 +5,14 @@ Any method may raise `MemoryUnavailable`: for one that writes, it is not known t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import timedelta
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 from meshpoint.model.memory import Answer, Command, Held, Item, Owner, Packed
+
+Tell: TypeAlias = Callable[[str, str, str], None]
+"""Hears of what went wrong with a memory and loses nothing: its agent_id, a word for scripts, and why. Must not raise
+or block."""
 
 
 class WorkingMemory(Protocol):
@@ -19,18 +22,19 @@ class WorkingMemory(Protocol):
     def survives(self) -> bool:
         """Whether a memory outlives its process. If not, every checkpoint in SQL carries the snapshot."""
 
-    async def execute(self, owner: Owner, commands: Sequence[Command]) -> tuple[int, list[Answer]]:
+    async def execute(self, owner: Owner, commands: Sequence[Command], *, seen: int = 0) -> tuple[int, list[Answer]]:
         """Do commands together, in order, with nothing of anybody else between them; the version then, and answers.
 
         A key that is written without a time of its own lives as long as the memory, whose time begins anew.
 
         Raises:
             MemoryFenced: the memory has another owner by now, or one with a higher fence.
-            MemoryLost: it has no owner, so all of it is lost; or a key that a command names was evicted.
+            MemoryLost: it has no owner, or an earlier one; its version is below `seen`, which the caller has met
+                before; or a key that a command names was evicted.
             MemoryRefused: a command does not fit what its key holds; names the key. Those before it are done.
         """
 
-    async def keys(self, owner: Owner) -> list[str]:
+    async def keys(self, owner: Owner, *, seen: int = 0) -> list[str]:
         """The keys that are there, in no order. Raises as `execute`."""
 
     async def read(self, agent_id: str) -> Held:
@@ -56,11 +60,11 @@ class WorkingMemory(Protocol):
     async def retain(self, owner: Owner, *, paused: bool) -> None:
         """Let the memory live as long as that of a paused, or of an active, task from now on.
 
-        Nothing happens if it has another owner by now.
+        Nothing happens if another run with the same or a higher fence has it.
         """
 
     async def forget(self, owner: Owner) -> None:
-        """Delete it, unless it has another owner by now."""
+        """Delete it, unless another run with the same or a higher fence has it."""
 
     async def close(self) -> None:
         """Release every connection."""
@@ -84,10 +88,3 @@ class SnapshotStore(Protocol):
 
     async def close(self) -> None:
         """Release every connection."""
-
-
-class MemoryTimes(Protocol):
-    """How long memories live in L1."""
-
-    active: timedelta
-    paused: timedelta

@@ -147,6 +147,27 @@ class AgentSettings(Section):
         default=None, description="redis:// where a copy of each last checkpoint serves restores; unset: none"
     )
     checkpoint_cache_ttl_seconds: Seconds = Field(default=604_800, description="how long that copy is kept: 7 days")
+    memory_url: str | None = Field(
+        default=None,
+        description="redis:// where working memories (ctx.memory) live; unset: in the process and in each checkpoint",
+    )
+    memory_snapshot_url: str | None = Field(
+        default=None, description="redis:// where their snapshots lie, better another server; unset: memory_url"
+    )
+    memory_ttl_seconds: Seconds = Field(
+        default=86_400, description="how long a working memory lives in Redis after its last use: 24 hours"
+    )
+    memory_paused_ttl_seconds: Seconds = Field(
+        default=1_209_600, description="how long while its task is paused, and its snapshot in Redis: 14 days"
+    )
+    memory_max_bytes: Bytes = Field(
+        default=DEFAULT.memory_max_bytes,
+        description="bytes of one task's working memory, which every changed checkpoint writes",
+    )
+    memory_keep: bool = Field(
+        default=DEFAULT.memory_keep,
+        description="leave the working memory of a completed task in Redis until its time is over",
+    )
     on_lost_owner: OnLostOwner = Field(
         default=DEFAULT.on_lost_owner,
         description="an operation whose replica died: take_over, or fail: end it as failed, to be resumed by hand",
@@ -187,6 +208,9 @@ class AgentSettings(Section):
         if self.stateless_checkpointing and self.session_service != "sql":
             problem = "paused tasks would have no database to be kept in"
             raise ConfigurationError("agent.stateless_checkpointing", problem, "add session_service: sql")
+        if self.memory_snapshot_url is not None and self.memory_url is None:
+            problem = "there would be no working memory in Redis to take snapshots of"
+            raise ConfigurationError("agent.memory_snapshot_url", problem, "add memory_url: redis://…")
         if self.ack_policy is AckPolicy.ON_RECEIPT and not self.stateless_checkpointing:
             problem = "on_receipt without stateless_checkpointing would lose requests with their process"
             raise ConfigurationError("agent.ack_policy", problem, "add stateless_checkpointing: true")

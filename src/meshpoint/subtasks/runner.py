@@ -163,7 +163,7 @@ class Subtasks:
             generation=self._attempt.run.generation,
         )
         form = Deliverable.of(function)
-        await self._open()
+        await self.open()
         record = self._valid(asked)
         if record is not None and record.error is not None and self._met_before(record):
             self._put_back(record)
@@ -198,7 +198,13 @@ class Subtasks:
                 f"two subtasks of this run are called {name!r}: give each a name of its own, such as '{name}-2'"
             )
 
-    async def _open(self) -> None:
+    @property
+    def place(self) -> tuple[int, int]:
+        """How many pauses of the task, and how many subtasks of this run, lie before the code that runs now."""
+        return self._ctx.pauses_passed(self._attempt.run.generation), len(self._asked)
+
+    async def open(self) -> None:
+        """Make the task an operation, if it is none yet."""
         async with self._writing:
             if not self._opened:
                 plan = self._plan

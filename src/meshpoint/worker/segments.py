@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, assert_never
 
 from pydantic import JsonValue
 
-from meshpoint.errors import IncompatibleState
+from meshpoint.errors import IncompatibleState, MemoryLost, MemoryRefused
 from meshpoint.lifecycle import checkpoint, claim, finish, receive, run
 from meshpoint.lifecycle.begin import begin
 from meshpoint.lifecycle.cancel import cancelled
@@ -24,7 +24,7 @@ from meshpoint.lifecycle.held import Held
 from meshpoint.lifecycle.leases import LeaseKeeper
 from meshpoint.lifecycle.ledger import SegmentLedger
 from meshpoint.lifecycle.refuse import internal_error, refusal
-from meshpoint.lifecycle.restore import restore, restored_subtasks
+from meshpoint.lifecycle.restore import last_checkpoint, restore, restored_memory, restored_subtasks
 from meshpoint.lifecycle.segment import Segment, Stop
 from meshpoint.lifecycle.site import Site, Spawn
 from meshpoint.model.calls import Paused
@@ -45,7 +45,6 @@ from meshpoint.model.checkpoint import (
     Reply,
     Resumable,
     Run,
-    Save,
     Send,
     StillWaiting,
     TaskState,
@@ -141,7 +140,7 @@ class Segments:
         if task.cancel_requested:
             self._begin(segment, partial(_already, run.Stopped(Stop.CANCELLED)))
         elif task.attempt > self._site.options.max_attempts:
-            reason = f"its segment was run {task.attempt - 1} times and each run ended with its process"
+            reason = f"its segment was run {task.attempt - 1} times and no run came to its end"
             segment.dead_reason = reason + _advice(task)
             self._begin(segment, partial(_already, Failed(FailureKind.ERROR, segment.dead_reason)))
         elif taken_over and task.checkpoint is not None and self._fails_lost_operations:
@@ -186,12 +185,14 @@ class Segments:
         return await run.next_segment(self._agent, segment, task, outcomes, self._site.steps, options.secret_keys)
 
     async def _with_subtasks(self, segment: Segment, task: Resumable | None, parameters: JsonValue = None) -> None:
-        """Give a segment what runs its subtasks, with those that are recorded."""
+        """Give a segment what runs its subtasks, with those that are recorded, and its working memory."""
         assert segment.context is not None
-        segment.subtasks = await restored_subtasks(
-            segment, task, SegmentLedger(segment, self._site, self.begin_within), self._site, parameters
-        )
+        last = await last_checkpoint(segment, task, self._site)
+        ledger = SegmentLedger(segment, self._site, self.begin_within)
+        segment.subtasks = restored_subtasks(segment, task, last, ledger, self._site, parameters)
+        segment.memory = restored_memory(segment, last, segment.subtasks, self._site)
         segment.context.run_subtasks_with(segment.subtasks)
+        segment.context.remember_with(segment.memory)
 
     async def begin_within(self, segment: Segment, operation: Operation) -> BeginResult:
         """Write a running task whose first subtask is about to run, and ack its request.
@@ -235,6 +236,8 @@ class Segments:
         finally:
             if self._leases is not None:
                 self._leases.let_go(segment.run)
+            if segment.memory is not None:
+                await segment.memory.left()
             segment.close()
         self.leave(segment)
 
@@ -285,6 +288,10 @@ class Segments:
                 return await self._end(segment, Failed(FailureKind.ERROR, reason))  # nobody else can have it
             case run.Unreadable(reason=reason):
                 return await self._give_back(segment, reason)
+            case run.Forgotten(reason=reason) if segment.home is None or not segment.home.durable:
+                return await self._end(segment, Failed(FailureKind.ERROR, reason))
+            case run.Forgotten():
+                return await self._give_back_forgotten(segment, result)
             case _:
                 assert_never(result)
 
@@ -301,13 +308,18 @@ class Segments:
                 assert_never(why)
 
     async def _pause(self, segment: Segment, paused: Paused) -> Afterwards:
-        await self._save_before(segment)
+        try:
+            last = await checkpoint.last(segment)
+        except MemoryLost as error:
+            return await self._settle(segment, run.Forgotten(str(error), lost=True))
+        except MemoryRefused as error:
+            return await self._end(segment, Failed(FailureKind.ERROR, str(error)))
         earlier = await self._earlier_children(segment)
-        pause = checkpoint.plan(segment, paused, self._agent.state_format, self._site.options, earlier)
+        pause = checkpoint.plan(segment, paused, self._agent.state_format, self._site.options, earlier, last)
         home, saved = await checkpoint.save(pause, segment.home, self._site)
         match saved:
             case Committed():
-                return partial(self._after_pause, segment, home, saved)
+                return partial(self._after_pause, segment, home, saved, last)
             case Fenced():
                 self._site.steps.note(Step.FENCED, segment.run.task_id, what="pause", fence=segment.run.fence)
                 return partial(self.ack, segment)
@@ -319,18 +331,6 @@ class Segments:
                 return await self._end(segment, Failed(FailureKind.TIMEOUT, "the task's deadline has passed"))
             case _:
                 assert_never(saved)
-
-    async def _save_before(self, segment: Segment) -> None:
-        """Save what an operation would not know of itself if it were cancelled during its pause.
-
-        Whether the task is still this run's is not asked here: the pause does.
-        """
-        home, subtasks = segment.home, segment.subtasks
-        if home is None or subtasks is None or not subtasks.unsaved:
-            return
-        checkpointer, wish = self._site.checkpointer(home), Save(segment.run, subtasks.so_far(), progressed=False)
-        with self._site.steps.step(Step.SAVE, [segment.run.task_id], seq=wish.checkpoint.seq):
-            await self._site.patience.until_answered(lambda: checkpointer.save(wish))
 
     async def _earlier_children(self, segment: Segment) -> Sequence[Child]:
         """The tasks at peers that an operation had before it was resumed."""
@@ -360,14 +360,25 @@ class Segments:
         if home is None or not home.durable:
             return partial(self._requeue, segment)
         not_before = self._site.options.incompatible_pause if unreadable else timedelta()
-        release = Release(segment.run, not_before, unreadable)
-        with self._site.steps.step(Step.RELEASE, [segment.run.task_id], reason=unreadable or "drain"):
-            await self._site.patience.until_answered(lambda: home.store.release([release]))
+        await self._release(home, Release(segment.run, not_before, unreadable), unreadable or "drain")
         return partial(self._after_release, segment, home, unreadable)
+
+    async def _give_back_forgotten(self, segment: Segment, forgotten: run.Forgotten) -> Afterwards:
+        """Let a task whose memory could not be had go on later from its last checkpoint, here or elsewhere."""
+        assert segment.home is not None
+        release = Release(segment.run, self._site.options.incompatible_pause, counted=forgotten.lost)
+        await self._release(segment.home, release, forgotten.reason)
+        return partial(self.ack, segment)
+
+    async def _release(self, home: Home, release: Release, reason: str) -> None:
+        with self._site.steps.step(Step.RELEASE, [release.run.task_id], reason=reason):
+            await self._site.patience.until_answered(lambda: home.store.release([release]))
 
     # ── out of it ──────────────────────────────────────────────────────────────────────────────────
 
-    async def _after_pause(self, segment: Segment, home: Home, saved: Committed) -> None:
+    async def _after_pause(
+        self, segment: Segment, home: Home, saved: Committed, last: checkpoint.Last | None
+    ) -> None:
         if not home.durable:
             self.hold(segment.run.task_id, segment.deliveries)
             segment.deliveries = []
@@ -375,6 +386,11 @@ class Segments:
         await self.send(home, saved.dispatches)
         if saved.state is TaskState.READY:
             self.ready_somewhere.set()
+        if segment.memory is not None:
+            if last is not None:
+                await self._site.checkpointer(home).copy(last.checkpoint)
+                await segment.memory.stored(last.mark)
+            await segment.memory.paused()
         await self.ack(segment)
 
     async def _after_release(self, segment: Segment, home: Home, unreadable: str | None) -> None:
@@ -395,6 +411,12 @@ class Segments:
                 await checkpointer.forget(reply.task_id, reply.agent)
             elif segment.last is not None:
                 await checkpointer.copy(segment.last)
+        if segment.memory is not None:
+            if reply.state is TaskState.COMPLETED:
+                await segment.memory.completed()
+            elif segment.mark is not None:
+                await segment.memory.stored(segment.mark)
+                await segment.memory.paused()
 
     async def _answer(self, segment: Segment, reply: Reply) -> None:
         """Answer a task that has no row of its own: the broker confirms the reply, then the request is acked."""

@@ -15,6 +15,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from datetime import timedelta
 from typing import Any
 
+from pydantic import JsonValue
+
 from meshpoint.errors import Unavailable
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.inbox import Inbox
@@ -23,9 +25,12 @@ from meshpoint.lifecycle.patience import Patience
 from meshpoint.lifecycle.refuse import Refusals
 from meshpoint.lifecycle.site import Site
 from meshpoint.lifecycle.slots import Slots
+from meshpoint.memory.task_memory import Memories
+from meshpoint.model.agent_memory import MemoryRecovery
 from meshpoint.model.checkpoint import Replica, Run
 from meshpoint.model.events import Step
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
+from meshpoint.model.memory import task_of
 from meshpoint.model.messages import private_of, requests_of, responses_of
 from meshpoint.model.options import Options
 from meshpoint.ports.agent import plan_of, readable_formats
@@ -35,6 +40,7 @@ from meshpoint.ports.clock import Clock
 from meshpoint.ports.home import Home
 from meshpoint.ports.observer import Observer, Steps
 from meshpoint.ports.store import CheckpointStore
+from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.subtasks.checkpointer import AgentCheckpointer
 from meshpoint.worker.letters import Letters
 from meshpoint.worker.requests import Requests
@@ -64,6 +70,8 @@ class Worker:
         clock: Clock,
         observer: Observer,
         options: Options,
+        l1: WorkingMemory,
+        snapshots: SnapshotStore | None = None,
         cache: CheckpointCache | None = None,
         replica_id: ReplicaId | None = None,
     ) -> None:
@@ -83,8 +91,9 @@ class Worker:
             steps=steps,
             plan=plan_of(agent),
             checkpointers=_checkpointers(durable, memory, cache, steps),
+            memories=_memories(l1, snapshots, options, steps),
         )
-        self._cache = cache
+        self._beside = [each for each in (cache, l1, snapshots) if each is not None]
         self._leases = (
             LeaseKeeper(lease_store, replica, options.renew_interval, steps, self._lease_lost)
             if lease_store
@@ -134,8 +143,8 @@ class Worker:
                 await self._leases.close()
             for home in self.site.homes:
                 await home.store.close()
-            if self._cache is not None:
-                await self._cache.close()
+            for each in self._beside:
+                await each.close()
         self.site.steps.note(Step.DRAINED)
 
     async def look_once(self) -> None:
@@ -288,6 +297,19 @@ def _checkpointers(
 
     kept = {False: AgentCheckpointer(memory)}
     return kept if durable is None else {**kept, True: AgentCheckpointer(durable, cache, tell=tell)}
+
+
+def _memories(l1: WorkingMemory, snapshots: SnapshotStore | None, options: Options, steps: Steps) -> Memories:
+    def tell(memory: str, what: str, why: str) -> None:
+        steps.note(Step.MEMORY_TROUBLE, task_of(memory), what=what, why=why)
+
+    def found(memory: str, how: MemoryRecovery) -> None:
+        behind: dict[str, JsonValue] = {"behind": True, "why": "; ".join(how.problems)} if how.behind else {}
+        steps.note(Step.MEMORY_RECOVERED, task_of(memory), source=how.source.value, keys=how.keys, **behind)
+
+    return Memories(
+        l1, snapshots, max_bytes=options.memory_max_bytes, keep=options.memory_keep, tell=tell, found=found
+    )
 
 
 async def _unless(stop: asyncio.Event, come: Coroutine[Any, Any, None]) -> bool:

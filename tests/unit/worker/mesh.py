@@ -14,6 +14,7 @@ from pydantic import JsonValue
 from meshpoint.adapters.memory.clock import FakeClock
 from meshpoint.adapters.memory.exchange import MemoryExchange
 from meshpoint.adapters.memory.store import MemoryCheckpointStore
+from meshpoint.adapters.memory.working_memory import LocalWorkingMemory
 from meshpoint.client import Client
 from meshpoint.model.checkpoint import CallSummary, TaskState, TaskSummary
 from meshpoint.model.events import Event, Phase, Step
@@ -22,6 +23,7 @@ from meshpoint.model.messages import Header, Message, dead_letters_of, requests_
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Outcome
 from meshpoint.ports.checkpoint_cache import CheckpointCache
+from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.worker import Worker
 
 from .faults import FaultyBroker, FaultyStore
@@ -141,6 +143,8 @@ class Mesh:
         *,
         away: str = "",
         cache: CheckpointCache | None = None,
+        l1: WorkingMemory | None = None,
+        snapshots: SnapshotStore | None = None,
         **options: Any,
     ) -> Running:
         """Begin to run `agent`, with its database ("store") or its "broker" away."""
@@ -158,6 +162,8 @@ class Mesh:
             observer=self.events,
             options=replace(Options(), **options),
             cache=cache,
+            l1=l1 or LocalWorkingMemory(self.clock),
+            snapshots=snapshots,
         )
         running = Running(worker, broker, store, memory)
         self.replicas.append(running)

@@ -459,7 +459,7 @@ async def test_a_subtask_that_kills_its_process_ends_its_task(mesh: Mesh, boss: 
     await mesh.advance(17)
     reply = await boss.reply(task_id)
     assert isinstance(reply, Failed)
-    told = "its segment was run 3 times and each run ended with its process; checkpoint available: resume with"
+    told = "its segment was run 3 times and no run came to its end; checkpoint available: resume with"
     assert reply.message == f"{told} `meshpoint tasks resume {task_id}`"
     last = await mesh.store.latest(task_id)
     assert last is not None

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 
-from meshpoint.adapters.memory.rows import OperationRow, Tables, TaskRow, keep_alive_at
+from meshpoint.adapters.memory.rows import OperationRow, Tables, TaskRow, keep_alive_at, without_memory
 from meshpoint.model.calls import ALL
 from meshpoint.model.checkpoint import (
     BeginResult,
     Begun,
     CancelFound,
     Fenced,
+    L1Snapshot,
     Requester,
     Run,
     Save,
@@ -65,7 +66,7 @@ class MemoryOperations:
             if row.cancel_requested:
                 return CancelFound(wish.run)
             row.attempt = 1 if wish.progressed else row.attempt
-            _save(self._tables, row.operation, wish.checkpoint, wish.checkpoint.seq)
+            save(self._tables, row.operation, wish.checkpoint, wish.checkpoint.seq)
             self._tables.put(row)
         return Saved()
 
@@ -77,11 +78,18 @@ class MemoryOperations:
     async def latest(self, task_id: TaskId, agent: AgentName | None = None) -> AgentCheckpoint | None:
         """The operation's last checkpoint."""
         found = self._kept(task_id)[-1:]
-        return next((deepcopy(each) for each in found if agent in {None, each.agent}), None)
+        return next((_read(each) for each in found if agent in {None, each.agent}), None)
+
+    async def l1_snapshot(self, task_id: TaskId, agent: AgentName | None = None) -> L1Snapshot | None:
+        """The working memory that was written last with one of its checkpoints."""
+        for each in reversed(self._kept(task_id)):
+            if each.l1_snapshot is not None and agent in {None, each.agent}:
+                return L1Snapshot(each.seq, each.l1_snapshot_hash or "", each.l1_snapshot)
+        return None
 
     async def history(self, task_id: TaskId) -> list[AgentCheckpoint]:
         """Its checkpoints, oldest first."""
-        return deepcopy(self._kept(task_id) or self._tables.archive.get(task_id, []))
+        return [_read(each) for each in self._kept(task_id) or self._tables.archive.get(task_id, [])]
 
     def _kept(self, task_id: TaskId) -> list[AgentCheckpoint]:
         row = self._tables.tasks.get(task_id)
@@ -150,13 +158,19 @@ def close(
                 tables.archive[row.task_id] = operation.checkpoints
             operation.checkpoints = []
     elif checkpoint is not None:
-        _save(tables, operation, checkpoint, max(checkpoint.seq, operation.seq + 1))
+        save(tables, operation, checkpoint, max(checkpoint.seq, operation.seq + 1))
     elif operation.checkpoints:
         why = {"failure_reason": reason, "error_details": None, "retry_count": row.retry_count}
-        _save(tables, operation, operation.checkpoints[-1].model_copy(update=why), operation.seq + 1)
+        last = without_memory(operation.checkpoints[-1])
+        save(tables, operation, last.model_copy(update=why), operation.seq + 1)
 
 
-def _save(tables: Tables, operation: OperationRow, checkpoint: AgentCheckpoint, seq: int) -> None:
+def _read(checkpoint: AgentCheckpoint) -> AgentCheckpoint:
+    return deepcopy(without_memory(checkpoint))
+
+
+def save(tables: Tables, operation: OperationRow, checkpoint: AgentCheckpoint, seq: int) -> None:
+    """Write a checkpoint of an operation as `seq`."""
     operation.save(checkpoint, seq, tables.clock.now(), tables.timings.checkpoint_history)
 
 

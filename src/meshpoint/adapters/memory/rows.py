@@ -90,9 +90,19 @@ class OperationRow:
     checkpoints: list[AgentCheckpoint] = field(default_factory=list)
 
     def save(self, checkpoint: AgentCheckpoint, seq: int, now: datetime, history: int) -> None:
-        """Add a checkpoint, and drop those that are too old."""
+        """Add a checkpoint, and drop those that are too old; only the last working memory is kept, with its own."""
         kept = checkpoint.model_copy(update={"seq": seq, "checkpoint_time": now}, deep=True)
-        self.checkpoints, self.seq = [*self.checkpoints, kept][-history:], seq
+        if kept.l1_snapshot is not None:
+            self.checkpoints = [without_memory(each) for each in self.checkpoints]
+        everything = [*self.checkpoints, kept]
+        too_old = max(len(everything) - history, 0)
+        with_memory = [each for each in everything[:too_old] if each.l1_snapshot is not None]
+        self.checkpoints, self.seq = with_memory + everything[too_old:], seq
+
+
+def without_memory(checkpoint: AgentCheckpoint) -> AgentCheckpoint:
+    """`checkpoint` without the working memory that was written with it."""
+    return checkpoint.model_copy(update={"l1_snapshot": None})
 
 
 @dataclass(slots=True)

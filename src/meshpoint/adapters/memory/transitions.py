@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import assert_never
 
 from meshpoint.adapters.memory.joins import answer_again, go_on
-from meshpoint.adapters.memory.operations import close
+from meshpoint.adapters.memory.operations import close, save
 from meshpoint.adapters.memory.rows import CallRow, OperationRow, Tables, TaskRow, keep_alive_at
 from meshpoint.model.checkpoint import (
     AllArrived,
@@ -46,7 +46,6 @@ from meshpoint.model.checkpoint import (
     Release,
     Replica,
     Requester,
-    Run,
     StillWaiting,
     TaskState,
     Unknown,
@@ -125,7 +124,7 @@ class MemoryTransitions:
     def _pause(self, pause: Pause) -> PauseResult:
         tables, run, now = self._tables, pause.run, self._tables.clock.now()
         row = tables.tasks.get(run.task_id)
-        refused = _refuse_pause(row, run)
+        refused = _refuse_pause(row, pause)
         if refused is not None:
             return refused
         if pause.requester.deadline is not None and pause.requester.deadline <= now:
@@ -136,6 +135,8 @@ class MemoryTransitions:
         self._write_checkpoint(row, pause, now)
         if row.operation is not None:
             row.operation.children += pause.children
+            if pause.checkpoint is not None and pause.checkpoint.seq > row.operation.seq:
+                save(tables, row.operation, pause.checkpoint, pause.checkpoint.seq)
         tables.put(row)
         return _committed(row)
 
@@ -210,7 +211,7 @@ class MemoryTransitions:
         if row.state is not TaskState.RUNNING:
             return (row.run_id, row.generation) == (run.id, run.generation)
         row.state, row.run_id, row.owner, row.due_at = TaskState.READY, run.id, None, now + release.not_before
-        row.dead_reason = None
+        row.dead_reason, row.attempt = None, row.attempt + release.counted
         if release.incompatible is not None:
             row.incompatible_since = row.incompatible_since or now
             if now - row.incompatible_since >= self._tables.timings.incompatible_limit:
@@ -256,16 +257,19 @@ class MemoryTransitions:
         return ProgressNoted(row.task_id, row.requester)
 
 
-def _refuse_pause(row: TaskRow | None, run: Run) -> PauseResult | None:
-    """Why `run` may not checkpoint over `row`, or what it has committed already."""
+def _refuse_pause(row: TaskRow | None, pause: Pause) -> PauseResult | None:
+    """Why `pause` may not be written over `row`, or what it has committed already."""
+    run = pause.run
     if row is None:
-        return None if run.fence == 0 else Fenced()
+        return None if run.fence == 0 and pause.checkpoint is None else Fenced()
     if row.state is TaskState.CANCELLED:
         return CancelFound(None)
     if row.state in {TaskState.WAITING, TaskState.READY}:
         itself = (row.run_id, row.fence, row.generation) == (run.id, max(run.fence, 1), run.generation + 1)
         return _committed(row) if itself else Fenced()
     if row.state is not TaskState.RUNNING or row.fence != run.fence:
+        return Fenced()
+    if row.operation is None and pause.checkpoint is not None:  # which only an operation has
         return Fenced()
     return CancelFound(row.run) if row.cancel_requested else None
 

@@ -1,5 +1,7 @@
-"""Copies of checkpoints in Redis 6 and later, for fast restores."""
+"""What Redis 6 and later keeps: working memories, their snapshots, and copies of checkpoints for fast restores."""
 
 from meshpoint.adapters.redis.checkpoint_cache import RedisCheckpointCache
+from meshpoint.adapters.redis.snapshots import RedisSnapshots
+from meshpoint.adapters.redis.working_memory import RedisWorkingMemory
 
-__all__ = ["RedisCheckpointCache"]
+__all__ = ["RedisCheckpointCache", "RedisSnapshots", "RedisWorkingMemory"]

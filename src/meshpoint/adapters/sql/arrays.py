@@ -18,7 +18,7 @@ in the database's statistics.
 
 from __future__ import annotations
 
-from meshpoint.adapters.sql.operation_statements import COLUMNS, IN_PLACE_OF, JSON, PLAIN
+from meshpoint.adapters.sql.operation_statements import COLUMNS, IN_PLACE_OF, JSON, PLAIN, SNAPSHOT
 
 
 def _rows(first: int, **types: str) -> str:
@@ -303,20 +303,21 @@ SELECT * FROM ended
 """
 
 _TIMES = {"checkpoint_time", "created_at"}
-_SAVED = {"progress_pct": "double precision", "retry_count": "int"}
+_SAVED = {"progress_pct": "double precision", "retry_count": "int", "l1_snapshot": "bytea"}
+_SAVED |= dict.fromkeys(JSON, "text::jsonb")
 
-SAVED = tuple(name for name in (*PLAIN, *JSON) if name not in _TIMES)
+SAVED = tuple(name for name in (*PLAIN, *JSON, *SNAPSHOT) if name not in _TIMES)
 """What a checkpoint brings."""
 
 _PLACES = {name: place for place, name in enumerate(SAVED, 7)}
 _CHECKPOINT = ", ".join(
-    "clock.now"
-    if name in _TIMES
-    else f"${_PLACES[name]}::{'text::jsonb' if name in JSON else _SAVED.get(name, 'text')}"
-    for name in (*PLAIN, *JSON)
+    "clock.now" if name in _TIMES else f"${_PLACES[name]}::{_SAVED.get(name, 'text')}"
+    for name in (*PLAIN, *JSON, *SNAPSHOT)
 )
+_BRINGS_SNAPSHOT = f"${_PLACES['l1_snapshot']}::bytea IS NOT NULL"
 
-# Write the checkpoint of one operation that runs, and delete those that are too old.
+# Write the checkpoint of one operation that runs, delete those that are too old, and if it brings a working memory,
+# take theirs from the others. Which row is deleted and which is changed is told by `seq` alone: no row may be both.
 SAVE = f"""/* commits: save */
 WITH locked AS MATERIALIZED (
   SELECT t.logical_task_id, t.agent_name
@@ -331,7 +332,12 @@ noted AS (
 pruned AS (
   DELETE FROM agent_checkpoints AS c USING locked
    WHERE c.analysis_id = locked.logical_task_id AND c.agent_type = locked.agent_name
-     AND c.seq <= $4::int - $5::int)
+     AND c.seq <= $4::int - $5::int AND (c.l1_snapshot IS NULL OR {_BRINGS_SNAPSHOT})),
+dropped AS (
+  UPDATE agent_checkpoints AS c SET l1_snapshot = NULL FROM locked
+   WHERE {_BRINGS_SNAPSHOT}
+     AND c.analysis_id = locked.logical_task_id AND c.agent_type = locked.agent_name
+     AND c.seq > $4::int - $5::int AND c.seq < $4::int AND c.l1_snapshot IS NOT NULL)
 INSERT INTO agent_checkpoints ({COLUMNS})
 SELECT locked.logical_task_id, locked.agent_name, $4::int, {_CHECKPOINT} FROM locked, clock
 {IN_PLACE_OF}

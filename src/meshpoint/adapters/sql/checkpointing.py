@@ -15,7 +15,7 @@ from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.codec import pack, pack_all
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import LockedTasks, Terms, in_rounds, lock_tasks, seconds_of
-from meshpoint.adapters.sql.records import children_text, operation_columns
+from meshpoint.adapters.sql.records import checkpoint_columns, children_text, operation_columns
 from meshpoint.adapters.sql.rows import (
     Columns,
     by_task,
@@ -26,6 +26,7 @@ from meshpoint.adapters.sql.rows import (
     requester_columns,
     seconds,
 )
+from meshpoint.adapters.sql.subtasking import save_with_pauses
 from meshpoint.model.checkpoint import (
     Begin,
     BeginResult,
@@ -110,6 +111,7 @@ class PackedPause:
     met: bool  # the join, at once: no call could be sent
     failed: int  # calls that could not be sent
     soonest: float | None  # seconds until the first of the others times out
+    checkpoint: Columns | None  # the operation's, if the pause brings one
 
     @classmethod
     async def of(cls, pause: Pause) -> PackedPause:
@@ -133,18 +135,20 @@ class PackedPause:
             met=met,
             failed=failed,
             soonest=min([_patience(call) for call in sendable], default=None),
+            checkpoint=None if pause.checkpoint is None else checkpoint_columns(pause.checkpoint),
         )
 
     @property
     def ordinary(self) -> bool:
         """Whether it writes a task, its calls, all of them to be sent, and their join: no more."""
-        return not (self.failed or self.pause.children)
+        return not (self.failed or self.pause.children or self.checkpoint)
 
     @property
     def size(self) -> int:
         """About how many bytes it adds to a statement."""
         bodies = sum(len(body) for body in self.bodies if body is not None)
-        return 1024 + len(self.pause.state) + 512 * len(self.bodies) + bodies
+        checkpoint = sum(len(value) for value in (self.checkpoint or {}).values() if isinstance(value, str | bytes))
+        return 1024 + len(self.pause.state) + 512 * len(self.bodies) + bodies + checkpoint
 
 
 async def pause(
@@ -167,7 +171,7 @@ def _judge(pause: Pause, locked: LockedTasks) -> PauseResult | None:
     run, row = pause.run, locked.rows.get(pause.run.task_id)
     late = pause.requester.deadline is not None and pause.requester.deadline.timestamp() <= locked.now
     if row is None:
-        if run.fence != 0:
+        if run.fence != 0 or pause.checkpoint is not None:  # which only an operation has
             return Fenced()
         return PastDeadline() if late else None
     if row.status == TaskState.CANCELLED:
@@ -176,6 +180,8 @@ def _judge(pause: Pause, locked: LockedTasks) -> PauseResult | None:
     if paused and row.run_id == run.id and row.generation == run.generation + 1:
         return Committed(TaskState(row.status), ())
     if row.status != TaskState.RUNNING or row.fence != run.fence:
+        return Fenced()
+    if row.checkpoint_seq is None and pause.checkpoint is not None:
         return Fenced()
     if row.cancel_requested:
         return CancelFound(run)
@@ -210,6 +216,16 @@ async def _write(
     await tx.each(
         operation_statements.ADD_CHILDREN,
         [{"task_id": pause.run.task_id, "children": children_text(pause.children)} for pause in pauses],
+    )
+    await save_with_pauses(
+        tx,
+        [
+            (locked.rows[packed.pause.run.task_id], packed.pause.checkpoint.seq, packed.checkpoint)
+            for packed in known
+            if packed.pause.checkpoint is not None and packed.checkpoint is not None
+        ],
+        locked.now,
+        terms,
     )
 
 

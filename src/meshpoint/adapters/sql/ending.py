@@ -149,6 +149,7 @@ def _released(wish: Release, locked: LockedTasks, terms: Terms) -> Columns:
         "status": TaskState.PARKED.value if parked else TaskState.READY.value,
         "run_id": wish.run.id,
         "wake_at": FAR_FUTURE if parked else now + wish.not_before.total_seconds(),
+        "attempt": row.attempt + wish.counted,
         "incompatible_since": since,
         "dead_reason": wish.incompatible if parked else None,
     }

@@ -5,7 +5,7 @@ Whoever changes a row here holds the lock of its task, which is taken before.
 
 from __future__ import annotations
 
-# The columns of a checkpoint, but for its key: values, and JSON.
+# The columns of a checkpoint, but for its key: values, JSON, and what may be large and is read by itself.
 PLAIN = (
     "subject",
     "checkpoint_time",
@@ -15,6 +15,7 @@ PLAIN = (
     "retry_count",
     "agent_version",
     "created_at",
+    "l1_snapshot_hash",
 )
 JSON = (
     "completed_subtasks",
@@ -26,14 +27,21 @@ JSON = (
     "agent_config",
     "error_details",
 )
-COLUMNS = ", ".join(("analysis_id", "agent_type", "seq", *PLAIN, *JSON))
+SNAPSHOT = ("l1_snapshot",)
+_READ = ("analysis_id", "agent_type", "seq", *PLAIN, *JSON)
+COLUMNS = ", ".join((*_READ, *SNAPSHOT))
 _VALUES = ", ".join(
-    (":task_id", ":agent", ":seq", *(f":{name}" for name in PLAIN), *(f"{{jsonb:{name}}}" for name in JSON))
+    (
+        *(":task_id", ":agent", ":seq"),
+        *(f":{name}" for name in PLAIN),
+        *(f"{{jsonb:{name}}}" for name in JSON),
+        *(f":{name}" for name in SNAPSHOT),
+    )
 )
 
 # Where an earlier task of the same id left a row behind.
 IN_PLACE_OF = "ON CONFLICT (analysis_id, agent_type, seq) DO UPDATE SET " + ", ".join(
-    f"{name} = excluded.{name}" for name in (*PLAIN, *JSON)
+    f"{name} = excluded.{name}" for name in (*PLAIN, *JSON, *SNAPSHOT)
 )
 
 # ── operations ─────────────────────────────────────────────────────────────────────────────────────
@@ -97,20 +105,27 @@ INSERT_CHECKPOINT = f"""
 INSERT INTO agent_checkpoints ({COLUMNS}) VALUES ({_VALUES}) {IN_PLACE_OF}
 """
 
-# Write an operation's last checkpoint once more, with why it ended.
+# Write an operation's last checkpoint once more, with why it ended; not the working memory that it may have.
 REPEAT_CHECKPOINT = f"""
 INSERT INTO agent_checkpoints ({COLUMNS})
 SELECT analysis_id, agent_type, seq + 1, subject, CAST(:now AS double precision), progress_pct, current_subtask,
        CAST(:reason AS text), CAST(:retry_count AS integer), agent_version, CAST(:now AS double precision),
-       completed_subtasks, pending_subtasks, planned_subtasks, working_memory, interim_results, subtasks,
-       agent_config, NULL
+       l1_snapshot_hash, completed_subtasks, pending_subtasks, planned_subtasks, working_memory, interim_results,
+       subtasks, agent_config, NULL, NULL
   FROM agent_checkpoints WHERE analysis_id = :task_id AND agent_type = :agent AND seq = :seq
 {IN_PLACE_OF}
 """
 
-# Delete the checkpoints of an operation up to this one.
+# Take their working memories from the checkpoints of an operation that are older than this one, which has its own.
+DROP_OLDER_SNAPSHOTS = """
+UPDATE agent_checkpoints SET l1_snapshot = NULL
+ WHERE analysis_id = :task_id AND agent_type = :agent AND seq < :seq AND l1_snapshot IS NOT NULL
+"""
+
+# Delete the checkpoints of an operation up to this one, but for the one that has its working memory.
 PRUNE_CHECKPOINTS = """
-DELETE FROM agent_checkpoints WHERE analysis_id = :task_id AND agent_type = :agent AND seq <= :last
+DELETE FROM agent_checkpoints
+ WHERE analysis_id = :task_id AND agent_type = :agent AND seq <= :last AND l1_snapshot IS NULL
 """
 
 # Copy the checkpoints of operations to the archive.
@@ -126,22 +141,32 @@ DELETE FROM agent_checkpoints WHERE analysis_id {one_of:ids}
 """
 
 # Read the last checkpoint of an operation.
-READ_LATEST = """
-SELECT c.* FROM agent_paused_tasks AS t JOIN agent_checkpoints AS c
+READ_LATEST = f"""
+SELECT {", ".join(f"c.{name}" for name in _READ)}
+  FROM agent_paused_tasks AS t JOIN agent_checkpoints AS c
     ON c.analysis_id = t.logical_task_id AND c.agent_type = t.agent_name AND c.seq = t.checkpoint_seq
  WHERE t.logical_task_id = :task_id
 """
 
 # Read the checkpoints of an operation, oldest first.
-READ_HISTORY = """
-SELECT c.* FROM agent_paused_tasks AS t JOIN agent_checkpoints AS c
+READ_HISTORY = f"""
+SELECT {", ".join(f"c.{name}" for name in _READ)}
+  FROM agent_paused_tasks AS t JOIN agent_checkpoints AS c
     ON c.analysis_id = t.logical_task_id AND c.agent_type = t.agent_name AND c.seq <= t.checkpoint_seq
  WHERE t.logical_task_id = :task_id ORDER BY c.seq
 """
 
 # Read the archived checkpoints of an operation, oldest first.
-READ_ARCHIVE = """
-SELECT * FROM agent_checkpoints_archive WHERE analysis_id = :task_id ORDER BY seq
+READ_ARCHIVE = f"""
+SELECT {", ".join(_READ)} FROM agent_checkpoints_archive WHERE analysis_id = :task_id ORDER BY seq
+"""
+
+# Read the newest working memory that an operation's checkpoints have.
+READ_SNAPSHOT = """
+SELECT c.agent_type, c.seq, c.l1_snapshot_hash, c.l1_snapshot
+  FROM agent_paused_tasks AS t JOIN agent_checkpoints AS c
+    ON c.analysis_id = t.logical_task_id AND c.agent_type = t.agent_name AND c.seq <= t.checkpoint_seq
+ WHERE t.logical_task_id = :task_id AND c.l1_snapshot IS NOT NULL ORDER BY c.seq DESC LIMIT 1
 """
 
 # ── reviving ───────────────────────────────────────────────────────────────────────────────────────

@@ -10,9 +10,9 @@ from meshpoint.adapters.sql.codec import pack
 from meshpoint.adapters.sql.database import Database
 from meshpoint.adapters.sql.hot import HotPath
 from meshpoint.adapters.sql.locking import Terms
-from meshpoint.adapters.sql.records import STATES, checkpoint_columns, checkpoint_of, summary_of
+from meshpoint.adapters.sql.records import STATES, checkpoint_columns, checkpoint_of, snapshot_of, summary_of
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
-from meshpoint.model.checkpoint import BeginResult, Save, SaveResult, Track
+from meshpoint.model.checkpoint import BeginResult, L1Snapshot, Save, SaveResult, Track
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.operations import OperationStatus, OperationSummary, Revive, ReviveResult
 from meshpoint.model.subtasks import AgentCheckpoint, Saved
@@ -47,6 +47,13 @@ class SqlOperations:
         """The operation's last checkpoint."""
         found = await self._checkpoints(sql.READ_LATEST, task_id)
         return next((each for each in found if agent in {None, each.agent}), None)
+
+    async def l1_snapshot(self, task_id: TaskId, agent: AgentName | None = None) -> L1Snapshot | None:
+        """The working memory that was written last with one of its checkpoints."""
+        names = self._terms.names
+        rows = await self._database.read(lambda tx: tx.rows(sql.READ_SNAPSHOT, task_id=task_id))
+        found = [row for row in rows if row.agent_type.startswith(names.prefix)]
+        return next((snapshot_of(row) for row in found if agent in {None, names.plain(row.agent_type)}), None)
 
     async def history(self, task_id: TaskId) -> list[AgentCheckpoint]:
         """Its checkpoints, oldest first."""

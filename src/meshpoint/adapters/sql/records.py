@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
 from meshpoint.adapters.sql.rows import Columns, Names, instant
-from meshpoint.model.checkpoint import TaskState
+from meshpoint.model.checkpoint import L1Snapshot, TaskState
 from meshpoint.model.ids import ReplicaId, TaskId
 from meshpoint.model.operations import OperationStatus, OperationSummary
 from meshpoint.model.subtasks import AgentCheckpoint, Child, Operation, SubtaskRecord, last_of_each
@@ -119,7 +119,7 @@ def checkpoint_columns(checkpoint: AgentCheckpoint) -> dict[str, Any]:
         "completed_subtasks": _text(progress.completed),
         "pending_subtasks": _text(progress.pending),
         "planned_subtasks": _text(checkpoint.planned),
-        "working_memory": _text({"saved_progress": checkpoint.saved_progress}),
+        "working_memory": _text(_working_memory(checkpoint)),
         "interim_results": _text(results),
         "subtasks": _text([_record_column(record) for record in checkpoint.subtasks]),
         "agent_config": _text(_safe(checkpoint.agent_config)),
@@ -127,7 +127,19 @@ def checkpoint_columns(checkpoint: AgentCheckpoint) -> dict[str, Any]:
         "error_details": None if details is None else _text(_safe(details)),
         "retry_count": checkpoint.retry_count,
         "agent_version": plain(checkpoint.agent_version),
+        "l1_snapshot_hash": checkpoint.l1_snapshot_hash,
+        "l1_snapshot": checkpoint.l1_snapshot,
     }
+
+
+def _working_memory(checkpoint: AgentCheckpoint) -> dict[str, Any]:
+    kept: dict[str, Any] = {"saved_progress": checkpoint.saved_progress}
+    if checkpoint.l1_in_sql is not None:
+        kept["l1_in_sql"] = checkpoint.l1_in_sql
+    if checkpoint.memory_writes:
+        # As text: an answer may have a zero character.
+        kept["memory_writes"] = _text([write.model_dump(mode="json") for write in checkpoint.memory_writes])
+    return kept
 
 
 def _record_column(record: SubtaskRecord) -> dict[str, Any]:
@@ -137,7 +149,7 @@ def _record_column(record: SubtaskRecord) -> dict[str, Any]:
 
 def checkpoint_of(row: Any, names: Names) -> AgentCheckpoint:
     """The checkpoint that a row of `agent_checkpoints`, or of the archive, holds."""
-    results = _read(row.interim_results)
+    results, kept = _read(row.interim_results), _read(row.working_memory)
     return AgentCheckpoint(
         operation_id=TaskId(row.analysis_id),
         agent=names.plain(row.agent_type),
@@ -145,15 +157,23 @@ def checkpoint_of(row: Any, names: Names) -> AgentCheckpoint:
         subject=row.subject,
         planned=_read(row.planned_subtasks),
         subtasks=tuple(_record_of(record, results) for record in _read(row.subtasks)),
-        saved_progress=_read(row.working_memory)["saved_progress"],
+        saved_progress=kept["saved_progress"],
+        l1_in_sql=kept.get("l1_in_sql"),
+        memory_writes=from_json(kept.get("memory_writes", "[]")),
         current_subtask=row.current_subtask,
         agent_config=_read(row.agent_config),
         agent_version=row.agent_version,
         retry_count=row.retry_count,
         failure_reason=row.failure_reason,
         error_details=_read(row.error_details),
+        l1_snapshot_hash=row.l1_snapshot_hash,
         checkpoint_time=instant(row.checkpoint_time),
     )
+
+
+def snapshot_of(row: Any) -> L1Snapshot:
+    """The working memory that a row of `agent_checkpoints` holds."""
+    return L1Snapshot(row.seq, row.l1_snapshot_hash, bytes(row.l1_snapshot))
 
 
 def _record_of(record: dict[str, Any], results: dict[str, str]) -> SubtaskRecord:

@@ -92,8 +92,8 @@ UPDATE agent_paused_tasks SET wake_at = :wake_at WHERE logical_task_id = :task_i
 # Give a running task back.
 UPDATE_RELEASED = """
 UPDATE agent_paused_tasks SET
-  status = :status, run_id = :run_id, owner = NULL, wake_at = :wake_at, incompatible_since = :incompatible_since,
-  dead_reason = :dead_reason
+  status = :status, run_id = :run_id, owner = NULL, wake_at = :wake_at, attempt = :attempt,
+  incompatible_since = :incompatible_since, dead_reason = :dead_reason
 WHERE logical_task_id = :task_id
 """
 

@@ -53,24 +53,47 @@ async def save(tx: Transaction, wish: Save, columns: Columns, terms: Terms) -> S
         if row.cancel_requested:
             return CancelFound(wish.run)
         await tx.run(sql.UPDATE_SAVED, task_id=wish.run.task_id, seq=seq, progressed=wish.progressed)
-        await _write(tx, row, seq, columns, locked.now, terms)
+        await _write(tx, [_row(row, seq, columns, locked.now)], terms)
     return Saved()
+
+
+async def save_with_pauses(
+    tx: Transaction, each: Sequence[tuple[Row[Any], int, Columns]], now: float, terms: Terms
+) -> None:
+    """Write checkpoints, each given as its operation's locked row, its `seq` and its columns, of those that pause."""
+    new = [(row, seq, columns) for row, seq, columns in each if seq > row.checkpoint_seq]
+    saved = [{"task_id": row.logical_task_id, "seq": seq, "progressed": False} for row, seq, _ in new]
+    await tx.each(sql.UPDATE_SAVED, saved)
+    await _write(tx, [_row(row, seq, columns, now) for row, seq, columns in new], terms)
 
 
 def _runs(row: Row[Any], run: Run) -> bool:
     return row.status == TaskState.RUNNING and bool(row.fence == run.fence)
 
 
-async def _write(tx: Transaction, row: Row[Any], seq: int, columns: Columns, now: float, terms: Terms) -> None:
-    key = {"task_id": row.logical_task_id, "agent": row.agent_name}
-    await tx.run(sql.INSERT_CHECKPOINT, **key, seq=seq, checkpoint_time=now, created_at=now, **columns)
-    await _prune(tx, row, seq, terms)
+def _row(row: Row[Any], seq: int, columns: Columns, now: float) -> Columns:
+    """The checkpoint `seq` of an operation whose task is locked, as it is written."""
+    return {**_key(row, seq), "checkpoint_time": now, "created_at": now, **columns}
 
 
-async def _prune(tx: Transaction, row: Row[Any], seq: int, terms: Terms) -> None:
-    last = seq - terms.checkpoint_history
-    if last > 0:
-        await tx.run(sql.PRUNE_CHECKPOINTS, task_id=row.logical_task_id, agent=row.agent_name, last=last)
+def _key(row: Row[Any], seq: int) -> Columns:
+    return {"task_id": row.logical_task_id, "agent": row.agent_name, "seq": seq}
+
+
+async def _write(tx: Transaction, rows: Sequence[Columns], terms: Terms) -> None:
+    """Write checkpoints, one each of different operations; the older ones lose to them what is kept but once."""
+    await tx.each(sql.INSERT_CHECKPOINT, rows)
+    with_memory = [row for row in rows if row["l1_snapshot"] is not None]
+    keys = [{name: row[name] for name in ("task_id", "agent", "seq")} for row in with_memory]
+    await tx.each(sql.DROP_OLDER_SNAPSHOTS, keys)
+    await _prune(tx, rows, terms)
+
+
+async def _prune(tx: Transaction, newest: Sequence[Columns], terms: Terms) -> None:
+    """Delete the checkpoints that are too old beside these."""
+    last = [(key["task_id"], key["agent"], key["seq"] - terms.checkpoint_history) for key in newest]
+    too_old = [{"task_id": task_id, "agent": agent, "last": seq} for task_id, agent, seq in last if seq > 0]
+    await tx.each(sql.PRUNE_CHECKPOINTS, too_old)
 
 
 # ── the end ────────────────────────────────────────────────────────────────────────────────────────
@@ -121,7 +144,7 @@ async def _last(tx: Transaction, closing: Closing, now: float, terms: Terms) -> 
         return stands
     if closing.checkpoint is not None:
         seq = max(closing.checkpoint.seq, stands + 1)  # one that was saved unheard does not hide why it failed
-        await _write(tx, row, seq, checkpoint_columns(closing.checkpoint), now, terms)
+        await _write(tx, [_row(row, seq, checkpoint_columns(closing.checkpoint), now)], terms)
         return seq
     if stands > 0:
         await tx.run(
@@ -133,7 +156,7 @@ async def _last(tx: Transaction, closing: Closing, now: float, terms: Terms) -> 
             reason=plain(closing.reason),
             retry_count=row.retry_count,
         )
-        await _prune(tx, row, stands + 1, terms)
+        await _prune(tx, [_key(row, stands + 1)], terms)
         return stands + 1
     return 0
 

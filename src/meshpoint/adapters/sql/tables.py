@@ -34,7 +34,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB, VARCHAR
 
-REVISION = "0003"
+REVISION = "0004"
 """The newest migration, which this code needs. A later one in the database is one this code can live with."""
 
 VERSION_TABLE = "meshpoint_alembic_version"
@@ -193,13 +193,16 @@ def _checkpoint_columns() -> list[Column[Any]]:
         Column("retry_count", Integer, nullable=False),
         Column("agent_version", String),
         Column("created_at", Float, nullable=False),
+        Column("l1_snapshot_hash", Text),  # NULL: the task had no working memory
+        # That memory, packed; NULL: not in this row. The last column: SQLite reads through it to those behind.
+        Column("l1_snapshot", LargeBinary),
     ]
 
 
 checkpoints = Table("agent_checkpoints", metadata, *_checkpoint_columns())
 
 archive = Table(
-    "agent_checkpoints_archive", metadata, *_checkpoint_columns(), Column("archived_at", Float, nullable=False)
+    "agent_checkpoints_archive", metadata, Column("archived_at", Float, nullable=False), *_checkpoint_columns()
 )
 
 Index("ix_agent_operations_newest", operations.c.agent_name, operations.c.created_at)
@@ -244,6 +247,11 @@ POSTGRES_STORAGE = (
     *(
         f"ALTER TABLE agent_checkpoints ALTER COLUMN {column} SET STORAGE EXTERNAL"
         for column in ("working_memory", "interim_results")
+    ),
+    # These come compressed.
+    *(
+        f"ALTER TABLE {table} ALTER COLUMN l1_snapshot SET STORAGE EXTERNAL"
+        for table in ("agent_checkpoints", "agent_checkpoints_archive")
     ),
     # Rows live for minutes: vacuum after a fiftieth of the table has changed, not after a fifth.
     *(

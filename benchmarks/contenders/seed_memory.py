@@ -1,0 +1,99 @@
+"""The design that came before, for working memories: each key by itself, JSON, a hash over it.
+
+As its text has it, but for what would not run at all: its digest covers times to live and its verification does not,
+so here neither does; and bytes are kept as latin-1 text, since JSON has none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from redis.asyncio import Redis
+
+_DAY = 24 * 3600
+
+
+class SeedMemory:
+    """Snapshots of `L1:{agent_id}:working:*` under `l1_snapshot:{agent_id}`, and back."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def snapshot(self, agent_id: str) -> str:
+        """Dump, digest and keep; the digest."""
+        snapshot = await self._dump(agent_id)
+        digest = self._digest(snapshot)
+        await self._redis.setex(f"l1_snapshot:{agent_id}", 14 * _DAY, json.dumps(snapshot))
+        meta = {"hash": digest, "key_count": len(snapshot)}
+        await self._redis.setex(f"l1_snapshot_meta:{agent_id}", 14 * _DAY, json.dumps(meta))
+        return digest
+
+    async def restore(self, agent_id: str) -> int:
+        """Clear, write and verify; how many keys there are."""
+        stored = await self._redis.get(f"l1_snapshot:{agent_id}")
+        meta = await self._redis.get(f"l1_snapshot_meta:{agent_id}")
+        assert stored
+        assert meta
+        snapshot = json.loads(stored)
+        if existing := await self._redis.keys(f"L1:{agent_id}:working:*"):
+            await self._redis.delete(*existing)
+        for name, kept in snapshot.items():
+            key = f"L1:{agent_id}:working:{name}"
+            await self._write(key, kept["type"], kept["value"])
+            await self._redis.expire(key, _DAY)
+        assert self._digest(await self._dump(agent_id)) == json.loads(meta)["hash"]
+        return len(snapshot)
+
+    async def _dump(self, agent_id: str) -> dict[str, Any]:
+        prefix = f"L1:{agent_id}:working:"
+        snapshot = {}
+        for key in await self._redis.keys(f"{prefix}*"):
+            kind = (await self._redis.type(key)).decode()
+            snapshot[key.decode().removeprefix(prefix)] = {
+                "value": await self._read(key, kind),
+                "type": kind,
+                "ttl": await self._redis.ttl(key),
+            }
+        return snapshot
+
+    async def _read(self, key: bytes, kind: str) -> Any:
+        match kind:
+            case "string":
+                return _text(await self._redis.get(key))
+            case "list":
+                return [_text(value) for value in await self._redis.lrange(key, 0, -1)]
+            case "hash":
+                return {_text(field): _text(value) for field, value in (await self._redis.hgetall(key)).items()}
+            case "set":
+                return sorted(_text(member) for member in await self._redis.smembers(key))
+            case "zset":
+                return [
+                    [_text(member), score] for member, score in await self._redis.zrange(key, 0, -1, withscores=True)
+                ]
+        raise ValueError(kind)
+
+    async def _write(self, key: str, kind: str, value: Any) -> None:
+        match kind:
+            case "string":
+                await self._redis.set(key, value.encode("latin-1"))
+            case "list":
+                await self._redis.rpush(key, *[each.encode("latin-1") for each in value])
+            case "hash":
+                await self._redis.hset(
+                    key, mapping={k.encode("latin-1"): v.encode("latin-1") for k, v in value.items()}
+                )
+            case "set":
+                await self._redis.sadd(key, *[each.encode("latin-1") for each in value])
+            case "zset":
+                await self._redis.zadd(key, {member.encode("latin-1"): score for member, score in value})
+
+    @staticmethod
+    def _digest(snapshot: dict[str, Any]) -> str:
+        hashed = {name: {"value": kept["value"], "type": kept["type"]} for name, kept in snapshot.items()}
+        return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
+
+
+def _text(value: bytes) -> str:
+    return value.decode("latin-1")

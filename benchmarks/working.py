@@ -1,0 +1,230 @@
+"""How long a working memory takes to be kept and to come back: at once, or key by key as in the design before."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from statistics import median
+
+from pydantic import JsonValue
+from redis.asyncio import Redis
+
+from benchmarks.contenders.seed_memory import SeedMemory
+from benchmarks.measure import Medians, Sample, interleaved
+from benchmarks.report import Cell, Report, Table
+from benchmarks.stage import Stage
+from meshpoint.adapters.redis import RedisSnapshots, RedisWorkingMemory
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.conformance.build import AGENT, HERE
+from meshpoint.memory.packing import to_bytes
+from meshpoint.memory.recovery import DualRecoveryStrategy
+from meshpoint.memory.snapshotter import L1CacheSnapshotter
+from meshpoint.model.agent_memory import MemorySource
+from meshpoint.model.checkpoint import Begin, Begun, L1Snapshot, Requester, Run, Save
+from meshpoint.model.ids import RunId, TaskId, new_id
+from meshpoint.model.memory import Item, Kind, Owner, agent_id
+from meshpoint.model.subtasks import AgentCheckpoint, Operation, Saved
+
+NAMESPACE = "working"
+SNAPSHOT, SEED_SNAPSHOT = "snapshot", "snapshot, seed"
+REDIS, SQL, SEED_RESTORE = "restore from Redis", "restore from PostgreSQL", "restore, seed"
+_PATIENCE = timedelta(seconds=60)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A memory of so many keys with values of so many bytes, and how often it is measured."""
+
+    name: str
+    keys: int
+    value: int
+    rounds: int
+    seed_rounds: int
+
+
+SIZES = (
+    Size("10 keys", 10, 100, 100, 30),
+    Size("1 000 keys", 1000, 100, 30, 10),
+    Size("100 KB in 200 keys", 200, 500, 60, 10),
+    Size("100 000 keys", 100_000, 100, 3, 1),
+)
+
+
+class Remembered:
+    """One task with a memory of one size: in L1, in the second place and in the database."""
+
+    def __init__(self, size: Size, redis_url: str, store: SqlCheckpointStore) -> None:
+        self.size, self._store = size, store
+        self.l1 = RedisWorkingMemory(redis_url, namespace=NAMESPACE, timeout=_PATIENCE)
+        self.snapshots = RedisSnapshots(redis_url, namespace=NAMESPACE, timeout=_PATIENCE)
+        self.redis = Redis.from_url(redis_url)
+        self._seed = SeedMemory(self.redis)
+        self._snapshotter = L1CacheSnapshotter(self.l1, self.snapshots, 2**40, _silent)
+        self._run = Run(TaskId(new_id()), AGENT, RunId(new_id()))
+        self._order = 0
+
+    async def open(self) -> None:
+        """Fill L1 and take the first snapshots."""
+        [begun] = await self._store.begin(
+            [Begin(self._run, HERE, Requester(), b"{}", Operation(type="bench", parameters=None))]
+        )
+        assert isinstance(begun, Begun)
+        self._run = begun.run
+        self.owner = Owner(agent_id(AGENT, self._run.task_id), self._run.id, self._run.fence)
+        self._items = _items(self.size)
+        await self.l1.replace(self.owner, self._items)
+        self._digest = await self.snapshot()
+        taken = await self._snapshotter.take(self.owner, 1)
+        checkpoint = AgentCheckpoint(
+            operation_id=self._run.task_id,
+            agent=AGENT,
+            seq=1,
+            l1_snapshot_hash=self._digest,
+            l1_snapshot=to_bytes(taken.packed),
+        )
+        assert await self._store.save(Save(self._run, checkpoint)) == Saved()
+        for key in self._items:
+            await self.redis.set(f"L1:seed:working:{key.key}", key.content)  # type: ignore[arg-type]  # a string
+        await self._seed.snapshot("seed")
+
+    async def close(self) -> None:
+        """Delete it and disconnect."""
+        await self.redis.flushall()
+        await self.l1.close()
+        await self.snapshots.close()
+        await self.redis.aclose()
+
+    async def snapshot(self) -> str:
+        """Out of L1 and into the second place; the digest."""
+        self._order += 1
+        packed = (await self._snapshotter.take(self.owner, self._order)).packed
+        assert await self.snapshots.put(self.owner.agent_id, packed)
+        return packed.digest
+
+    async def seed_snapshot(self) -> None:
+        """As the design before does it."""
+        await self._seed.snapshot("seed")
+
+    async def restore(self, source: MemorySource) -> None:
+        """Into an L1 that has lost it, from the second place or from the database."""
+        snapshots = self.snapshots if source is MemorySource.SNAPSHOT else None
+        recovery = DualRecoveryStrategy(self.l1, snapshots, _silent)
+        recovered = await recovery.recover(self.owner, self._digest, self._from_sql)
+        assert (recovered.how.source, recovered.how.verified) == (source, True)
+        assert recovered.how.keys == self.size.keys
+
+    async def seed_restore(self) -> None:
+        """As the design before does it, which needs no loss to begin with: it clears what is there."""
+        assert await self._seed.restore("seed") == self.size.keys
+
+    async def lose(self) -> None:
+        """Empty L1, and leave the second place alone."""
+        await self.l1.forget(self.owner)
+
+    async def _from_sql(self) -> L1Snapshot | None:
+        return await self._store.l1_snapshot(self._run.task_id, AGENT)
+
+
+async def run(stage: Stage, *, quick: bool) -> Report:
+    """Each size by itself, all ways in turn."""
+    store = SqlCheckpointStore(await stage.database(), namespace=NAMESPACE)
+    await store.open()
+    found: dict[Size, Medians] = {}
+    for size in SIZES[: 3 if quick else 4]:
+        remembered = Remembered(size, (await stage.redis()).url, store)
+        await remembered.open()
+        try:
+            found[size] = await _measured(remembered, quick=quick)
+        finally:
+            await remembered.close()
+    await store.close()
+    return Report("working", await stage.about("redis", "msgpack", "zstandard"), [_table(found)], _figures(found))
+
+
+async def _measured(remembered: Remembered, *, quick: bool) -> Medians:
+    size = remembered.size
+    ours = {
+        SNAPSHOT: (remembered.snapshot, False),
+        REDIS: (partial(remembered.restore, MemorySource.SNAPSHOT), True),
+        SQL: (partial(remembered.restore, MemorySource.SQL), True),
+    }
+    seeds = {SEED_SNAPSHOT: (remembered.seed_snapshot, False), SEED_RESTORE: (remembered.seed_restore, False)}
+    each = {name: partial(_timed, remembered, work, lost=lost) for name, (work, lost) in (ours | seeds).items()}
+    if size.keys <= 1000:
+        await interleaved(each, 1, title=f"{size.name}, warm-up")
+    both = await interleaved(each, max(1, size.seed_rounds // (3 if quick else 1)), title=size.name)
+    only = {name: each[name] for name in ours}
+    more = await interleaved(only, max(1, size.rounds // (3 if quick else 1)), title=f"{size.name}, ours")
+    return Medians({**both.samples, **{name: [*both.samples[name], *more.samples[name]] for name in ours}})
+
+
+async def _timed(remembered: Remembered, work: Callable[[], Awaitable[object]], *, lost: bool) -> Sample:
+    if lost:
+        await remembered.lose()
+    began = time.perf_counter()
+    await work()
+    return Sample(1, time.perf_counter() - began)
+
+
+def _items(size: Size) -> list[Item]:
+    source = random.Random(7)
+    words = [source.randbytes(8).hex().encode() for _ in range(500)]
+    return [
+        Item(f"page:{number}", Kind.STRING, b" ".join(source.choices(words, k=size.value // 17 + 1))[: size.value])
+        for number in range(size.keys)
+    ]
+
+
+def _silent(*_: str) -> None:
+    pass
+
+
+def _milliseconds(medians: Medians, name: str) -> float:
+    return 1000 * median(sample.seconds for sample in medians.samples[name])
+
+
+def _faster(medians: Medians, name: str) -> float:
+    """How many times as fast as the seed's way, by medians: it takes part in fewer rounds."""
+    seed = SEED_SNAPSHOT if name == SNAPSHOT else SEED_RESTORE
+    return _milliseconds(medians, seed) / _milliseconds(medians, name)
+
+
+def _table(found: dict[Size, Medians]) -> Table:
+    rows: list[list[Cell]] = []
+    for size, medians in found.items():
+        for name in (SNAPSHOT, SEED_SNAPSHOT, REDIS, SQL, SEED_RESTORE):
+            ours = name in {SNAPSHOT, REDIS, SQL}
+            rows.append(
+                [
+                    f"{size.name}: {name}",
+                    _milliseconds(medians, name),
+                    1000 * max(sample.seconds for sample in medians.samples[name]),
+                    _faster(medians, name) if ours else None,
+                    len(medians.samples[name]),
+                ]
+            )
+    return Table(
+        "Working memories, kept and brought back",
+        ["", "p50 ms", "longest ms", "times as fast as the seed's way", "times"],
+        rows,
+        "Snapshot: out of L1, digest, into the second place, which is the same Redis. Restore: L1 has lost it; the "
+        "snapshot is read, verified, put in place and verified there. Strings of words. The seed's way: the design "
+        "before, a round trip for the type, the value and the time of each key. One machine with its servers.",
+    )
+
+
+def _figures(found: dict[Size, Medians]) -> dict[str, JsonValue]:
+    return {
+        size.name: {
+            name: {
+                "p50_ms": round(_milliseconds(medians, name), 4),
+                **({"times_as_fast": round(_faster(medians, name), 2)} if "seed" not in name else {}),
+            }
+            for name in medians.samples
+        }
+        for size, medians in found.items()
+    }

@@ -1,0 +1,121 @@
+"""A Redis that may be slow, full, away or empty at any time.
+
+Whoever asks it then waits for one timeout at most; for a while after it, nobody waits at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from meshpoint.errors import ConfigurationError, Unavailable
+
+T = TypeVar("T")
+
+_CONNECTION: dict[str, Any] = {
+    "socket_timeout": None,  # the timeout is ours
+    "socket_connect_timeout": None,
+    "protocol": 2,  # needs no greeting
+}
+
+# uvloop raises RuntimeError for a transport that was closed between two awaits; the driver ValueError where something
+# that is no Redis answers.
+_DRIVER_ERRORS = (RedisError, OSError, RuntimeError, ValueError, EOFError)
+
+
+class RedisConnection:
+    """A few connections to one Redis, and a circuit that opens when it fails.
+
+    A request takes `timeout` at most. After one that failed, Redis is not asked for `retry_after`; then one request
+    tries, while the others are still refused. `clock` counts seconds. No request is sent twice. For one event loop.
+
+    `setting` is the key that has the URL. `unavailable` is raised when Redis does not answer.
+
+    Raises:
+        ConfigurationError: `url` is none of a Redis.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        setting: str,
+        unavailable: type[Unavailable],
+        timeout: timedelta,
+        retry_after: timedelta,
+        clock: Callable[[], float],
+        connections: int,
+    ) -> None:
+        self._redis = Redis.from_pool(_pool(url, setting, connections))
+        self._unavailable = unavailable
+        self._timeout = timeout.total_seconds()
+        self._retry_after = retry_after.total_seconds()
+        self._clock = clock
+        self._retry_at: float | None = None  # set while Redis is taken to be away
+
+    async def ask(self, what: str, request: Callable[[Redis], Awaitable[T]]) -> T:
+        """What Redis answers to `request`, which is about `what`.
+
+        Raises:
+            Unavailable: the class that was given: it did not answer, or is not asked now.
+            ResponseError: what stands there is of another kind (WRONGTYPE), or a script is not known (NOSCRIPT).
+        """
+        self.refuse_while_away(what)
+        if self._retry_at is not None:
+            self._pause()  # for the others, while this one tries
+        try:
+            async with asyncio.timeout(self._timeout):
+                answer = await request(self._redis)
+        except _DRIVER_ERRORS as error:
+            if _tells_of_content(error):
+                self._retry_at = None
+                raise
+            self._pause()
+            problem = f"no answer within {self._timeout} s" if type(error) is TimeoutError else str(error)
+            raise self._unavailable(f"Redis, {what}: {problem or type(error).__name__}") from error
+        self._retry_at = None
+        return answer
+
+    def refuse_while_away(self, what: str) -> None:
+        """Raise that Redis is unavailable while it is not asked."""
+        if self._retry_at is not None and self._clock() < self._retry_at:
+            raise self._unavailable(f"Redis, {what}: not asked, it did not answer lately")
+
+    async def close(self) -> None:
+        """Release every connection."""
+        with suppress(*_DRIVER_ERRORS):
+            async with asyncio.timeout(self._timeout):
+                await self._redis.aclose()
+
+    def _pause(self) -> None:
+        self._retry_at = self._clock() + self._retry_after
+
+
+def _tells_of_content(error: Exception) -> bool:
+    """Whether Redis is well, and only what it was asked for is not."""
+    return isinstance(error, NoScriptError) or (
+        isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")
+    )
+
+
+def _pool(url: str, setting: str, connections: int) -> BlockingConnectionPool:
+    try:
+        pool = BlockingConnectionPool.from_url(url, max_connections=connections, timeout=None, **_CONNECTION)
+        pool.connection_kwargs["decode_responses"] = False  # whatever the URL says
+        pool.connection_class(**pool.connection_kwargs)  # refuses unknown options; connects nowhere
+    except (RedisError, ValueError, TypeError):
+        # The cause is not told: it may hold the password.
+        raise ConfigurationError(
+            setting,
+            "is no URL of a Redis",
+            "write redis://user:password@host:6379/0, or rediss://… for TLS",
+        ) from None
+    for option in ("retry", "retry_on_timeout", "retry_on_error"):
+        pool.connection_kwargs.pop(option, None)  # a write that is sent again may be done twice
+    return pool

@@ -1,0 +1,61 @@
+"""What the script that reads a memory answers, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from meshpoint.adapters.redis.script_calls import Reply
+from meshpoint.model.ids import RunId
+from meshpoint.model.memory import Content, Held, Item, Kind
+
+
+def held(replies: Sequence[Reply]) -> Held | None:
+    """What a memory holds, from the replies for its keys in order.
+
+    None: somebody wrote between them, or they are not for all keys. A key whose own time ended before the last reply
+    is not there.
+    """
+    state, _, run_id, fence, version, total, _ = replies[-1]
+    now = max(reply[1] for reply in replies)
+    if any([reply[0], *reply[2:6]] != [state, run_id, fence, version, total] for reply in replies):
+        return None
+    if state != b"ok":
+        return Held((), version, now)
+    entries = [entry for reply in replies for entry in reply[6]]
+    if len(entries) != total - 1:  # the index has one member that is no key
+        return None
+    items, lost = [], []
+    for key, score, kind, *content in entries:
+        name, ends = name_of(key), float(score)
+        if ends <= now:
+            continue
+        if not content:
+            lost.append(name)
+        else:
+            expires_at = None if ends == float("inf") else int(ends)
+            items.append(Item(name, Kind(kind.decode()), _CONTENT[kind](content[0]), expires_at))
+    return Held(tuple(items), version, now, RunId(run_id.decode()), int(fence), tuple(lost))
+
+
+def name_of(key: bytes) -> str:
+    """A key's name; what is no text is still told."""
+    return key.decode(errors="backslashreplace")
+
+
+def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _scores(flat: Sequence[bytes]) -> dict[bytes, float]:
+    # Redis forgets the sign of -0.0 in a small sorted set and keeps it in a large one: here it is 0.0 in both.
+    return {member: float(score) + 0.0 for member, score in _pairs(flat).items()}
+
+
+_CONTENT: Mapping[bytes, Callable[[Any], Content]] = {
+    b"string": bytes,
+    b"list": tuple,
+    b"hash": _pairs,
+    b"set": frozenset,
+    b"zset": _scores,
+}

@@ -1,0 +1,63 @@
+"""What a memory holds, in 32 bytes: equal for equal content, whoever wrote it in which order.
+
+The content has one form: keys and fields and members sorted, a list in its order, a score as its eight bytes (zero
+has no sign). Every part comes after its length, so that no two contents have the same form. When a key ends is no
+part of it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+from itertools import chain
+from typing import cast
+
+from meshpoint.model.memory import Item, Kind
+
+FORMAT = 1
+"""Stands in front of each digest. Another number is another form."""
+
+_TAGS = {Kind.STRING: b"s", Kind.LIST: b"l", Kind.HASH: b"h", Kind.SET: b"m", Kind.ZSET: b"z"}
+_length = struct.Struct(">Q").pack
+_score = struct.Struct(">d").pack
+
+
+def digest_of(item: Item) -> bytes:
+    """The digest of one key with all it holds."""
+    parts = [item.key.encode(), *_parts(item)]
+    framed = chain.from_iterable((_length(len(part)), part) for part in parts)
+    return sha256(_TAGS[item.kind] + b"".join(framed)).digest()
+
+
+def digests_of(items: Iterable[Item]) -> dict[str, bytes]:
+    """The digest of each key."""
+    return {item.key: digest_of(item) for item in items}
+
+
+def digest_of_all(digests: Mapping[str, bytes]) -> str:
+    """The digest of a whole memory, as `format:hex`, from those of its keys."""
+    whole = sha256()
+    for key, digest in sorted((key.encode(), digest) for key, digest in digests.items()):
+        whole.update(_length(len(key)) + key + digest)
+    return f"{FORMAT}:{whole.hexdigest()}"
+
+
+EMPTY = digest_of_all({})
+"""The digest of a memory without keys."""
+
+
+def _parts(item: Item) -> Iterable[bytes]:
+    match item.kind:
+        case Kind.STRING:
+            return (cast(bytes, item.content),)
+        case Kind.LIST:
+            return cast(tuple[bytes, ...], item.content)
+        case Kind.HASH:
+            fields = cast(Mapping[bytes, bytes], item.content)
+            return chain.from_iterable(sorted(fields.items()))
+        case Kind.SET:
+            return sorted(cast(frozenset[bytes], item.content))
+        case Kind.ZSET:
+            scores = cast(Mapping[bytes, float], item.content)
+            return chain.from_iterable((member, _score(score + 0.0)) for member, score in sorted(scores.items()))

@@ -1,0 +1,170 @@
+"""How a snapshot rests: a manifest with the digest of every key, and the items in chunks, each compressed by itself.
+
+So damage to one place is told by the keys that it hits, and a large memory needs no value as large as itself. The
+form is MessagePack, which keeps bytes and scores exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgpack
+import zstandard
+
+from meshpoint.errors import ConsistencyError
+from meshpoint.memory.digests import FORMAT, digest_of_all, digests_of
+from meshpoint.memory.verifier import ConsistencyVerifier
+from meshpoint.model.memory import Content, Held, Item, Kind, Packed
+
+CHUNK = 1024 * 1024
+"""Bytes of items that make a chunk, before it is compressed; one value may be larger."""
+
+_LARGEST = 2**31 - 1
+_READING: dict[str, Any] = {"strict_map_key": False, "max_str_len": _LARGEST, "max_bin_len": _LARGEST}
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """A snapshot that is what it says it is."""
+
+    items: tuple[Item, ...]
+    digests: Mapping[str, bytes]
+    taken_at: int  # milliseconds since the epoch
+
+
+def size_of(item: Item) -> int:
+    """About how many bytes an item has."""
+    match item.content:
+        case bytes() as value:
+            return len(item.key) + len(value)
+        case Mapping() as pairs:
+            values = (len(value) if isinstance(value, bytes) else 8 for value in pairs.values())
+            return len(item.key) + sum(map(len, pairs)) + sum(values)
+        case members:
+            return len(item.key) + sum(map(len, members))
+
+
+def pack(held: Held, order: int) -> Packed:
+    """What is held, as it rests."""
+    digests = digests_of(held.items)
+    chunks = tuple(_compressed(chunk) for chunk in _chunks(held.items))
+    digest = digest_of_all(digests)
+    manifest = {
+        "format": FORMAT,
+        "digest": digest,
+        "order": order,
+        "taken_at": held.now,
+        "chunks": [[[item.key, digests[item.key]] for item in chunk] for chunk in _chunks(held.items)],
+    }
+    return Packed(digest, order, _compressed(manifest), chunks)
+
+
+def unpack(packed: Packed, what: str) -> Unpacked:
+    """The items of a snapshot, verified.
+
+    Raises:
+        ConsistencyError: it is damaged; names `what`, and the keys as far as they are known.
+    """
+    manifest = _manifest(packed, what)
+    digests = {key: digest for chunk in manifest["chunks"] for key, digest in chunk}
+    said = (manifest["digest"], manifest["order"])
+    if said != (packed.digest, packed.order) or digest_of_all(digests) != packed.digest:
+        raise ConsistencyError(f"{what}: what it says of itself is damaged")
+    items = tuple(item for chunk in packed.chunks for item in _items(chunk))
+    ConsistencyVerifier(digests).verify(items, what)
+    return Unpacked(items, digests, manifest["taken_at"])
+
+
+def to_bytes(packed: Packed) -> bytes:
+    """A snapshot in one piece."""
+    return cast(bytes, msgpack.packb([packed.order, packed.digest, packed.manifest, list(packed.chunks)]))
+
+
+def from_bytes(content: bytes, what: str) -> Packed:
+    """The snapshot that `to_bytes` made `content` of.
+
+    Raises:
+        ConsistencyError: it was not.
+    """
+    try:
+        order, digest, manifest, chunks = msgpack.unpackb(content, **_READING)
+        packed = Packed(digest, order, manifest, tuple(chunks))
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ConsistencyError(f"{what} cannot be read at all: {_line(error)}") from error
+    return packed
+
+
+def _manifest(packed: Packed, what: str) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = _read(packed.manifest)
+        written = manifest["format"]
+        if written == FORMAT:
+            return manifest
+    except (ValueError, TypeError, KeyError, zstandard.ZstdError, msgpack.UnpackException) as error:
+        raise ConsistencyError(f"{what} cannot be read at all: {_line(error)}") from error
+    raise ConsistencyError(f"{what} has the format {written}, this release knows {FORMAT}")
+
+
+def _chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
+    chunk: list[Item] = []
+    size = 0
+    for item in items:
+        chunk.append(item)
+        size += size_of(item)
+        if size >= CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _items(chunk: bytes) -> list[Item]:
+    """The items of a chunk; none of one that is damaged: the manifest knows what they were."""
+    try:
+        return [Item(key, Kind(kind), _content(Kind(kind), rest), until) for key, kind, rest, until in _read(chunk)]
+    except (ValueError, TypeError, zstandard.ZstdError, msgpack.UnpackException):
+        return []
+
+
+def _compressed(value: object) -> bytes:
+    plain = [_resting(item) for item in value] if isinstance(value, list) else value
+    return zstandard.ZstdCompressor(level=1, write_checksum=True).compress(msgpack.packb(plain))
+
+
+def _read(stored: bytes) -> Any:
+    frame = zstandard.ZstdDecompressor().decompressobj()  # grows with what there is, whatever a damaged header says
+    plain = frame.decompress(stored)
+    if not frame.eof or frame.unused_data:
+        raise ValueError("it is cut off, or something follows it")
+    return msgpack.unpackb(plain, **_READING)
+
+
+def _resting(item: Item) -> list[Any]:
+    content: Any = item.content
+    match item.kind:
+        case Kind.HASH | Kind.ZSET:
+            content = [part for pair in content.items() for part in pair]
+        case Kind.LIST | Kind.SET:
+            content = list(content)
+        case Kind.STRING:
+            pass
+    return [item.key, item.kind.value, content, item.expires_at]
+
+
+def _content(kind: Kind, rest: Any) -> Content:
+    match kind:
+        case Kind.STRING:
+            return cast(bytes, rest)
+        case Kind.LIST:
+            return tuple(rest)
+        case Kind.SET:
+            return frozenset(rest)
+        case Kind.HASH | Kind.ZSET:
+            flat = iter(rest)
+            return dict(zip(flat, flat, strict=True))
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__

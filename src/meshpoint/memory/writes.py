@@ -1,0 +1,81 @@
+"""Which writes to the working memory are done already, when agent code runs again through what it has done.
+
+A memory is restored as the last checkpoint had it: with the effects of what the code wrote before. The code may begin
+again further back: a function agent at its top, a handler at its own, and so a subtask that paused or ran beside
+others. A write is told from others by its commands and its place, and answered from here if the memory has it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Sequence
+from hashlib import blake2b
+from itertools import chain
+from typing import TypeAlias
+
+from meshpoint.model.memory import Answer, Command
+from meshpoint.model.subtasks import MemoryWrite
+
+Place: TypeAlias = tuple[int, int | str]
+"""How many pauses lie before, and how many subtasks; or in which subtask it is."""
+
+
+class MemoryWrites:
+    """The writes of one task, as the memory of this segment has them."""
+
+    def __init__(self, restored: Iterable[MemoryWrite] = ()) -> None:
+        self._writes = list(restored)
+        self._left = self._by_place(self._writes)
+
+    @staticmethod
+    def _by_place(writes: Iterable[MemoryWrite]) -> dict[tuple[Place, str], deque[MemoryWrite]]:
+        found: dict[tuple[Place, str], deque[MemoryWrite]] = defaultdict(deque)
+        for write in writes:
+            found[((write.calls, write.subtasks), write.digest)].append(write)
+        return found
+
+    def done(self, place: Place, commands: Sequence[Command]) -> list[Answer] | None:
+        """What these commands were answered at this place; None: they were not done yet."""
+        left = self._left.get((place, _digest(commands)))
+        return _read(left.popleft().answers, len(commands)) if left else None
+
+    def note(self, place: Place, commands: Sequence[Command], answers: Sequence[Answer]) -> None:
+        """Remember what was just done."""
+        calls, subtasks = place
+        self._writes.append(
+            MemoryWrite(digest=_digest(commands), calls=calls, subtasks=subtasks, seq=0, answers=_written(answers))
+        )
+
+    def so_far(self, seq: int, completed: Collection[str] = ()) -> tuple[MemoryWrite, ...]:
+        """All of them, for the checkpoint `seq`, but for those of `completed` subtasks, which do not run again."""
+        self._writes = [write for write in self._writes if write.subtasks not in completed]
+        for index, write in enumerate(self._writes):
+            if write.seq == 0:
+                self._writes[index] = write.model_copy(update={"seq": seq})
+        return tuple(self._writes)
+
+    def forget_after(self, seq: int) -> None:
+        """The memory is that of the checkpoint `seq`: what came later is not in it."""
+        self._writes = [write for write in self._writes if write.seq <= seq]
+        self._left = self._by_place(self._writes)
+
+
+def _digest(commands: Sequence[Command]) -> str:
+    digest = blake2b(digest_size=8)
+    for command in commands:
+        for part in chain((command.name.encode(), command.key.encode()), command.args):
+            digest.update(b"%d:" % len(part) + part)
+        digest.update(b";")
+    return digest.hexdigest()
+
+
+def _written(answers: Sequence[Answer]) -> list[int | str | None] | None:
+    if all(answer == b"OK" for answer in answers):
+        return None
+    return [answer.decode("latin-1") if isinstance(answer, bytes) else answer for answer in answers]  # type: ignore[misc]  # no write answers with a list
+
+
+def _read(answers: list[int | str | None] | None, count: int) -> list[Answer]:
+    if answers is None:
+        return [b"OK"] * count
+    return [answer.encode("latin-1") if isinstance(answer, str) else answer for answer in answers]

@@ -1,0 +1,92 @@
+"""Keeps or restores a memory, and dies of it: `REDIS DATABASE NAMESPACE TASK RUN FENCE WORK STEP WHEN`.
+
+The process kills itself with SIGKILL at its STEP-th request to Redis or to the database, before it is sent or after
+it was answered; with a STEP it does not come to, it exits with 0. It prints how many steps there were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from meshpoint.adapters.redis import RedisSnapshots, RedisWorkingMemory
+from meshpoint.adapters.redis.connection import RedisConnection
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.memory.packing import to_bytes
+from meshpoint.memory.recovery import DualRecoveryStrategy
+from meshpoint.memory.snapshotter import L1CacheSnapshotter
+from meshpoint.model.checkpoint import L1Snapshot, Run, Save
+from meshpoint.model.ids import AgentName, RunId, TaskId
+from meshpoint.model.memory import Owner, agent_id
+from meshpoint.model.subtasks import AgentCheckpoint, Saved
+
+T = TypeVar("T")
+
+AGENT = AgentName("travel")
+
+
+class Steps:
+    """Counts requests, and ends the process at one of them."""
+
+    def __init__(self, last: int, when: str) -> None:
+        self.count, self._last, self._when = 0, last, when
+
+    async def step(self, request: Callable[[], Awaitable[T]]) -> T:
+        """Do one request, if the process lives as long."""
+        self.count += 1
+        here = self.count == self._last
+        if here and self._when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        answer = await request()
+        if here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer
+
+
+async def main(
+    redis_url: str, database_url: str, namespace: str, task: str, run_id: str, fence: str, work: str
+) -> None:
+    """Do `work`: "keep" or "restore"."""
+    l1, snapshots = RedisWorkingMemory(redis_url, namespace=namespace), RedisSnapshots(redis_url, namespace=namespace)
+    store = SqlCheckpointStore(database_url, namespace=namespace)
+    await store.open()
+    run = Run(TaskId(task), AGENT, RunId(run_id), int(fence))
+    owner = Owner(agent_id(AGENT, run.task_id), run.id, run.fence)
+    last = await store.latest(run.task_id)
+    assert last is not None
+    if work == "keep":
+        snapshotter = L1CacheSnapshotter(l1, snapshots, 2**30, lambda *_: None)
+        packed = (await snapshotter.take(owner, last.seq + 1)).packed
+        checkpoint = last.model_copy(
+            update={"seq": last.seq + 1, "l1_snapshot_hash": packed.digest, "l1_snapshot": to_bytes(packed)}
+        )
+        assert await steps.step(lambda: store.save(Save(run, AgentCheckpoint.model_validate(checkpoint)))) == Saved()
+        await snapshotter.keep(owner.agent_id, packed)
+    else:
+
+        async def from_sql() -> L1Snapshot | None:
+            return await steps.step(lambda: store.l1_snapshot(run.task_id, AGENT))
+
+        strategy = DualRecoveryStrategy(l1, snapshots, lambda *_: None)
+        await strategy.recover(owner, last.l1_snapshot_hash, from_sql)
+    print(steps.count)
+
+
+def count_requests() -> None:
+    """Make each request to Redis a step."""
+    ask = RedisConnection.ask
+
+    async def counted(self: RedisConnection, what: str, request: Callable[[Any], Awaitable[T]]) -> T:
+        return await steps.step(lambda: ask(self, what, request))
+
+    RedisConnection.ask = counted  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    steps = Steps(int(sys.argv[8]), sys.argv[9])
+    count_requests()
+    asyncio.run(main(*sys.argv[1:8]))

@@ -1,0 +1,175 @@
+"""SIGKILL at each step of keeping and of restoring a memory: then it is the old one or the new one, never a mix."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from redis.asyncio import Redis
+
+from meshpoint.adapters.redis import RedisSnapshots, RedisWorkingMemory
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.conformance.build import AGENT, HERE
+from meshpoint.memory.packing import to_bytes
+from meshpoint.memory.recovery import DualRecoveryStrategy
+from meshpoint.memory.snapshotter import L1CacheSnapshotter
+from meshpoint.model.agent_memory import MemoryRecovery
+from meshpoint.model.checkpoint import Begin, Begun, L1Snapshot, Requester, Run, Save
+from meshpoint.model.ids import RunId, TaskId, new_id
+from meshpoint.model.memory import Command, Item, Kind, Owner, agent_id
+from meshpoint.model.subtasks import AgentCheckpoint, Operation, Saved
+
+pytestmark = [pytest.mark.servers, pytest.mark.slow]
+
+CHILD = Path(__file__).with_name("memory_child.py")
+KEYS = 600
+BYTES = 10_000
+"""Together more than is sent at once, so that there is something to be interrupted."""
+
+Values = dict[str, bytes]
+
+
+def values(mark: str) -> Values:
+    """A memory each of whose keys tells which one it is, and which nobody can make smaller."""
+    return {f"key-{number}": random.Random(f"{mark} {number}").randbytes(BYTES) for number in range(KEYS)}
+
+
+OLD, NEW = values("old"), values("new")
+
+
+@dataclass
+class Patient:
+    """A task with the memory `OLD` in all places."""
+
+    redis_url: str
+    database_url: str
+    namespace: str
+    l1: RedisWorkingMemory
+    snapshots: RedisSnapshots
+    store: SqlCheckpointStore
+    raw: Redis
+    run: Run
+    steps: list[str] = field(default_factory=list)
+
+    @property
+    def owner(self) -> Owner:
+        return Owner(agent_id(AGENT, self.run.task_id), self.run.id, self.run.fence)
+
+    async def reset(self) -> None:
+        """Begin with `OLD` everywhere."""
+        await self.l1.replace(self.owner, [Item(key, Kind.STRING, value) for key, value in OLD.items()])
+        last = await self.store.latest(self.run.task_id)
+        seq = last.seq + 1 if last is not None else 1
+        packed = (await L1CacheSnapshotter(self.l1, None, 2**30, lambda *_: None).take(self.owner, seq)).packed
+        checkpoint = AgentCheckpoint(
+            operation_id=self.run.task_id,
+            agent=AGENT,
+            seq=seq,
+            l1_snapshot_hash=packed.digest,
+            l1_snapshot=to_bytes(packed),
+        )
+        assert await self.store.save(Save(self.run, checkpoint)) == Saved()
+        assert await self.snapshots.put(self.owner.agent_id, packed)
+
+    async def write(self, new: Values) -> None:
+        """What the task puts into its memory next."""
+        await self.l1.execute(self.owner, [Command("SET", key, (value,)) for key, value in new.items()])
+
+    async def held(self) -> Values:
+        """What L1 has, in whole."""
+        held = await self.l1.read(self.owner.agent_id)
+        assert held.lost == ()
+        return {item.key: item.content for item in held.items if isinstance(item.content, bytes)}
+
+    async def recovered(self) -> MemoryRecovery:
+        """What the next run of the task finds. The one that the tests go on with is taken to be it."""
+
+        async def from_sql() -> L1Snapshot | None:
+            return await self.store.l1_snapshot(self.run.task_id, AGENT)
+
+        last = await self.store.latest(self.run.task_id)
+        assert last is not None
+        strategy = DualRecoveryStrategy(self.l1, self.snapshots, lambda *_: None)
+        return (await strategy.recover(self.owner, last.l1_snapshot_hash, from_sql)).how
+
+    async def child(self, work: str, step: int, when: str) -> tuple[int, int]:
+        """Let a process do `work` and die at `step`; its exit code, and the steps it counted."""
+        to = (self.redis_url, self.database_url, self.namespace, self.run.task_id, self.run.id, str(self.run.fence))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(CHILD), *to, work, str(step), when, stdout=asyncio.subprocess.PIPE
+        )
+        printed, _ = await process.communicate()
+        assert process.returncode is not None
+        return process.returncode, int(printed or 0)
+
+
+@pytest_asyncio.fixture
+async def patient(redis_url: str, database_url: str, namespace: str) -> AsyncIterator[Patient]:
+    store = SqlCheckpointStore(database_url, namespace=namespace)
+    await store.open()
+    run = Run(TaskId(new_id()), AGENT, RunId(new_id()))
+    [begun] = await store.begin([Begin(run, HERE, Requester(), b"{}", Operation(type="test", parameters=None))])
+    assert isinstance(begun, Begun)
+    async with Redis.from_url(redis_url) as raw:
+        l1 = RedisWorkingMemory(redis_url, namespace=namespace)
+        snapshots = RedisSnapshots(redis_url, namespace=namespace)
+        yield Patient(redis_url, database_url, namespace, l1, snapshots, store, raw, begun.run)
+        await l1.forget(Owner(agent_id(AGENT, run.task_id), begun.run.id, begun.run.fence))
+    await l1.close()
+    await snapshots.close()
+    await store.close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_killed_at_each_step_of_keeping_it(patient: Patient, when: str) -> None:
+    await patient.reset()
+    await patient.write(NEW)
+    code, steps = await patient.child("keep", 0, when)
+    assert (code, await patient.held()) == (0, NEW)
+    assert steps >= 5, "read in parts, the row, the copy in parts"
+    found = []
+    for step in range(1, steps + 1):
+        await patient.reset()
+        await patient.write(NEW)
+        assert (await patient.child("keep", step, when))[0] == -signal.SIGKILL, step
+        how = await patient.recovered()
+        assert (how.verified, how.behind) == (True, False), (step, how)
+        held = await patient.held()
+        assert held in (OLD, NEW), f"a mix, killed {when} step {step}"
+        found.append(held == NEW)
+    assert found == sorted(found), "once it is kept, it stays kept"
+    assert found[0] is False
+    assert found[-1] is True
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("lost", [False, True])
+async def test_killed_at_each_step_of_restoring_it(patient: Patient, when: str, lost: bool) -> None:
+    """L1 has what a run wrote that died, or is empty; the place that serves is the database in the latter case."""
+
+    async def damage() -> Values:
+        await patient.reset()
+        if lost:
+            await patient.raw.delete(*[key async for key in patient.raw.scan_iter(f"{patient.namespace}:*")])
+            return {}
+        await patient.write(NEW)
+        return NEW
+
+    before = await damage()
+    code, steps = await patient.child("restore", 0, when)
+    assert (code, await patient.held()) == (0, OLD)
+    assert steps >= 5, "what is there, the snapshot, the restore in parts"
+    for step in range(1, steps + 1):
+        await damage()
+        assert (await patient.child("restore", step, when))[0] == -signal.SIGKILL, step
+        assert await patient.held() in (before, OLD), f"a mix, killed {when} step {step}"
+        how = await patient.recovered()
+        assert (how.verified, how.behind) == (True, False), (step, how)
+        assert await patient.held() == OLD

@@ -1,0 +1,97 @@
+"""Working memories do what every working memory must, in the process and in Redis."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from datetime import timedelta
+
+import pytest
+
+from meshpoint.adapters.memory.clock import FakeClock
+from meshpoint.adapters.memory.working_memory import LocalWorkingMemory
+from meshpoint.adapters.redis import RedisWorkingMemory
+from meshpoint.conformance.working_memory import WorkingMemorySuite
+from meshpoint.conformance.working_memory_case import Hand, an_owner, contents, hand_of
+from meshpoint.model.memory import Command
+from meshpoint.ports.working_memory import WorkingMemory
+
+PLENTY = timedelta(seconds=30)
+"""The suite judges no time: a machine may be busy."""
+
+
+class TestLocalWorkingMemory(WorkingMemorySuite):
+    @pytest.fixture
+    def clock(self) -> FakeClock:
+        return FakeClock()
+
+    @pytest.fixture
+    async def memory(self, clock: FakeClock) -> AsyncIterator[WorkingMemory]:
+        self.moved = clock
+        memory = LocalWorkingMemory(clock)
+        yield memory
+        await memory.close()
+
+    async def pass_time(self, memory: WorkingMemory, duration: timedelta) -> None:
+        self.moved.advance(duration)
+
+    async def test_it_ends_with_the_process(self, memory: WorkingMemory) -> None:
+        assert not memory.survives
+
+    async def test_its_times_end_at_their_millisecond(self, do: Hand, clock: FakeClock) -> None:
+        await do.all(("SET", "k", b"1"), ("PEXPIRE", "k", b"100"))
+        clock.advance(timedelta(milliseconds=99))
+        assert await do("PTTL", "k") == 1
+        assert contents(await do.held()) == {"k": b"1"}
+        clock.advance(timedelta(milliseconds=1))
+        assert await do("PTTL", "k") == -2
+        assert (await do.held()).items == ()
+
+    async def test_a_long_list_is_built_and_emptied_one_by_one(self, do: Hand) -> None:
+        for _ in range(20):
+            batch = [Command("RPUSH", "k", (b"a",)), Command("LPUSH", "k", (b"b",))] * 2500
+            await do.memory.execute(do.owner, batch)
+        assert await do.all(("LLEN", "k"), ("LINDEX", "k", b"0"), ("LINDEX", "k", b"-1")) == [100_000, b"b", b"a"]
+        for _ in range(20):
+            await do.memory.execute(do.owner, [Command("LPOP", "k"), Command("RPOP", "k")] * 2500)
+        assert await do.memory.keys(do.owner) == []
+
+    async def test_nothing_is_kept_of_a_memory_that_was_forgotten(self, memory: WorkingMemory) -> None:
+        before = _objects(memory)
+        for _ in range(100):
+            do = await hand_of(memory, an_owner())
+            await do("SET", "k", b"1")
+            await memory.forget(do.owner)
+            await memory.read(do.owner.agent_id)
+        assert _objects(memory) == before
+
+
+class TestRedisWorkingMemory(WorkingMemorySuite):
+    @pytest.fixture
+    async def memory(self, redis_url: str, namespace: str) -> AsyncIterator[WorkingMemory]:
+        memory = RedisWorkingMemory(redis_url, namespace=namespace, timeout=PLENTY)
+        yield memory
+        await memory.close()
+
+    @pytest.fixture
+    async def other(self, memory: WorkingMemory, redis_url: str, namespace: str) -> AsyncIterator[WorkingMemory]:
+        other = RedisWorkingMemory(redis_url, namespace=namespace, timeout=PLENTY)
+        yield other
+        await other.close()
+
+    async def test_it_outlives_the_process(self, memory: WorkingMemory, other: WorkingMemory) -> None:
+        assert memory.survives
+        do = await hand_of(memory, an_owner())
+        await do("SET", "k", b"1")
+        await memory.close()
+        assert contents(await other.read(do.owner.agent_id)) == {"k": b"1"}
+
+
+def _objects(memory: WorkingMemory) -> int:
+    return sum(len(value) for value in vars(memory).values() if hasattr(value, "__len__"))
+
+
+def test_no_section_of_the_suite_hides_a_test_of_another() -> None:
+    sections = WorkingMemorySuite.__bases__
+    names = Counter(name for section in sections for name in vars(section) if name.startswith("test_"))
+    assert [name for name, times in names.items() if times > 1] == []

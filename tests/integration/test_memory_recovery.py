@@ -1,0 +1,228 @@
+"""A memory comes back from L1, from the snapshot in Redis or from the database; damage to any of them is found."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from redis.asyncio import Redis
+
+from meshpoint.adapters.redis import RedisSnapshots, RedisWorkingMemory
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.conformance.build import AGENT, HERE
+from meshpoint.errors import ConsistencyError
+from meshpoint.memory.packing import from_bytes, to_bytes
+from meshpoint.memory.recovery import DualRecoveryStrategy, Recovered
+from meshpoint.memory.snapshotter import L1CacheSnapshotter
+from meshpoint.model.agent_memory import MemorySource
+from meshpoint.model.checkpoint import Begin, Begun, L1Snapshot, Requester, Run, Save
+from meshpoint.model.ids import RunId, TaskId, new_id
+from meshpoint.model.memory import Content, Item, Kind, Owner, agent_id
+from meshpoint.model.subtasks import AgentCheckpoint, Operation, Saved
+
+pytestmark = pytest.mark.servers
+
+CONTENT: dict[str, tuple[Kind, Content]] = {
+    "text": (Kind.STRING, b"caf\xc3\xa9"),
+    "bytes": (Kind.STRING, b"\xff\x00\xfe"),
+    "empty": (Kind.STRING, b""),
+    "list": (Kind.LIST, (b"2", b"", b"1", b"\x00")),
+    "hash": (Kind.HASH, {b"": b"", b"\xff": b"\x00"}),
+    "set": (Kind.SET, frozenset({b"a", b"", b"\xff"})),
+    "scores": (Kind.ZSET, {b"tiny": 1e-320, b"top": inf, b"bottom": -inf, b"zero": -0.0, b"third": 1 / 3}),
+}
+ITEMS = tuple(Item(key, kind, content) for key, (kind, content) in CONTENT.items())
+
+
+@dataclass
+class Place:
+    """One task's memory, in all three places, and the servers behind their backs."""
+
+    l1: RedisWorkingMemory
+    snapshots: RedisSnapshots
+    store: SqlCheckpointStore
+    raw: Redis
+    namespace: str
+    run: Run
+    owner: Owner
+    digest: str = ""
+    told: list[str] = field(default_factory=list)
+
+    async def recover(self) -> Recovered:
+        """What the next run of the task does first."""
+        self.owner = Owner(self.owner.agent_id, RunId(new_id()), self.owner.fence + 1)
+        strategy = DualRecoveryStrategy(
+            self.l1, self.snapshots, lambda _, what, why: self.told.append(f"{what} {why}")
+        )
+        return await strategy.recover(self.owner, self.digest, self._from_sql)
+
+    async def _from_sql(self) -> L1Snapshot | None:
+        return await self.store.l1_snapshot(self.run.task_id, AGENT)
+
+    async def held(self) -> dict[str, tuple[Kind, Content]]:
+        """What L1 has."""
+        return {item.key: (item.kind, item.content) for item in (await self.l1.read(self.owner.agent_id)).items}
+
+    def key(self, name: str) -> str:
+        """Where L1 keeps a value."""
+        return f"{self.namespace}:L1:{{{self.owner.agent_id}}}:working:{name}"
+
+    @property
+    def chunks(self) -> str:
+        """Where the snapshot in Redis is."""
+        return f"{self.namespace}:l1_snapshot:{{{self.owner.agent_id}}}"
+
+    @property
+    def meta(self) -> str:
+        return f"{self.namespace}:l1_snapshot_meta:{{{self.owner.agent_id}}}"
+
+    async def save(self, content: bytes, seq: int) -> None:
+        """Write a checkpoint with this snapshot of the memory."""
+        checkpoint = AgentCheckpoint(
+            operation_id=self.run.task_id, agent=AGENT, seq=seq, l1_snapshot_hash=self.digest, l1_snapshot=content
+        )
+        assert await self.store.save(Save(self.run, checkpoint)) == Saved()
+
+
+@pytest_asyncio.fixture
+async def place(redis_url: str, database_url: str, namespace: str) -> AsyncIterator[Place]:
+    store = SqlCheckpointStore(database_url, namespace=namespace)
+    await store.open()
+    l1, snapshots = RedisWorkingMemory(redis_url, namespace=namespace), RedisSnapshots(redis_url, namespace=namespace)
+    run = Run(TaskId(new_id()), AGENT, RunId(new_id()))
+    [begun] = await store.begin([Begin(run, HERE, Requester(), b"{}", Operation(type="test", parameters=None))])
+    assert isinstance(begun, Begun)
+    async with Redis.from_url(redis_url) as raw:
+        owner = Owner(agent_id(AGENT, run.task_id), begun.run.id, begun.run.fence)
+        place = Place(l1, snapshots, store, raw, namespace, begun.run, owner)
+        await l1.replace(owner, ITEMS)
+        packed = (await L1CacheSnapshotter(l1, snapshots, 2**30, lambda *_: None).take(owner, 1)).packed
+        place.digest = packed.digest
+        await place.save(to_bytes(packed), 1)
+        assert await snapshots.put(owner.agent_id, packed)
+        yield place
+    await l1.close()
+    await snapshots.close()
+    await store.close()
+
+
+Damage = Callable[[Place], Awaitable[Any]]
+
+
+async def evict(place: Place) -> None:
+    assert await place.raw.delete(place.key("hash"))
+
+
+async def change(place: Place) -> None:
+    assert await place.raw.hset(place.key("hash"), "\x00", "more")
+
+
+async def empty(place: Place) -> None:
+    keys = [key async for key in place.raw.scan_iter(f"{place.namespace}:L1:*")]
+    assert await place.raw.delete(*keys)
+
+
+async def forget_snapshot(place: Place) -> None:
+    assert await place.raw.delete(place.chunks, place.meta) == 2
+
+
+async def flip_snapshot(place: Place) -> None:
+    chunk = bytearray(await place.raw.lindex(place.chunks, 0))
+    chunk[len(chunk) // 2] ^= 0x10
+    await place.raw.lset(place.chunks, 0, bytes(chunk))
+
+
+async def truncate_snapshot(place: Place) -> None:
+    chunk = await place.raw.lindex(place.chunks, 0)
+    await place.raw.lset(place.chunks, 0, chunk[:-7])
+
+
+async def shorten_snapshot(place: Place) -> None:
+    assert await place.raw.rpop(place.chunks)
+
+
+async def alter_sql(place: Place) -> None:
+    row = await place.store.l1_snapshot(place.run.task_id)
+    assert row is not None
+    packed = from_bytes(row.content, "it")
+    chunk = bytearray(packed.chunks[0])
+    chunk[len(chunk) // 2] ^= 0x01
+    altered = type(packed)(packed.digest, packed.order, packed.manifest, (bytes(chunk), *packed.chunks[1:]))
+    await place.save(to_bytes(altered), row.seq + 1)
+
+
+async def truncate_sql(place: Place) -> None:
+    row = await place.store.l1_snapshot(place.run.task_id)
+    assert row is not None
+    await place.save(row.content[:-9], row.seq + 1)
+
+
+async def test_l1_serves_when_it_is_complete(place: Place) -> None:
+    recovered = await place.recover()
+    assert (recovered.how.source, recovered.how.verified, recovered.how.keys) == (MemorySource.L1, True, len(ITEMS))
+    assert await place.held() == CONTENT
+    assert recovered.how.problems == ()
+
+
+@pytest.mark.parametrize("damage", [evict, change, empty])
+async def test_a_damaged_l1_is_repaired_from_redis(place: Place, damage: Damage) -> None:
+    await damage(place)
+    recovered = await place.recover()
+    assert (recovered.how.source, recovered.how.verified) == (MemorySource.SNAPSHOT, True)
+    assert await place.held() == CONTENT
+    if damage is evict:
+        assert any("'hash'" in problem for problem in recovered.how.problems), recovered.how.problems
+
+
+@pytest.mark.parametrize("of_l1", [evict, change, empty])
+@pytest.mark.parametrize("damage", [forget_snapshot, flip_snapshot, truncate_snapshot, shorten_snapshot])
+async def test_a_damaged_snapshot_is_passed_over_for_the_database(
+    place: Place, of_l1: Damage, damage: Damage
+) -> None:
+    await of_l1(place)
+    await damage(place)
+    recovered = await place.recover()
+    assert (recovered.how.source, recovered.how.verified) == (MemorySource.SQL, True)
+    assert await place.held() == CONTENT
+    if damage is not forget_snapshot:
+        assert any("snapshot" in problem for problem in recovered.how.problems), recovered.how.problems
+
+
+@pytest.mark.parametrize("in_sql", [alter_sql, truncate_sql])
+@pytest.mark.parametrize("in_redis", [flip_snapshot, truncate_snapshot])
+async def test_damage_everywhere_is_refused_with_the_keys(place: Place, in_redis: Damage, in_sql: Damage) -> None:
+    await change(place)
+    await in_redis(place)
+    await in_sql(place)
+    with pytest.raises(ConsistencyError) as refused:
+        await place.recover()
+    assert set(refused.value.missing) | set(refused.value.changed) == set(CONTENT)
+    assert "'bytes'" in str(refused.value)
+    assert "snapshot in the database" in str(refused.value)
+
+
+@pytest.mark.parametrize("in_sql", [alter_sql, truncate_sql])
+async def test_a_damaged_row_does_not_matter_while_redis_has_it(place: Place, in_sql: Damage) -> None:
+    await in_sql(place)
+    await change(place)
+    assert (await place.recover()).how.source is MemorySource.SNAPSHOT
+    assert await place.held() == CONTENT
+
+
+async def test_nothing_found_is_an_empty_memory(place: Place) -> None:
+    await empty(place)
+    await forget_snapshot(place)
+    strategy = DualRecoveryStrategy(place.l1, place.snapshots, lambda *_: None)
+
+    async def nothing() -> None:
+        return None
+
+    recovered = await strategy.recover(place.owner, place.digest, nothing)
+    how = recovered.how
+    assert (how.source, how.verified, how.behind, how.keys) == (MemorySource.NONE, False, True, 0)
+    assert await place.held() == {}
+    assert strategy.served[MemorySource.NONE] == 1

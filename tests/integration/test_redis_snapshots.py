@@ -1,0 +1,339 @@
+"""Snapshots of working memories on a real Redis, which may forget anything, be cut off at any byte, or die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from redis_wire import Wire
+
+from meshpoint.adapters.redis import RedisSnapshots, script_calls
+from meshpoint.errors import ConfigurationError, ConsistencyError, MemoryUnavailable
+from meshpoint.model.memory import Packed
+from servers import Proxy, RedisServer
+
+A = "travel:task-1"
+TWO_WEEKS = 14 * 24 * 3600 * 1000
+
+
+@pytest.fixture
+async def raw(redis_url: str) -> AsyncIterator[Any]:
+    """Redis behind the store's back."""
+    async with Redis.from_url(redis_url) as client:
+        yield client
+
+
+@pytest.fixture
+async def snapshots(redis_url: str, namespace: str) -> AsyncIterator[RedisSnapshots]:
+    snapshots = RedisSnapshots(redis_url, namespace=namespace)
+    yield snapshots
+    await snapshots.close()
+
+
+@pytest.fixture
+async def wire(redis_url: str) -> AsyncIterator[Wire]:
+    async with Wire(redis_url) as wire:
+        yield wire
+
+
+@pytest.fixture
+async def distant(wire: Wire, namespace: str) -> AsyncIterator[RedisSnapshots]:
+    """The store by way of `wire`; after a failure Redis is asked again at once."""
+    snapshots = RedisSnapshots(wire.url, namespace=namespace, retry_after=timedelta(0))
+    yield snapshots
+    await snapshots.close()
+
+
+def chunks_of(namespace: str) -> str:
+    return f"{namespace}:l1_snapshot:{{{A}}}"
+
+
+def meta_of(namespace: str) -> str:
+    return f"{namespace}:l1_snapshot_meta:{{{A}}}"
+
+
+def a_snapshot(order: int = 1, *, chunks: int = 3, digest: str = "") -> Packed:
+    """A snapshot whose every part tells its order."""
+    parts = tuple(b"\x00\xff%d of %d" % (number, order) for number in range(chunks))
+    return Packed(digest or f"1:{order}", order, b"\x28\xb5%d" % order, parts)
+
+
+# ── what is kept ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 3, 9_000])
+async def test_a_snapshot_is_what_was_put(snapshots: RedisSnapshots, chunks: int) -> None:
+    packed = a_snapshot(chunks=chunks)
+    assert await snapshots.put(A, packed)
+    assert await snapshots.get(A) == packed
+
+
+async def test_large_chunks_go_in_several_parts(distant: RedisSnapshots, wire: Wire) -> None:
+    packed = Packed("1:x", 1, b"", tuple(bytes([number]) * 2_000_000 for number in range(5)))
+    await distant.put(A, a_snapshot(0))
+    assert await distant.put(A, packed)
+    assert await distant.get(A) == packed
+
+
+async def test_there_is_no_snapshot_of_another_memory(snapshots: RedisSnapshots, redis_url: str) -> None:
+    await snapshots.put(A, a_snapshot())
+    assert await snapshots.get("travel:task-2") is None
+    other = RedisSnapshots(redis_url, namespace="other")
+    assert await other.get(A) is None
+    await other.close()
+
+
+async def test_the_highest_order_stays(snapshots: RedisSnapshots) -> None:
+    assert await snapshots.put(A, a_snapshot(9))
+    assert await snapshots.put(A, a_snapshot(10, chunks=1))  # as numbers, not as text
+    assert not await snapshots.put(A, a_snapshot(9))
+    assert await snapshots.get(A) == a_snapshot(10, chunks=1)
+    assert await snapshots.put(A, a_snapshot(10, chunks=1))
+    assert await snapshots.put(A, a_snapshot(10, chunks=2, digest="1:other"))
+    assert await snapshots.get(A) == a_snapshot(10, chunks=2, digest="1:other")
+    assert await snapshots.put(A, a_snapshot(11, chunks=0))
+    assert await snapshots.get(A) == a_snapshot(11, chunks=0)
+
+
+async def test_of_many_at_once_the_highest_stays_as_a_whole(
+    snapshots: RedisSnapshots, raw: Any, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 20)
+    every = [a_snapshot(order, chunks=10 + order % 7) for order in range(40)]
+    kept = await asyncio.gather(*[snapshots.put(A, each) for each in reversed(every)])
+    assert kept[0] is True
+    assert await snapshots.get(A) == every[-1]
+    assert len(await raw.keys(f"{namespace}:*")) == 2
+
+
+async def test_it_lives_for_two_weeks_from_each_put(snapshots: RedisSnapshots, raw: Any, namespace: str) -> None:
+    for _ in range(2):
+        await snapshots.put(A, a_snapshot())
+        for key in (chunks_of(namespace), meta_of(namespace)):
+            assert TWO_WEEKS - 60_000 < await raw.pttl(key) <= TWO_WEEKS
+            await raw.pexpire(key, 10_000)
+
+
+async def test_a_forgotten_snapshot_leaves_no_key(snapshots: RedisSnapshots, raw: Any, namespace: str) -> None:
+    await snapshots.put(A, a_snapshot())
+    await snapshots.forget(A)
+    await snapshots.forget(A)
+    assert await snapshots.get(A) is None
+    assert await raw.keys(f"{namespace}:*") == []
+
+
+async def test_a_put_and_a_get_are_one_round_trip_each(distant: RedisSnapshots, wire: Wire) -> None:
+    await distant.put(A, a_snapshot(1))
+    await distant.get(A)
+    wire.reset()
+    await distant.put(A, a_snapshot(2))
+    assert wire.turns == 1
+    wire.reset()
+    await distant.get(A)
+    assert wire.turns == 1
+    wire.reset()
+    await distant.forget(A)
+    assert wire.turns == 1
+
+
+async def test_scripts_may_be_forgotten_at_any_time(own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 40)
+    snapshots = RedisSnapshots(own_redis.url, namespace="mesh")
+    send, trips = script_calls._send, 0
+    async with Redis.from_url(own_redis.url) as client:
+        raw: Any = client
+
+        async def forgetful(redis: Any, calls: Any, known: bool) -> Any:
+            nonlocal trips
+            trips += 1
+            if trips % 3 == 0:
+                await raw.script_flush()
+            return await send(redis, calls, known)
+
+        monkeypatch.setattr(script_calls, "_send", forgetful)
+        for order in range(1, 20):
+            assert await snapshots.put(A, a_snapshot(order, chunks=order))
+            assert await snapshots.get(A) == a_snapshot(order, chunks=order)
+    await snapshots.close()
+
+
+# ── damage ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_chunks_with_damage_are_passed_on(snapshots: RedisSnapshots, raw: Any, namespace: str) -> None:
+    await snapshots.put(A, a_snapshot())
+    await raw.lset(chunks_of(namespace), 1, b"garbage")
+    found = await snapshots.get(A)
+    assert found is not None
+    assert found.chunks == (a_snapshot().chunks[0], b"garbage", a_snapshot().chunks[2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        ("chunk", "2 chunks instead of 3"),
+        ("chunks", "0 chunks instead of 3"),
+        ("meta", "a field is missing"),
+        ("field", "a field is missing"),
+        ("number", "a field is damaged"),
+        ("text", "a field is damaged"),
+        ("meta type", "it is of another type"),
+        ("chunks type", "it is of another type"),
+    ],
+)
+async def test_what_is_no_snapshot_is_told_and_healed_by_the_next(
+    snapshots: RedisSnapshots, raw: Any, namespace: str, damage: str, problem: str
+) -> None:
+    await snapshots.put(A, a_snapshot())
+    chunks, meta = chunks_of(namespace), meta_of(namespace)
+    match damage:
+        case "chunk":
+            await raw.lpop(chunks)
+        case "chunks":
+            await raw.delete(chunks)
+        case "meta":
+            await raw.delete(meta)
+        case "field":
+            await raw.hdel(meta, "manifest")
+        case "number":
+            await raw.hset(meta, "order", "x")
+        case "text":
+            await raw.hset(meta, "digest", b"\xff")
+        case "meta type":
+            await raw.set(meta, "x")
+        case "chunks type":
+            await raw.set(chunks, "x")
+    with pytest.raises(ConsistencyError, match=problem) as caught:
+        await snapshots.get(A)
+    assert f"{namespace}:l1_snapshot" in str(caught.value)
+    assert await snapshots.put(A, a_snapshot(2))
+    assert await snapshots.get(A) == a_snapshot(2)
+
+
+# ── broken off ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("pipeline", [100, 4_000_000])
+async def test_a_put_that_is_cut_at_any_byte_leaves_the_old_or_the_new(
+    snapshots: RedisSnapshots, distant: RedisSnapshots, wire: Wire, monkeypatch: pytest.MonkeyPatch, pipeline: int
+) -> None:
+    monkeypatch.setattr(script_calls, "PIPELINE_BYTES", pipeline)
+    await distant.put(A, a_snapshot(99, chunks=40))
+    await snapshots.forget(A)
+    wire.reset()
+    await distant.put(A, a_snapshot(50, chunks=40))
+    size = wire.sent
+    assert (wire.turns > 3) is (pipeline == 100)
+    new, seen = a_snapshot(51, chunks=40), []
+    for at in [*range(0, size, size // 50), size - 1]:
+        await snapshots.forget(A)
+        await snapshots.put(A, a_snapshot(50))
+        wire.cut_after(at)
+        with pytest.raises(MemoryUnavailable):
+            await distant.put(A, new)
+        wire.mend()
+        found = await snapshots.get(A)
+        assert found in [a_snapshot(50), new]
+        seen.append(found == new)
+    assert not any(seen)  # the swap is what is sent last
+    assert await distant.put(A, a_snapshot(50))  # connects
+    wire.lose_answers()
+    with pytest.raises(MemoryUnavailable):
+        await distant.put(A, new)
+    wire.mend()
+    if pipeline != 100:
+        assert await snapshots.get(A) == new
+    assert await distant.put(A, a_snapshot(52))
+    assert await snapshots.get(A) == a_snapshot(52)
+
+
+async def test_what_was_staged_vanishes_by_itself(
+    snapshots: RedisSnapshots, raw: Any, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 10)
+    send, trips = script_calls._send, 0
+
+    async def die(redis: Any, calls: Any, known: bool) -> Any:
+        nonlocal trips
+        trips += 1
+        if trips > 4:
+            raise asyncio.CancelledError
+        return await send(redis, calls, known)
+
+    monkeypatch.setattr(script_calls, "_send", die)
+    with pytest.raises(asyncio.CancelledError):
+        await snapshots.put(A, a_snapshot(chunks=20))
+    [left] = await raw.keys(f"{namespace}:*")
+    assert 0 < await raw.pttl(left) <= 3_600_000
+
+
+async def test_a_put_that_lost_some_of_what_it_staged_is_not_kept(
+    snapshots: RedisSnapshots, raw: Any, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 10)
+    await snapshots.put(A, a_snapshot(1))
+    send, trips = script_calls._send, 0
+
+    async def evict(redis: Any, calls: Any, known: bool) -> Any:
+        nonlocal trips
+        trips += 1
+        if trips == 3:
+            [staged] = await raw.keys(f"{chunks_of(namespace)}:*")
+            await raw.delete(staged)
+        return await send(redis, calls, known)
+
+    monkeypatch.setattr(script_calls, "_send", evict)
+    with pytest.raises(MemoryUnavailable, match="lost some of what it was given"):
+        await snapshots.put(A, a_snapshot(2, chunks=9))
+    assert await snapshots.get(A) == a_snapshot(1)
+    assert len(await raw.keys(f"{namespace}:*")) == 2
+
+
+@pytest.mark.parametrize("quarter", range(5))
+async def test_a_redis_killed_at_any_step_of_a_put_has_the_old_or_the_new(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, quarter: int
+) -> None:
+    monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 100)
+    async with Wire(own_redis.url) as wire:
+        snapshots = RedisSnapshots(wire.url, namespace="mesh", retry_after=timedelta(0))
+        await snapshots.forget(A)
+        await snapshots.put(A, a_snapshot(10, chunks=40))
+        wire.reset()
+        await snapshots.put(A, a_snapshot(11, chunks=40))
+        wire.cut_after(wire.sent * quarter // 4 - (quarter == 4), own_redis.kill)
+        with pytest.raises(MemoryUnavailable):
+            await snapshots.put(A, a_snapshot(12, chunks=40))
+        wire.mend()
+        await own_redis.start()
+        assert await snapshots.get(A) in [a_snapshot(11, chunks=40), a_snapshot(12, chunks=40)]
+        await snapshots.forget(A)
+        await snapshots.close()
+
+
+async def test_a_silent_redis_costs_one_timeout(redis_url: str, namespace: str) -> None:
+    async with Proxy(redis_url) as proxy:
+        seconds = 0.0
+        snapshots = RedisSnapshots(
+            proxy.url, namespace=namespace, timeout=timedelta(seconds=0.1), clock=lambda: seconds
+        )
+        proxy.silence()
+        with pytest.raises(MemoryUnavailable, match=r"no answer within 0\.1 s"):
+            await snapshots.get(A)
+        for attempt in (snapshots.put(A, a_snapshot()), snapshots.get(A), snapshots.forget(A)):
+            with pytest.raises(MemoryUnavailable, match="not asked"):
+                await attempt
+        proxy.resume()
+        seconds = 5.0
+        assert await snapshots.get(A) is None
+        await snapshots.close()
+
+
+def test_a_malformed_url_is_refused_without_telling_it() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        RedisSnapshots("http://:secret@localhost/0", namespace="mesh")
+    assert caught.value.key == "agent.memory_snapshot_url"
+    assert "sec" not in str(caught.value)

@@ -1,0 +1,314 @@
+"""Random commands, done in the process and in Redis side by side: they answer alike, and leave alike.
+
+Redis itself says what its commands do; the adapter on it adds owners, own times and a script between. `make model`
+runs the long form: see `test_store_machine`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, Protocol, TypeAlias, cast
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, Phase, given, settings
+from redis.asyncio.connection import Connection, parse_url
+from redis.exceptions import ResponseError
+
+from meshpoint.adapters.memory.working_memory import LocalWorkingMemory
+from meshpoint.adapters.redis import RedisWorkingMemory
+from meshpoint.adapters.system_clock import SystemClock
+from meshpoint.errors import MemoryRefused
+from meshpoint.model.ids import RunId, new_id
+from meshpoint.model.memory import Answer, Command, Item, Kind, Owner
+from meshpoint.ports.working_memory import WorkingMemory
+
+_EXAMPLES = int(os.environ.get("MESHPOINT_MODEL_EXAMPLES", "0"))
+_NUMBERS = count(1)
+
+REFUSED = "refused"
+Answers: TypeAlias = list[Any] | str
+"""What a batch answered, in a form in which equal answers are equal; or that it was refused."""
+Left: TypeAlias = dict[str, tuple[Kind, Any, bool]]
+"""What a memory holds by key, and whether the key has a time of its own."""
+
+
+# ── commands ───────────────────────────────────────────────────────────────────────────────────────
+
+KEYS = {Kind.STRING: "s", Kind.LIST: "l", Kind.HASH: "h", Kind.SET: "m", Kind.ZSET: "z"}
+values = st.sampled_from([b"", b"a", b"b", b"\x00\xff", b"1", b"-5", b"3.5", b"1e2", b"07", b"9223372036854775807"])
+small = st.integers(-6, 6)
+wholes = st.one_of(small, st.sampled_from([2**31, 2**53 + 1, -(2**53) - 1, 2**63 - 1, -(2**63)])).map(b"%d".__mod__)
+steps = st.one_of(wholes, st.sampled_from([b"9223372036854775808", b"1.5", b""]))
+hundredths = st.integers(-1000, 1000).map(lambda number: number / 100)
+reals = st.one_of(
+    hundredths,
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from([0.1, 0.2, 0.3, 1e-320, -0.0, 2.0**53, 1e300]),
+).map(lambda number: repr(number).encode())
+bounds = st.one_of(reals, st.sampled_from([b"inf", b"-inf", b"+1", b"nan"]))
+scores = st.one_of(bounds, st.sampled_from([b"", b" 1", b"1_0", b"1\x00"]))
+times = st.sampled_from([b"3600000", b"1000000000000000", b"0", b"-1", b"9223372036854775807"])
+
+
+def several(*parts: st.SearchStrategy[bytes]) -> st.SearchStrategy[tuple[bytes, ...]]:
+    """One to four groups of arguments, flat."""
+    return st.lists(st.tuples(*parts), min_size=1, max_size=4).map(lambda groups: sum(groups, ()))
+
+
+ARGUMENTS: dict[Kind | None, dict[str, st.SearchStrategy[tuple[bytes, ...]]]] = {
+    None: {
+        **{name: st.just(()) for name in ("TYPE", "DEL", "PTTL", "PERSIST")},
+        "PEXPIRE": st.tuples(times),
+        "SET": st.tuples(values),
+    },
+    Kind.STRING: {
+        "GET": st.just(()),
+        "SET": st.tuples(values),
+        "INCRBY": st.tuples(steps),
+        "INCRBYFLOAT": st.tuples(scores),
+    },
+    Kind.LIST: {
+        **{name: several(values) for name in ("RPUSH", "LPUSH")},
+        **{name: st.just(()) for name in ("RPOP", "LPOP", "LLEN")},
+        **{name: st.tuples(wholes, wholes) for name in ("LRANGE", "LTRIM")},
+        "LINDEX": st.tuples(wholes),
+    },
+    Kind.HASH: {
+        "HSET": several(values, values),
+        "HDEL": several(values),
+        "HINCRBY": st.tuples(values, steps),
+        **{name: st.tuples(values) for name in ("HGET", "HEXISTS")},
+        **{name: st.just(()) for name in ("HGETALL", "HLEN")},
+    },
+    Kind.SET: {
+        **{name: several(values) for name in ("SADD", "SREM")},
+        **{name: st.just(()) for name in ("SMEMBERS", "SCARD")},
+        "SISMEMBER": st.tuples(values),
+    },
+    Kind.ZSET: {
+        "ZADD": several(scores, values),
+        "ZREM": several(values),
+        "ZINCRBY": st.tuples(scores, values),
+        "ZSCORE": st.tuples(values),
+        "ZCARD": st.just(()),
+        "ZRANGE": st.tuples(wholes, wholes, st.just(b"WITHSCORES")),
+        "ZRANGEBYSCORE": st.tuples(bounds, bounds, st.just(b"WITHSCORES")),
+    },
+}
+
+
+@st.composite
+def commands(draw: st.DrawFn) -> Command:
+    """A command, mostly on a key of its kind."""
+    kind = draw(st.sampled_from(list(ARGUMENTS)))
+    name = draw(st.sampled_from(list(ARGUMENTS[kind])))
+    stray = kind is None or draw(st.integers(0, 9)) == 0
+    key = draw(st.sampled_from(list(KEYS.values()))) if kind is None or stray else KEYS[kind]
+    return Command(name, key, draw(ARGUMENTS[kind][name]))
+
+
+stories = st.lists(st.lists(commands(), min_size=1, max_size=5), min_size=1, max_size=25)
+
+
+# ── what is compared ───────────────────────────────────────────────────────────────────────────────
+
+
+class Side(Protocol):
+    """One of the two that are compared."""
+
+    async def begin(self) -> None:
+        """Begin an empty memory."""
+
+    async def do(self, batch: Sequence[Command]) -> list[Answer]:
+        """Do commands together."""
+
+    async def left(self) -> Left:
+        """All that is there."""
+
+
+class Adapter:
+    """A working memory."""
+
+    def __init__(self, memory: WorkingMemory) -> None:
+        self._memory = memory
+
+    async def begin(self) -> None:
+        self._owner = Owner(f"travel:{new_id()}", RunId(new_id()), 1)
+        await self._memory.replace(self._owner, ())
+
+    async def do(self, batch: Sequence[Command]) -> list[Answer]:
+        version, answers = await self._memory.execute(self._owner, batch)
+        held = await self._memory.read(self._owner.agent_id)
+        assert held.version == version
+        return answers
+
+    async def left(self) -> Left:
+        held = await self._memory.read(self._owner.agent_id)
+        assert held.lost == ()
+        left = {item.key: _comparable(item) for item in held.items}
+        assert sorted(await self._memory.keys(self._owner)) == sorted(left)
+        put = await self._memory.replace(self._owner, held.items)
+        assert {item.key: _comparable(item) for item in put.items} == left
+        return left
+
+
+class Server:
+    """Redis without anything between. A reply is what came on the wire."""
+
+    def __init__(self, connection: Connection, namespace: str) -> None:
+        self._connection, self._namespace = connection, namespace
+
+    async def begin(self) -> None:
+        self._prefix = f"{self._namespace}:{next(_NUMBERS)}:"
+
+    async def do(self, batch: Sequence[Command]) -> list[Answer]:
+        return [await self._ask(command.name, command.key, *command.args) for command in batch]
+
+    async def left(self) -> Left:
+        return {key: held for key in KEYS.values() if (held := await self._held(key)) is not None}
+
+    async def _held(self, key: str) -> tuple[Kind, Any, bool] | None:
+        kind = cast(bytes, await self._ask("TYPE", key)).decode()
+        if kind == "none":
+            return None
+        read: dict[str, tuple[Any, ...]] = {
+            "string": ("GET", key),
+            "list": ("LRANGE", key, "0", "-1"),
+            "hash": ("HGETALL", key),
+            "set": ("SMEMBERS", key),
+            "zset": ("ZRANGE", key, "0", "-1", "WITHSCORES"),
+        }
+        answer = COMPARED.get(read[kind][0], _as_is)(await self._ask(*read[kind]))
+        return Kind(kind), answer, await self._ask("PTTL", key) != -1
+
+    async def _ask(self, name: str, key: str, *args: bytes | str) -> Answer:
+        await self._connection.send_command(name, self._prefix + key, *args)
+        try:
+            return cast(Answer, await self._connection.read_response())
+        except ResponseError as error:
+            raise MemoryRefused(f"memory key {key!r}: {error}") from error
+
+
+def _as_is(answer: Any) -> Any:
+    return answer
+
+
+def _text(answer: Any) -> Any:
+    """A value; a float that another machine may write with another last digit as the float that it is."""
+    try:
+        return float(answer) if answer is not None and b"." in answer else answer
+    except ValueError:
+        return answer
+
+
+def _number(answer: Any) -> Any:
+    return None if answer is None else float(answer)
+
+
+def _pairs(answer: Any) -> Any:
+    return dict(zip(answer[::2], answer[1::2], strict=True))
+
+
+def _ranked(answer: Any) -> Any:
+    return [(member, float(score)) for member, score in zip(answer[::2], answer[1::2], strict=True)]
+
+
+def _rest(answer: Any) -> Any:
+    return min(answer, 0)  # what is left of a time depends on the clock
+
+
+COMPARED: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(["INCRBYFLOAT", "ZINCRBY", "ZSCORE"], _number),
+    **dict.fromkeys(["ZRANGE", "ZRANGEBYSCORE"], _ranked),
+    **dict.fromkeys(["GET", "LPOP", "RPOP"], _text),
+    "HGETALL": _pairs,
+    "SMEMBERS": sorted,
+    "PTTL": _rest,
+}
+
+
+def _comparable(item: Item) -> tuple[Kind, Any, bool]:
+    content: Any = item.content
+    match item.kind:
+        case Kind.STRING:
+            content = _text(content)
+        case Kind.LIST:
+            content = list(content)
+        case Kind.SET:
+            content = sorted(content)
+        case Kind.ZSET:
+            content = sorted(content.items(), key=lambda pair: (pair[1], pair[0]))
+    return item.kind, content, item.expires_at is not None
+
+
+async def _answers(side: Side, batch: Sequence[Command]) -> Answers:
+    try:
+        answers = await side.do(batch)
+    except MemoryRefused:
+        return REFUSED
+    return [COMPARED.get(c.name, _as_is)(answer) for c, answer in zip(batch, answers, strict=True)]
+
+
+async def _alike(sides: tuple[Side, Side], story: Sequence[Sequence[Command]]) -> None:
+    for side in sides:
+        await side.begin()
+    for batch in story:
+        mine, theirs = [await _answers(side, batch) for side in sides]
+        assert mine == theirs, batch
+    mine_left, theirs_left = [await side.left() for side in sides]
+    assert mine_left == theirs_left
+
+
+def compare(runner: asyncio.Runner, sides: tuple[Side, Side], *, examples: int) -> None:
+    """Run so many stories on both sides; in the long form as many as the environment says."""
+
+    @settings(
+        derandomize=not _EXAMPLES,
+        max_examples=_EXAMPLES or examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink] if _EXAMPLES else [Phase.generate],
+        print_blob=bool(_EXAMPLES),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(stories)
+    def told(story: list[list[Command]]) -> None:
+        runner.run(_alike(sides, story))
+
+    told()
+
+
+def test_the_process_does_what_redis_does(redis_url: str, namespace: str) -> None:
+    with asyncio.Runner() as runner:
+
+        async def connected() -> Connection:
+            connection = Connection(protocol=2, decode_responses=False, **_place(redis_url))
+            await connection.connect()
+            return connection
+
+        connection = runner.run(connected())
+        try:
+            sides = (Adapter(LocalWorkingMemory(SystemClock())), Server(connection, namespace))
+            compare(runner, sides, examples=300)
+        finally:
+            runner.run(connection.disconnect())
+
+
+def test_the_adapter_on_redis_does_what_the_process_does(redis_url: str, namespace: str) -> None:
+    with asyncio.Runner() as runner:
+
+        async def opened() -> WorkingMemory:
+            return RedisWorkingMemory(redis_url, namespace=namespace)
+
+        memory = runner.run(opened())
+        try:
+            compare(runner, (Adapter(LocalWorkingMemory(SystemClock())), Adapter(memory)), examples=100)
+        finally:
+            runner.run(memory.close())
+
+
+def _place(url: str) -> dict[str, Any]:
+    return {key: value for key, value in parse_url(url).items() if key in {"host", "port", "db", "password"}}

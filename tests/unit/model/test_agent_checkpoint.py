@@ -1,0 +1,35 @@
+"""A checkpoint's working memory goes with it to the database and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from meshpoint.conformance.build import a_checkpoint, a_run
+from meshpoint.model.subtasks import AgentCheckpoint
+
+RUN = a_run()
+REMEMBERING = a_checkpoint(RUN, l1_snapshot=b"\xff\0memory", l1_snapshot_hash="digest")
+
+
+def test_the_json_of_a_checkpoint_has_the_hash_and_not_the_memory() -> None:
+    without = REMEMBERING.model_copy(update={"l1_snapshot": None})
+    assert "l1_snapshot" not in REMEMBERING.model_dump()
+    assert AgentCheckpoint.model_validate_json(REMEMBERING.model_dump_json()) == without
+    assert without.l1_snapshot_hash == "digest"
+
+
+def test_nor_is_it_shown() -> None:
+    assert "xff" not in repr(REMEMBERING)
+    assert "digest" in repr(REMEMBERING)
+
+
+def test_a_memory_without_its_hash_is_refused() -> None:
+    with pytest.raises(ValidationError, match="comes with its hash"):
+        a_checkpoint(RUN, l1_snapshot=b"memory")
+
+
+def test_a_checkpoint_of_the_release_before_has_no_memory() -> None:
+    fields = a_checkpoint(RUN).model_dump(exclude={"l1_snapshot_hash", "l1_in_sql", "memory_writes"})
+    read = AgentCheckpoint.model_validate(fields)
+    assert (read.l1_snapshot_hash, read.l1_snapshot) == (None, None)

@@ -1,0 +1,482 @@
+"""What an agent can do with `ctx.memory`, and what it is told when it may not."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import date, timedelta
+from math import inf, nan
+from typing import Any, TypeAlias
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, computed_field
+
+from meshpoint.adapters.memory.clock import FakeClock
+from meshpoint.adapters.memory.working_memory import LocalWorkingMemory
+from meshpoint.errors import AgentFailed, MemoryRefused
+from meshpoint.model.agent_memory import AgentMemory, MemoryRecovery, MemorySource
+from meshpoint.model.ids import RunId
+from meshpoint.model.memory import Answer, Command, Owner
+from meshpoint.ports.working_memory import WorkingMemory
+
+MINUTE = timedelta(minutes=1)
+SURROGATE = "a\udc80"
+OWNER = Owner("travel:1", RunId("r1"), 1)
+
+
+class Runner:
+    """Does an agent's commands at once, and counts the round trips that a server would see."""
+
+    def __init__(self, memory: WorkingMemory) -> None:
+        self._memory = memory
+        self.trips = 0
+
+    @property
+    def recovery(self) -> MemoryRecovery | None:
+        return MemoryRecovery(MemorySource.SQL, keys=3) if self.trips else None
+
+    async def execute(self, commands: Sequence[Command]) -> list[Answer]:
+        self.trips += 1
+        return (await self._memory.execute(OWNER, commands))[1]
+
+    async def keys(self) -> list[str]:
+        self.trips += 1
+        return await self._memory.keys(OWNER)
+
+    async def clear(self) -> None:
+        self.trips += 1
+        await self._memory.replace(OWNER, ())
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+async def runner(clock: FakeClock) -> Runner:
+    memory = LocalWorkingMemory(clock)
+    await memory.replace(OWNER, ())
+    return Runner(memory)
+
+
+@pytest.fixture
+def memory(runner: Runner) -> AgentMemory:
+    return AgentMemory(runner)
+
+
+# ── keys ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_keys_are_sorted_and_matched_like_file_names(memory: AgentMemory) -> None:
+    await memory.set_many(dict.fromkeys(["page:2", "page:1", "page:10", "Page:1", "a*b", "☃"], b""))
+    assert await memory.keys() == ["Page:1", "a*b", "page:1", "page:10", "page:2", "☃"]
+    assert await memory.keys("page:*") == ["page:1", "page:10", "page:2"]
+    assert await memory.keys("page:?") == ["page:1", "page:2"]
+    assert await memory.keys("[Pp]age:1") == ["Page:1", "page:1"]
+    assert await memory.keys("page:[!1]") == ["page:2"]
+    assert await memory.keys("a[*]b") == ["a*b"]
+    assert await memory.keys("page") == []
+
+
+async def test_a_key_exists_until_it_is_deleted(memory: AgentMemory) -> None:
+    await memory.set("a", "")
+    await memory.rpush("b", "1")
+    assert [await memory.exists(key) for key in "abc"] == [True, True, False]
+    assert await memory.delete("a", "b", "c", "a") == 2
+    assert [await memory.exists(key) for key in "abc"] == [False, False, False]
+    assert await memory.delete() == 0
+
+
+async def test_everything_is_cleared(memory: AgentMemory) -> None:
+    await memory.set("a", "1")
+    await memory.sadd("b", "1")
+    await memory.clear()
+    assert await memory.keys() == []
+
+
+async def test_a_key_lives_for_its_own_time(memory: AgentMemory, clock: FakeClock) -> None:
+    await memory.set("a", "1", ttl=MINUTE)
+    await memory.rpush("b", "1")
+    assert await memory.expire("b", 2 * MINUTE)
+    assert await memory.expire("c", MINUTE) is False
+    clock.advance(MINUTE - timedelta(milliseconds=1))
+    assert await memory.ttl("a") == timedelta(milliseconds=1)
+    clock.advance(timedelta(milliseconds=1))
+    assert (await memory.get("a"), await memory.ttl("a")) == (None, None)
+    assert await memory.ttl("b") == MINUTE
+
+
+async def test_a_time_is_taken_away(memory: AgentMemory, clock: FakeClock) -> None:
+    await memory.set_many({"a": "1", "b": "1"}, ttl=MINUTE)
+    assert await memory.expire("a", None)
+    assert await memory.expire("a", None)
+    assert await memory.expire("c", None) is False
+    await memory.set("b", "2")
+    clock.advance(2 * MINUTE)
+    assert await memory.get_many(["a", "b"]) == {"a": b"1", "b": b"2"}
+    assert await memory.ttl("a") is None
+
+
+# ── values ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        *((b"\x00\xff", b"\x00\xff"), ("☃", "☃".encode()), ("", b""), (bytearray(b"a"), b"a")),
+        (memoryview(b"abc")[::2], b"ac"),
+    ],
+)
+async def test_a_value_goes_in_and_comes_out_as_bytes(memory: AgentMemory, value: Any, kept: bytes) -> None:
+    await memory.set("k", value)
+    got = await memory.get("k")
+    assert got == kept
+    assert type(got) is bytes
+    assert await memory.get("none") is None
+
+
+async def test_several_values_at_once(memory: AgentMemory, runner: Runner) -> None:
+    await memory.set_many({"a": "1", "b": b"2"})
+    assert await memory.get_many(["b", "x", "a", "b"]) == {"b": b"2", "a": b"1"}
+    assert await memory.get_many(key for key in "ab") == {"a": b"1", "b": b"2"}
+    assert runner.trips == 3
+
+
+async def test_nothing_asks_nobody(memory: AgentMemory, runner: Runner) -> None:
+    await memory.set_many({})
+    assert await memory.get_many([]) == {}
+    assert await memory.delete() == 0
+    assert runner.trips == 0
+
+
+class Leg(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    to: str = Field(alias="destination")
+    on: date | None = None
+    tags: set[str] = set()
+
+    @computed_field
+    def label(self) -> str:
+        return f"to {self.to}"
+
+
+async def test_a_model_comes_back_as_it_was(memory: AgentMemory) -> None:
+    leg = Leg(destination="Rome", on=date(2026, 1, 2), tags={"b", "a"})
+    await memory.set_model("leg", leg, ttl=MINUTE)
+    assert await memory.get_model("leg", Leg) == leg
+    assert await memory.ttl("leg") == MINUTE
+    assert await memory.get("leg") == b'{"destination":"Rome","on":"2026-01-02","tags":["a","b"]}'
+    assert await memory.get_model("none", Leg) is None
+
+
+async def test_anything_that_pydantic_writes_is_a_model(memory: AgentMemory) -> None:
+    await memory.set_model("legs", [Leg(destination="Rome"), Leg(destination="Oslo")])
+    await memory.set_model("numbers", {"big": 12345678901234567890, "share": 0.1, "none": None})
+    assert [leg.to for leg in await memory.get_model("legs", list[Leg]) or []] == ["Rome", "Oslo"]
+    numbers = await memory.get_model("numbers", dict[str, Any])
+    assert numbers == {"big": 12345678901234567890, "share": 0.1, "none": None}
+
+
+async def test_a_value_that_is_no_such_model_is_refused(memory: AgentMemory) -> None:
+    await memory.set_many({"other": '{"destination": 5}', "text": "{]", "bytes": b"\xff", "nan": "NaN"})
+    assert await refusal(memory.get_model("other", Leg)) == (
+        "memory key 'other': it holds no Leg: destination: Input should be a valid string"
+    )
+    for key in ("text", "bytes", "nan"):
+        assert (await refusal(memory.get_model(key, Leg))).startswith(f"memory key '{key}': it holds no JSON: ")
+
+
+class Opaque:
+    """Nothing that pydantic knows."""
+
+
+@pytest.mark.parametrize("value", [Opaque(), [Opaque()], {"x": nan}, inf, [SURROGATE]])
+async def test_a_model_that_is_not_json_is_refused(memory: AgentMemory, value: Any) -> None:
+    assert "memory key 'k'" in await refusal(memory.set_model("k", value))
+    assert await memory.keys() == []
+
+
+async def test_a_type_that_pydantic_does_not_know_is_refused(memory: AgentMemory) -> None:
+    assert "memory key 'k'" in await refusal(memory.get_model("k", Opaque))
+
+
+# ── counters ───────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_counters(memory: AgentMemory) -> None:
+    assert [await memory.incr("n"), await memory.incr("n", 5), await memory.incr("n", -7)] == [1, 6, -1]
+    assert [await memory.incr_float("f", 0.1), await memory.incr_float("f", 0.2)] == [0.1, 0.3]
+    assert await memory.incr_float("f", 1) == 1.3
+    assert await memory.incr("big", 2**63 - 1) == 2**63 - 1
+    assert "'big'" in await refusal(memory.incr("big"))
+
+
+# ── lists, hashes, sets, sorted sets ───────────────────────────────────────────────────────────────
+
+
+async def test_lists(memory: AgentMemory) -> None:
+    assert await memory.rpush("k", "b", b"c") == 2
+    assert await memory.lpush("k", "a", "z") == 4
+    assert await memory.lrange("k") == [b"z", b"a", b"b", b"c"]
+    assert await memory.lrange("k", 1, -2) == [b"a", b"b"]
+    assert [await memory.lindex("k", -1), await memory.lindex("k", 4), await memory.llen("k")] == [b"c", None, 4]
+    await memory.ltrim("k", 1, 2)
+    assert [await memory.rpop("k"), await memory.lpop("k"), await memory.lpop("k")] == [b"b", b"a", None]
+    assert [await memory.llen("k"), await memory.lrange("k")] == [0, []]
+
+
+async def test_hashes(memory: AgentMemory) -> None:
+    assert await memory.hset("k", {"f": "1", b"\xff": b"\x00"}) == 2
+    assert await memory.hset("k", {"f": "2"}) == 0
+    assert await memory.hgetall("k") == {b"f": b"2", b"\xff": b"\x00"}
+    assert [await memory.hget("k", "f"), await memory.hget("k", "x")] == [b"2", None]
+    assert [await memory.hexists("k", b"\xff"), await memory.hexists("k", "x")] == [True, False]
+    assert [await memory.hincrby("k", "f", 3), await memory.hincrby("k", "n")] == [5, 1]
+    assert [await memory.hlen("k"), await memory.hdel("k", "f", "x"), await memory.hlen("k")] == [3, 1, 2]
+    assert await memory.hgetall("none") == {}
+
+
+async def test_sets(memory: AgentMemory) -> None:
+    assert await memory.sadd("k", "a", b"a", "b") == 2
+    assert await memory.smembers("k") == {b"a", b"b"}
+    assert [await memory.sismember("k", "a"), await memory.sismember("k", "x")] == [True, False]
+    assert [await memory.scard("k"), await memory.srem("k", "a", "x"), await memory.scard("k")] == [2, 1, 1]
+    assert await memory.smembers("none") == frozenset()
+
+
+async def test_sorted_sets(memory: AgentMemory) -> None:
+    assert await memory.zadd("k", {"b": 2, b"a": 1.5, "top": inf}) == 3
+    assert await memory.zadd("k", {"b": 0.5}) == 0
+    assert await memory.zrange("k") == [(b"b", 0.5), (b"a", 1.5), (b"top", inf)]
+    assert await memory.zrange("k", -2, -2) == [(b"a", 1.5)]
+    assert await memory.zrangebyscore("k", 0.5, 1.5) == [(b"b", 0.5), (b"a", 1.5)]
+    assert await memory.zrangebyscore("k", 2, inf) == [(b"top", inf)]
+    assert await memory.zincrby("k", "a", -3) == -1.5
+    assert [await memory.zscore("k", "a"), await memory.zscore("k", "x")] == [-1.5, None]
+    assert [await memory.zcard("k"), await memory.zrem("k", "a", "x"), await memory.zcard("k")] == [3, 1, 2]
+
+
+# ── what it refuses ────────────────────────────────────────────────────────────────────────────────
+
+Use: TypeAlias = Callable[[AgentMemory, Any], Awaitable[object]]
+
+ON_A_KEY: list[Use] = [
+    lambda m, key: m.exists(key),
+    lambda m, key: m.delete("there", key),
+    lambda m, key: m.expire(key, MINUTE),
+    lambda m, key: m.expire(key, None),
+    lambda m, key: m.ttl(key),
+    lambda m, key: m.get(key),
+    lambda m, key: m.set(key, "1"),
+    lambda m, key: m.get_many(["there", key]),
+    lambda m, key: m.set_many({"there": "changed", key: "1"}),
+    lambda m, key: m.get_model(key, int),
+    lambda m, key: m.set_model(key, 1),
+    lambda m, key: m.incr(key),
+    lambda m, key: m.incr_float(key, 1),
+    lambda m, key: m.rpush(key, "a"),
+    lambda m, key: m.lpop(key),
+    lambda m, key: m.lrange(key),
+    lambda m, key: m.hset(key, {"f": "1"}),
+    lambda m, key: m.hgetall(key),
+    lambda m, key: m.sadd(key, "a"),
+    lambda m, key: m.smembers(key),
+    lambda m, key: m.zadd(key, {"a": 1}),
+    lambda m, key: m.zrangebyscore(key, 0, 1),
+]
+
+WITH_A_VALUE: list[Use] = [
+    lambda m, value: m.set("k", value),
+    lambda m, value: m.set_many({"there": "changed", "k": value}),
+    lambda m, value: m.rpush("k", "a", value),
+    lambda m, value: m.lpush("k", value),
+    lambda m, value: m.hset("k", {"f": value}),
+    lambda m, value: m.hget("k", value),
+    lambda m, value: m.hdel("k", value),
+    lambda m, value: m.hexists("k", value),
+    lambda m, value: m.hincrby("k", value),
+    lambda m, value: m.sadd("k", value),
+    lambda m, value: m.srem("k", value),
+    lambda m, value: m.sismember("k", value),
+    lambda m, value: m.zrem("k", value),
+    lambda m, value: m.zscore("k", value),
+    lambda m, value: m.zincrby("k", value, 1),
+]
+
+WITH_A_WHOLE_NUMBER: list[Use] = [
+    lambda m, number: m.incr("k", number),
+    lambda m, number: m.hincrby("k", "f", number),
+    lambda m, number: m.lrange("k", number, 1),
+    lambda m, number: m.lrange("k", 0, number),
+    lambda m, number: m.ltrim("k", number, 1),
+    lambda m, number: m.ltrim("k", 0, number),
+    lambda m, number: m.lindex("k", number),
+    lambda m, number: m.zrange("k", number),
+    lambda m, number: m.zrange("k", 0, number),
+]
+
+WITH_A_NUMBER: list[Use] = [
+    lambda m, number: m.incr_float("k", number),
+    lambda m, number: m.zadd("k", {"a": number}),
+    lambda m, number: m.zincrby("k", "a", number),
+    lambda m, number: m.zrangebyscore("k", number, 1),
+    lambda m, number: m.zrangebyscore("k", 0, number),
+]
+
+WITH_A_TIME: list[Use] = [
+    lambda m, ttl: m.expire("k", ttl),
+    lambda m, ttl: m.set("k", "1", ttl=ttl),
+    lambda m, ttl: m.set_many({"k": "1"}, ttl=ttl),
+    lambda m, ttl: m.set_model("k", 1, ttl=ttl),
+]
+
+WITHOUT_VALUES: list[Use] = [
+    lambda m, _: m.rpush("k"),
+    lambda m, _: m.lpush("k"),
+    lambda m, _: m.hset("k", {}),
+    lambda m, _: m.hdel("k"),
+    lambda m, _: m.sadd("k"),
+    lambda m, _: m.srem("k"),
+    lambda m, _: m.zadd("k", {}),
+    lambda m, _: m.zrem("k"),
+]
+
+
+async def refusal(doing: Awaitable[object]) -> str:
+    """Why it is refused, in one line."""
+    with pytest.raises(MemoryRefused) as refused:
+        await doing
+    assert isinstance(refused.value, AgentFailed)
+    text = str(refused.value)
+    assert "\n" not in text
+    assert len(text) < 300
+    return text
+
+
+async def refuses(memory: AgentMemory, runner: Runner, use: Use, what: Any) -> str:
+    """Why `use` is refused before anybody is asked: all or nothing."""
+    await memory.set("there", "unchanged")
+    trips = runner.trips
+    text = await refusal(use(memory, what))
+    assert runner.trips == trips
+    assert await memory.get("there") == b"unchanged"
+    return text
+
+
+@pytest.mark.parametrize("use", ON_A_KEY)
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("", "memory key '': use text of 1 to 1024 bytes"),
+        ("k" * 1025, "use text of 1 to 1024 bytes"),
+        ("☃" * 342, "use text of 1 to 1024 bytes"),
+        (SURROGATE, r"memory key 'a\udc80': text without a UTF-8 form: surrogates not allowed"),
+        (b"k", "a memory key is text, not bytes"),
+        (5, "a memory key is text, not int"),
+        (None, "a memory key is text, not NoneType"),
+    ],
+)
+async def test_a_bad_key_is_refused(memory: AgentMemory, runner: Runner, use: Use, key: Any, why: str) -> None:
+    assert (await refuses(memory, runner, use, key)).endswith(why)
+
+
+async def test_a_key_has_up_to_1024_bytes(memory: AgentMemory) -> None:
+    await memory.set_many({"k" * 1024: "1", "☃" * 341: "2"})
+    assert len(await memory.keys()) == 2
+
+
+@pytest.mark.parametrize("use", WITH_A_VALUE)
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (5, "bytes or text, not int; for models there is set_model"),
+        (None, "bytes or text, not NoneType; for models there is set_model"),
+        (("a",), "bytes or text, not tuple; for models there is set_model"),
+        (SURROGATE, "text without a UTF-8 form: surrogates not allowed"),
+    ],
+)
+async def test_a_bad_value_is_refused(memory: AgentMemory, runner: Runner, use: Use, value: Any, why: str) -> None:
+    assert await refuses(memory, runner, use, value) == f"memory key 'k': {why}"
+
+
+@pytest.mark.parametrize("use", WITH_A_WHOLE_NUMBER)
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (1.5, "a whole number, not float"),
+        ("1", "a whole number, not str"),
+        (None, "a whole number, not NoneType"),
+        (2**63, "a whole number of more than 64 bits"),
+        (-(2**63) - 1, "a whole number of more than 64 bits"),
+    ],
+)
+async def test_what_is_no_whole_number_is_refused(
+    memory: AgentMemory, runner: Runner, use: Use, number: Any, why: str
+) -> None:
+    assert await refuses(memory, runner, use, number) == f"memory key 'k': {why}"
+
+
+@pytest.mark.parametrize("use", WITH_A_NUMBER)
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (nan, "not-a-number has no place in an order"),
+        ("1", "a number, not str"),
+        (None, "a number, not NoneType"),
+        (10**400, "a number that large has no place in a float"),
+    ],
+)
+async def test_what_is_no_number_is_refused(
+    memory: AgentMemory, runner: Runner, use: Use, number: Any, why: str
+) -> None:
+    assert await refuses(memory, runner, use, number) == f"memory key 'k': {why}"
+
+
+@pytest.mark.parametrize("use", WITH_A_TIME)
+@pytest.mark.parametrize(
+    ("ttl", "why"),
+    [
+        (timedelta(), "a time to live of 0:00:00 is over at once; use delete"),
+        (-MINUTE, "a time to live of -1 day, 23:59:00 is over at once; use delete"),
+        (timedelta(microseconds=999), "a time to live of 0:00:00.000999 is over at once; use delete"),
+        (60, "a time to live is a timedelta, not int"),
+    ],
+)
+async def test_a_bad_time_is_refused(memory: AgentMemory, runner: Runner, use: Use, ttl: Any, why: str) -> None:
+    assert await refuses(memory, runner, use, ttl) == f"memory key 'k': {why}"
+
+
+@pytest.mark.parametrize("use", WITHOUT_VALUES)
+async def test_no_values_are_refused(memory: AgentMemory, runner: Runner, use: Use) -> None:
+    text = await refuses(memory, runner, use, None)
+    assert text.startswith("memory key 'k': ")
+    assert text.endswith(" needs a value")
+
+
+@pytest.mark.parametrize(
+    ("use", "why"),
+    [
+        (lambda m, _: m.hset("k", [("f", "1")]), "memory key 'k': a mapping, not list"),
+        (lambda m, _: m.zadd("k", ["a"]), "memory key 'k': a mapping, not list"),
+        (lambda m, _: m.set_many([("k", "1")]), "memory values: a mapping, not list"),
+        (lambda m, _: m.get_many("abc"), "memory keys: several keys, not str; for one there is get"),
+        (lambda m, _: m.get_many(5), "memory keys: several keys, not int; for one there is get"),
+        (lambda m, _: m.delete(["k"]), "a memory key is text, not list"),
+        (lambda m, _: m.keys(b"*"), "a pattern of memory keys is text, not bytes"),
+    ],
+)
+async def test_what_is_no_collection_is_refused(memory: AgentMemory, runner: Runner, use: Use, why: str) -> None:
+    assert await refuses(memory, runner, use, None) == why
+
+
+async def test_a_key_of_another_kind_is_refused(memory: AgentMemory) -> None:
+    await memory.rpush("k", "a")
+    assert "'k'" in await refusal(memory.get("k"))
+    assert "'k'" in await refusal(memory.incr_float("k", inf))
+
+
+async def test_how_the_memory_was_found_is_the_runners_word(memory: AgentMemory) -> None:
+    assert memory.recovery is None
+    await memory.keys()
+    assert memory.recovery == MemoryRecovery(MemorySource.SQL, keys=3)
