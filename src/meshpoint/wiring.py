@@ -110,6 +110,7 @@ def worker_of(
         observer=observer,
         options=options,
         cache=make_cache(agent, namespace) if durable else None,
+        local=LocalWorkingMemory(_CLOCK),
         l1=make_working_memory(agent, namespace),
         snapshots=make_snapshots(agent, namespace),
     )
@@ -125,10 +126,10 @@ def make_cache(agent: AgentSettings, namespace: str) -> CheckpointCache | None:
     return RedisCheckpointCache(agent.checkpoint_cache_url, namespace=namespace, ttl=ttl)
 
 
-def make_working_memory(agent: AgentSettings, namespace: str) -> WorkingMemory:
-    """Where the working memories of an agent's tasks live: in Redis, or in the process and with each checkpoint."""
+def make_working_memory(agent: AgentSettings, namespace: str) -> WorkingMemory | None:
+    """Where in Redis the working memories of an agent's tasks live; None: in the process and with each checkpoint."""
     if agent.memory_url is None:
-        return LocalWorkingMemory(_CLOCK)
+        return None
     from meshpoint.adapters.redis import RedisWorkingMemory
 
     return RedisWorkingMemory(

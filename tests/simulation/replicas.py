@@ -81,7 +81,7 @@ class Process:
             clock=clock,
             observer=observer,
             options=options,
-            l1=LocalWorkingMemory(clock),
+            local=LocalWorkingMemory(clock),
             replica_id=ReplicaId(name),
         )
         loop = asyncio.get_running_loop()

@@ -32,7 +32,7 @@ class Replay:
     def __init__(self, agent: str, ctx: TaskExecutionContext, journal: Journal) -> None:
         self._agent, self._ctx, self._journal = agent, ctx, journal
         self._task = asyncio.current_task()
-        self._position = 0
+        self._position = self._passed_outside = 0
         self._paused: Paused | None = None
         self._violation: AgentFailed | None = None
         self._closed = False
@@ -48,8 +48,8 @@ class Replay:
 
     @property
     def position(self) -> int:
-        """How many recorded pauses the function has passed."""
-        return self._position
+        """How many recorded pauses the function has passed, but for those within subtasks."""
+        return self._passed_outside
 
     async def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
         """The recorded outcomes of `calls`.
@@ -109,6 +109,7 @@ class Replay:
 
     def _pass(self, recorded: Entry) -> None:
         self._position += 1
+        self._passed_outside += recorded.subtask is None
         if self.replaying:
             set_usage(self._ctx, recorded.counted())
         else:

@@ -45,7 +45,7 @@ async def last(segment: Segment) -> Last | None:
     if home is None or subtasks is None or memory is None or not (subtasks.unsaved or memory.changed):
         return None
     so_far = subtasks.so_far()
-    mark = await memory.mark(so_far.seq, durable=True, completed=so_far.progress.completed)
+    mark = await memory.mark(so_far.seq, durable=True, over=so_far.progress.completed)
     return Last(mark.on(so_far), mark)
 
 

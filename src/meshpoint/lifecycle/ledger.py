@@ -40,7 +40,9 @@ class SegmentLedger:
         assert home is not None
         checkpointer = self._site.checkpointer(home)
         assert segment.memory is not None
-        mark = await segment.memory.mark(checkpoint.seq, durable=False, completed=checkpoint.progress.completed)
+        # What saves its progress does not run again from its start.
+        over = {*checkpoint.progress.completed, subtask}
+        mark = await segment.memory.mark(checkpoint.seq, durable=False, over=over)
         with self._site.steps.step(Step.SAVE, [segment.run.task_id], subtask=subtask, seq=checkpoint.seq):
             wish = Save(segment.run, mark.on(checkpoint), progressed=progressed)
             result = await self._site.patience.until_answered(lambda: checkpointer.save(wish))

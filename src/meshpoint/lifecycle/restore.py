@@ -7,7 +7,7 @@ from pydantic import JsonValue
 from meshpoint.lifecycle.ledger import SegmentLedger
 from meshpoint.lifecycle.segment import Segment, Stop
 from meshpoint.lifecycle.site import Site
-from meshpoint.memory.task_memory import Mark, TaskMemory
+from meshpoint.memory.task_memory import Mark, Memories, TaskMemory
 from meshpoint.model.checkpoint import L1Snapshot, Resumable
 from meshpoint.model.context import Report, TaskExecutionContext
 from meshpoint.model.events import Step
@@ -84,8 +84,11 @@ def restored_memory(segment: Segment, last: AgentCheckpoint | None, subtasks: Su
         run, store = segment.run, segment.home.store
         return await site.patience.until_answered(lambda: store.l1_snapshot(run.task_id, run.agent))
 
+    def memories() -> Memories:
+        return site.memories[segment.home is not None and segment.home.durable]
+
     return TaskMemory(
-        site.memories,
+        memories,
         Mark.of(last),
         owner=owner,
         place=lambda: subtasks.place,

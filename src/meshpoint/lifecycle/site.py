@@ -43,7 +43,7 @@ class Site:
     steps: Steps
     plan: Plan
     checkpointers: Mapping[bool, AgentCheckpointer]  # by whether a home is durable
-    memories: Memories
+    memories: Mapping[bool, Memories]  # as the checkpointers
 
     @property
     def agent(self) -> AgentName:

@@ -19,8 +19,8 @@ from meshpoint.model.checkpoint import L1Snapshot
 from meshpoint.model.memory import Held, Owner, Packed
 from meshpoint.ports.working_memory import SnapshotStore, Tell, WorkingMemory
 
-ABSENT = "absent"
-"""In place of a checkpoint's digest: it had a memory, and nobody could read it then."""
+ABSENT = "absent:"
+"""Before the version that L1 had, in place of a digest: there was a memory, and nobody could read it then."""
 
 Fetch: TypeAlias = Callable[[], Awaitable[L1Snapshot | None]]
 """The newest snapshot of the task in the database."""
@@ -106,7 +106,7 @@ class DualRecoveryStrategy:
             return self._as_found(await self._l1.replace(owner, ()), MemoryRecovery(MemorySource.NONE))
         search = _Search()
         if (live := await self._adopted(owner, expected, search)) is not None:
-            verified = expected != ABSENT
+            verified = not expected.startswith(ABSENT)
             how = MemoryRecovery(MemorySource.L1, len(live.items), verified, problems=tuple(search.problems))
             return self._as_found(live, how)
         places = (partial(self._from_second_place, owner.agent_id, search), partial(self._from_sql, from_sql, search))
@@ -130,7 +130,7 @@ class DualRecoveryStrategy:
             if held.lost:
                 search.problems.append(str(ConsistencyError("L1 is not complete", missing=held.lost)))
                 return None
-            if expected != ABSENT and await _digest(held) != expected:
+            if expected not in {f"{ABSENT}{held.version}", await _digest(held)}:
                 search.problems.append("L1 was written to since the checkpoint, or keys have ended")
                 return None
             if await self._l1.adopt(owner, held.version):

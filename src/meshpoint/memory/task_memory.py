@@ -84,13 +84,14 @@ class Mark:
 class TaskMemory:
     """The `MemoryRunner` of one segment.
 
-    `owner` tells the run, which has a fence once the task has a row: `open_` sees to that. `lost` is called when
-    another run has the task. A write is done once, however often the code runs: see `MemoryWrites`.
+    `owner` tells the run, which has a fence once the task has a row, and `memories` where its memory is, once it has
+    a home: `open_` sees to both. `lost` is called when another run has the task. A write is done once, however often
+    the code runs: see `MemoryWrites`.
     """
 
     def __init__(
         self,
-        memories: Memories,
+        memories: Callable[[], Memories],
         kept: Mark,
         *,
         owner: Callable[[], Owner],
@@ -99,7 +100,7 @@ class TaskMemory:
         from_sql: Fetch,
         lost: Callable[[], NoReturn],
     ) -> None:
-        self._memories, self._kept, self._writes = memories, kept, MemoryWrites(kept.writes)
+        self._where, self._kept, self._writes = memories, kept, MemoryWrites(kept.writes)
         self._owner, self._place, self._open, self._from_sql, self._lost = owner, place, open_, from_sql, lost
         self._opening = asyncio.Lock()
         self._writing = asyncio.Lock()  # a write and its note: a checkpoint has both or neither
@@ -108,6 +109,10 @@ class TaskMemory:
         self._version = 0  # of L1, as of the last write
         self._in_doubt = False  # a write has raised since the last snapshot: it may have been done all the same
         self._put_again = False  # the second place lacks what the last checkpoint has
+
+    @property
+    def _memories(self) -> Memories:
+        return self._where()
 
     @property
     def recovery(self) -> MemoryRecovery | None:
@@ -223,10 +228,10 @@ class TaskMemory:
         """Whether L1 may have something else than the last checkpoint."""
         return self._in_doubt or self._version != self._kept.version
 
-    async def mark(self, order: int, *, durable: bool, completed: Collection[str] = ()) -> Mark:
+    async def mark(self, order: int, *, durable: bool, over: Collection[str] = ()) -> Mark:
         """The memory for the checkpoint `order`, which commits next. `durable`: for the database as well.
 
-        `completed` are the subtasks that will not run again.
+        `over` are the subtasks that will not run again from their start.
 
         A memory that cannot be read now is marked as absent, so that the checkpoint commits all the same.
 
@@ -237,7 +242,7 @@ class TaskMemory:
         if self._recovered is None:
             return self._kept
         async with self._writing:
-            writes = self._writes.so_far(order, completed)
+            writes = self._writes.so_far(order, over)
             durable = durable or not self._memories.l1.survives
             missing = durable and self._kept.digest != self._kept.in_sql
             if not (self._written or missing or self._put_again):
@@ -276,12 +281,13 @@ class TaskMemory:
 
     def _absent(self, order: int, why: str) -> Mark:
         self._memories.tell(self._owner().agent_id, "absent", why)
-        return Mark(ABSENT, self._kept.in_sql, version=-1, writes=self._writes.so_far(order))
+        last = 0 if self._in_doubt else self._version
+        return Mark(f"{ABSENT}{last}", self._kept.in_sql, version=-1, writes=self._writes.so_far(order))
 
-    async def last(self, order: int, completed: Collection[str] = ()) -> Mark:
+    async def last(self, order: int, over: Collection[str] = ()) -> Mark:
         """The memory for the checkpoint that a task leaves behind when it fails: whatever can be had of it."""
         try:
-            return await self.mark(order, durable=True, completed=completed)
+            return await self.mark(order, durable=True, over=over)
         except (MemoryLost, MemoryRefused) as error:
             return self._absent(order, str(error))
 

@@ -46,9 +46,9 @@ class MemoryWrites:
             MemoryWrite(digest=_digest(commands), calls=calls, subtasks=subtasks, seq=0, answers=_written(answers))
         )
 
-    def so_far(self, seq: int, completed: Collection[str] = ()) -> tuple[MemoryWrite, ...]:
-        """All of them, for the checkpoint `seq`, but for those of `completed` subtasks, which do not run again."""
-        self._writes = [write for write in self._writes if write.subtasks not in completed]
+    def so_far(self, seq: int, over: Collection[str] = ()) -> tuple[MemoryWrite, ...]:
+        """All of them, for the checkpoint `seq`, but for those in subtasks that are `over`: these do not begin again."""
+        self._writes = [write for write in self._writes if write.subtasks not in over]
         for index, write in enumerate(self._writes):
             if write.seq == 0:
                 self._writes[index] = write.model_copy(update={"seq": seq})

@@ -44,7 +44,7 @@ class Recorder(Protocol):
 
     @property
     def position(self) -> int:
-        """How many recorded pauses the run has passed."""
+        """How many recorded pauses the run has passed, but for those within subtasks."""
 
     async def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
         """One outcome per call, in call order. Does not return when there is none yet: the task pauses."""
@@ -73,7 +73,11 @@ class Recording:
         return self._recorder is None
 
     def pauses_passed(self, generation: int) -> int:
-        """How many pauses of the task lie before the code that runs now. For the code that runs subtasks."""
+        """How many pauses of the task lie before the code that runs now. For the code that runs subtasks.
+
+        Those within subtasks of a function agent do not count: when it is resumed, a subtask that is recorded does
+        not pause again.
+        """
         return generation if self._recorder is None else self._recorder.position
 
     def skip_calls_of(self, subtask: str) -> None:

@@ -70,7 +70,8 @@ class Worker:
         clock: Clock,
         observer: Observer,
         options: Options,
-        l1: WorkingMemory,
+        local: WorkingMemory,
+        l1: WorkingMemory | None = None,
         snapshots: SnapshotStore | None = None,
         cache: CheckpointCache | None = None,
         replica_id: ReplicaId | None = None,
@@ -91,7 +92,11 @@ class Worker:
             steps=steps,
             plan=plan_of(agent),
             checkpointers=_checkpointers(durable, memory, cache, steps),
-            memories=_memories(l1, snapshots, options, steps),
+            memories={
+                # A task that only this process has would begin again elsewhere, and its old memory be in the way.
+                False: _memories(local, None, options, steps),
+                True: _memories(l1 or local, snapshots, options, steps),
+            },
         )
         self._beside = [each for each in (cache, l1, snapshots) if each is not None]
         self._leases = (

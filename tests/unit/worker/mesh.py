@@ -162,7 +162,8 @@ class Mesh:
             observer=self.events,
             options=replace(Options(), **options),
             cache=cache,
-            l1=l1 or LocalWorkingMemory(self.clock),
+            local=LocalWorkingMemory(self.clock),
+            l1=l1,
             snapshots=snapshots,
         )
         running = Running(worker, broker, store, memory)
