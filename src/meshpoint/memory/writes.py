@@ -47,7 +47,7 @@ class MemoryWrites:
         )
 
     def so_far(self, seq: int, over: Collection[str] = ()) -> tuple[MemoryWrite, ...]:
-        """All of them, for the checkpoint `seq`, but for those in subtasks that are `over`: these do not begin again."""
+        """All of them, for the checkpoint `seq`, but for those in subtasks that are `over` and do not begin anew."""
         self._writes = [write for write in self._writes if write.subtasks not in over]
         for index, write in enumerate(self._writes):
             if write.seq == 0:
