@@ -127,7 +127,9 @@ async def patient(redis_url: str, database_url: str, namespace: str) -> AsyncIte
     await store.close()
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("database_url", "when"), [("sqlite", "before"), ("postgres", "after")], indirect=["database_url"]
+)
 async def test_killed_at_each_step_of_keeping_it(patient: Patient, when: str) -> None:
     await patient.reset()
     await patient.write(NEW)
@@ -150,7 +152,7 @@ async def test_killed_at_each_step_of_keeping_it(patient: Patient, when: str) ->
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize(("database_url", "lost"), [("sqlite", False), ("postgres", True)], indirect=["database_url"])
 async def test_killed_at_each_step_of_restoring_it(patient: Patient, when: str, lost: bool) -> None:
     """L1 has what a run wrote that died, or is empty; the place that serves is the database in the latter case."""
 
