@@ -47,8 +47,11 @@ class Version:
 
     def close(self) -> None:
         """End the process."""
-        self._process.stdin.close()  # type: ignore[union-attr]  # it is a pipe
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.close()
         self._process.wait(timeout=30)
+        self._process.stdout.close()
 
     async def tasks_for(self, fan_out: int, seconds: float) -> int:
         """Warm up; how many tasks take about `seconds`."""

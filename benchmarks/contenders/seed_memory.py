@@ -25,9 +25,9 @@ class SeedMemory:
         """Dump, digest and keep; the digest."""
         snapshot = await self._dump(agent_id)
         digest = self._digest(snapshot)
-        await self._redis.setex(f"l1_snapshot:{agent_id}", 14 * _DAY, json.dumps(snapshot))
+        await self._redis.set(f"l1_snapshot:{agent_id}", json.dumps(snapshot), ex=14 * _DAY)
         meta = {"hash": digest, "key_count": len(snapshot)}
-        await self._redis.setex(f"l1_snapshot_meta:{agent_id}", 14 * _DAY, json.dumps(meta))
+        await self._redis.set(f"l1_snapshot_meta:{agent_id}", json.dumps(meta), ex=14 * _DAY)
         return digest
 
     async def restore(self, agent_id: str) -> int:

@@ -20,6 +20,10 @@ from benchmarks.contenders.job import Contender, Job
 from benchmarks.contenders.mesh import Mesh, mesh_job
 from benchmarks.ordeal import ordeal
 from benchmarks.restoring import COPY, FLUSHED, SAVE, SAVE_COPIED, SQL, Restorer
+from benchmarks.since import NOW, ROOT, Version
+from benchmarks.working import Remembered, Size
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.model.agent_memory import MemorySource
 from meshpoint.model.checkpoint import AllArrived
 from servers import RedisServer
 
@@ -185,3 +189,35 @@ async def wipe(url: str) -> None:
             await connection.execute(f"DELETE FROM {table}")
     finally:
         await connection.close()
+
+
+async def test_each_way_to_keep_a_memory_keeps_it_and_brings_it_back(
+    postgres_url: str, own_redis: RedisServer
+) -> None:
+    store = SqlCheckpointStore(postgres_url, namespace="working")
+    await store.open()
+    remembered = Remembered(Size("30 keys", 30, 50, 1, 1), own_redis.url, store)
+    await remembered.open()
+    held = (await remembered.l1.read(remembered.owner.agent_id)).items
+    assert len(held) == 30
+    for source in (MemorySource.SNAPSHOT, MemorySource.SQL):
+        await remembered.lose()
+        await remembered.restore(source)
+        assert sorted((await remembered.l1.read(remembered.owner.agent_id)).items, key=str) == sorted(held, key=str)
+    for item in held:
+        assert await remembered.redis.getdel(f"L1:seed:working:{item.key}") == item.content
+    await remembered.seed_restore()
+    for item in held:
+        assert await remembered.redis.get(f"L1:seed:working:{item.key}") == item.content
+    await remembered.close()
+    await store.close()
+
+
+async def test_a_version_in_a_process_of_its_own_does_rounds(empty_postgres_url: str) -> None:
+    version = Version(NOW, ROOT, empty_postgres_url)
+    try:
+        assert await version.tasks_for(1, 0.01) > 0
+        sample = await version.round(3, 20)
+        assert (sample.count, sample.seconds > 0, sample.extras["wal_kib"] > 0) == (20, True, True)
+    finally:
+        version.close()
