@@ -1,0 +1,102 @@
+"""An agent has 200 pages in its memory and waits; L1 and its replica end; another replica has every byte of them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from meshpoint.model.outcomes import Ok
+from servers import RedisServer
+
+from .kit import PATIENCE, Mesh, Rung, within
+from .page_collector import digest_of
+
+pytestmark = [pytest.mark.servers, pytest.mark.slow]
+
+PAGES = 200
+DAY = 24 * 3600 * 1000
+"""How long a memory lives in L1 while its task is at work, in milliseconds; longer once it waits."""
+
+
+@pytest.fixture
+async def mesh(production: Rung) -> AsyncIterator[Mesh]:
+    running = Mesh(production)
+    yield running
+    await running.close()
+
+
+@pytest.fixture
+async def redis(own_redis: RedisServer) -> AsyncIterator[Redis]:
+    """The Redis of the replicas, behind their backs. It is this test's own: all of it may go."""
+    async with Redis.from_url(own_redis.url) as raw:
+        yield raw
+
+
+async def is_kept(redis: Redis, namespace: str) -> None:
+    """Return once the memory of a task that waits is kept everywhere: its last step is a longer life."""
+    async with asyncio.timeout(PATIENCE):
+        (head,) = [key async for key in redis.scan_iter(f"{namespace}:L1:*:head")]
+        while await redis.pttl(head) <= DAY:
+            pass
+
+
+async def expire_l1(redis: Redis, namespace: str) -> None:
+    """Let the time of all that L1 has be over."""
+    keys = [key async for key in redis.scan_iter(f"{namespace}:L1:*")]
+    assert len(keys) == PAGES + 2, "the pages, the head and the index"
+    for key in keys:
+        await redis.pexpire(key, 1)
+    async with asyncio.timeout(PATIENCE):
+        while await redis.exists(*keys):
+            pass
+
+
+async def lose_nothing(redis: Redis, namespace: str) -> None:
+    pass
+
+
+async def lose_l1(redis: Redis, namespace: str) -> None:
+    await expire_l1(redis, namespace)
+    assert await redis.keys(f"{namespace}:l1_snapshot:*"), "the snapshot is still there"
+
+
+async def lose_redis(redis: Redis, namespace: str) -> None:
+    await expire_l1(redis, namespace)
+    await redis.flushall()
+
+
+Loss = Callable[[Redis, str], Awaitable[None]]
+LOSSES: list[tuple[Loss, str]] = [(lose_nothing, "l1"), (lose_l1, "snapshot"), (lose_redis, "sql")]
+
+
+@pytest.mark.parametrize(("lose", "source"), LOSSES, ids=[source for _, source in LOSSES])
+async def test_another_replica_has_every_page_and_fetches_none(
+    mesh: Mesh, redis: Redis, own_redis: RedisServer, tmp_path: Path, lose: Loss, source: str
+) -> None:
+    options = {"entrypoint": "page_collector:collector", "memory_url": own_redis.url}
+    config, fetched = mesh.rung.config("collector", **options), tmp_path / "fetched"
+    peer, client = await mesh.peer(), await mesh.client()
+    first = await mesh.replica(config)
+    reply = await client.send("collector", {"pages": PAGES, "fetched": str(fetched)})
+    (asked,) = await peer.asked()
+    await is_kept(redis, mesh.rung.namespace)
+    await lose(redis, mesh.rung.namespace)
+    await first.kill()
+    assert first.process.returncode == -signal.SIGKILL
+
+    await asked.answer(1)
+    second = await mesh.replica(config)
+    outcome = (await within(reply)).outcome
+
+    lines = [line.split() for line in fetched.read_text().splitlines()]
+    assert [int(number) for number, _ in lines] == list(range(PAGES)), "each was fetched once"
+    assert outcome == Ok(digest_of(digest for _, digest in lines))
+    (recovered,) = await second.wait("memory_recovered")
+    assert recovered["detail"] == {"source": source, "keys": PAGES}
+    assert [event["detail"]["source"] for event in first.of("memory_recovered")] == ["none"]
+    assert not second.of("memory_trouble")
