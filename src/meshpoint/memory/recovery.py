@@ -55,6 +55,7 @@ class _Search:
     problems: list[str] = field(default_factory=list)
     damaged: list[ConsistencyError] = field(default_factory=list)
     others: list[_Found] = field(default_factory=list)
+    away: bool = False  # a place did not answer: it may have what nobody else has
 
     def note(self, error: ConsistencyError) -> None:
         self.damaged.append(error)
@@ -92,7 +93,8 @@ class DualRecoveryStrategy:
         """Make `owner` the owner of the memory with the digest `expected`; None: the task has none yet.
 
         Raises:
-            MemoryUnavailable: L1 did not answer, or somebody changes it all the time.
+            MemoryUnavailable: L1 did not answer, or somebody changes it all the time; or the second place did not
+                answer, and no other has what the checkpoint had.
             MemoryFenced: another run owns the memory by now.
             ConsistencyError: what was found is damaged everywhere; names the keys.
             Unavailable: the database had to be asked and did not answer.
@@ -147,6 +149,7 @@ class DualRecoveryStrategy:
             search.note(error)
         except MemoryUnavailable as error:
             search.problems.append(str(error))
+            search.away = True
         return None
 
     async def _from_sql(self, fetch: Fetch, search: _Search) -> _Found | None:
@@ -174,10 +177,14 @@ class DualRecoveryStrategy:
         how = MemoryRecovery(
             found.source, len(held.items), verified=not behind, behind=behind, problems=tuple(search.problems)
         )
+        if len(held.items) == len(found.snapshot.items):
+            return Recovered(how, held.version, found.packed.digest, found.packed.order)
         return self._as_found(held, how, found.packed.order)
 
     async def _behind(self, owner: Owner, search: _Search) -> Recovered:
         """The best there is, where nothing is what the checkpoint had."""
+        if search.away:
+            raise MemoryUnavailable(f"memory {owner.agent_id}: {'; '.join(search.problems)}")
         for found in sorted(search.others, key=lambda each: -each.packed.order):
             if (recovered := await self._restored(owner, found, search, behind=True)) is not None:
                 self._tell(owner.agent_id, "behind", f"from {found.source}; {'; '.join(search.problems)}")
