@@ -4,7 +4,7 @@ An agent buys 200 pages, keeps them in its working memory and waits for a commit
 with all that it had in its memory; another one goes on. Exits with 1 unless the memory is then what it was, byte by
 byte, and no page was bought twice.
 
-With `--redis redis://…` the memory lives there, and is made to expire as well.
+With `--redis redis://…` the memory lives there, and is made to expire as well. Exits with 2 if there is no Redis.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from meshpoint.model.ids import TaskId, new_id
 
 PATIENCE = 30.0
 """Seconds that any of it may take."""
+REDIS_PATIENCE = 2.0
+"""Seconds that Redis has to answer a PING."""
 
 
 @dataclass
@@ -54,8 +56,11 @@ class Account:
     different: int
 
 
-async def main(redis_url: str | None) -> bool:
-    """Screen, kill, go on and compare; whether it all came out as claimed."""
+async def main(redis_url: str | None) -> int:
+    """Screen, kill, go on and compare; the exit code."""
+    if redis_url is not None and (problem := await problem_of_redis(redis_url)):
+        print(f"error: --redis: {problem}", file=sys.stderr)
+        return 2
     logging.getLogger("meshpoint").setLevel(logging.ERROR)
     console, order = Console(highlight=False), Screen()
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -66,9 +71,9 @@ async def main(redis_url: str | None) -> bool:
             account = Failed(FailureKind.TIMEOUT, f"not done after {PATIENCE:g} s; is Redis away?")
     if isinstance(account, Failed):
         console.print(f"✗ The screener failed: {account.message}", style="bold red")
-        return False
+        return 1
     print_table(account, console)
-    return print_verdict(order, account, redis_url, console)
+    return 0 if print_verdict(order, account, redis_url, console) else 1
 
 
 async def screened(order: Screen, folder: Path, redis_url: str | None, console: Console) -> Account | Failed:
@@ -138,6 +143,28 @@ async def first_of(asked: asyncio.Event, waiting: asyncio.Future[Reply]) -> None
 # ── with Redis ─────────────────────────────────────────────────────────────────────────────────────
 
 
+async def problem_of_redis(url: str) -> str | None:
+    """Why there is no Redis to use, and what to do; None: it answers. Never holds the URL: it may have a password."""
+    from redis.asyncio import Redis
+    from redis.exceptions import RedisError
+
+    try:
+        redis = Redis.from_url(url)
+        redis.connection_pool.make_connection()  # refuses unknown options; connects nowhere
+    except (RedisError, ValueError, TypeError):
+        return "is no URL of a Redis; write redis://127.0.0.1:6379/0"
+    try:
+        async with asyncio.timeout(REDIS_PATIENCE), redis:
+            await redis.ping()
+    except TimeoutError:
+        cause = f"no answer within {REDIS_PATIENCE:g} s"
+    except (RedisError, OSError, ValueError) as error:  # ValueError: something that is no Redis answers
+        cause = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    else:
+        return None
+    return f"{cause}; start a Redis there, or name another one"
+
+
 async def snapshot_is_kept(url: str, namespace: str, task_id: TaskId) -> None:
     """Return when the snapshot of the pause is in Redis: it gets there right after the commit."""
     from redis.asyncio import Redis
@@ -197,4 +224,4 @@ def print_verdict(order: Screen, account: Account, redis_url: str | None, consol
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Screen a market, and lose a replica on the way.")
     parser.add_argument("--redis", metavar="URL", help="let the memory live there, and expire")
-    sys.exit(0 if asyncio.run(main(parser.parse_args().redis)) else 1)
+    sys.exit(asyncio.run(main(parser.parse_args().redis)))

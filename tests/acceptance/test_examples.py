@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -81,6 +82,43 @@ def test_a_memory_in_redis_that_expired_is_found_in_its_snapshot(redis_url: str,
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert "The memory in Redis expires too: 206 keys are gone." in done.stdout  # the values, the head and the index
     assert "✓ It was verified, and came from snapshot." in done.stdout
+    assert not list(tmp_path.iterdir()), "it leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("foo", "is no URL of a Redis; write redis://127.0.0.1:6379/0\n"),
+        ("redis://:secret@h/0?colour=red", "is no URL of a Redis; write redis://127.0.0.1:6379/0\n"),
+        (
+            "redis://:secret@127.0.0.1:{closed}/0",
+            "Connect call failed ('127.0.0.1', {closed}); start a Redis there, or",
+        ),
+        ("redis://:secret@127.0.0.1:{silent}/0", "no answer within 2 s; start a Redis there, or"),
+    ],
+    ids=["no URL", "an unknown option", "nothing there", "no answer"],
+)
+def test_a_redis_that_cannot_be_had_is_told_in_one_line(url: str, said: str, tmp_path: Path) -> None:
+    with socket.socket() as closed, socket.create_server(("127.0.0.1", 0)) as silent:
+        closed.bind(("127.0.0.1", 0))  # nobody listens there, and nobody else may
+        ports = {"closed": closed.getsockname()[1], "silent": silent.getsockname()[1]}
+        done = subprocess.run(
+            [
+                *(sys.executable, "-W", "error", str(EXAMPLES / "market_screen" / "run.py")),
+                *("--redis", url.format(**ports)),
+            ],
+            cwd=tmp_path,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: --redis: ")
+    assert said.format(**ports) in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "secret" not in done.stderr
     assert not list(tmp_path.iterdir()), "it leaves nothing behind"
 
 

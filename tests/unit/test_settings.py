@@ -269,6 +269,15 @@ def test_agents_take_the_message_limit_of_the_mesh(write: Write) -> None:
         (TRAVEL + "  stateless_checkpointing: true\n", "agent.stateless_checkpointing: paused tasks would have no"),
         (TRAVEL + "  ack_policy: on_receipt\n", "agent.ack_policy: on_receipt without stateless_checkpointing"),
         (
+            TRAVEL + "  memory_url: redis://u:secret@h/0\n",
+            "agent.memory_url: without stateless_checkpointing, working memories stay in their process, and Redis "
+            "would not be used; add stateless_checkpointing: true and session_service: sql, or leave memory_url out",
+        ),
+        (
+            TRAVEL + "  memory_snapshot_url: redis://u:secret@h/0\n",
+            "agent.memory_snapshot_url: there would be no working memory in Redis to take snapshots of; add memory_u",
+        ),
+        (
             TRAVEL + "  session_db_url: mysql://u:secret@h/d\n",
             "agent.session_db_url: MySQL is not supported; use postg",
         ),

@@ -87,6 +87,11 @@ def restored_memory(segment: Segment, last: AgentCheckpoint | None, subtasks: Su
     def memories() -> Memories:
         return site.memories[segment.home is not None and segment.home.durable]
 
+    async def ours() -> bool:
+        assert segment.home is not None
+        run, store = segment.run, segment.home.store
+        return not await site.patience.until_answered(lambda: store.renew([run], site.replica))
+
     return TaskMemory(
         memories,
         Mark.of(last),
@@ -94,5 +99,6 @@ def restored_memory(segment: Segment, last: AgentCheckpoint | None, subtasks: Su
         place=lambda: subtasks.place,
         open_=subtasks.open,
         from_sql=from_sql,
+        ours=ours,
         lost=lambda: segment.stop_here(Stop.LOST),
     )

@@ -107,18 +107,33 @@ async def _guarded(
         return Unreadable(str(error))
     except InvalidInput as error:
         return _failed(FailureKind.INVALID, str(error), segment)
-    except MemoryUnavailable as error:
-        return Forgotten(str(error), isinstance(error, MemoryLost))
     except AgentFailed as error:
+        if (forgotten := _forgotten(error)) is not None:
+            return forgotten
         _keep_details(error, segment, secret_keys)
         return _failed(FailureKind.ERROR, str(error), segment)
     except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit) as error:
         _keep_details(error, segment, secret_keys)
         raise
     except BaseException as error:
+        if (forgotten := _forgotten(error)) is not None:
+            return forgotten
         log.warning("task %s: agent code raised", segment.run.task_id, exc_info=True)
         _keep_details(error, segment, secret_keys)
         return _failed(FailureKind.ERROR, f"{type(error).__name__}: {error}", segment)
+
+
+def _forgotten(error: BaseException | None) -> Forgotten | None:
+    """What became of the code if it ended for want of its memory, maybe in a TaskGroup or a framework's own error."""
+    match error:
+        case MemoryUnavailable():
+            return Forgotten(str(error), isinstance(error, MemoryLost))
+        case BaseExceptionGroup(exceptions=several):
+            return next(filter(None, map(_forgotten, several)), None)
+        case None:
+            return None
+        case _:
+            return _forgotten(error.__cause__)
 
 
 def _keep_details(error: BaseException, segment: Segment, secret_keys: Sequence[str]) -> None:

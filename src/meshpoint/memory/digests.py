@@ -8,7 +8,7 @@ part of it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from hashlib import sha256
 from itertools import chain
 from typing import cast
@@ -43,8 +43,21 @@ def digest_of_all(digests: Mapping[str, bytes]) -> str:
     return f"{FORMAT}:{whole.hexdigest()}"
 
 
-EMPTY = digest_of_all({})
-"""The digest of a memory without keys."""
+def fingerprint(items: Collection[Item], digests: Mapping[str, bytes] | None = None) -> str:
+    """The digest of a whole memory; if keys have times of their own, with `@` and a digest of when they end.
+
+    Two memories with one fingerprint are the same, and will be. `digests` are those of the keys, if they are known.
+    """
+    content = digest_of_all(digests_of(items) if digests is None else digests)
+    ends = sorted((item.key.encode(), item.expires_at) for item in items if item.expires_at is not None)
+    if not ends:
+        return content
+    times = sha256(b"".join(_length(len(key)) + key + _length(end) for key, end in ends))
+    return f"{content}@{times.hexdigest()[:16]}"
+
+
+EMPTY = fingerprint(())
+"""The fingerprint of a memory without keys."""
 
 
 def _parts(item: Item) -> Iterable[bytes]:

@@ -14,7 +14,7 @@ import msgpack
 import zstandard
 
 from meshpoint.errors import ConsistencyError
-from meshpoint.memory.digests import FORMAT, digest_of_all, digests_of
+from meshpoint.memory.digests import FORMAT, digest_of_all, digests_of, fingerprint
 from meshpoint.memory.verifier import ConsistencyVerifier
 from meshpoint.model.memory import Content, Held, Item, Kind, Packed
 
@@ -50,7 +50,7 @@ def pack(held: Held, order: int) -> Packed:
     """What is held, as it rests."""
     digests = digests_of(held.items)
     chunks = tuple(_compressed(chunk) for chunk in _chunks(held.items))
-    digest = digest_of_all(digests)
+    digest = fingerprint(held.items, digests)
     manifest = {
         "format": FORMAT,
         "digest": digest,
@@ -70,10 +70,12 @@ def unpack(packed: Packed, what: str) -> Unpacked:
     manifest = _manifest(packed, what)
     digests = {key: digest for chunk in manifest["chunks"] for key, digest in chunk}
     said = (manifest["digest"], manifest["order"])
-    if said != (packed.digest, packed.order) or digest_of_all(digests) != packed.digest:
+    if said != (packed.digest, packed.order) or digest_of_all(digests) != packed.digest.partition("@")[0]:
         raise ConsistencyError(f"{what}: what it says of itself is damaged")
     items = tuple(item for chunk in packed.chunks for item in _items(chunk))
     ConsistencyVerifier(digests).verify(items, what)
+    if fingerprint(items, digests) != packed.digest:
+        raise ConsistencyError(f"{what}: the times of its keys are damaged")
     return Unpacked(items, digests, manifest["taken_at"])
 
 

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import TypeAlias
 
 from meshpoint.errors import ConsistencyError, MemoryUnavailable
-from meshpoint.memory.digests import digest_of_all, digests_of
+from meshpoint.memory.digests import fingerprint
 from meshpoint.memory.packing import Unpacked, from_bytes, unpack
 from meshpoint.memory.restorer import L1CacheRestorer
 from meshpoint.model.agent_memory import MemoryRecovery, MemorySource
@@ -52,6 +52,7 @@ class _Found:
 class _Search:
     """What one recovery has seen: damage, and what is whole but not what is looked for."""
 
+    seen: int = 0  # the version of L1
     problems: list[str] = field(default_factory=list)
     damaged: list[ConsistencyError] = field(default_factory=list)
     others: list[_Found] = field(default_factory=list)
@@ -89,8 +90,13 @@ class DualRecoveryStrategy:
         self._restorer = L1CacheRestorer(l1)
         self.served: Counter[MemorySource] = Counter()
 
-    async def recover(self, owner: Owner, expected: str | None, from_sql: Fetch) -> Recovered:
-        """Make `owner` the owner of the memory with the digest `expected`; None: the task has none yet.
+    async def recover(
+        self, owner: Owner, expected: str | None, from_sql: Fetch, *, newest: int | None = None
+    ) -> Recovered:
+        """Make `owner` the owner of the memory with the fingerprint `expected`; None: the task has none yet.
+
+        `newest` is the number of the last checkpoint: a snapshot with a higher order is of a past that the database
+        has lost.
 
         Raises:
             MemoryUnavailable: L1 did not answer, or somebody changes it all the time; or the second place did not
@@ -99,13 +105,13 @@ class DualRecoveryStrategy:
             ConsistencyError: what was found is damaged everywhere; names the keys.
             Unavailable: the database had to be asked and did not answer.
         """
-        recovered = await self._recovered(owner, expected, from_sql)
+        recovered = await self._recovered(owner, expected, from_sql, newest)
         self.served[recovered.how.source] += 1
         return recovered
 
-    async def _recovered(self, owner: Owner, expected: str | None, from_sql: Fetch) -> Recovered:
+    async def _recovered(self, owner: Owner, expected: str | None, from_sql: Fetch, newest: int | None) -> Recovered:
         if expected is None:
-            return self._as_found(await self._l1.replace(owner, ()), MemoryRecovery(MemorySource.NONE))
+            return self._as_found(await self._emptied(owner), MemoryRecovery(MemorySource.NONE))
         search = _Search()
         if (live := await self._adopted(owner, expected, search)) is not None:
             verified = not expected.startswith(ABSENT)
@@ -117,9 +123,18 @@ class DualRecoveryStrategy:
             if found is not None and found.packed.digest == expected:
                 if (recovered := await self._restored(owner, found, search)) is not None:
                     return recovered
-            elif found is not None:
+            elif found is not None and (newest is None or found.packed.order <= newest):
                 search.others.append(found)
         return await self._behind(owner, search)
+
+    async def _emptied(self, owner: Owner) -> Held:
+        try:
+            return await self._l1.replace(owner, (), seen=0)
+        except MemoryUnavailable:  # maybe it is this run's already: an earlier try came through unheard
+            held = await self._l1.read(owner.agent_id)
+            if held.run_id != owner.run_id:
+                raise
+            return await self._l1.replace(owner, (), seen=held.version)
 
     async def _adopted(self, owner: Owner, expected: str, search: _Search) -> Held | None:
         """What is in L1, if it is what the checkpoint had."""
@@ -127,6 +142,7 @@ class DualRecoveryStrategy:
             return None
         for _ in range(3):
             held = await self._l1.read(owner.agent_id)
+            search.seen = held.version
             if held.run_id is None:
                 return None
             if held.lost:
@@ -170,9 +186,10 @@ class DualRecoveryStrategy:
         self, owner: Owner, found: _Found, search: _Search, *, behind: bool = False
     ) -> Recovered | None:
         try:
-            held = await self._restorer.restore(owner, found.snapshot, f"the {found.source} copy")
+            held = await self._restorer.restore(owner, found.snapshot, f"the {found.source} copy", seen=search.seen)
         except ConsistencyError as error:
             search.note(error)
+            search.seen = (await self._l1.read(owner.agent_id)).version
             return None
         how = MemoryRecovery(
             found.source, len(held.items), verified=not behind, behind=behind, problems=tuple(search.problems)
@@ -191,21 +208,20 @@ class DualRecoveryStrategy:
                 return recovered
         if search.damaged:
             raise search.refusal(owner.agent_id)
-        held = await self._l1.replace(owner, ())
+        held = await self._l1.replace(owner, (), seen=search.seen)
         self._tell(owner.agent_id, "nothing_found", "; ".join(search.problems))
         how = MemoryRecovery(MemorySource.NONE, verified=False, behind=True, problems=tuple(search.problems))
         return self._as_found(held, how)
 
     @staticmethod
     def _as_found(held: Held, how: MemoryRecovery, order: int = 0) -> Recovered:
-        return Recovered(how, held.version, digest_of_all(digests_of(held.items)), order)
+        return Recovered(how, held.version, fingerprint(held.items), order)
 
 
 async def _digest(held: Held) -> str:
-    def digest() -> str:
-        return digest_of_all(digests_of(held.items))
-
-    return digest() if len(held.items) < 1000 else await asyncio.to_thread(digest)
+    if len(held.items) < 1000:
+        return fingerprint(held.items)
+    return await asyncio.to_thread(fingerprint, held.items)
 
 
 async def _unpacked(source: MemorySource, packed: Packed, what: str) -> _Found:

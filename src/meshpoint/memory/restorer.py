@@ -14,7 +14,7 @@ class L1CacheRestorer:
     def __init__(self, l1: WorkingMemory) -> None:
         self._l1 = l1
 
-    async def restore(self, owner: Owner, snapshot: Unpacked, what: str) -> Held:
+    async def restore(self, owner: Owner, snapshot: Unpacked, what: str, *, seen: int | None = None) -> Held:
         """Put a snapshot in place of all that is there; what is there then, which is exactly it.
 
         Keys whose own time has passed since are left out.
@@ -24,7 +24,7 @@ class L1CacheRestorer:
             MemoryFenced: another run owns it by now.
             ConsistencyError: what arrived is not what was sent; names the keys.
         """
-        held = await self._l1.replace(owner, snapshot.items)
+        held = await self._l1.replace(owner, snapshot.items, seen=seen)
         over = {item.key for item in snapshot.items if item.expires_at is not None and item.expires_at <= held.now}
         left = {key: digest for key, digest in snapshot.digests.items() if key not in over}
         ConsistencyVerifier(left).verify(held.items, f"the memory restored from {what}")

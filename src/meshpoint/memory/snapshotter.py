@@ -65,6 +65,13 @@ class L1CacheSnapshotter:
             )
         return size
 
+    async def has(self, agent_id: str, digest: str) -> bool:
+        """Whether the second place has this snapshot, as far as can be known now."""
+        try:
+            return self._snapshots is None or await self._snapshots.digest(agent_id) == digest
+        except (MemoryUnavailable, ConsistencyError):
+            return False
+
     async def keep(self, agent_id: str, packed: Packed) -> bool:
         """Put a snapshot, whose checkpoint is durable, into the second place; False: that is not possible now."""
         try:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
-from meshpoint.errors import MemoryFenced, MemoryLost, MemoryRefused, MemoryUnavailable
+from meshpoint.errors import ConsistencyError, MemoryFenced, MemoryLost, MemoryRefused, MemoryUnavailable
 from meshpoint.memory.digests import EMPTY
 from meshpoint.memory.packing import to_bytes
 from meshpoint.memory.recovery import ABSENT, DualRecoveryStrategy, Fetch, Recovered
 from meshpoint.memory.snapshotter import L1CacheSnapshotter, Snapshot
 from meshpoint.memory.ttl import L1TTLManager
-from meshpoint.memory.writes import MemoryWrites, Place
+from meshpoint.memory.writes import MemoryWrites, Place, digest_of_commands
 from meshpoint.model.agent_memory import MemoryRecovery, MemorySource
 from meshpoint.model.memory import Answer, Command, Owner, Packed
 from meshpoint.model.subtasking import current_subtask
@@ -21,6 +22,9 @@ from meshpoint.model.subtasks import AgentCheckpoint, MemoryWrite
 from meshpoint.ports.working_memory import SnapshotStore, Tell, WorkingMemory
 
 T = TypeVar("T")
+
+_last_read: ContextVar[Place] = ContextVar("meshpoint_last_read", default=(-1, -1, ""))
+"""What the code that asks has read last, and where."""
 
 _CLEAR = (Command("CLEAR", ""),)
 
@@ -57,6 +61,7 @@ class Mark:
 
     digest: str | None = None
     in_sql: str | None = None
+    order: int | None = None
     version: int = 0
     packed: Packed | None = None
     content: bytes | None = None
@@ -67,7 +72,8 @@ class Mark:
         """What the task's last checkpoint says."""
         if checkpoint is None:
             return cls()
-        return cls(checkpoint.l1_snapshot_hash, checkpoint.l1_in_sql, writes=checkpoint.memory_writes)
+        last = checkpoint.l1_snapshot_hash, checkpoint.l1_in_sql, checkpoint.seq
+        return cls(*last, writes=checkpoint.memory_writes)
 
     def on(self, checkpoint: AgentCheckpoint) -> AgentCheckpoint:
         """`checkpoint` with this memory."""
@@ -95,13 +101,15 @@ class TaskMemory:
         kept: Mark,
         *,
         owner: Callable[[], Owner],
-        place: Callable[[], Place],
+        place: Callable[[], tuple[int, int]],
         open_: Callable[[], Awaitable[None]],
         from_sql: Fetch,
+        ours: Callable[[], Awaitable[bool]],
         lost: Callable[[], NoReturn],
     ) -> None:
         self._where, self._kept, self._writes = memories, kept, MemoryWrites(kept.writes)
-        self._owner, self._place, self._open, self._from_sql, self._lost = owner, place, open_, from_sql, lost
+        self._owner, self._place, self._open, self._from_sql = owner, place, open_, from_sql
+        self._ours, self._lost = ours, lost
         self._opening = asyncio.Lock()
         self._writing = asyncio.Lock()  # a write and its note: a checkpoint has both or neither
         self._under_way: set[asyncio.Task[Any]] = set()
@@ -123,41 +131,56 @@ class TaskMemory:
 
     async def execute(self, commands: Sequence[Command]) -> list[Answer]:
         """Do commands together, in order."""
-        await self._ready()
+        await self._mine(self._ready())
         if not any(command.writes for command in commands):
-            return await self._mine(self._execute(commands))
+            self._note_read(digest_of_commands(commands))
+            _, answers = await self._mine(self._l1.execute(self._owner(), commands, seen=self._version))
+            return answers
         return await self._to_its_end(self._write(self._here(), commands))
 
     def _here(self) -> Place:
+        calls, subtasks = self._whereabouts()
+        *where, read = _last_read.get()
+        return calls, subtasks, read if where == [calls, subtasks] else ""
+
+    def _whereabouts(self) -> tuple[int, int | str]:
         calls, subtasks = self._place()
         return calls, current_subtask() or subtasks
+
+    def _note_read(self, digest: str) -> None:
+        _last_read.set((*self._whereabouts(), digest))
 
     async def _write(self, place: Place, commands: Sequence[Command]) -> list[Answer]:
         async with self._writing:
             if (answers := self._writes.done(place, commands)) is not None:
                 return answers
-            answers = await self._execute(commands)
+            await self._know_version()
+            self._in_doubt = True  # until it is answered; also of what is refused, those before it are done
+            self._version, answers = await self._l1.execute(self._owner(), commands, seen=self._version)
+            self._in_doubt = False
             self._writes.note(place, commands, answers)
             return answers
 
-    async def _execute(self, commands: Sequence[Command]) -> list[Answer]:
-        try:
-            version, answers = await self._memories.l1.execute(self._owner(), commands, seen=self._version)
-        except BaseException:
-            self._in_doubt = True
-            raise
-        self._version = max(self._version, version)
-        return answers
+    async def _know_version(self) -> None:
+        """Find out what came of a write that nobody has heard of."""
+        if self._in_doubt:
+            self._version, _ = await self._l1.execute(self._owner(), (), seen=self._version)
+            self._in_doubt = False
 
     async def keys(self) -> list[str]:
         """The keys that are there."""
-        await self._ready()
-        return await self._mine(self._memories.l1.keys(self._owner(), seen=self._version))
+        await self._mine(self._ready())
+        self._note_read("keys")
+        return await self._mine(self._l1.keys(self._owner(), seen=self._version))
 
     async def clear(self) -> None:
         """Begin anew with an empty memory."""
         await self._open()  # before the locks, which a subtask's checkpoint takes within that of the operation
         await self._to_its_end(self._clear(self._here()))
+
+    @property
+    def _l1(self) -> WorkingMemory:
+        return self._memories.l1
 
     async def _clear(self, place: Place) -> None:
         async with self._writing:
@@ -167,8 +190,10 @@ class TaskMemory:
 
     async def _begin_anew(self) -> None:
         async with self._opening:
+            seen = (await self._l1.read(self._owner().agent_id)).version
             self._in_doubt = True
-            held = await self._memories.l1.replace(self._owner(), ())
+            held = await self._l1.replace(self._owner(), (), seen=seen)
+            self._in_doubt = False
             if self._recovered is None:  # nobody has looked at what was there, which may be damaged everywhere
                 self._writes.forget_after(0)
                 self._kept = replace(self._kept, in_sql=None)
@@ -176,7 +201,7 @@ class TaskMemory:
             how = self.recovery or MemoryRecovery(MemorySource.NONE, verified=False, behind=True)
             self._recovered = Recovered(how, held.version, EMPTY)
             self._version = held.version
-            self._kept = replace(self._kept, digest=self._kept.digest or EMPTY)
+            self._kept = replace(self._kept, digest=self._kept.digest or EMPTY, version=-1)
 
     async def _ready(self) -> None:
         if self._recovered is not None:
@@ -185,16 +210,30 @@ class TaskMemory:
         async with self._opening:
             if self._recovered is not None:
                 return
-            recovered = await self._mine(
-                self._memories.recovery.recover(self._owner(), self._kept.digest, self._from_sql)
-            )
+            recovered = await self._found()
             if recovered.how.behind:
                 self._writes.forget_after(recovered.order)
             self._version = recovered.version
             self._kept = replace(self._kept, digest=recovered.digest, version=recovered.version)
             self._recovered = recovered
-            self._put_again = recovered.how.source is MemorySource.SQL and self._memories.l1.survives
+            self._put_again = self._l1.survives and not await self._memories.snapshotter.has(
+                self._owner().agent_id, recovered.digest
+            )
             self._memories.found(self._owner().agent_id, recovered.how)
+
+    async def _found(self) -> Recovered:
+        try:
+            return await self._recover()
+        except MemoryFenced:
+            if not await self._ours():
+                raise
+        # L1 knows of a run that the database does not: one of a past that it has lost, or of another task of this id.
+        await self._l1.replace(self._owner(), (), force=True)
+        return await self._recover()
+
+    async def _recover(self) -> Recovered:
+        recovery, kept = self._memories.recovery, self._kept
+        return await recovery.recover(self._owner(), kept.digest, self._from_sql, newest=kept.order)
 
     async def _to_its_end(self, write: Coroutine[Any, Any, T]) -> T:
         # Also when the code that waits for it is cancelled: else the write may be done, and its note missing.
@@ -219,9 +258,7 @@ class TaskMemory:
     @property
     def changed(self) -> bool:
         """Whether it may differ from what the last checkpoint has, in the database."""
-        if self._recovered is None:
-            return False
-        return self._written or self._kept.digest != self._kept.in_sql
+        return (self._recovered is not None and self._written) or self._kept.digest != self._kept.in_sql
 
     @property
     def _written(self) -> bool:
@@ -239,7 +276,7 @@ class TaskMemory:
             MemoryLost: it was emptied, or keys of it were evicted: the last checkpoint has more.
             MemoryRefused: it is too large; names the largest keys.
         """
-        if self._recovered is None:
+        if self._recovered is None and not (durable and await self._found_for_sql()):
             return self._kept
         async with self._writing:
             writes = self._writes.so_far(order, over)
@@ -251,11 +288,20 @@ class TaskMemory:
                 snapshot = await self._snapshot(order)
             except MemoryLost:
                 raise
-            except MemoryFenced:  # the checkpoint will be refused too
-                return self._kept
-            except MemoryUnavailable as error:
+            except (MemoryUnavailable, MemoryFenced) as error:
                 return self._absent(order, str(error))
             return self._mark(snapshot, writes, durable=durable)
+
+    async def _found_for_sql(self) -> bool:
+        """Find a memory that this segment has not used, if the database has not got it yet; whether it is there."""
+        if self._kept.digest == self._kept.in_sql:
+            return False
+        try:
+            await self._ready()
+        except (MemoryUnavailable, MemoryFenced, ConsistencyError) as error:
+            self._memories.tell(self._owner().agent_id, "absent", str(error))
+            return False
+        return True
 
     async def _snapshot(self, order: int) -> Snapshot:
         in_doubt, self._in_doubt = self._in_doubt, False
@@ -273,6 +319,7 @@ class TaskMemory:
         return Mark(
             digest=packed.digest,
             in_sql=packed.digest if to_sql else kept.in_sql,
+            order=packed.order,
             version=snapshot.version,
             packed=None if packed.digest == kept.digest and not self._put_again else packed,
             content=to_bytes(packed) if to_sql else None,
@@ -282,7 +329,7 @@ class TaskMemory:
     def _absent(self, order: int, why: str) -> Mark:
         self._memories.tell(self._owner().agent_id, "absent", why)
         last = 0 if self._in_doubt else self._version
-        return Mark(f"{ABSENT}{last}", self._kept.in_sql, version=-1, writes=self._writes.so_far(order))
+        return Mark(f"{ABSENT}{last}", self._kept.in_sql, order, version=-1, writes=self._writes.so_far(order))
 
     async def last(self, order: int, over: Collection[str] = ()) -> Mark:
         """The memory for the checkpoint that a task leaves behind when it fails: whatever can be had of it."""
@@ -294,14 +341,15 @@ class TaskMemory:
     async def stored(self, mark: Mark) -> None:
         """The checkpoint with `mark` is durable."""
         self._kept = replace(mark, packed=None, content=None)
-        if mark.packed is not None and self._memories.l1.survives:
+        if mark.packed is not None and self._l1.survives:
+            self._put_again = True
             self._put_again = not await self._memories.snapshotter.keep(self._owner().agent_id, mark.packed)
 
     # ── at the end of the segment ──────────────────────────────────────────────────────────────────
 
     async def paused(self) -> None:
         """The task waits: its memory is to live longer."""
-        if self._recovered is not None:
+        if self._kept.digest is not None:
             await self._memories.ttl.extend_on_pause(self._owner())
 
     async def completed(self) -> None:

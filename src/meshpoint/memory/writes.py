@@ -16,8 +16,12 @@ from typing import TypeAlias
 from meshpoint.model.memory import Answer, Command
 from meshpoint.model.subtasks import MemoryWrite
 
-Place: TypeAlias = tuple[int, int | str]
-"""How many pauses lie before, and how many subtasks; or in which subtask it is."""
+Place: TypeAlias = tuple[int, int | str, str]
+"""How many pauses lie before, and how many subtasks, or in which subtask it is; and what was read there last.
+
+The last tells a write that is done again from the next one of its kind: code that takes from the memory what it has,
+and fetches the rest, comes to the same command for the first time.
+"""
 
 
 class MemoryWrites:
@@ -31,19 +35,26 @@ class MemoryWrites:
     def _by_place(writes: Iterable[MemoryWrite]) -> dict[tuple[Place, str], deque[MemoryWrite]]:
         found: dict[tuple[Place, str], deque[MemoryWrite]] = defaultdict(deque)
         for write in writes:
-            found[((write.calls, write.subtasks), write.digest)].append(write)
+            found[((write.calls, write.subtasks, write.after), write.digest)].append(write)
         return found
 
     def done(self, place: Place, commands: Sequence[Command]) -> list[Answer] | None:
         """What these commands were answered at this place; None: they were not done yet."""
-        left = self._left.get((place, _digest(commands)))
+        left = self._left.get((place, digest_of_commands(commands)))
         return _read(left.popleft().answers, len(commands)) if left else None
 
     def note(self, place: Place, commands: Sequence[Command], answers: Sequence[Answer]) -> None:
         """Remember what was just done."""
-        calls, subtasks = place
+        calls, subtasks, after = place
         self._writes.append(
-            MemoryWrite(digest=_digest(commands), calls=calls, subtasks=subtasks, seq=0, answers=_written(answers))
+            MemoryWrite(
+                digest=digest_of_commands(commands),
+                calls=calls,
+                subtasks=subtasks,
+                after=after,
+                seq=0,
+                answers=_written(answers),
+            )
         )
 
     def so_far(self, seq: int, over: Collection[str] = ()) -> tuple[MemoryWrite, ...]:
@@ -60,7 +71,8 @@ class MemoryWrites:
         self._left = self._by_place(self._writes)
 
 
-def _digest(commands: Sequence[Command]) -> str:
+def digest_of_commands(commands: Sequence[Command]) -> str:
+    """A few bytes, as text, that stand for commands with their arguments."""
     digest = blake2b(digest_size=8)
     for command in commands:
         for part in chain((command.name.encode(), command.key.encode()), command.args):

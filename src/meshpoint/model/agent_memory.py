@@ -181,12 +181,16 @@ class AgentMemory:
         """Replace the value by the JSON of a pydantic model, or of anything that pydantic can write.
 
         Raises:
-            MemoryRefused: it holds something that is not JSON, such as not-a-number; names the key and the place.
+            MemoryRefused: it holds something that is not JSON, such as not-a-number, or bytes that are no UTF-8;
+                names the key.
         """
         try:
             text = to_json(_typed(key, type(value)).write(value, round_trip=True))
         except DoesNotFit as error:
             raise refused(key, str(error)) from error
+        except UnicodeDecodeError as error:
+            problem = f"{kind_of(value)} holds bytes that are no UTF-8; keep bytes with set, or write them as base64"
+            raise refused(key, problem) from error
         await self.set(key, text, ttl=ttl)
 
     # ── counters ───────────────────────────────────────────────────────────────────────────────────

@@ -50,6 +50,7 @@ class _OfContext:
     def _runner(self) -> MemoryRunner:
         if self._context._memory is None:
             raise AgentMisbehaved(
-                "ctx.memory belongs to a running segment: this one is over, or no replica runs this context"
+                "ctx.memory belongs to a running segment: this one is over, or no replica runs this context; "
+                "in a test, ask the agent by meshpoint.local.local_mesh"
             )
         return self._context._memory

@@ -99,13 +99,14 @@ class MemoryWrite(_Kept):
     """A write to the working memory, so that code which runs again does not write twice.
 
     `digest` stands for the commands. `calls` and `subtasks` tell the place: how many pauses lay before it, and how
-    many subtasks, or which one it was in. `answers` is what was answered, None where all of it was OK. `seq` is the
-    first checkpoint that has it.
+    many subtasks, or which one it was in; `after` is the digest of what was read there last. `answers` is what was
+    answered, None where all of it was OK. `seq` is the first checkpoint that has it.
     """
 
     digest: str
     calls: int
     subtasks: int | str
+    after: str = ""
     seq: int
     answers: list[int | str | None] | None = None
 

@@ -27,11 +27,15 @@ class WorkingMemory(Protocol):
 
         A key that is written without a time of its own lives as long as the memory, whose time begins anew.
 
+        `seen` is the version that the caller has met last. Commands that write are done only if it is still the one,
+        so that one that comes late undoes nothing; 0: whatever it is. Without commands, the answer is the version.
+
         Raises:
             MemoryFenced: the memory has another owner by now, or one with a higher fence.
             MemoryLost: it has no owner, or an earlier one; its version is below `seen`, which the caller has met
                 before; or a key that a command names was evicted.
             MemoryRefused: a command does not fit what its key holds; names the key. Those before it are done.
+            MemoryUnavailable: it has a higher version than `seen`, and commands write: nothing is done.
         """
 
     async def keys(self, owner: Owner, *, seen: int = 0) -> list[str]:
@@ -47,14 +51,19 @@ class WorkingMemory(Protocol):
             MemoryFenced: its owner has a higher fence.
         """
 
-    async def replace(self, owner: Owner, items: Sequence[Item]) -> Held:
+    async def replace(
+        self, owner: Owner, items: Sequence[Item], *, seen: int | None = None, force: bool = False
+    ) -> Held:
         """Put `items` in place of all that is there, become the owner, and read them back.
 
         They are put beside what is there and take its place at one instant, so that a crash leaves the one or the
-        other. What has expired by its own time meanwhile is left out.
+        other. What has expired by its own time meanwhile is left out. If the memory is this very run's already, it
+        must have the version `seen`, which is never 0: so one that comes late undoes nothing; None: whatever it is.
+        `force` is for a run that knows that it owns the task, whatever the memory says.
 
         Raises:
-            MemoryFenced: its owner has a higher fence.
+            MemoryFenced: its owner has a higher fence, and `force` is not set.
+            MemoryUnavailable: it has another version than `seen`.
         """
 
     async def retain(self, owner: Owner, *, paused: bool) -> None:
@@ -82,6 +91,9 @@ class SnapshotStore(Protocol):
         Raises:
             ConsistencyError: there is something, but nothing that could be a snapshot.
         """
+
+    async def digest(self, agent_id: str) -> str | None:
+        """That of the one that is there, as it says itself; None: none."""
 
     async def forget(self, agent_id: str) -> None:
         """Delete it."""

@@ -155,7 +155,9 @@ class AgentSettings(Section):
         default=None, description="redis:// where their snapshots lie, better another server; unset: memory_url"
     )
     memory_ttl_seconds: Seconds = Field(
-        default=86_400, description="how long a working memory lives in Redis after its last use: 24 hours"
+        default=86_400,
+        description="how long a working memory lives in Redis after a key was last written, or the segment began: "
+        "24 hours",
     )
     memory_paused_ttl_seconds: Seconds = Field(
         default=1_209_600, description="how long while its task is paused, and its snapshot in Redis: 14 days"
@@ -208,6 +210,12 @@ class AgentSettings(Section):
         if self.stateless_checkpointing and self.session_service != "sql":
             problem = "paused tasks would have no database to be kept in"
             raise ConfigurationError("agent.stateless_checkpointing", problem, "add session_service: sql")
+        if self.memory_url is not None and not self.stateless_checkpointing:
+            problem = (
+                "without stateless_checkpointing, working memories stay in their process, and Redis would not be used"
+            )
+            fix = "add stateless_checkpointing: true and session_service: sql, or leave memory_url out"
+            raise ConfigurationError("agent.memory_url", problem, fix)
         if self.memory_snapshot_url is not None and self.memory_url is None:
             problem = "there would be no working memory in Redis to take snapshots of"
             raise ConfigurationError("agent.memory_snapshot_url", problem, "add memory_url: redis://…")

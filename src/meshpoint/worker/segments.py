@@ -366,6 +366,10 @@ class Segments:
     async def _give_back_forgotten(self, segment: Segment, forgotten: run.Forgotten) -> Afterwards:
         """Let a task whose memory could not be had go on later from its last checkpoint, here or elsewhere."""
         assert segment.home is not None
+        deadline = segment.requester.deadline
+        if deadline is not None and deadline <= self._site.clock.now():
+            return await self._end(segment, Failed(FailureKind.TIMEOUT, "the task's deadline has passed"))
+        self._site.steps.note(Step.MEMORY_TROUBLE, segment.run.task_id, what="away", why=forgotten.reason)
         release = Release(segment.run, self._site.options.incompatible_pause, counted=forgotten.lost)
         await self._release(segment.home, release, forgotten.reason)
         return partial(self.ack, segment)
@@ -383,14 +387,14 @@ class Segments:
             self.hold(segment.run.task_id, segment.deliveries)
             segment.deliveries = []
             self.leave(segment)
-        await self.send(home, saved.dispatches)
-        if saved.state is TaskState.READY:
-            self.ready_somewhere.set()
-        if segment.memory is not None:
+        if segment.memory is not None:  # before a peer can answer, and another replica go on
             if last is not None:
                 await self._site.checkpointer(home).copy(last.checkpoint)
                 await segment.memory.stored(last.mark)
             await segment.memory.paused()
+        await self.send(home, saved.dispatches)
+        if saved.state is TaskState.READY:
+            self.ready_somewhere.set()
         await self.ack(segment)
 
     async def _after_release(self, segment: Segment, home: Home, unreadable: str | None) -> None:

@@ -54,11 +54,13 @@ class L1(LocalWorkingMemory):
             await self.execute(EARLIER, [Command("DEL", "what nobody has")])
         return replace(held, lost=self.evicted)
 
-    async def replace(self, owner: Owner, items: Sequence[Item]) -> Held:
+    async def replace(
+        self, owner: Owner, items: Sequence[Item], *, seen: int | None = None, force: bool = False
+    ) -> Held:
         if self.garbled and items:
             items = (Item(self.garbled.pop(), Kind.STRING, b"?"), *items[1:])
         self.evicted = ()
-        return await super().replace(owner, items)
+        return await super().replace(owner, items, seen=seen, force=force)
 
 
 class SecondPlace:
@@ -496,13 +498,13 @@ async def test_a_large_memory_in_l1_is_looked_at_beside_the_event_loop(
 ) -> None:
     many = tuple(Item(f"page:{number}", Kind.STRING, b"x" * 10_000) for number in range(1_000))
     await places.keep_in_l1(*many)
-    threads, digests_of = [], recovery.digests_of
+    threads, fingerprint = [], recovery.fingerprint
 
     def noting(*args: Any) -> Any:
         threads.append(threading.current_thread())
-        return digests_of(*args)
+        return fingerprint(*args)
 
-    monkeypatch.setattr(recovery, "digests_of", noting)
+    monkeypatch.setattr(recovery, "fingerprint", noting)
     found = await places.recover(pack(held(*many), 5).digest)
     assert (found.how.source, found.how.keys, found.how.verified) == (MemorySource.L1, 1_000, True)
     assert threads[0] is not threading.current_thread()

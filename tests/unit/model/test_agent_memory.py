@@ -12,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, computed_field
 
 from meshpoint.adapters.memory.clock import FakeClock
 from meshpoint.adapters.memory.working_memory import LocalWorkingMemory
-from meshpoint.errors import AgentFailed, MemoryRefused
+from meshpoint.errors import AgentFailed, AgentMisbehaved, MemoryRefused
 from meshpoint.model.agent_memory import AgentMemory, MemoryRecovery, MemorySource
-from meshpoint.model.ids import RunId
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.ids import RunId, TaskId
 from meshpoint.model.memory import Answer, Command, Owner
 from meshpoint.ports.working_memory import WorkingMemory
 
@@ -195,6 +196,35 @@ class Opaque:
 async def test_a_model_that_is_not_json_is_refused(memory: AgentMemory, value: Any) -> None:
     assert "memory key 'k'" in await refusal(memory.set_model("k", value))
     assert await memory.keys() == []
+
+
+class Picture(BaseModel):
+    pixels: bytes
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (b"\xff\xfe", "bytes"),
+        ([b"a", b"\xff"], "list"),
+        ({b"\xff": 1}, "dict"),
+        (Picture(pixels=b"\xff\xfe"), "Picture"),
+    ],
+)
+async def test_a_model_with_bytes_that_are_no_text_is_refused(memory: AgentMemory, value: Any, name: str) -> None:
+    assert await refusal(memory.set_model("k", value)) == (
+        f"memory key 'k': {name} holds bytes that are no UTF-8; keep bytes with set, or write them as base64"
+    )
+    assert await memory.keys() == []
+
+
+class Encoded(Picture):
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+
+async def test_a_model_may_write_its_bytes_as_base64(memory: AgentMemory) -> None:
+    await memory.set_model("k", Encoded(pixels=b"\xff\xfe"))
+    assert await memory.get_model("k", Encoded) == Encoded(pixels=b"\xff\xfe")
 
 
 async def test_a_type_that_pydantic_does_not_know_is_refused(memory: AgentMemory) -> None:
@@ -474,6 +504,11 @@ async def test_a_key_of_another_kind_is_refused(memory: AgentMemory) -> None:
     await memory.rpush("k", "a")
     assert "'k'" in await refusal(memory.get("k"))
     assert "'k'" in await refusal(memory.incr_float("k", inf))
+
+
+async def test_a_context_that_nobody_runs_names_the_way_out() -> None:
+    with pytest.raises(AgentMisbehaved, match=r"no replica runs this context; .* meshpoint\.local\.local_mesh"):
+        await TaskExecutionContext(TaskId("1")).memory.get("k")
 
 
 async def test_how_the_memory_was_found_is_the_runners_word(memory: AgentMemory) -> None:

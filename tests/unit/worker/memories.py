@@ -64,7 +64,7 @@ class FaultyMemory(LocalWorkingMemory):
         self._there("execute")
         if lost := self.evicted[owner.agent_id] & {command.key for command in commands}:
             raise MemoryLost(f"{lost} were evicted")
-        answer = await super().execute(owner, commands)
+        answer = await super().execute(owner, commands, seen=seen)
         await self._had("execute")
         if self.in_doubt and any(command.writes for command in commands):
             self.in_doubt -= 1
@@ -78,12 +78,14 @@ class FaultyMemory(LocalWorkingMemory):
         await self._had("read")
         return replace(held, lost=tuple(sorted(self.evicted[agent_id])))
 
-    async def replace(self, owner: Owner, items: Sequence[Item]) -> Held:
+    async def replace(
+        self, owner: Owner, items: Sequence[Item], *, seen: int | None = None, force: bool = False
+    ) -> Held:
         self._there("replace")
         self.evicted[owner.agent_id].clear()
         self._replacing = True
         try:
-            return await super().replace(owner, items)
+            return await super().replace(owner, items, seen=seen, force=force)
         finally:
             self._replacing = False
 
@@ -122,6 +124,10 @@ class Snapshots:
         if self.hopeless:
             raise ConsistencyError("the snapshot in Redis is none", changed=["hopeless"])
         return self.kept.get(agent_id)
+
+    async def digest(self, agent_id: str) -> str | None:
+        self._there()
+        return self.kept[agent_id].digest if agent_id in self.kept else None
 
     async def forget(self, agent_id: str) -> None:
         self._there()

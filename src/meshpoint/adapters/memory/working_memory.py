@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import count
 
 from meshpoint.adapters.memory.keyspace import Keyspace
-from meshpoint.errors import MemoryFenced, MemoryLost
+from meshpoint.errors import MemoryFenced, MemoryLost, MemoryUnavailable
 from meshpoint.model.ids import RunId
 from meshpoint.model.memory import Answer, Command, Held, Item, Owner
 from meshpoint.ports.clock import Clock
@@ -52,6 +52,7 @@ class LocalWorkingMemory:
         """
         memory, now = self._owned(owner, seen), self._now()
         if any(command.writes for command in commands):
+            _unchanged(owner, memory, seen or memory.version)
             memory.version = next(self._versions)
         return memory.version, [memory.keys.do(command, now) for command in commands]
 
@@ -78,13 +79,17 @@ class LocalWorkingMemory:
         memory.run_id, memory.fence = owner.run_id, owner.fence
         return True
 
-    async def replace(self, owner: Owner, items: Sequence[Item]) -> Held:
+    async def replace(
+        self, owner: Owner, items: Sequence[Item], *, seen: int | None = None, force: bool = False
+    ) -> Held:
         """Put `items` in place of all that is there, and become the owner.
 
         Raises:
             MemoryFenced: its owner has a higher fence.
         """
-        self._not_fenced(owner)
+        there = self._memories.get(owner.agent_id) if force else self._not_fenced(owner)
+        if there is not None and there.run_id == owner.run_id and seen is not None:
+            _unchanged(owner, there, seen)
         version = next(self._versions)
         self._memories[owner.agent_id] = _Memory(owner.run_id, owner.fence, version, Keyspace(items))
         return await self.read(owner.agent_id)
@@ -119,6 +124,11 @@ class LocalWorkingMemory:
 
     def _now(self) -> int:
         return (self._clock.now() - _EPOCH) // _MILLISECOND
+
+
+def _unchanged(owner: Owner, memory: _Memory, seen: int) -> None:
+    if memory.version != seen:
+        raise MemoryUnavailable(f"working memory {owner.agent_id}: it has changed since it was looked at")
 
 
 def _fenced(owner: Owner, memory: _Memory) -> MemoryFenced:

@@ -32,6 +32,8 @@ def check(owner: Owner, reply: Reply) -> None:
                 raise MemoryUnavailable(f"Redis, memory {owner.agent_id}, key {name_of(key)!r}: {text.strip()}")
             reason = text.removeprefix("ERR ").removeprefix("WRONGTYPE ")
             raise MemoryRefused(f"memory key {name_of(key)!r}: {name_of(command)}: {reason}")
+        case [b"stale"]:
+            raise MemoryUnavailable(f"Redis, memory {owner.agent_id}: it has changed since it was looked at")
         case [b"incomplete"]:
             raise MemoryUnavailable(f"Redis, memory {owner.agent_id}: it lost some of what it was given to restore")
         case _:

@@ -91,8 +91,12 @@ end
 
 _EXECUTE = """
 local life, offset = tonumber(ARGV[4]), tonumber(ARGV[5])
-local why = refused(ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]))
+local seen = tonumber(ARGV[3])
+local why = refused(ARGV[1], tonumber(ARGV[2]), seen)
 if why then return why end
+local version = tonumber(redis.call('HGET', KEYS[1], 'version'))
+-- A write that was given up on may come late: what has been written since is newer.
+if ARGV[6] == 'w' and seen > 0 and version ~= seen then return {'stale'} end
 
 local HELD = {SET = 1, INCRBY = 1, INCRBYFLOAT = 1, RPUSH = 1, LPUSH = 1, HSET = 1, HINCRBY = 1, SADD = 1, ZADD = 1,
   ZINCRBY = 1}  -- writes after which a key that was there is there
@@ -166,7 +170,7 @@ local function apply(name, i, first, last, writes)
   return answer
 end
 
-local answers, written, wrong, at = {}, {}, nil, 6
+local answers, written, wrong, at = {}, {}, nil, 7
 while at <= #ARGV do
   local name, i, writes, size = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2] == 'w', tonumber(ARGV[at + 3])
   local answer = apply(name, i, at + 4, at + 3 + size, writes)
@@ -179,7 +183,6 @@ while at <= #ARGV do
   at = at + 4 + size
 end
 
-local version = tonumber(redis.call('HGET', KEYS[1], 'version'))
 if next(written) then
   local till = now + life
   for i in pairs(written) do
@@ -298,7 +301,10 @@ end
 
 local state, found, fence, version = opened()
 if state == 'damaged' then return refuse(state, found) end
-if fence > top then return refuse('fenced', found, string.format('%.0f', fence)) end
+if fence > top and ARGV[9] ~= '1' then return refuse('fenced', found, string.format('%.0f', fence)) end
+-- One that was given up on may come late: what has been written since is newer.
+local seen = tonumber(ARGV[8])
+if found == run and seen and version ~= seen then return refuse('stale') end
 local there = 0
 for first = 1, #names, BLOCK do
   local block = {}

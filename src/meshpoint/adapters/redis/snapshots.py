@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ResponseError
 
 from meshpoint.adapters.redis import script_calls
 from meshpoint.adapters.redis.connection import RedisConnection
@@ -81,6 +81,15 @@ class RedisSnapshots:
         if reply[0] == b"damaged":
             _refuse(reply[1], "it is of another type")
         return None if reply[0] == b"none" else _packed(meta, *reply[1:])
+
+    async def digest(self, agent_id: str) -> str | None:
+        """That of the one that is there, as it says itself; None: none."""
+        _, meta = self._keys(agent_id)
+        try:
+            found: Any = await self._connection.ask(_name(agent_id), lambda redis: redis.hget(meta, "digest"))
+        except ResponseError:  # it holds something else: no snapshot
+            return None
+        return None if found is None else name_of(found)
 
     async def forget(self, agent_id: str) -> None:
         """Delete it."""

@@ -123,7 +123,9 @@ class RedisWorkingMemory:
             if not command.key:
                 raise MemoryRefused(f"memory key '': {command.name} needs a key")
         places = {key: place for place, key in enumerate(dict.fromkeys(each.key for each in commands), start=3)}
-        args: list[bytes | int] = [*_claim(owner), seen, self.active // _MILLISECOND, len(names.working) + 1]
+        writes = b"w" if any(command.writes for command in commands) else b"r"
+        life = self.active // _MILLISECOND
+        args: list[bytes | int] = [*_claim(owner), seen, life, len(names.working) + 1, writes]
         for command in commands:
             mode = b"w" if command.writes else b"r"
             args += [command.name.encode(), places[command.key], mode, len(command.args), *command.args]
@@ -167,7 +169,9 @@ class RedisWorkingMemory:
             await self._retain(owner, self.active, _ranks(reply[1], after=READ_KEYS))
         return bool(reply[0] == b"ok")
 
-    async def replace(self, owner: Owner, items: Sequence[Item]) -> Held:
+    async def replace(
+        self, owner: Owner, items: Sequence[Item], *, seen: int | None = None, force: bool = False
+    ) -> Held:
         """Put `items` in place of all that is there, become the owner, and read them back.
 
         A few megabytes are one round trip. A failure at any point leaves the old memory, or the new one.
@@ -177,9 +181,9 @@ class RedisWorkingMemory:
         """
         items = [item for item in items if stays(item)]
         try:
-            replies = await self._replace(owner, items, known=True)
+            replies = await self._replace(owner, items, seen, force, known=True)
         except NoScriptError:
-            replies = await self._replace(owner, items, known=False)
+            replies = await self._replace(owner, items, seen, force, known=False)
         found = held(replies)
         if found is None:  # somebody wrote since
             found = await self.read(owner.agent_id)
@@ -226,7 +230,9 @@ class RedisWorkingMemory:
             refuse_damaged(reply)
         return min([reply[1] if reply[0] == b"ok" else 0 for reply in replies], default=0)
 
-    async def _replace(self, owner: Owner, items: Sequence[Item], *, known: bool) -> list[Reply]:
+    async def _replace(
+        self, owner: Owner, items: Sequence[Item], seen: int | None, force: bool, *, known: bool
+    ) -> list[Reply]:
         """Stage, swap and read back; the replies for what is there then."""
         names = self._names(owner.agent_id)
         staged = names.staged(owner)
@@ -241,7 +247,9 @@ class RedisWorkingMemory:
                 batch, size = [], 0
             batch.append(call)
             size, count = size + call.size, count + 1
-        args = (*_claim(owner), self.active // _MILLISECOND, names.working, values, count, len(items))
+        staging = (names.working, values, count, len(items))
+        conditions = (b"" if seen is None else seen, int(force))
+        args = (*_claim(owner), self.active // _MILLISECOND, *staging, *conditions)
         ranks = list(_ranks(len(items) + 1))
         reads = [_reading(names, *some) for some in ranks]
         replies = await self._run(names, [*batch, Call(SWAP, (*names.books, index), args), *reads], known=known)
