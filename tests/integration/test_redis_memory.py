@@ -905,6 +905,80 @@ async def test_a_restore_that_lost_its_last_step_is_not_swapped_in(
     assert (contents(held), held.run_id) == (given(OLD), "run-1")
 
 
+class Late:
+    """Holds back what is sent next, of which nobody hears, until it `lands` after all."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch, self._send = patch, script_calls._send
+        self._held: list[tuple[Redis, Sequence[Call]]] = []
+
+    async def hold(self, call: Awaitable[Any]) -> None:
+        async def held_back(redis: Redis, calls: Sequence[Call], known: bool) -> list[Reply]:
+            self._held.append((redis, calls))
+            raise TimeoutError
+
+        self._patch.setattr(script_calls, "_send", held_back)
+        with pytest.raises(MemoryUnavailable):
+            await call
+        self._patch.setattr(script_calls, "_send", self._send)
+
+    async def lands(self) -> list[Reply]:
+        [(redis, calls)] = self._held
+        return await self._send(redis, calls, False)
+
+
+@pytest.mark.parametrize("before", ["nothing", "another run's", "its own"])
+@pytest.mark.parametrize("items", [(), NEW], ids=["empty", "restored"])
+async def test_a_replace_that_comes_late_undoes_nothing(
+    distant: RedisWorkingMemory, monkeypatch: pytest.MonkeyPatch, before: str, items: Sequence[Item]
+) -> None:
+    """The same run has tried again and written since."""
+    late, seen = Late(monkeypatch), 0
+    if before != "nothing":
+        seen = (await distant.replace(FIRST if before == "another run's" else SECOND, OLD)).version
+    await late.hold(distant.replace(SECOND, items, seen=seen))
+    version = (await distant.replace(SECOND, items, seen=seen)).version
+    version, _ = await distant.execute(SECOND, [do("SET", "a", "newer")], seen=version)
+    expected = given(items) | {"a": (Kind.STRING, b"newer")}
+    await late.lands()
+    found = await distant.read(A)
+    assert (contents(found), found.version, found.run_id) == (expected, version, SECOND.run_id)
+    assert (await distant.execute(SECOND, [do("GET", "a")], seen=version))[1] == [b"newer"]
+
+
+async def test_a_write_that_comes_late_undoes_nothing(
+    distant: RedisWorkingMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = Late(monkeypatch)
+    seen = (await distant.replace(FIRST, [], seen=0)).version
+    await late.hold(distant.execute(FIRST, [do("SET", "a", "old"), do("INCRBY", "n", 1)], seen=seen))
+    version, _ = await distant.execute(FIRST, [do("SET", "a", "new"), do("INCRBY", "n", 1)], seen=seen)
+    assert await late.lands() == [[b"stale"]]
+    assert (await distant.execute(FIRST, [do("GET", "a"), do("GET", "n")], seen=version))[1] == [b"new", b"1"]
+    assert (await distant.read(A)).version == version
+
+
+async def test_a_write_with_an_old_version_is_refused_and_a_read_is_not(memory: RedisWorkingMemory) -> None:
+    old = (await memory.replace(FIRST, [], seen=0)).version
+    new, _ = await memory.execute(FIRST, [do("SET", "a", "new")], seen=old)
+    with pytest.raises(MemoryUnavailable):
+        await memory.execute(FIRST, [do("SET", "a", "old")], seen=old)
+    for seen in (0, old):
+        with pytest.raises(MemoryUnavailable):
+            await memory.replace(FIRST, OLD, seen=seen)
+    assert await memory.execute(FIRST, [do("GET", "a")], seen=old) == (new, [b"new"])
+
+
+async def test_a_run_that_owns_the_task_has_the_memory_whatever_fence_it_finds(memory: RedisWorkingMemory) -> None:
+    await memory.replace(SECOND, OLD)
+    with pytest.raises(MemoryFenced):
+        await memory.replace(FIRST, [])
+    found = await memory.replace(FIRST, [], force=True)
+    assert (contents(found), found.run_id, found.fence) == ({}, FIRST.run_id, FIRST.fence)
+    with pytest.raises(MemoryLost):
+        await memory.execute(SECOND, [do("SET", "a", 1)])
+
+
 def test_replies_for_some_of_the_keys_are_no_memory() -> None:
     reply = [b"ok", 1000, b"run-1", b"1", 7, 3, [[b"a", b"inf", b"string", b"1"]]]
     assert held([reply]) is None
