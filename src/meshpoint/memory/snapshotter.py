@@ -75,8 +75,9 @@ class L1CacheSnapshotter:
     async def keep(self, agent_id: str, packed: Packed) -> bool:
         """Put a snapshot, whose checkpoint is durable, into the second place; False: that is not possible now."""
         try:
-            if self._snapshots is not None:
-                await self._snapshots.put(agent_id, packed)
+            if self._snapshots is not None and not await self._snapshots.put(agent_id, packed):
+                self._tell(agent_id, "not_kept", "a later one is there, of a past that the database does not know")
+                return False
         except (MemoryUnavailable, ConsistencyError) as error:
             self._tell(agent_id, "not_kept", str(error))
             return False

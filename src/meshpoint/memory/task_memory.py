@@ -14,7 +14,7 @@ from meshpoint.memory.packing import to_bytes
 from meshpoint.memory.recovery import ABSENT, DualRecoveryStrategy, Fetch, Recovered
 from meshpoint.memory.snapshotter import L1CacheSnapshotter, Snapshot
 from meshpoint.memory.ttl import L1TTLManager
-from meshpoint.memory.writes import MemoryWrites, Place, digest_of_commands
+from meshpoint.memory.writes import MemoryWrites, Place, digest_of_commands, digest_of_keys
 from meshpoint.model.agent_memory import MemoryRecovery, MemorySource
 from meshpoint.model.memory import Answer, Command, Owner, Packed
 from meshpoint.model.subtasking import current_subtask
@@ -170,8 +170,9 @@ class TaskMemory:
     async def keys(self) -> list[str]:
         """The keys that are there."""
         await self._mine(self._ready())
-        self._note_read("keys")
-        return await self._mine(self._l1.keys(self._owner(), seen=self._version))
+        keys = await self._mine(self._l1.keys(self._owner(), seen=self._version))
+        self._note_read(digest_of_keys(keys))  # code that does what is missing reads this once for all of it
+        return keys
 
     async def clear(self) -> None:
         """Begin anew with an empty memory."""

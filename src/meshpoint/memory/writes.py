@@ -81,6 +81,11 @@ def digest_of_commands(commands: Sequence[Command]) -> str:
     return digest.hexdigest()
 
 
+def digest_of_keys(keys: Iterable[str]) -> str:
+    """A few bytes, as text, that stand for the keys that were found."""
+    return blake2b("\n".join(sorted(keys)).encode(), digest_size=8).hexdigest()
+
+
 def _written(answers: Sequence[Answer]) -> list[int | str | None] | None:
     if all(answer == b"OK" for answer in answers):
         return None
