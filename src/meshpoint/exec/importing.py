@@ -12,7 +12,7 @@ from meshpoint.exec.checkpoint_file import Document, ExportedSubtask
 from meshpoint.exec.embedded import Exec, begin, embedded_store
 from meshpoint.exec.session import Wanted
 from meshpoint.exec.sessions import HeldSession, Sessions
-from meshpoint.memory.recovery import ABSENT
+from meshpoint.memory.recovery import NOWHERE
 from meshpoint.model.checkpoint import End, Save, TaskState
 from meshpoint.model.ids import TaskId
 from meshpoint.model.letters import reply_bytes
@@ -86,7 +86,7 @@ def checkpoint_of(document: Document, records: list[SubtaskRecord], operation_id
         planned=tuple(subtask.name for subtask in document.subtasks),
         subtasks=tuple(records),
         agent_version=document.agent_version,
-        l1_snapshot_hash=f"{ABSENT}0",  # what they may have put into a working memory is not in the file
+        l1_snapshot_hash=NOWHERE,  # what they may have put into a working memory is not in the file
     )
 
 

@@ -22,6 +22,9 @@ from meshpoint.ports.working_memory import SnapshotStore, Tell, WorkingMemory
 ABSENT = "absent:"
 """Before the version that L1 had, in place of a digest: there was a memory, and nobody could read it then."""
 
+NOWHERE = f"{ABSENT}0"
+"""In place of a digest: there was a memory, and no place can have it."""
+
 Fetch: TypeAlias = Callable[[], Awaitable[L1Snapshot | None]]
 """The newest snapshot of the task in the database."""
 
@@ -138,12 +141,10 @@ class DualRecoveryStrategy:
 
     async def _adopted(self, owner: Owner, expected: str, search: _Search) -> Held | None:
         """What is in L1, if it is what the checkpoint had."""
-        if not self._l1.survives:
-            return None
         for _ in range(3):
             held = await self._l1.read(owner.agent_id)
             search.seen = held.version
-            if held.run_id is None:
+            if held.run_id is None or not self._l1.survives:
                 return None
             if held.lost:
                 search.problems.append(str(ConsistencyError("L1 is not complete", missing=held.lost)))

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from meshpoint.errors import ConsistencyError, MemoryFenced, MemoryLost, MemoryRefused, MemoryUnavailable
 from meshpoint.memory.digests import EMPTY
 from meshpoint.memory.packing import to_bytes
-from meshpoint.memory.recovery import ABSENT, DualRecoveryStrategy, Fetch, Recovered
+from meshpoint.memory.recovery import ABSENT, NOWHERE, DualRecoveryStrategy, Fetch, Recovered
 from meshpoint.memory.snapshotter import L1CacheSnapshotter, Snapshot
 from meshpoint.memory.ttl import L1TTLManager
 from meshpoint.memory.writes import MemoryWrites, Place, digest_of_commands, digest_of_keys
@@ -191,9 +191,10 @@ class TaskMemory:
 
     async def _begin_anew(self) -> None:
         async with self._opening:
-            seen = (await self._l1.read(self._owner().agent_id)).version
+            there = await self._l1.read(self._owner().agent_id)
             self._in_doubt = True
-            held = await self._l1.replace(self._owner(), (), seen=seen)
+            force = there.fence > self._owner().fence and await self._ours()
+            held = await self._l1.replace(self._owner(), (), seen=there.version, force=force)
             self._in_doubt = False
             if self._recovered is None:  # nobody has looked at what was there, which may be damaged everywhere
                 self._writes.forget_after(0)
@@ -228,9 +229,15 @@ class TaskMemory:
         except MemoryFenced:
             if not await self._ours():
                 raise
-        # L1 knows of a run that the database does not: one of a past that it has lost, or of another task of this id.
-        await self._l1.replace(self._owner(), (), force=True)
+        await self._take_over()
         return await self._recover()
+
+    async def _take_over(self) -> None:
+        """Own what is there, though L1 knows of a later run: one of a past that the database has lost, or of another
+        task of this id.
+        """
+        held = await self._l1.read(self._owner().agent_id)
+        await self._l1.replace(self._owner(), held.items, force=True)
 
     async def _recover(self) -> Recovered:
         recovery, kept = self._memories.recovery, self._kept
@@ -295,12 +302,18 @@ class TaskMemory:
 
     async def _found_for_sql(self) -> bool:
         """Find a memory that this segment has not used, if the database has not got it yet; whether it is there."""
-        if self._kept.digest == self._kept.in_sql:
+        kept = self._kept
+        if kept.digest == kept.in_sql or (kept.digest == NOWHERE and kept.in_sql is None):
             return False
         try:
             await self._ready()
         except (MemoryUnavailable, MemoryFenced, ConsistencyError) as error:
             self._memories.tell(self._owner().agent_id, "absent", str(error))
+            return False
+        if self.recovery is not None and self.recovery.behind:
+            # Nobody was told: whoever uses it next is to find it behind, too.
+            await self.left()
+            self._kept, self._recovered, self._writes = kept, None, MemoryWrites(kept.writes)
             return False
         return True
 
