@@ -285,6 +285,27 @@ async def test_the_pause_of_a_segment_that_does_not_use_its_memory_keeps_it(
     assert found == [MemoryRecovery(MemorySource.SQL, 1, verified=True)]
 
 
+async def test_the_pause_of_a_segment_that_does_not_use_a_lost_memory_does_not_hide_the_loss(
+    mesh: Mesh, boss: Puppet, peer: Puppet
+) -> None:
+    places, turns, found = Places(mesh, "surviving"), Turns(), list[Any]()
+    agent = fetching(turns, found)
+    gate = turns.gate("fetched")
+    first = await mesh.replica(agent, **places())
+    task_id = await boss.ask("agent", 1)
+    await gate.reach()
+    await first.crash()
+    turns.gates.clear()
+    places.l1.empty()
+    places.snapshots.kept.clear()
+    await mesh.replica(agent, **places())
+    await mesh.advance(40)
+    await peer.respond(await peer.request_number(), 1)
+    await boss.reply(task_id)
+    (how,) = found
+    assert (how.source, how.verified, how.behind) == (MemorySource.NONE, False, True)
+
+
 async def test_the_pause_of_a_task_whose_memory_is_in_sql_extends_the_time_of_l1(
     mesh: Mesh, boss: Puppet, peer: Puppet
 ) -> None:
