@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from meshpoint.errors import StoreUnavailable
-from meshpoint.lifecycle.segment import Segment
+from meshpoint.lifecycle.segment import Last, Segment
 from meshpoint.lifecycle.site import Site
-from meshpoint.memory.task_memory import Mark
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody
 from meshpoint.model.calls import Call, Paused
 from meshpoint.model.checkpoint import Pause, PauseResult, PlannedCall
@@ -21,17 +19,9 @@ from meshpoint.model.letters import pack
 from meshpoint.model.messages import Header, HeaderValue
 from meshpoint.model.options import OnCheckpointFailure, Options
 from meshpoint.model.outcomes import Failed, FailureKind
-from meshpoint.model.subtasks import AgentCheckpoint, Child
+from meshpoint.model.subtasks import Child
 from meshpoint.ports.home import Home
 from meshpoint.subtasks.runner import Subtasks
-
-
-@dataclass(frozen=True, slots=True)
-class Last:
-    """What an operation is to know of itself while it waits, with its working memory."""
-
-    checkpoint: AgentCheckpoint
-    mark: Mark
 
 
 async def last(segment: Segment) -> Last | None:
@@ -46,7 +36,7 @@ async def last(segment: Segment) -> Last | None:
         return None
     so_far = subtasks.so_far()
     mark = await memory.mark(so_far.seq, durable=True, over=so_far.progress.completed)
-    return Last(mark.on(so_far), mark)
+    return Last.of(so_far, mark)
 
 
 def plan(

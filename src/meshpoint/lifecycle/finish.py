@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshpoint.lifecycle.segment import Segment
+from meshpoint.lifecycle.segment import Last, Segment
 from meshpoint.lifecycle.site import Site
 from meshpoint.model.checkpoint import End, Ended, EndResult, Fenced, Reply, TaskState
 from meshpoint.model.events import Step
@@ -60,8 +60,8 @@ async def end(segment: Segment, home: Home, reply: Reply, site: Site, failed: Fa
 async def _end(segment: Segment, reply: Reply, failed: Failed | None, site: Site) -> End:
     reason = None if failed is None else masked(failed.message, site.options.secret_keys)
     if reason is not None and segment.subtasks is not None and segment.subtasks.opened:
-        last = segment.subtasks.last(reason, segment.failure)
         assert segment.memory is not None
-        segment.mark = await segment.memory.last(last.seq, last.progress.completed)
-        segment.last = segment.mark.on(last)
-    return End(segment.run, reply.state, reply.body, segment.dead_reason, reason, segment.last)
+        last = segment.subtasks.last(reason, segment.failure)
+        segment.last = Last.of(last, await segment.memory.last(last.seq, last.progress.completed))
+    left = segment.last.checkpoint if segment.last is not None else None
+    return End(segment.run, reply.state, reply.body, segment.dead_reason, reason, left)

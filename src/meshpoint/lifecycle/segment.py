@@ -27,6 +27,19 @@ class Stop(Enum):
     LOST = auto()  # another replica owns the task
 
 
+@dataclass(frozen=True, slots=True)
+class Last:
+    """The checkpoint that a segment leaves of an operation that waits, or did not complete, and its memory there."""
+
+    checkpoint: AgentCheckpoint
+    mark: Mark
+
+    @classmethod
+    def of(cls, checkpoint: AgentCheckpoint, mark: Mark) -> Last:
+        """`checkpoint` with the memory `mark`."""
+        return cls(mark.on(checkpoint), mark)
+
+
 @dataclass(eq=False, slots=True)
 class Segment:
     """A task between its trigger and its next pause or end.
@@ -35,7 +48,7 @@ class Segment:
     more than one when a request was sent again. `request` is kept for the row that the first pause writes.
     `beginning` writes its row while its first subtask waits for that.
     `subtasks` runs and records those of this segment, `memory` is its working memory. `failure` tells more of how an
-    operation's code ended, and `last` is the checkpoint that it leaves then, with the memory `mark`.
+    operation's code ended, and `last` is what it leaves then.
     `settling` is set when the code has ended, `left` when the replica has forgotten the segment. `dead_reason` is set
     when the task ends because its runs keep killing their process.
     """
@@ -51,8 +64,7 @@ class Segment:
     subtasks: Subtasks | None = None
     memory: TaskMemory | None = None
     failure: dict[str, JsonValue] | None = None
-    last: AgentCheckpoint | None = None
-    mark: Mark | None = None
+    last: Last | None = None
     settling: bool = False
     left: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: Stop | None = None

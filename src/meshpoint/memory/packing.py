@@ -49,16 +49,16 @@ def size_of(item: Item) -> int:
 def pack(held: Held, order: int) -> Packed:
     """What is held, as it rests."""
     digests = digests_of(held.items)
-    chunks = tuple(_compressed(chunk) for chunk in _chunks(held.items))
+    chunks = list(_chunks(held.items))
     digest = fingerprint(held.items, digests)
     manifest = {
         "format": FORMAT,
         "digest": digest,
         "order": order,
         "taken_at": held.now,
-        "chunks": [[[item.key, digests[item.key]] for item in chunk] for chunk in _chunks(held.items)],
+        "chunks": [[[item.key, digests[item.key]] for item in chunk] for chunk in chunks],
     }
-    return Packed(digest, order, _compressed(manifest), chunks)
+    return Packed(digest, order, _compressed(manifest), tuple(map(_compressed, chunks)))
 
 
 def unpack(packed: Packed, what: str) -> Unpacked:

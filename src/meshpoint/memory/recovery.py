@@ -116,10 +116,11 @@ class DualRecoveryStrategy:
         if expected is None:
             return self._as_found(await self._emptied(owner), MemoryRecovery(MemorySource.NONE))
         search = _Search()
-        if (live := await self._adopted(owner, expected, search)) is not None:
+        if (adopted := await self._adopted(owner, expected, search)) is not None:
+            live, digest = adopted
             verified = not expected.startswith(ABSENT)
             how = MemoryRecovery(MemorySource.L1, len(live.items), verified, problems=tuple(search.problems))
-            return self._as_found(live, how)
+            return Recovered(how, live.version, digest)
         places = (partial(self._from_second_place, owner.agent_id, search), partial(self._from_sql, from_sql, search))
         for place in places:
             found = await place()
@@ -139,8 +140,8 @@ class DualRecoveryStrategy:
                 raise
             return await self._l1.replace(owner, (), seen=held.version)
 
-    async def _adopted(self, owner: Owner, expected: str, search: _Search) -> Held | None:
-        """What is in L1, if it is what the checkpoint had."""
+    async def _adopted(self, owner: Owner, expected: str, search: _Search) -> tuple[Held, str] | None:
+        """What is in L1, and its fingerprint, if it is what the checkpoint had."""
         for _ in range(3):
             held = await self._l1.read(owner.agent_id)
             search.seen = held.version
@@ -149,11 +150,12 @@ class DualRecoveryStrategy:
             if held.lost:
                 search.problems.append(str(ConsistencyError("L1 is not complete", missing=held.lost)))
                 return None
-            if expected not in {f"{ABSENT}{held.version}", await _digest(held)}:
+            digest = await _digest(held)
+            if expected not in {f"{ABSENT}{held.version}", digest}:
                 search.problems.append("L1 was written to since the checkpoint, or keys have ended")
                 return None
             if await self._l1.adopt(owner, held.version):
-                return held
+                return held, digest
         raise MemoryUnavailable(f"memory {owner.agent_id}: it changes while it is looked at")
 
     async def _from_second_place(self, agent_id: str, search: _Search) -> _Found | None:

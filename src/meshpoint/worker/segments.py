@@ -25,7 +25,7 @@ from meshpoint.lifecycle.leases import LeaseKeeper
 from meshpoint.lifecycle.ledger import SegmentLedger
 from meshpoint.lifecycle.refuse import internal_error, refusal
 from meshpoint.lifecycle.restore import last_checkpoint, restore, restored_memory, restored_subtasks
-from meshpoint.lifecycle.segment import Segment, Stop
+from meshpoint.lifecycle.segment import Last, Segment, Stop
 from meshpoint.lifecycle.site import Site, Spawn
 from meshpoint.model.calls import Paused
 from meshpoint.model.checkpoint import (
@@ -380,18 +380,12 @@ class Segments:
 
     # ── out of it ──────────────────────────────────────────────────────────────────────────────────
 
-    async def _after_pause(
-        self, segment: Segment, home: Home, saved: Committed, last: checkpoint.Last | None
-    ) -> None:
+    async def _after_pause(self, segment: Segment, home: Home, saved: Committed, last: Last | None) -> None:
         if not home.durable:
             self.hold(segment.run.task_id, segment.deliveries)
             segment.deliveries = []
             self.leave(segment)
-        if segment.memory is not None:  # before a peer can answer, and another replica go on
-            if last is not None:
-                await self._site.checkpointer(home).copy(last.checkpoint)
-                await segment.memory.stored(last.mark)
-            await segment.memory.paused()
+        await self._copy(segment, home, last)  # before a peer can answer, and another replica go on
         await self.send(home, saved.dispatches)
         if saved.state is TaskState.READY:
             self.ready_somewhere.set()
@@ -409,18 +403,22 @@ class Segments:
     async def _after_end(self, segment: Segment, home: Home, reply: Reply) -> None:
         await self.send(home, [reply])
         await self.ack(segment)
-        if segment.subtasks is not None and segment.subtasks.opened:
-            checkpointer = self._site.checkpointer(home)
-            if reply.state is TaskState.COMPLETED:
-                await checkpointer.forget(reply.task_id, reply.agent)
-            elif segment.last is not None:
-                await checkpointer.copy(segment.last)
-        if segment.memory is not None:
-            if reply.state is TaskState.COMPLETED:
+        if reply.state is TaskState.COMPLETED:
+            if segment.subtasks is not None and segment.subtasks.opened:
+                await self._site.checkpointer(home).forget(reply.task_id, reply.agent)
+            if segment.memory is not None:
                 await segment.memory.completed()
-            elif segment.mark is not None:
-                await segment.memory.stored(segment.mark)
-                await segment.memory.paused()
+        elif segment.last is not None:
+            await self._copy(segment, home, segment.last)
+
+    async def _copy(self, segment: Segment, home: Home, last: Last | None) -> None:
+        """Put the checkpoint and the memory of a task that may go on where they are found fast."""
+        if segment.memory is None:
+            return
+        if last is not None:
+            await self._site.checkpointer(home).copy(last.checkpoint)
+            await segment.memory.stored(last.mark)
+        await segment.memory.paused()
 
     async def _answer(self, segment: Segment, reply: Reply) -> None:
         """Answer a task that has no row of its own: the broker confirms the reply, then the request is acked."""
