@@ -90,6 +90,8 @@ class Client:
                 raise UnknownAgent(f"no agent {agent!r} in this mesh: start one with `meshpoint run`")
             case Published.OVERLOADED:
                 raise BrokerUnavailable(f"the queue of agent {agent!r} is full")
+            case Published.REJECTED:
+                raise ValueError(f"the request to agent {agent!r} is larger than the broker accepts")
 
     async def ask(self, agent: str, input_: JsonValue, *, timeout: timedelta | None = None) -> Outcome:
         """Send a request and wait for its outcome.

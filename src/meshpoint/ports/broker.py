@@ -16,6 +16,7 @@ class Published(Enum):
     ACCEPTED = auto()  # stored by the broker
     UNROUTABLE = auto()  # no such queue: nobody ever declared it
     OVERLOADED = auto()  # refused for now: try again later
+    REJECTED = auto()  # this message can never be sent: too large, or it cannot be encoded
 
 
 class Delivery(Protocol):

@@ -34,7 +34,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB, VARCHAR
 
-REVISION = "0004"
+REVISION = "0005"
 """The newest migration, which this code needs. A later one in the database is one this code can live with."""
 
 VERSION_TABLE = "meshpoint_alembic_version"
@@ -112,6 +112,9 @@ tasks = Table(
     Column("checkpoint_seq", Integer),  # NULL: the task is none; 0: no checkpoint yet; else: the last checkpoint
     Column("resume_token", String),  # the order in which its requester has asked for it last
     Column("retry_count", Integer, nullable=False, server_default=text("0")),
+    # what comes from outside
+    Column("rescues", Integer, nullable=False, server_default=text("0")),  # lost owners since the last pause
+    Column("request_digest", String),  # of the input: a second request under this id must have the same
 )
 
 calls = Table(
