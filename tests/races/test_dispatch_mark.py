@@ -100,3 +100,50 @@ async def test_a_join_that_somebody_holds_is_offered_when_it_is_free_again(postg
     finally:
         await claiming.close()
         await store.close()
+
+
+@pytest.mark.servers
+async def test_a_mark_whose_join_stays_held_is_not_sent_turn_after_turn(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqlCheckpointStore(
+        postgres_url, namespace="test", dispatch_lease=timedelta(), mark_within=timedelta(hours=1)
+    )
+    await store.open()
+    assert store._hot is not None
+    claiming, statements, met = await asyncpg.connect(postgres_url), 0, asyncio.Event()
+    mark = store._hot.mark_dispatched
+
+    async def counted(sent: Sequence[Dispatch]) -> tuple[list[Dispatch], list[Dispatch]]:
+        nonlocal statements
+        left, held = await mark(sent)
+        statements += 1
+        met.set()
+        return left, held
+
+    monkeypatch.setattr(store._hot, "mark_dispatched", counted)
+    try:
+        pause = a_pause("a", "b")
+        committed = one(await store.pause([pause]))
+        assert isinstance(committed, Committed)
+        async with claiming.transaction():
+            for statement in _CLAIM:
+                await claiming.execute(statement, pause.run.task_id)
+            await store.mark_sent(committed.dispatches)
+            hurried = asyncio.create_task(store.marks_written())
+            await met.wait()
+            for _ in range(20):  # round trips to the same server: time enough for as many marks
+                await claiming.fetchval("SELECT 1")
+            assert statements == 1
+        await hurry(store)
+        await hurried
+        assert statements == 2
+        assert (await row(store, pause.run.task_id))[1][1].dispatched_at is not None
+    finally:
+        await claiming.close()
+        await store.close()
+
+
+async def hurry(store: SqlCheckpointStore) -> None:
+    async with asyncio.timeout(20):
+        await store.marks_written()

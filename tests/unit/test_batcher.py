@@ -122,3 +122,25 @@ async def test_what_nobody_waits_for_lingers_until_somebody_hurries() -> None:
     batcher.note([2])
     await batcher.flush()
     assert wire.batches == [[1, 2]]
+
+
+async def test_what_a_flush_brings_back_lingers_before_it_goes_again() -> None:
+    """A mark whose join is locked must not go out turn after turn until it is free."""
+    batches: list[list[int]] = []
+    flushed = asyncio.Event()
+
+    async def flush(items: Sequence[int]) -> Sequence[None]:
+        batches.append(list(items))
+        batcher.note(items)
+        flushed.set()
+        return [None] * len(items)
+
+    batcher: Batcher[int, None] = Batcher(flush, linger=3600)
+    batcher.note([1])
+    hurrying = asyncio.create_task(batcher.flush())
+    await flushed.wait()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert batches == [[1]]
+    hurrying.cancel()
+    await batcher.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import assert_never
+from dataclasses import replace
+from typing import TypeAlias, assert_never
 
 from meshpoint.errors import NO_DEFECT, PoisonMessage
 from meshpoint.lifecycle import cancel, receive
@@ -21,11 +23,17 @@ from meshpoint.model.checkpoint import (
     WrongSender,
 )
 from meshpoint.model.events import Step
+from meshpoint.model.ids import RunId, new_id
 from meshpoint.model.letters import cancel_message, status_letter
 from meshpoint.model.messages import MessageType
 from meshpoint.ports.broker import Delivery
 from meshpoint.ports.home import Home
 from meshpoint.worker.segments import Segments
+
+log = logging.getLogger("meshpoint.letters")
+
+Received: TypeAlias = tuple[Delivery, RunId]
+"""A delivery, and the id under which its outcome is claimed, however often that is tried."""
 
 
 class Letters:
@@ -43,25 +51,34 @@ class Letters:
     async def on_letters(self, deliveries: Sequence[Delivery], home: Home, *, shared: bool) -> None:
         """Take in what is not a request. `shared` tells the agent's queue from this replica's own.
 
-        What meets a defect is set aside alone. To take in the others again changes nothing.
+        A batch that meets a defect is handled again one by one, and what meets it again is set aside alone. Each
+        delivery keeps the id of its claim, so that the repetition finds its own commit.
         """
+        await self._take_in([(delivery, RunId(new_id())) for delivery in deliveries], home, shared=shared)
+
+    async def _take_in(self, received: Sequence[Received], home: Home, *, shared: bool, again: bool = False) -> None:
         try:
-            await self._sort(deliveries, home, shared=shared)
+            await self._sort(received, home, shared=shared)
         except NO_DEFECT:
             raise
         except Exception as error:
-            if len(deliveries) == 1:
-                await self._refusals.set_aside(deliveries[0], error)
-            else:
-                for delivery in deliveries:
-                    await self.on_letters([delivery], home, shared=shared)
+            if again:
+                await self._refusals.set_aside(received[0][0], error)
+                return
+            log.warning("%d messages are handled again, one by one", len(received), exc_info=True)
+            for each in received:
+                await self._take_in([each], home, shared=shared, again=True)
 
-    async def _sort(self, deliveries: Sequence[Delivery], home: Home, *, shared: bool) -> None:
+    async def _sort(self, received: Sequence[Received], home: Home, *, shared: bool) -> None:
         of_type: dict[MessageType, list[Delivery]] = {kind: [] for kind in MessageType}
-        for delivery in deliveries:
-            of_type[delivery.message.type].append(delivery)
+        responses: list[Received] = []
+        for delivery, claim_id in received:
+            if delivery.message.type is MessageType.RESPONSE:
+                responses.append((delivery, claim_id))
+            else:
+                of_type[delivery.message.type].append(delivery)
         await self.on_cancels(of_type[MessageType.CANCEL], shared=shared)
-        await self.on_responses(of_type[MessageType.RESPONSE], home)
+        await self.on_responses(responses, home)
         await self.on_status(of_type[MessageType.STATUS], home)
         for delivery in of_type[MessageType.WAKE]:
             self._segments.ready_somewhere.set()
@@ -70,18 +87,19 @@ class Letters:
         for delivery in of_type[MessageType.REQUEST]:
             await self._refusals.dead_letter(delivery, "a request does not belong on a response queue")
 
-    async def on_responses(self, deliveries: Sequence[Delivery], home: Home) -> None:
+    async def on_responses(self, received: Sequence[Received], home: Home) -> None:
         """Record outcomes together, go on with the tasks whose join they meet, then ack."""
         readable: list[tuple[Delivery, Claim, str | None]] = []
-        for delivery in deliveries:
+        for delivery, claim_id in received:
             try:
-                readable.append((delivery, receive.claim(delivery.message, self._site.options), None))
+                claim = receive.claim(delivery.message, self._site.options)
+                readable.append((delivery, replace(claim, id=claim_id), None))
             except PoisonMessage as error:
                 failed = receive.unreadable_claim(delivery.message, str(error), self._site.options)
                 if failed is None:
                     await self._refusals.dead_letter(delivery, str(error))
                 else:
-                    readable.append((delivery, failed, str(error)))
+                    readable.append((delivery, replace(failed, id=claim_id), str(error)))
         if not readable:
             return
         arrivals = await self._segments.claim(home, [each for _, each, _ in readable])

@@ -456,15 +456,30 @@ class Segments:
     async def claim(self, home: Home, claims: Sequence[Claim]) -> list[Arrival]:
         """Record outcomes, and go on with the tasks whose join they meet."""
         arrivals = await claim.claim(home, claims, self._site)
-        for arrival in arrivals:
-            self.arrived(home, arrival)
+        self.all_arrived(home, arrivals)
         return arrivals
+
+    def all_arrived(self, home: Home, arrivals: Sequence[Arrival]) -> None:
+        """Handle each of `arrivals`. A defect in one is raised after the others have begun, with its slot freed."""
+        defects: list[Exception] = []
+        for arrival in arrivals:
+            try:
+                self.arrived(home, arrival)
+            except Exception as error:
+                if isinstance(arrival, AllArrived):
+                    self._site.slots.give_back()
+                defects.append(error)
+        if defects:
+            raise defects[0]
 
     def arrived(self, home: Home, arrival: Arrival) -> None:
         """Go on from one recorded (or refused) outcome."""
         match arrival:
             case AllArrived(task=task, cancels=cancels):
-                self.resume(home, task)
+                if self._runs_already(task.run):  # a repeated claim found itself, after its task had begun
+                    self._site.slots.give_back()
+                else:
+                    self.resume(home, task)
                 if cancels:
                     self._spawn(self.send(home, cancels))
             case MadeReady(cancels=cancels):
@@ -483,6 +498,10 @@ class Segments:
                 pass  # the delivery goes to the dead letters, with this as its reason
             case _:
                 assert_never(arrival)
+
+    def _runs_already(self, run: Run) -> bool:
+        segment = self.live.get(run.task_id)
+        return segment is not None and segment.run == run
 
     def cancel(self, task_id: TaskId, parent: str | None = None) -> bool:
         """Stop the code of a live task, or keep it from starting; whether there is one.

@@ -11,7 +11,7 @@ from meshpoint.lifecycle import claim
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.grace import Grace
 from meshpoint.lifecycle.site import Site, Spawn
-from meshpoint.model.checkpoint import Send, StillWaiting
+from meshpoint.model.checkpoint import Arrival, Send, StillWaiting
 from meshpoint.model.events import Step
 from meshpoint.model.letters import status_letter
 from meshpoint.ports.home import Home
@@ -112,11 +112,13 @@ class Sweeper:
             self._graces[home.durable].begin()
         if not self._graces[home.durable].may_expire:
             return
+        arrivals: list[Arrival] = []
         for expired in await claim.expire(home, self._site):
             if isinstance(expired.then, StillWaiting):
                 self._spawn(self._send_all(home, expired.cancels))
             else:
-                self._segments.arrived(home, replace(expired.then, cancels=expired.cancels))
+                arrivals.append(replace(expired.then, cancels=expired.cancels))
+        self._segments.all_arrived(home, arrivals)
 
     async def take_ready(self) -> None:
         """Go on with tasks that waited for a slot, if there may be any."""

@@ -180,3 +180,53 @@ async def test_a_request_whose_context_cannot_be_built_gives_its_slot_back(mesh:
     await mesh.settle()
     assert running.worker.site.slots.free == 1
     assert mesh.unacked("doubler") == 0
+
+
+async def test_a_batch_of_responses_that_breaks_after_its_commit_is_found_again_one_by_one(
+    mesh: Mesh, boss: Puppet, peer: Puppet
+) -> None:
+    """Each repeated claim keeps its id, so no task waits for the lease of a run that never began."""
+    running = await mesh.replica(asker("asker", "peer"))
+    tasks = [await boss.ask("asker", number) for number in range(3)]
+    requests = [await peer.request_number(number) for number in (1, 2, 3)]
+    await mesh.settle()
+
+    async def break_once() -> None:
+        del running.store.after["claim"]
+        raise ValueError("a defect behind the commit")
+
+    running.store.after["claim"] = break_once
+    for request in requests:
+        await peer.respond(request, 2)
+    for task_id in tasks:  # the clock stands still: no lease runs out
+        assert await boss.reply(task_id) == Ok({"peer": 2})
+    await mesh.settle()
+    assert running.worker.site.slots.free == 10
+    assert mesh.dead_letters("asker") == []
+    assert mesh.events.of(Step.DUPLICATE) == []
+
+
+async def test_a_response_whose_task_had_begun_before_the_defect_begins_nothing_twice(
+    mesh: Mesh, boss: Puppet, peer: Puppet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = await mesh.replica(asker("asker", "peer"))
+    tasks = [await boss.ask("asker", number) for number in range(2)]
+    requests = [await peer.request_number(number) for number in (1, 2)]
+    await mesh.settle()
+    segments = running.worker.segments
+    arrived, count = segments.arrived, 0
+
+    def break_at_the_second(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise ValueError("a defect between two arrivals")
+        arrived(*args)
+
+    monkeypatch.setattr(segments, "arrived", break_at_the_second)
+    for request in requests:
+        await peer.respond(request, 2)
+    for task_id in tasks:
+        assert await boss.reply(task_id) == Ok({"peer": 2})
+    await mesh.settle()
+    assert running.worker.site.slots.free == 10

@@ -118,12 +118,13 @@ class Batcher(Generic[Item, Result]):
                 begun = monotonic()
                 await self._try(batch)
                 self._took = min(monotonic() - begun, _LONGEST_WAIT)
-                await self._one_turn_more()
+                await self._let_more_come()
         finally:
             self._flushing = None
 
     async def _let_more_come(self) -> None:
-        if self._linger:
+        # Also after a batch: items that a flush brings back at once must not spin on the lock that holds them up.
+        if self._linger and self._waiting and sum(len(group.items) for group in self._waiting) < self._most:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), self._linger)
             self._hurry.clear()
