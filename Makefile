@@ -7,10 +7,13 @@
 #   make simulation SEEDS=2000   the whole worker on a simulated loop, broker and store; SEED=17 replays one
 #   make check   formatting, lint, types, layers
 #   make fmt     format in place
+#   make lowest  every test on the oldest versions that pyproject.toml allows
 #   make bench   Meshpoint beside others, on private servers; `make bench ARGS="store --quick"`
 #   make since REV=v0.1.0   is the store as fast as it was in REV? Both side by side
 
+# `make test VENV=.venv-3.13 PYTHON=python3.13` runs on another interpreter.
 VENV := .venv
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 STAMPS := $(VENV)/.installed
@@ -18,7 +21,7 @@ ARGS ?=
 SEEDS ?= 200
 MINUTES ?= 20
 
-.PHONY: demo test outages simulation chaos bench since model check fmt clean
+.PHONY: demo test lowest outages simulation chaos bench since model check fmt clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -27,6 +30,10 @@ demo: $(STAMPS)/runtime
 # AFTER_TESTS is for .ci/run.
 test: check
 	@$(BIN)/python -m pytest $(ARGS) $(AFTER_TESTS)
+
+lowest:
+	@$(MAKE) --no-print-directory VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt .venv-lowest/.installed/dev
+	@.venv-lowest/bin/python -m pytest $(ARGS)
 
 outages: $(STAMPS)/dev
 	@MESHPOINT_OUTAGE_SECONDS=60 $(BIN)/python -m pytest tests/acceptance/test_outages.py $(ARGS)
@@ -57,7 +64,7 @@ fmt: $(STAMPS)/dev
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(STAMPS)/python:
 	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
@@ -66,21 +73,21 @@ $(STAMPS)/python:
 	  fi; \
 	done; echo "Meshpoint needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1
 
-$(STAMPS)/runtime: $(STAMPS)/python pyproject.toml constraints.txt
+$(STAMPS)/runtime: $(STAMPS)/python pyproject.toml $(CONSTRAINTS)
 	@echo "installing Meshpoint into $(VENV)"
-	@$(PIP) install --constraint constraints.txt --editable .
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable .
 	@touch $@
 
 # Dependency groups need pip 25.1.
 $(STAMPS)/dev: $(STAMPS)/runtime
 	@echo "installing the development tools into $(VENV)"
 	@$(PIP) install --upgrade 'pip>=25.1'
-	@$(PIP) install --constraint constraints.txt --group dev
+	@$(PIP) install --constraint $(CONSTRAINTS) --group dev
 	@touch $@
 
 $(STAMPS)/benchmarks: $(STAMPS)/dev
 	@echo "installing what the benchmarks compare with into $(VENV)"
-	@$(PIP) install --constraint constraints.txt --group benchmarks
+	@$(PIP) install --constraint $(CONSTRAINTS) --group benchmarks
 	@touch $@
 
 $(STAMPS)/rivals: $(STAMPS)/python pyproject.toml benchmarks/rivals/constraints.txt

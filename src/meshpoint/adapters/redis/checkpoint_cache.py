@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
@@ -24,7 +25,8 @@ class RedisCheckpointCache:
     """One copy for each operation and agent, under `{namespace}:checkpoint:{analysis_id}:{agent_type}`.
 
     A request takes `timeout` at most. After one that failed, Redis is not asked for `retry_after`; then one request
-    tries, while the others are still refused. `clock` counts seconds. For one event loop.
+    tries, while the others are still refused. `clock` counts seconds; `time_limit` bounds a request. For one event
+    loop.
 
     Raises:
         ConfigurationError: `url` is none of a Redis.
@@ -39,6 +41,7 @@ class RedisCheckpointCache:
         timeout: timedelta = timedelta(milliseconds=500),
         retry_after: timedelta = timedelta(seconds=5),
         clock: Callable[[], float] = time.monotonic,
+        time_limit: Callable[[float], asyncio.Timeout] = asyncio.timeout,
     ) -> None:
         self._connection = RedisConnection(
             url,
@@ -48,6 +51,7 @@ class RedisCheckpointCache:
             retry_after=retry_after,
             clock=clock,
             connections=_CONNECTIONS,
+            time_limit=time_limit,
         )
         self._namespace = namespace
         self._ttl = ttl

@@ -35,7 +35,8 @@ class RedisConnection:
     A request takes `timeout` at most. After one that failed, Redis is not asked for `retry_after`; then one request
     tries, while the others are still refused. `clock` counts seconds. No request is sent twice. For one event loop.
 
-    `setting` is the key that has the URL. `unavailable` is raised when Redis does not answer.
+    `setting` is the key that has the URL. `unavailable` is raised when Redis does not answer. `time_limit` bounds a
+    request, in seconds.
 
     Raises:
         ConfigurationError: `url` is none of a Redis.
@@ -51,12 +52,14 @@ class RedisConnection:
         retry_after: timedelta,
         clock: Callable[[], float],
         connections: int,
+        time_limit: Callable[[float], asyncio.Timeout] = asyncio.timeout,
     ) -> None:
         self._redis = Redis.from_pool(_pool(url, setting, connections))
         self._unavailable = unavailable
         self._timeout = timeout.total_seconds()
         self._retry_after = retry_after.total_seconds()
         self._clock = clock
+        self._time_limit = time_limit
         self._retry_at: float | None = None  # set while Redis is taken to be away
 
     async def ask(self, what: str, request: Callable[[Redis], Awaitable[T]]) -> T:
@@ -70,7 +73,7 @@ class RedisConnection:
         if self._retry_at is not None:
             self._pause()  # for the others, while this one tries
         try:
-            async with asyncio.timeout(self._timeout):
+            async with self._time_limit(self._timeout):
                 answer = await request(self._redis)
         except _DRIVER_ERRORS as error:
             if _tells_of_content(error):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sqlite3
 from enum import Enum, auto
 
+import asyncpg
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from meshpoint.errors import ConfigurationError
 
-DRIVER_ERRORS = (DBAPIError, PoolTimeout, OSError)
-"""What SQLAlchemy and its pool raise; a timeout of the driver is an `OSError` too."""
+DRIVER_ERRORS = (DBAPIError, PoolTimeout, OSError, asyncpg.PostgresError, asyncpg.InterfaceError)
+"""Errors of SQLAlchemy, its pool and the driver. SQLAlchemy 2.0 does not wrap a refused connection; the driver's
+timeout is an `OSError`."""
 
 
 class Failure(Enum):
@@ -65,15 +67,15 @@ def certainly_rolled_back(error: BaseException) -> bool:
 
 
 def refused(error: BaseException | None) -> ConfigurationError | None:
-    """The database's refusal of who or what the URL names, as a word for whoever wrote the URL."""
-    if not isinstance(error, DBAPIError):
+    """The database's refusal of the user or the database that the URL names, as a configuration error."""
+    if error is None:
         return None
     if _sqlite_name(error) == "SQLITE_NOTADB":
         return ConfigurationError(
             "session_db_url", "the file is there and is no SQLite database", "name another file"
         )
     if _sqlstate(error).startswith(_REFUSED):
-        return ConfigurationError("session_db_url", f"the database refused: {error.orig}", "correct the URL")
+        return ConfigurationError("session_db_url", f"the database refused: {_of_driver(error)}", "correct the URL")
     return None
 
 

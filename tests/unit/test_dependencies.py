@@ -1,0 +1,35 @@
+"""The ranges of pyproject.toml, and the constraint files that pin both of their ends."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUIREMENTS = [
+    Requirement(line) for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+]
+
+
+def pins(file: str) -> dict[str, Version]:
+    """The version that a constraint file pins for each distribution."""
+    lines = [line.partition("==") for line in (ROOT / file).read_text().splitlines() if "==" in line]
+    return {canonicalize_name(name): Version(version) for name, _, version in lines}
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=lambda each: each.name)
+def test_lowest_constraints_pin_the_lower_bound(requirement: Requirement) -> None:
+    (bound,) = [each for each in requirement.specifier if each.operator == ">="]
+    found = pins("constraints-lowest.txt")[canonicalize_name(requirement.name)]
+    assert str(found).startswith(bound.version), f"{requirement.name}: {found} is not the lower bound {bound.version}"
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=lambda each: each.name)
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-lowest.txt"])
+def test_constraints_satisfy_the_ranges(requirement: Requirement, file: str) -> None:
+    assert requirement.specifier.contains(pins(file)[canonicalize_name(requirement.name)])
