@@ -12,7 +12,7 @@ from meshpoint.adapters.memory.exchange import MemoryExchange
 from meshpoint.conformance.broker import AGENT, REQUESTS, BrokerSuite, Inbox, a_message, send, until_depth
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.messages import Header, dead_letters_of, private_of
-from meshpoint.ports.broker import Broker
+from meshpoint.ports.broker import Broker, Published
 
 
 @pytest.fixture
@@ -91,3 +91,24 @@ async def test_what_is_on_its_way_to_a_cancelled_consumer_goes_back(exchange: Me
     assert (await inbox.next()).count == 2
     assert late.empty()
     await broker.close()
+
+
+async def test_a_full_private_queue_refuses() -> None:
+    broker = MemoryBroker(MemoryExchange(private_max_length=2))
+    await broker.open()
+    await broker.declare(AGENT, ReplicaId("r1"))
+    private = private_of(AGENT, ReplicaId("r1"))
+    words = [(await broker.publish([(private, a_message())]))[0] for _ in range(3)]
+    assert words == [Published.ACCEPTED, Published.ACCEPTED, Published.OVERLOADED]
+    await broker.broadcast(AGENT, a_message())
+    assert await broker.depth(private) == 2
+
+
+async def test_the_oldest_dead_letters_go_first() -> None:
+    broker, inbox, sent = MemoryBroker(MemoryExchange(dead_letters_max_length=2)), Inbox(), [a_message(), a_message()]
+    await broker.open()
+    await broker.declare(AGENT)
+    dead = dead_letters_of(AGENT)
+    assert await broker.publish([(dead, each) for each in (a_message(), *sent)]) == [Published.ACCEPTED] * 3
+    await broker.consume(dead, 2, inbox)
+    assert [each.message for each in await inbox.take(2)] == sent

@@ -52,7 +52,7 @@ class MemoryBroker:
         self._exchange.declare(agent, replica, self)
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
-        """Append each message to its queue, if there is one."""
+        """Append each message to its queue, if the queue exists and has room."""
         await self._reach()
         return [self._publish(address, message) for address, message in messages]
 
@@ -60,7 +60,8 @@ class MemoryBroker:
         """Append `message` to the private queues of `agent`."""
         await self._reach()
         for queue in self._exchange.private_queues(agent):
-            self._exchange.put(queue, message)
+            if self._exchange.has_room(queue):
+                self._exchange.put(queue, message)
 
     async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> MemorySubscription:
         """Deliver messages of `address` until cancelled.
@@ -86,6 +87,8 @@ class MemoryBroker:
         queue = self._exchange.queue(address)
         if queue is None:
             return Published.UNROUTABLE
+        if not self._exchange.has_room(queue):
+            return Published.OVERLOADED
         self._exchange.put(queue, message)
         return Published.ACCEPTED
 

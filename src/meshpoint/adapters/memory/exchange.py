@@ -78,12 +78,22 @@ class MemoryExchange:
     """What a broker's server would hold; it lasts as long as the object.
 
     A message given back for the `delivery_limit`-th time goes to the dead letters. A private queue disappears
-    `private_ttl` after the last broker that used it was closed.
+    `private_ttl` after the last broker that used it was closed, and refuses more than `private_max_length` messages.
+    Beyond `dead_letters_max_length` the oldest dead letters are dropped.
     """
 
-    def __init__(self, *, delivery_limit: int = 20, private_ttl: timedelta = timedelta(minutes=30)) -> None:
+    def __init__(
+        self,
+        *,
+        delivery_limit: int = 20,
+        private_ttl: timedelta = timedelta(minutes=30),
+        private_max_length: int = 100_000,
+        dead_letters_max_length: int = 10_000,
+    ) -> None:
         self._delivery_limit = delivery_limit
         self._private_ttl = private_ttl
+        self._private_max_length = private_max_length
+        self._dead_letters_max_length = dead_letters_max_length
         self._queues: dict[Address, Queue] = {}
         self._places = count()
 
@@ -103,8 +113,15 @@ class MemoryExchange:
         """The private queues of `agent`."""
         return [queue for queue in self._queues.values() if queue.private and queue.agent == agent]
 
+    def has_room(self, queue: Queue) -> bool:
+        """Whether the queue takes one more message."""
+        return not queue.private or len(queue.ready) < self._private_max_length
+
     def put(self, queue: Queue, message: Message) -> None:
         """Append `message` and hand out what can be."""
+        if queue.address == dead_letters_of(queue.agent) and len(queue.ready) >= self._dead_letters_max_length:
+            dropped = heapq.heappop(queue.ready).message
+            _log.warning("%s is full: dropped its oldest message %s", queue.address, dropped.message_id)
         copy = replace(message, headers=dict(message.headers))
         heapq.heappush(queue.ready, Item(next(self._places), copy))
         self.serve(queue)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import event
@@ -12,6 +13,7 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from meshpoint.errors import ConfigurationError
+from meshpoint.private_files import create_private
 
 ATTEMPTS = 5
 """How often a transaction is tried that others stand in the way of."""
@@ -90,6 +92,7 @@ def _sqlite(url: URL, command_timeout: timedelta) -> AsyncEngine:
         pool_reset_on_return=None,
         skip_autocommit_rollback=True,
     )
+    keep_private(engine)
     busy_ms = math.ceil(command_timeout / ATTEMPTS / timedelta(milliseconds=1))
 
     @event.listens_for(engine.sync_engine, "connect")
@@ -100,3 +103,18 @@ def _sqlite(url: URL, command_timeout: timedelta) -> AsyncEngine:
         cursor.close()
 
     return engine
+
+
+def keep_private(engine: AsyncEngine) -> None:
+    """Let a SQLite file that `engine` creates, and the two next to it, be its owner's alone."""
+
+    @event.listens_for(engine.sync_engine, "do_connect")
+    def create(dialect: object, record: object, arguments: list[Any], options: dict[str, Any]) -> None:
+        path = str(arguments[0] if arguments else options.get("database", ""))
+        if not path.startswith("file:"):
+            try:
+                create_private(Path(path))
+            except FileExistsError as error:
+                raise ConfigurationError("session_db_url", str(error), "name another file") from error
+            except OSError:
+                return  # SQLite says it better

@@ -15,7 +15,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from meshpoint.adapters.sql.engine import async_url
+from meshpoint.adapters.sql.engine import async_url, keep_private
 from meshpoint.adapters.sql.failures import DRIVER_ERRORS, refused
 from meshpoint.adapters.sql.schema import recorded_revision
 from meshpoint.errors import ConfigurationError, StoreUnavailable
@@ -96,6 +96,8 @@ async def in_one_transaction(url: URL, work: Callable[[Connection], None]) -> No
     sqlite = url.get_backend_name() == "sqlite"
     mode: dict[str, Any] = {"isolation_level": "AUTOCOMMIT"} if sqlite else {}
     engine = create_async_engine(url, connect_args={"timeout": _CONNECT_TIMEOUT.total_seconds()}, **mode)
+    if sqlite:
+        keep_private(engine)
     try:
         async with engine.begin() as connection:
             if sqlite:

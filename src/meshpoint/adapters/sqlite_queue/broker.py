@@ -9,9 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from meshpoint.adapters.sqlite_queue.content import to_row
+from meshpoint.adapters.sqlite_queue.content import Row, to_row
 from meshpoint.adapters.sqlite_queue.jobs import Consumer, Job
-from meshpoint.adapters.sqlite_queue.queues import Claimed, Queues
+from meshpoint.adapters.sqlite_queue.queues import Claimed, Limits, Queues
 from meshpoint.adapters.sqlite_queue.session import Session, Tuning
 from meshpoint.adapters.sqlite_queue.thread import QueueThread
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
@@ -35,6 +35,9 @@ class SqliteBroker:
         private_ttl: how long a private queue outlives its broker.
         poll_interval: how long a message from another process may lie unseen.
         busy_timeout: how long to wait for other writers before `BrokerUnavailable`.
+        max_length: messages in a request queue from which on it refuses more; None is no limit.
+        private_max_length: the same for the private queues of this namespace.
+        dead_letters_max_length: dead letters of one agent from which on the oldest are dropped.
     """
 
     def __init__(
@@ -47,6 +50,9 @@ class SqliteBroker:
         private_ttl: timedelta = timedelta(minutes=30),
         poll_interval: timedelta = timedelta(milliseconds=10),
         busy_timeout: timedelta = timedelta(seconds=5),
+        max_length: int | None = None,
+        private_max_length: int | None = 100_000,
+        dead_letters_max_length: int | None = 10_000,
     ) -> None:
         self.path, self._namespace = Path(path).absolute(), namespace
         self._tuning = Tuning(
@@ -55,6 +61,7 @@ class SqliteBroker:
             poll_interval=poll_interval.total_seconds(),
             busy_timeout=busy_timeout.total_seconds(),
             delivery_limit=delivery_limit,
+            limits=Limits(private=private_max_length, requests=max_length, dead_letters=dead_letters_max_length),
         )
         self._thread: QueueThread | None = None
         self._session: Session | None = None
@@ -96,13 +103,17 @@ class SqliteBroker:
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
         """Append each message to its queue, if there is one; it is on the disk when this returns."""
-        rows = [(address, to_row(message)) for address, message in messages]
-        return await self._do(lambda queues, _: queues.publish(rows), durable=True) if rows else []
+        rows = [(address, _row(message)) for address, message in messages]
+        storable = [(address, row) for address, row in rows if row is not None]
+        if not storable:
+            return [Published.REJECTED] * len(rows)
+        words = iter(await self._do(lambda queues, _: queues.publish(storable), durable=True))
+        return [Published.REJECTED if row is None else next(words) for _, row in rows]
 
     async def broadcast(self, agent: AgentName, message: Message) -> None:
         """Append `message` to the private queues of `agent`."""
-        row = to_row(message)
-        await self._do(lambda queues, _: queues.broadcast(agent, row), durable=True)
+        if (row := _row(message)) is not None:
+            await self._do(lambda queues, _: queues.broadcast(agent, row), durable=True)
 
     async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> SqliteSubscription:
         """Deliver messages of `address` until cancelled.
@@ -130,6 +141,15 @@ class SqliteBroker:
         if self._thread is None:
             raise BrokerUnavailable(f"{self.path}: the broker is not open")
         return self._thread
+
+
+def _row(message: Message) -> Row | None:
+    """The row of `message`; None if no queue can take it."""
+    try:
+        return to_row(message)
+    except ValueError as error:
+        _log.warning("message %r cannot be sent: %s", message.message_id[:300], error)
+        return None
 
 
 class SqliteSubscription:

@@ -1,21 +1,43 @@
-"""A message as a row of `meshpoint_queue_content`."""
+"""A message as a row of `meshpoint_queue_content`.
+
+SQLite stores any type in any column, and other programs can write to the file, so a row is checked value by value.
+"""
 
 from __future__ import annotations
 
 import json
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
-from meshpoint.model.messages import Address, Header, Message, MessageType
+from meshpoint.errors import PoisonMessage
+from meshpoint.model.messages import Address, Header, HeaderValue, Message, MessageType
 
 COLUMNS = "type, message_id, correlation_id, app_id, reply_to, user_id, headers, timestamp, body"
+LARGEST_BODY = 128 * 1024 * 1024
+"""Bytes; the default limit of RabbitMQ."""
+_LARGEST_TEXT = 1024 * 1024
+"""Characters of one text column. RabbitMQ allows 128 KiB for all properties together."""
 
 Row: TypeAlias = tuple[str, str, str, str, str | None, str | None, str, str | None, bytes]
 
 
+def _bounded(column: str) -> str:
+    limit, instead = (LARGEST_BODY, "NULL") if column == "body" else (_LARGEST_TEXT, "X'00'")
+    return f"CASE WHEN length({column}) > {limit} THEN {instead} ELSE {column} END"
+
+
+READ_COLUMNS = ", ".join(_bounded(name) for name in COLUMNS.split(", "))
+"""`COLUMNS` for a SELECT. A value that is too large to load becomes one that `from_row` refuses."""
+
+
 def to_row(message: Message) -> Row:
-    """The values of `COLUMNS`."""
-    return (
+    """The values of `COLUMNS`.
+
+    Raises:
+        UnicodeEncodeError: a text cannot be stored.
+        ValueError: the body or a text is too large to be read again.
+    """
+    row = (
         message.type.value,
         message.message_id,
         message.correlation_id,
@@ -26,19 +48,79 @@ def to_row(message: Message) -> Row:
         message.timestamp.isoformat() if message.timestamp else None,
         message.body,
     )
+    for text in (*row[:-1], *message.headers, *message.headers.values()):
+        if isinstance(text, str) and len(text.encode()) > _LARGEST_TEXT:
+            raise ValueError(f"a property has {len(text)} characters")
+    if len(message.body) > LARGEST_BODY:
+        raise ValueError(f"the body has {len(message.body)} bytes")
+    return row
 
 
 def from_row(row: tuple[Any, ...], dead_reason: str | None) -> Message:
-    """The message of such a row; `dead_reason` becomes its header."""
+    """The message of such a row; `dead_reason` becomes its header.
+
+    Raises:
+        PoisonMessage: a value is missing, too large, or of a wrong type; names its column.
+    """
     kind, message_id, correlation_id, app_id, reply_to, user_id, headers, timestamp, body = row
+    try:
+        type_ = MessageType(kind)
+    except ValueError as error:
+        raise PoisonMessage(f"type: {str(kind)[:100]!r} is not known") from error
+    if not isinstance(body, bytes):
+        raise PoisonMessage("body: must be a blob of a size that can be loaded")
+    table = _headers(headers)
+    if dead_reason is not None:
+        table[Header.DEAD_REASON.value] = dead_reason
     return Message(
-        MessageType(kind),
+        type_,
         body,
-        message_id=message_id,
-        correlation_id=correlation_id,
-        app_id=app_id,
-        reply_to=None if reply_to is None else Address(reply_to),
-        user_id=user_id,
-        headers=json.loads(headers) | ({} if dead_reason is None else {Header.DEAD_REASON.value: dead_reason}),
-        timestamp=datetime.fromisoformat(timestamp) if timestamp else None,
+        message_id=_required("message_id", message_id),
+        correlation_id=_required("correlation_id", correlation_id),
+        app_id=_required("app_id", app_id),
+        reply_to=Address(_text("reply_to", reply_to)) if reply_to else None,
+        user_id=_text("user_id", user_id) if user_id else None,
+        headers=table,
+        timestamp=_instant(timestamp),
     )
+
+
+def _required(column: str, value: object) -> str:
+    if not value:
+        raise PoisonMessage(f"{column}: is missing, or too large to be loaded")
+    return _text(column, value)
+
+
+def _text(column: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise PoisonMessage(f"{column}: must be text, not {type(value).__name__}")
+    if not value.isascii():
+        try:
+            value.encode()  # fails where `QueueThread` met bytes that are not UTF-8
+        except UnicodeEncodeError as error:
+            raise PoisonMessage(f"{column}: is not UTF-8") from error
+    return value
+
+
+def _headers(text: object) -> dict[str, HeaderValue]:
+    """The headers of types that Meshpoint knows. The wire specification ignores the others."""
+    try:
+        table = json.loads(_required("headers", text))
+    except (ValueError, RecursionError) as error:
+        raise PoisonMessage(f"headers: not JSON: {str(error)[:100]}") from error
+    if not isinstance(table, dict):
+        raise PoisonMessage("headers: must be a JSON object")
+    return {
+        _text("headers", key): _text(f"headers.{key[:100]}", value) if isinstance(value, str) else value
+        for key, value in table.items()
+        if isinstance(value, str | int | float)
+    }
+
+
+def _instant(value: object) -> datetime | None:
+    """When the message was sent, if that can be read: nothing depends on it."""
+    try:
+        instant = datetime.fromisoformat(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
+    return instant.replace(tzinfo=UTC) if instant and instant.tzinfo is None else instant

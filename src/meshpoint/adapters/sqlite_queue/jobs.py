@@ -53,11 +53,15 @@ class Consumer:
 
 @dataclass(slots=True)
 class Turn:
-    """What one transaction brings to the event loop."""
+    """What one transaction brings to the event loop.
+
+    `look_again`: rows that were no messages took places of a claim, so more may be ready.
+    """
 
     results: list[tuple[asyncio.Future[Any], object]] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     deliveries: list[tuple[Consumer, Claimed]] = field(default_factory=list)
+    look_again: bool = False
 
     def arrive(self) -> None:
         """Set the futures, then hand over the deliveries. Runs on the event loop."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from meshpoint.adapters.sqlite_queue.content import COLUMNS, Row, from_row
+from meshpoint.adapters.sqlite_queue.content import COLUMNS, READ_COLUMNS, Row, from_row
+from meshpoint.errors import PoisonMessage
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import (
     Address,
     Message,
-    MessageType,
     dead_letters_of,
     private_of,
     requests_of,
@@ -20,21 +22,39 @@ from meshpoint.model.messages import (
 )
 from meshpoint.ports.broker import Published
 
+_log = logging.getLogger(__name__)
+
 DELIVERY_LIMIT = "delivery limit"
 """Why a message is dead that was given back too often."""
 
+_UNREADABLE = 0
+"""The holder of dead letters that no consumer can read. Operators read them with SQL. No broker has this number."""
+_BATCH_BYTES = 64 * 1024 * 1024
+"""Bytes of bodies from which on a claim takes no more."""
+_MOST_DELIVERIES = 2**31
+
 _MINE = "id = ? AND holder = ? AND deliveries = ?"
-_INSERT_CONTENT = f"INSERT INTO meshpoint_queue_content (id, {COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-# A type that only a newer Meshpoint knows is left for a replica that does.
-_KNOWN_TYPES = ", ".join(f"'{kind.value}'" for kind in MessageType)
-_READY = f"""
-    FROM meshpoint_queue_message JOIN meshpoint_queue_content USING (id)
-    WHERE queue = ? AND holder IS NULL AND type IN ({_KNOWN_TYPES})"""
-_SELECT_READY = f"SELECT id, deliveries, dead_reason, {COLUMNS} {_READY} ORDER BY id LIMIT ?"
+_INSERT_CONTENT = f"""
+    INSERT OR REPLACE INTO meshpoint_queue_content (id, {COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+_READY = (
+    "FROM meshpoint_queue_message LEFT JOIN meshpoint_queue_content USING (id) WHERE queue = ? AND holder IS NULL"
+)
+_SELECT_READY = f"""
+    SELECT id, deliveries, dead_reason, meshpoint_queue_content.id IS NULL, {READ_COLUMNS}
+    {_READY} ORDER BY id LIMIT ?"""
 _DEAD_LETTER = """
-    UPDATE meshpoint_queue_message SET holder = NULL, deliveries = 0, dead_reason = {reason},
-        queue = (SELECT dead_letters FROM meshpoint_queue WHERE name = meshpoint_queue_message.queue)
+    UPDATE meshpoint_queue_message SET holder = {holder}, deliveries = 0, dead_reason = {reason},
+        queue = coalesce((SELECT dead_letters FROM meshpoint_queue WHERE name = meshpoint_queue_message.queue), queue)
     WHERE {which}"""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Messages that a queue may hold: what is beyond is refused, or among dead letters the oldest is dropped."""
+
+    private: int | None = None
+    requests: int | None = None
+    dead_letters: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +75,12 @@ class Claimed:
 class Queues:
     """The queues of one namespace."""
 
-    def __init__(self, db: sqlite3.Connection, namespace: str, delivery_limit: int) -> None:
-        self._db, self._namespace, self._delivery_limit = db, namespace, delivery_limit
+    def __init__(
+        self, db: sqlite3.Connection, namespace: str, delivery_limit: int, limits: Limits = Limits()
+    ) -> None:
+        self._db, self._namespace, self._delivery_limit, self._limits = db, namespace, delivery_limit, limits
+        self.set_aside = 0  # rows that were no messages
+        self._room: dict[str, int] = {}  # messages that a queue surely takes before it is counted again
 
     # Queues
 
@@ -99,46 +123,107 @@ class Queues:
     def depth(self, address: Address) -> int | None:
         """Messages that nobody holds; None when there is no such queue."""
         name = self._name(address)
-        if not self._exists(name):
+        if self._kind(name) is None:
             return None
-        query = "SELECT count(*) FROM meshpoint_queue_message WHERE queue = ? AND holder IS NULL"
+        query = f"""
+            SELECT count(*) FROM meshpoint_queue_message
+             WHERE queue = ? AND (holder IS NULL OR holder = {_UNREADABLE})"""
         return int(self._db.execute(query, (name,)).fetchone()[0])
 
     # Messages
 
     def publish(self, messages: Sequence[tuple[Address, Row]]) -> list[Published]:
-        """Append each message to its queue, if there is one."""
-        exists = {name: self._exists(name) for name in {self._name(address) for address, _ in messages}}
+        """Append each message to its queue, if the queue exists and has room."""
+        kinds = {name: self._kind(name) for name in {self._name(address) for address, _ in messages}}
         results = []
         for address, row in messages:
             name = self._name(address)
-            if exists[name]:
+            if (private := kinds[name]) is None:
+                results.append(Published.UNROUTABLE)
+            elif not self._has_room(name, private=private):
+                results.append(Published.OVERLOADED)
+            else:
                 self._insert(name, row)
-            results.append(Published.ACCEPTED if exists[name] else Published.UNROUTABLE)
+                results.append(Published.ACCEPTED)
         return results
 
     def broadcast(self, agent: AgentName, row: Row) -> None:
-        """Append a message to each private queue of `agent`."""
+        """Append a message to each private queue of `agent` that has room."""
         query = "SELECT name FROM meshpoint_queue WHERE agent = ? AND private"
         for (name,) in self._db.execute(query, (self._name(agent),)).fetchall():
-            self._insert(name, row)
+            if self._has_room(name, private=True):
+                self._insert(name, row)
+
+    def trim_dead_letters(self) -> None:
+        """Drop the oldest dead letters beyond the limit."""
+        if (limit := self._limits.dead_letters) is None:
+            return
+        query = "SELECT DISTINCT dead_letters FROM meshpoint_queue WHERE substr(name, 1, ?) = ?"
+        prefix = self._name("")
+        for (name,) in self._db.execute(query, (len(prefix), prefix)).fetchall():
+            for holder in ("IS NULL", f"= {_UNREADABLE}"):
+                which = f"queue = ? AND holder {holder}"
+                beyond = f"SELECT id FROM meshpoint_queue_message WHERE {which} ORDER BY id DESC LIMIT -1 OFFSET ?"
+                dropped = [id_ for (id_,) in self._db.execute(beyond, (name, limit))]
+                if dropped:
+                    _log.warning("%s holds more than %d messages: dropped its oldest %d", name, limit, len(dropped))
+                self._delete(dropped)
 
     def has_ready(self, address: Address) -> bool:
         """Whether a message waits that nobody holds. Needs no transaction."""
         return self._db.execute(f"SELECT 1 {_READY} LIMIT 1", (self._name(address),)).fetchone() is not None
 
     def claim(self, address: Address, holder: int, limit: int) -> list[Claimed]:
-        """Hand up to `limit` messages to `holder`, oldest first."""
-        rows = self._db.execute(_SELECT_READY, (self._name(address), limit)).fetchall()
-        claimed = [
-            Claimed(id_, holder, deliveries + 1, from_row(tuple(content), dead_reason))
-            for id_, deliveries, dead_reason, *content in rows
-        ]
+        """Hand up to `limit` messages to `holder`, oldest first.
+
+        A row that is no message becomes a dead letter as it is, and costs one place.
+        """
+        claimed, size = list[Claimed](), 0
+        for id_, deliveries, dead_reason, missing, *content in self._ready_rows(address, limit):
+            if size > _BATCH_BYTES:
+                break
+            try:
+                if missing or not (isinstance(deliveries, int) and 0 <= deliveries < _MOST_DELIVERIES):
+                    raise PoisonMessage("the row has no content" if missing else "deliveries: is no count")
+                message = from_row(tuple(content), None if dead_reason is None else str(dead_reason))
+            except PoisonMessage as error:
+                self._set_aside(address, id_, str(error), missing=bool(missing))
+            else:
+                claimed.append(Claimed(id_, holder, deliveries + 1, message))
+                size += len(message.body)
         self._db.executemany(
             "UPDATE meshpoint_queue_message SET holder = ?, deliveries = deliveries + 1 WHERE id = ?",
             [(holder, each.id) for each in claimed],
         )
         return claimed
+
+    def _ready_rows(self, address: Address, limit: int) -> list[tuple[Any, ...]]:
+        values = (self._name(address), limit)
+        try:
+            return self._db.execute(_SELECT_READY, values).fetchall()
+        except sqlite3.OperationalError as error:
+            if "decode" not in str(error):
+                raise
+        # A text that is not UTF-8: read it so that only its own row is unreadable.
+        self._db.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+        try:
+            return self._db.execute(_SELECT_READY, values).fetchall()
+        finally:
+            self._db.text_factory = str
+
+    def _set_aside(self, address: Address, id_: int, reason: str, *, missing: bool) -> None:
+        self.set_aside += 1
+        _log.warning("unreadable message %d in %s: %s", id_, self._name(address), reason)
+        if missing:
+            self._delete([id_])
+        else:
+            statement = _DEAD_LETTER.format(holder=_UNREADABLE, reason="?", which="id = ?")
+            self._db.execute(statement, (reason, id_))
+
+    def give_back_orphans(self) -> None:
+        """Give back messages whose holder does not exist."""
+        orphaned = f"holder IS NOT {_UNREADABLE} AND holder NOT IN (SELECT id FROM meshpoint_queue_holder)"
+        self._give_back(f"holder IS NOT NULL AND {orphaned}", ())
 
     # Settling: each tells whether the message was still held.
 
@@ -155,7 +240,7 @@ class Queues:
 
     def dead_letter(self, claimed: Claimed, reason: str) -> bool:
         """Move the message to the dead letters of its agent."""
-        statement = _DEAD_LETTER.format(reason="?", which=_MINE)
+        statement = _DEAD_LETTER.format(holder="NULL", reason="?", which=_MINE)
         return self._db.execute(statement, (reason, *claimed.key)).rowcount == 1
 
     def dissolve(self, holder: int) -> None:
@@ -166,19 +251,42 @@ class Queues:
 
     def _give_back(self, which: str, values: Iterable[int]) -> int:
         dead = _DEAD_LETTER.format(
-            reason="coalesce(dead_reason, ?)", which=f"{which} AND deliveries >= {self._delivery_limit:d}"
+            holder="NULL",
+            reason="coalesce(dead_reason, ?)",
+            which=f"{which} AND deliveries >= {self._delivery_limit:d}",
         )
         buried = self._db.execute(dead, (DELIVERY_LIMIT, *values)).rowcount
         statement = f"UPDATE meshpoint_queue_message SET holder = NULL WHERE {which}"
         return buried + self._db.execute(statement, tuple(values)).rowcount
 
+    def _has_room(self, name: str, *, private: bool) -> bool:
+        """Whether the queue takes one more. It is not counted each time, so it may grow somewhat over its limit."""
+        limit = self._limits.private if private else self._limits.requests if name.endswith(".req") else None
+        if limit is None:
+            return True
+        if self._room.get(name, 0) <= 0:
+            free = limit - self._count(name, limit)
+            self._room[name] = 0 if free <= 0 else 1 + free // 8
+        self._room[name] -= 1
+        return self._room[name] >= 0
+
+    def _count(self, name: str, limit: int) -> int:
+        some = "SELECT 1 FROM meshpoint_queue_message WHERE queue = ? AND holder IS NULL LIMIT ?"
+        query = f"SELECT count(*) FROM ({some})"
+        return int(self._db.execute(query, (name, limit)).fetchone()[0])
+
+    def _delete(self, ids: Iterable[int]) -> None:
+        for table in ("content", "message"):
+            self._db.executemany(f"DELETE FROM meshpoint_queue_{table} WHERE id = ?", [(id_,) for id_ in ids])
+
     def _insert(self, name: str, row: Row) -> None:
         statement = "INSERT INTO meshpoint_queue_message (queue) VALUES (?)"
         self._db.execute(_INSERT_CONTENT, (self._db.execute(statement, (name,)).lastrowid, *row))
 
-    def _exists(self, name: str) -> bool:
-        query = "SELECT 1 FROM meshpoint_queue WHERE name = ?"
-        return self._db.execute(query, (name,)).fetchone() is not None
+    def _kind(self, name: str) -> bool | None:
+        """Whether the queue is a private one; None when there is no such queue."""
+        row = self._db.execute("SELECT private FROM meshpoint_queue WHERE name = ?", (name,)).fetchone()
+        return None if row is None else bool(row[0])
 
     def _name(self, address: str) -> str:
         return f"{self._namespace}.{address}"

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from meshpoint.adapters.sqlite_queue.content import COLUMNS
 from meshpoint.errors import ConfigurationError
+from meshpoint.private_files import create_private
 
 VERSION = 1
 
@@ -35,12 +37,20 @@ _TABLES = (
         app_id TEXT NOT NULL, reply_to TEXT, user_id TEXT, headers TEXT NOT NULL, timestamp TEXT,
         body BLOB NOT NULL)""",
 )
+_COLUMNS = {
+    "holder": "id, beat",
+    "": "name, agent, dead_letters, private, holder, left_at",
+    "message": "id, queue, holder, deliveries, dead_reason",
+    "content": f"id, {COLUMNS}",
+}
+_BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 
 
 def connect(path: Path, busy_timeout: float) -> sqlite3.Connection:
     """An autocommit connection to the queues in `path`, created if they are not there.
 
-    Several processes may do this at once.
+    Several processes may do this at once. A new file, and the two that SQLite puts next to it, can be read and
+    written only by their owner.
 
     Raises:
         ConfigurationError: this can never be a queue file: no folder, no database, no local disk, another version.
@@ -48,12 +58,21 @@ def connect(path: Path, busy_timeout: float) -> sqlite3.Connection:
     """
     if not path.parent.is_dir():
         raise ConfigurationError("mesh.broker_url", f"there is no folder {path.parent}", "create it")
-    db = sqlite3.connect(path, timeout=busy_timeout, isolation_level=None)
+    try:
+        create_private(path)
+        db = sqlite3.connect(path, timeout=busy_timeout, isolation_level=None)
+    except OSError as error:
+        raise ConfigurationError("mesh.broker_url", f"cannot create {path}: {error}", "name another file") from error
     try:
         _use_wal(db, path, busy_timeout)
         if not _has_schema(db):
             _create(db)
         _check(db, path)
+    except sqlite3.DatabaseError as error:
+        db.close()
+        if error.sqlite_errorcode & 0xFF in _BROKEN:
+            raise ConfigurationError("mesh.broker_url", f"{path}: {error}", "name another file") from error
+        raise
     except BaseException:
         db.close()
         raise
@@ -84,8 +103,6 @@ def _use_wal(db: sqlite3.Connection, path: Path, busy_timeout: float) -> None:
             if time.monotonic() > give_up:
                 raise
             time.sleep(0.01)
-        except sqlite3.DatabaseError as error:
-            raise ConfigurationError("mesh.broker_url", f"{path}: {error}", "name another file") from error
     if mode != "wal":
         raise ConfigurationError("mesh.broker_url", f"{path} cannot be shared by processes", "put it on a local disk")
 
@@ -105,10 +122,20 @@ def _create(db: sqlite3.Connection) -> None:
 
 
 def _check(db: sqlite3.Connection, path: Path) -> None:
-    (version,) = db.execute("SELECT version FROM meshpoint_queue_schema").fetchone()
+    row = db.execute("SELECT version FROM meshpoint_queue_schema").fetchone()
+    version = row[0] if row else None
     if version != VERSION:
         raise ConfigurationError(
             "mesh.broker_url",
             f"the queues in {path} have version {version}, this Meshpoint reads version {VERSION}",
             "use the Meshpoint that made them, or another file",
         )
+    for name, columns in _COLUMNS.items():
+        table = f"meshpoint_queue_{name}".rstrip("_")
+        try:
+            db.execute(f"SELECT {columns} FROM {table} LIMIT 0")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_ERROR:
+                raise
+            problem = f"{path} has no usable table {table}: {error}"
+            raise ConfigurationError("mesh.broker_url", problem, "name another file") from error

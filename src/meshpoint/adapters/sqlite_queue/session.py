@@ -10,20 +10,21 @@ from typing import Any
 
 from meshpoint.adapters.sqlite_queue.holders import Holders, Pulse
 from meshpoint.adapters.sqlite_queue.jobs import Consumer, Job, Turn
-from meshpoint.adapters.sqlite_queue.queues import Queues
+from meshpoint.adapters.sqlite_queue.queues import Limits, Queues
 from meshpoint.adapters.sqlite_queue.schema import connect, transaction
 from meshpoint.model.ids import AgentName, ReplicaId
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Durations in seconds, and the delivery limit; see `SqliteBroker`."""
+    """Durations in seconds, and limits; see `SqliteBroker`."""
 
     lease: float
     private_ttl: float
     poll_interval: float
     busy_timeout: float
     delivery_limit: int
+    limits: Limits
 
     @property
     def beat_interval(self) -> float:
@@ -46,7 +47,7 @@ class Session:
         self._private_ttl = tuning.private_ttl
         self._db = connect(path, tuning.busy_timeout)
         self._holders = Holders(self._db)
-        self._queues = Queues(self._db, namespace, tuning.delivery_limit)
+        self._queues = Queues(self._db, namespace, tuning.delivery_limit, tuning.limits)
         self._pulse = Pulse(tuning.lease, tuning.beat_interval, time.monotonic())
         self._private: set[tuple[AgentName, ReplicaId]] = set()
         self._version = -1
@@ -75,6 +76,7 @@ class Session:
     def transact(self, jobs: Sequence[Job[Any]], consumers: Sequence[Consumer], *, beat: bool) -> Turn:
         """Run `jobs` and claim what `consumers` have room for, in one transaction."""
         self._sync(power_safe=any(job.durable for job in jobs))
+        set_aside = self._queues.set_aside
         self._db.execute("BEGIN IMMEDIATE")
         try:
             holder = self._still_holder(consumers)
@@ -94,7 +96,7 @@ class Session:
         self._holder = holder
         for consumer, claimed in deliveries:
             consumer.held.add(claimed.key)
-        return Turn(results, [], deliveries)
+        return Turn(results, [], deliveries, look_again=self._queues.set_aside > set_aside)
 
     def close(self) -> None:
         """Give everything back and close the file."""
@@ -124,7 +126,9 @@ class Session:
         for dead in self._pulse.dead(self._holders.beats(), time.monotonic()):
             if dead != holder:
                 self._queues.dissolve(dead)
+        self._queues.give_back_orphans()
         self._queues.drop_unused(self._private_ttl)
+        self._queues.trim_dead_letters()
 
     def _commit(self) -> None:
         try:

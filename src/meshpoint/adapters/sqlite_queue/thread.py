@@ -183,7 +183,7 @@ class QueueThread:
         else:
             if beat:
                 self._next_beat = time.monotonic() + self._tuning.beat_interval
-            self.connected, self._look, self._poll = True, False, _FIRST_POLL
+            self.connected, self._look, self._poll = True, turn.look_again, _FIRST_POLL
             self._tell(turn.arrive)
 
     def _recover(self, jobs: Sequence[Job[Any]], error: Exception) -> None:

@@ -1,0 +1,28 @@
+"""Files that only their owner may read: task data, messages, exports."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_OWNER_ONLY = 0o600
+
+
+def create_private(path: Path) -> bool:
+    """Create an empty file at `path` with mode 0600, and report whether it was created here.
+
+    An existing file stays as it is. A symbolic link is never followed to create its target, so nobody can point
+    this process at a file of their choice.
+
+    Raises:
+        FileExistsError: `path` is a symbolic link to nothing.
+        OSError: the file cannot be created.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        os.close(os.open(path, flags, _OWNER_ONLY))
+    except FileExistsError:
+        if path.is_symlink() and not path.exists():
+            raise FileExistsError(f"{path} is a symbolic link to nothing") from None
+        return False
+    return True

@@ -1,0 +1,229 @@
+"""Rows that are no messages: each is settled by itself, and its neighbours arrive."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from meshpoint.adapters.sqlite_queue import SqliteBroker, content, queues
+from meshpoint.adapters.sqlite_queue.schema import connect, transaction
+from meshpoint.conformance.broker import AGENT, REQUESTS, Inbox, a_message, send, until_depth
+from meshpoint.model.ids import ReplicaId
+from meshpoint.model.messages import dead_letters_of, private_of
+from meshpoint.ports.broker import Published
+
+DEAD = dead_letters_of(AGENT)
+PRIVATE = private_of(AGENT, ReplicaId("r1"))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "mesh.db"
+
+
+@pytest.fixture
+async def broker(path: Path) -> AsyncIterator[SqliteBroker]:
+    broker = SqliteBroker(
+        path, namespace="demo", lease=timedelta(seconds=1), private_max_length=8, dead_letters_max_length=8
+    )
+    await broker.open()
+    await broker.declare(AGENT, ReplicaId("r1"))
+    yield broker
+    await broker.close()
+
+
+@pytest.fixture
+def bystander(path: Path, broker: SqliteBroker) -> Iterator[sqlite3.Connection]:
+    """A connection of something else to the same file."""
+    with closing(connect(path, 5)) as db:
+        yield db
+
+
+def spoil(db: sqlite3.Connection, assignment: str) -> None:
+    """Change the newest message behind the broker's back."""
+    with transaction(db):
+        newest = "(SELECT max(id) FROM meshpoint_queue_message)"
+        table = "message" if assignment.startswith(("deliveries", "holder")) else "content"
+        db.execute(f"UPDATE meshpoint_queue_{table} SET {assignment} WHERE id = {newest}")
+
+
+DEEP = "'{\"x\": ' || replace(hex(zeroblob(50000)), '0', '[') || '}'"
+LONG = "replace(hex(zeroblob(600000)), '0', 'x')"
+
+
+@pytest.mark.parametrize(
+    ("assignment", "reason"),
+    [
+        ("type = 'telepathy'", "type: 'telepathy' is not known"),
+        ("type = X'00ff'", "type: "),
+        ("message_id = X'6d31'", "message_id: must be text, not bytes"),
+        ("message_id = ''", "message_id: is missing"),
+        ("correlation_id = CAST(X'c328' AS TEXT)", "correlation_id: is not UTF-8"),
+        (f"app_id = {LONG}", "app_id: must be text"),
+        ("reply_to = X'00'", "reply_to: must be text"),
+        ("user_id = CAST(X'ff' AS TEXT)", "user_id: is not UTF-8"),
+        ("headers = 'no json'", "headers: not JSON"),
+        ("headers = '[]'", "headers: must be a JSON object"),
+        (f"headers = {DEEP}", "headers: not JSON"),
+        ('headers = \'{"x": "\\ud800"}\'', "headers.x: is not UTF-8"),
+        ("headers = '{\"x\": ' || replace(hex(zeroblob(5000)), '0', '9') || '}'", "headers: not JSON"),
+        (f"headers = {LONG}", "headers: must be text"),
+        ("body = 'text'", "body: must be a blob"),
+        ("body = 12", "body: must be a blob"),
+        ("body = zeroblob(134217729)", "body: must be a blob of a size"),
+        ("deliveries = 'many'", "deliveries: is no count"),
+        ("deliveries = 9223372036854775807", "deliveries: is no count"),
+    ],
+)
+async def test_an_unreadable_row_becomes_a_dead_letter_as_it_is(
+    broker: SqliteBroker, bystander: sqlite3.Connection, assignment: str, reason: str
+) -> None:
+    inbox, good = Inbox(), [a_message(), a_message()]
+    await send(broker, REQUESTS, good[0], a_message())
+    spoil(bystander, assignment)
+    before_it_is_read = _raw(bystander)
+    await send(broker, REQUESTS, good[1])
+    await broker.consume(REQUESTS, 1, inbox)
+    for message in good:
+        delivery = await inbox.next()
+        assert delivery.message == message
+        assert await delivery.ack()
+    assert await broker.depth(REQUESTS) == 0
+    assert await broker.depth(DEAD) == 1
+    (why,) = bystander.execute("SELECT dead_reason FROM meshpoint_queue_message").fetchone()
+    assert why.startswith(reason)
+    assert _raw(bystander) == before_it_is_read
+
+
+def _raw(db: sqlite3.Connection) -> list[object]:
+    """The content of the newest row, value by value."""
+    columns = ", ".join(f"typeof({name}), length({name}), hex(substr({name}, 1, 100))" for name in _NAMES)
+    return db.execute(f"SELECT {columns} FROM meshpoint_queue_content ORDER BY id DESC LIMIT 1").fetchall()
+
+
+_NAMES = content.COLUMNS.split(", ")
+
+
+async def test_a_consumer_of_dead_letters_gets_those_that_can_be_read(
+    broker: SqliteBroker, bystander: sqlite3.Connection
+) -> None:
+    dead, good = Inbox(), a_message()
+    await send(broker, DEAD, a_message())
+    spoil(bystander, "headers = ''")
+    await send(broker, DEAD, good)
+    await broker.consume(DEAD, 1, dead)
+    assert (await dead.next()).message == good
+    assert await broker.depth(DEAD) == 1
+
+
+async def test_a_row_without_content_is_dropped_with_a_log(
+    broker: SqliteBroker, bystander: sqlite3.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    inbox, good = Inbox(), a_message()
+    with transaction(bystander):
+        bystander.execute("INSERT INTO meshpoint_queue_message (queue) VALUES ('demo.travel.req')")
+    await send(broker, REQUESTS, good)
+    await broker.consume(REQUESTS, 1, inbox)
+    assert (await inbox.next()).message == good
+    assert await broker.depth(REQUESTS) == 0
+    assert "the row has no content" in caplog.text
+
+
+async def test_content_without_a_row_stops_no_publisher(broker: SqliteBroker, bystander: sqlite3.Connection) -> None:
+    inbox, good = Inbox(), a_message()
+    with transaction(bystander):
+        bystander.execute(
+            "INSERT INTO meshpoint_queue_content VALUES (1, 'request', 'm', 'c', 'a', NULL, NULL, '{}', NULL, X'00')"
+        )
+    await send(broker, REQUESTS, good)
+    await broker.consume(REQUESTS, 1, inbox)
+    assert (await inbox.next()).message == good
+
+
+async def test_more_unreadable_rows_than_a_consumer_takes(
+    broker: SqliteBroker, bystander: sqlite3.Connection
+) -> None:
+    inbox, good = Inbox(), a_message()
+    await send(broker, REQUESTS, *[a_message() for _ in range(7)])
+    with transaction(bystander):
+        bystander.execute("UPDATE meshpoint_queue_content SET type = 'telepathy'")
+    await send(broker, REQUESTS, good)
+    await broker.consume(REQUESTS, 2, inbox)
+    assert (await inbox.next()).message == good
+    await until_depth(broker, DEAD, 7)
+
+
+async def test_what_is_held_by_nobody_comes_again(broker: SqliteBroker, bystander: sqlite3.Connection) -> None:
+    inbox, good = Inbox(), a_message()
+    await send(broker, REQUESTS, good)
+    spoil(bystander, "holder = 12345")
+    await broker.consume(REQUESTS, 1, inbox)
+    assert (await inbox.next()).message == good
+
+
+async def test_a_timestamp_that_cannot_be_read_is_left_out(
+    broker: SqliteBroker, bystander: sqlite3.Connection
+) -> None:
+    inbox, good = Inbox(), a_message()
+    await send(broker, REQUESTS, good)
+    spoil(bystander, "timestamp = '99999-12-12'")
+    await broker.consume(REQUESTS, 1, inbox)
+    assert (await inbox.next()).message == replace(good, timestamp=None)
+
+
+async def test_large_messages_are_claimed_a_few_at_a_time(
+    broker: SqliteBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queues, "_BATCH_BYTES", 1000)
+    inbox, sent = Inbox(), [a_message(bytes([number]) * 600) for number in range(5)]
+    await send(broker, REQUESTS, *sent)
+    await broker.consume(REQUESTS, 10, inbox)
+    assert [(await inbox.next()).message for _ in sent] == sent
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"body": b"x" * (content.LARGEST_BODY + 1)}, {"headers": {"x": "\ud800"}}, {"app_id": "x" * 2**20 + "x"}],
+    ids=["body", "header", "property"],
+)
+async def test_what_nobody_could_read_is_rejected(broker: SqliteBroker, changes: dict[str, object]) -> None:
+    sent = [(REQUESTS, a_message()), (REQUESTS, a_message(**changes)), (PRIVATE, a_message())]
+    assert await broker.publish(sent) == [Published.ACCEPTED, Published.REJECTED, Published.ACCEPTED]
+    await broker.broadcast(AGENT, a_message(**changes))
+    assert await broker.depth(PRIVATE) == 1
+
+
+async def test_a_full_private_queue_refuses(broker: SqliteBroker) -> None:
+    words = [(await broker.publish([(PRIVATE, a_message())]))[0] for _ in range(12)]
+    assert words == [Published.ACCEPTED] * 8 + [Published.OVERLOADED] * 4
+    await broker.broadcast(AGENT, a_message())
+    assert await broker.depth(PRIVATE) == 8
+
+
+async def test_the_oldest_dead_letters_go_first(broker: SqliteBroker, bystander: sqlite3.Connection) -> None:
+    dead, sent = Inbox(), [a_message() for _ in range(20)]
+    await send(broker, DEAD, *sent)
+    await until_depth(broker, DEAD, 8)
+    assert bystander.execute("SELECT count(*) FROM meshpoint_queue_content").fetchone() == (8,)
+    await broker.consume(DEAD, 8, dead)
+    assert [(await dead.next()).message for _ in range(8)] == sent[-8:]
+
+
+async def test_only_the_owner_may_read_the_file(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        broker = SqliteBroker(tmp_path / "new.db", namespace="demo")
+        await broker.open()
+        await broker.declare(AGENT)
+        modes = {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()}
+        await broker.close()
+    finally:
+        os.umask(before)
+    assert modes == dict.fromkeys(("new.db", "new.db-wal", "new.db-shm"), "0o600")
