@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pydantic import JsonValue, ValidationError
 
 from meshpoint.errors import NotJson, PoisonMessage
+from meshpoint.lifecycle.senders import impostor
 from meshpoint.model.bodies import CancelBody, RequestBody, ResponseBody, StatusBody, TaskState, parse
 from meshpoint.model.checkpoint import Claim, Progress, Requester
 from meshpoint.model.context import A2AContext, Report, TaskExecutionContext
@@ -130,8 +131,8 @@ def claim(message: Message, options: Options) -> Claim:
     body = parse(ResponseBody, _within(options, message))
     if not message.app_id:
         raise PoisonMessage("app_id: a response must name its sender")
-    if _is_impostor(message, options):
-        raise PoisonMessage(f"user_id: {message.app_id!r} does not send as {message.user_id!r}")
+    if (reason := impostor(message, options)) is not None:
+        raise PoisonMessage(reason)
     return Claim(
         id=RunId(new_id()),
         task_id=_parent_task(message),
@@ -141,18 +142,12 @@ def claim(message: Message, options: Options) -> Claim:
     )
 
 
-def _is_impostor(message: Message, options: Options) -> bool:
-    """Whether the broker vouches for another login than the one that `peer_logins` names for the sender."""
-    login = options.peer_logins.get(message.app_id)
-    return login is not None and login != message.user_id
-
-
 def unreadable_claim(message: Message, reason: str, options: Options) -> Claim | None:
     """The outcome of a call whose peer sent what nobody can read.
 
     None when its envelope names no call, or when it did not come from the peer at all.
     """
-    if _is_impostor(message, options):
+    if impostor(message, options) is not None:
         return None
     try:
         task_id, sub_task_id = _parent_task(message), _sub_task(message)

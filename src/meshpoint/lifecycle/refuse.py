@@ -8,6 +8,7 @@ from functools import partial
 
 from meshpoint.errors import NO_DEFECT
 from meshpoint.lifecycle.receive import Request
+from meshpoint.lifecycle.senders import may_be_answered
 from meshpoint.lifecycle.site import Site
 from meshpoint.model.checkpoint import Reply, Requester, TaskState
 from meshpoint.model.events import Step
@@ -45,9 +46,13 @@ class Refusals:
         self._site = site
 
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
-        """Move `delivery` to the dead letters. The sender of an unreadable request gets an error reply."""
+        """Move `delivery` to the dead letters. The sender of an unreadable request gets an error reply.
+
+        Nobody else does: an impostor's message, and one that names another sender's address, is not answered.
+        """
         message = delivery.message
-        if message.type is MessageType.REQUEST and message.correlation_id:
+        answered = may_be_answered(message, self._site.options)
+        if message.type is MessageType.REQUEST and message.correlation_id and answered:
             await self._reply(message, reason)
         await self.bury(delivery, reason)
 

@@ -57,6 +57,7 @@ class Header(StrEnum):
     RESUME = "x-resume"  # greater in each attempt of the requester: a task that failed or was cancelled is to go on
     TRACEPARENT = "traceparent"
     DEAD_REASON = "x-dead-reason"
+    ON_BEHALF_OF = "x-on-behalf-of"  # in a cancel that a replica passes on to the others: who sent it
 
 
 HeaderValue = str | int | float

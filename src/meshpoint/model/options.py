@@ -61,4 +61,6 @@ class Options:
     memory_max_bytes: int = 64 * 1024 * 1024  # of one task's working memory
     memory_keep: bool = False  # after a task has completed, until its time is over
     app_version: str | None = None
-    peer_logins: Mapping[str, str] = field(default_factory=dict)  # by agent, the broker login its messages must carry
+    # by name, the broker login, or one of several, that its messages must carry
+    peer_logins: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    operator_logins: tuple[str, ...] = ()  # which may cancel and resume any task by message

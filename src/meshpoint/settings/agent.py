@@ -178,9 +178,14 @@ class AgentSettings(Section):
         default=DEFAULT.secret_keys,
         description="names whose values are masked in kept failures and exports, beside password, token and the like",
     )
-    peer_logins: dict[str, str] = Field(
+    peer_logins: dict[str, str | tuple[str, ...]] = Field(
         default={},
-        description="by agent, the broker login that its responses must carry (RabbitMQ verifies logins); {}: any",
+        description="by name, the broker login, or a list of them, that its messages must carry (RabbitMQ verifies "
+        "logins); {}: any",
+    )
+    operator_logins: tuple[str, ...] = Field(
+        default=DEFAULT.operator_logins,
+        description="broker logins that may cancel and resume any task of this agent by message",
     )
     app_version: str | None = Field(
         default=DEFAULT.app_version,

@@ -11,6 +11,7 @@ from meshpoint.errors import NO_DEFECT, PoisonMessage
 from meshpoint.lifecycle import cancel, receive
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.refuse import Refusals
+from meshpoint.lifecycle.senders import impostor
 from meshpoint.lifecycle.site import Site
 from meshpoint.model.checkpoint import (
     CancelBeforeRequest,
@@ -25,7 +26,7 @@ from meshpoint.model.checkpoint import (
 from meshpoint.model.events import Step
 from meshpoint.model.ids import RunId, new_id
 from meshpoint.model.letters import cancel_message, status_letter
-from meshpoint.model.messages import MessageType
+from meshpoint.model.messages import Message, MessageType
 from meshpoint.ports.broker import Delivery
 from meshpoint.ports.home import Home
 from meshpoint.worker.segments import Segments
@@ -72,8 +73,11 @@ class Letters:
     async def _sort(self, received: Sequence[Received], home: Home, *, shared: bool) -> None:
         of_type: dict[MessageType, list[Delivery]] = {kind: [] for kind in MessageType}
         responses: list[Received] = []
+        refused: list[tuple[Delivery, str]] = []
         for delivery, claim_id in received:
-            if delivery.message.type is MessageType.RESPONSE:
+            if (reason := self._refusal(delivery.message)) is not None:
+                refused.append((delivery, reason))
+            elif delivery.message.type is MessageType.RESPONSE:
                 responses.append((delivery, claim_id))
             else:
                 of_type[delivery.message.type].append(delivery)
@@ -84,8 +88,16 @@ class Letters:
             self._segments.ready_somewhere.set()
             self._poke()
             await delivery.ack()
-        for delivery in of_type[MessageType.REQUEST]:
-            await self._refusals.dead_letter(delivery, "a request does not belong on a response queue")
+        for delivery, reason in refused:
+            await self._refusals.dead_letter(delivery, reason)
+
+    def _refusal(self, message: Message) -> str | None:
+        """Why a message is not even looked at."""
+        if message.type is MessageType.REQUEST:
+            return "a request does not belong on a response queue"
+        if message.type is MessageType.WAKE and message.app_id != self._site.agent:
+            return f"app_id: {message.app_id!r} does not wake the replicas of {self._site.agent!r}"
+        return impostor(message, self._site.options)
 
     async def on_responses(self, received: Sequence[Received], home: Home) -> None:
         """Record outcomes together, go on with the tasks whose join they meet, then ack."""

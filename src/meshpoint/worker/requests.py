@@ -15,6 +15,7 @@ from meshpoint.lifecycle.cancel import CANCELLED
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.refuse import Refusals, refusal
 from meshpoint.lifecycle.segment import Segment
+from meshpoint.lifecycle.senders import foreign_address, sender_of
 from meshpoint.lifecycle.site import Site, Spawn
 from meshpoint.model.checkpoint import Begun, CancelFound, Fenced, Known, Run, TaskState
 from meshpoint.model.events import Step
@@ -91,8 +92,12 @@ class Requests:
                 self._segments.leave(segment)
 
     async def _read(self, delivery: Delivery) -> tuple[Segment, receive.Request] | None:
+        options = self._site.options
         try:
-            request = receive.request(delivery.message, self._site.options)
+            sender_of(delivery.message, self._site.agent, options)
+            if (foreign := foreign_address(delivery.message)) is not None:
+                raise PoisonMessage(foreign)
+            request = receive.request(delivery.message, options)
         except PoisonMessage as error:
             await self._refusals.dead_letter(delivery, str(error))
             return None

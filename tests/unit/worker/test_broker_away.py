@@ -97,7 +97,7 @@ async def test_a_reply_to_nobody_is_given_up(mesh: Mesh, boss: Puppet, peer: Pup
     await mesh.replica(asker("asker", "peer"), doubler, durable=durable)
     for agent in ("asker", "doubler"):
         message = boss.request(1, agent)
-        object.__setattr__(message, "reply_to", Address("gone.private.1"))
+        object.__setattr__(message, "reply_to", Address("boss.private.gone"))
         await boss.send(agent, message)
     await peer.respond(await peer.request_number(), 1)
     await mesh.advance(25)

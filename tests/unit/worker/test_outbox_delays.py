@@ -35,7 +35,7 @@ async def test_a_long_outage_of_the_broker_does_not_put_off_what_is_due(
 async def test_requesters_that_are_gone_hold_up_nobody_for_long(mesh: Mesh, boss: Puppet) -> None:
     await mesh.replica(doubler, max_concurrency=2)
     for number in range(20):
-        gone = replace(boss.request(number), reply_to=Address("nobody.private"))
+        gone = replace(boss.request(number), reply_to=Address("boss.private.gone"))
         await boss.send("doubler", gone)
     task_id = await boss.ask("doubler", 7)
     await mesh.advance(40)
@@ -46,7 +46,7 @@ async def test_requesters_that_are_gone_hold_up_nobody_for_long(mesh: Mesh, boss
 
 async def test_a_requester_that_comes_back_is_answered(mesh: Mesh, boss: Puppet) -> None:
     await mesh.replica(doubler, max_concurrency=2)
-    first = replace(boss.request(1), reply_to=Address("late.resp"))
+    first = replace(boss.request(1), app_id="late", reply_to=Address("late.resp"))
     await boss.send("doubler", first)
     await mesh.advance(40)
     late = await mesh.puppet("late")

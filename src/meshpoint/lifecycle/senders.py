@@ -1,0 +1,81 @@
+"""Who sent a message, and what that sender may do. `docs/operations.md` ("Who may do what") has the rules.
+
+The sender is the name in `app_id`. RabbitMQ verifies `user_id`, the login, and not `app_id`: `peer_logins` ties the
+two together. A name that is not listed there may be used under any login.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshpoint.errors import PoisonMessage
+from meshpoint.model.ids import AgentName
+from meshpoint.model.messages import Header, Message
+from meshpoint.model.options import Options
+
+_QUOTED = 100  # characters of what a stranger wrote
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """A sender whose login fits its name. `trusted`: one of the agent's own replicas, or an operator."""
+
+    name: str | None
+    trusted: bool = False
+
+    def may_act_for(self, requester: str | None) -> bool:
+        """Whether a task of `requester` is this sender's business; `None` is a row that names no requester."""
+        return self.trusted or requester is None or requester == self.name
+
+
+def impostor(message: Message, options: Options) -> str | None:
+    """Why the broker's login does not fit the sender's name; `None` if it fits, or any login does."""
+    listed = options.peer_logins.get(message.app_id)
+    if listed is None:
+        return None
+    logins = (listed,) if isinstance(listed, str) else listed
+    if message.user_id in logins:
+        return None
+    return f"user_id: {message.app_id!r} does not send as {message.user_id!r}"
+
+
+def sender_of(message: Message, agent: AgentName, options: Options) -> Sender:
+    """The sender of a message to `agent`.
+
+    Raises:
+        PoisonMessage: the login is not one of those that `peer_logins` lists for the name.
+    """
+    if (reason := impostor(message, options)) is not None:
+        raise PoisonMessage(reason)
+    return Sender(message.app_id or None, message.app_id == agent or is_operator(message, options))
+
+
+def canceller_of(message: Message, agent: AgentName, options: Options) -> Sender:
+    """The sender of a cancel: if a replica of `agent` passes one on, the sender on whose behalf it does.
+
+    Raises:
+        PoisonMessage: as for `sender_of`.
+    """
+    sender = sender_of(message, agent, options)
+    behalf = message.headers.get(Header.ON_BEHALF_OF)
+    return Sender(str(behalf)) if message.app_id == agent and behalf else sender
+
+
+def is_operator(message: Message, options: Options) -> bool:
+    """Whether the message came under a login of `operator_logins`."""
+    return message.user_id is not None and message.user_id in options.operator_logins
+
+
+def may_be_answered(message: Message, options: Options) -> bool:
+    """Whether a reply to this request can only reach its own sender."""
+    return impostor(message, options) is None and foreign_address(message) is None
+
+
+def foreign_address(message: Message) -> str | None:
+    """Why no reply goes to the address that a request names; `None` if it may, or if it names none."""
+    if message.reply_to is None:
+        return None
+    name, dot, _ = message.reply_to.partition(".")
+    if dot and name == message.app_id:
+        return None
+    return f"reply_to: {message.reply_to[:_QUOTED]!r} is no address under {message.app_id[:_QUOTED]!r}"
