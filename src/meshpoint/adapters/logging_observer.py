@@ -25,6 +25,7 @@ _WARNINGS = frozenset(
         Step.STORE_AWAY,
         Step.BROKER_AWAY,
         Step.REPLY_UNROUTABLE,
+        Step.STATUS_DROPPED,
         Step.CODE_CANCELLED,
         Step.LEASE_LOST,
         Step.OWNER_LOST,

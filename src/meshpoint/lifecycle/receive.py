@@ -20,6 +20,7 @@ from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind
 
 _LONGEST_PARENT = 280  # bytes: a task id, and in which attempt it was resumed
+_QUOTED = 100  # characters of what a stranger wrote
 _LONGEST_NAME = 248  # bytes: AMQP carries 255 in a property, and message ids are made of a task id and a few more
 
 
@@ -74,8 +75,9 @@ def requester_of(message: Message) -> Requester:
     """Who asked, from the envelope alone.
 
     Raises:
-        PoisonMessage: a header has a wrong type.
+        PoisonMessage: a header has a wrong type, or is out of bounds.
     """
+    _whole(message, Header.ATTEMPT)
     deadline = _number(message, Header.DEADLINE)
     idle = _number(message, Header.IDLE_TIMEOUT)
     parent = message.headers.get(Header.PARENT_TASK)
@@ -83,8 +85,8 @@ def requester_of(message: Message) -> Requester:
         reply_to=Address(_name("reply_to", message.reply_to)) if message.reply_to else None,
         app_id=_name("app_id", message.app_id) if message.app_id else None,
         parent_task_id=_name(Header.PARENT_TASK, parent, _LONGEST_PARENT) if parent is not None else None,
-        deadline=_instant(deadline) if deadline is not None else None,
-        idle_timeout=_duration(idle) if idle is not None else None,
+        deadline=datetime.fromtimestamp(deadline, UTC) if deadline is not None else None,
+        idle_timeout=timedelta(seconds=idle) if idle is not None else None,
     )
 
 
@@ -225,7 +227,7 @@ def _a2a_context(message: Message, body: RequestBody, requester: Requester) -> A
         reply_to=requester.reply_to,
         requester=requester.app_id,
         parent_task_id=requester.parent_task_id,
-        call_depth=int(_number(message, Header.CALL_DEPTH) or 0),
+        call_depth=_whole(message, Header.CALL_DEPTH) or 0,
         deadline=requester.deadline,
         idle_timeout=requester.idle_timeout,
         user_config=_dict(body, "userConfig"),
@@ -248,27 +250,45 @@ def _dict(body: RequestBody, key: str) -> dict[str, JsonValue]:
 
 
 def _number(message: Message, header: Header) -> float | None:
+    """The number in a header, within its bounds.
+
+    Raises:
+        PoisonMessage: it is none, or out of bounds.
+    """
     value = message.headers.get(header)
     if value is None:
         return None
+    shown = repr(value)[:_QUOTED]
     try:
         number = float(value)
     except (ValueError, TypeError, OverflowError) as error:
-        raise PoisonMessage(f"{header}: {value!r} is not a number") from error
-    if not math.isfinite(number):
-        raise PoisonMessage(f"{header}: {value!r} is not a number")
+        raise PoisonMessage(f"{header}: {shown} is not a number") from error
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise PoisonMessage(f"{header}: {shown} is not a number")
+    least, most = _BOUNDS[header]
+    if not least <= number <= most:
+        raise PoisonMessage(f"{header}: {shown} is not between {least:g} and {most:.15g}")
     return number
 
 
-def _instant(seconds: float) -> datetime:
-    try:
-        return datetime.fromtimestamp(seconds, UTC)
-    except (ValueError, OverflowError, OSError) as error:
-        raise PoisonMessage(f"{Header.DEADLINE}: {seconds!r} is not an instant") from error
+def _whole(message: Message, header: Header) -> int | None:
+    """The integer in a header, within its bounds.
+
+    Raises:
+        PoisonMessage: as for `_number`.
+    """
+    number = _number(message, header)
+    if number is not None and not number.is_integer():
+        raise PoisonMessage(f"{header}: {number:g} is not an integer")
+    return None if number is None else int(number)
 
 
-def _duration(seconds: float) -> timedelta:
-    try:
-        return timedelta(seconds=seconds)
-    except OverflowError as error:
-        raise PoisonMessage(f"{Header.IDLE_TIMEOUT}: {seconds!r} is not a duration") from error
+_SMALLEST = 0.001  # seconds
+_TEN_YEARS = 315_360_000.0  # seconds
+_YEAR_9000 = 221_845_392_000.0  # seconds since the epoch: what is added to a deadline stays within a datetime
+_BOUNDS: dict[Header, tuple[float, float]] = {
+    Header.CALL_DEPTH: (0, 1_000_000),
+    Header.ATTEMPT: (1, 1_000_000_000),
+    Header.DEADLINE: (_SMALLEST, _YEAR_9000),
+    Header.IDLE_TIMEOUT: (_SMALLEST, _TEN_YEARS),
+}

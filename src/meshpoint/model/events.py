@@ -59,6 +59,7 @@ class Step(StrEnum):
     STORE_BACK = "store_back"
     BROKER_AWAY = "broker_away"
     REPLY_UNROUTABLE = "reply_unroutable"
+    STATUS_DROPPED = "status_dropped"  # a peer sent more news than are forwarded
     CODE_CANCELLED = "code_cancelled"  # running agent code was cancelled
     LEASE_LOST = "lease_lost"
     SUBTASK_REUSED = "subtask_reused"  # its deliverable is recorded: it does not run
@@ -86,6 +87,7 @@ ONLY_TOLD = frozenset(
         Step.STORE_BACK,
         Step.BROKER_AWAY,
         Step.REPLY_UNROUTABLE,
+        Step.STATUS_DROPPED,
         Step.CODE_CANCELLED,
         Step.LEASE_LOST,
         Step.SUBTASK_REUSED,

@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias, assert_never
 
+from pydantic import JsonValue
+
 from meshpoint.errors import NO_DEFECT, PoisonMessage
 from meshpoint.lifecycle import cancel, receive
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.refuse import Refusals
 from meshpoint.lifecycle.senders import impostor
 from meshpoint.lifecycle.site import Site
+from meshpoint.lifecycle.throttle import Throttle
 from meshpoint.model.checkpoint import (
     CancelBeforeRequest,
     CancelledNow,
@@ -20,6 +23,7 @@ from meshpoint.model.checkpoint import (
     CancelStale,
     CancelTooLate,
     Claim,
+    ProgressNoted,
     TaskState,
     WrongSender,
 )
@@ -32,6 +36,9 @@ from meshpoint.ports.home import Home
 from meshpoint.worker.segments import Segments
 
 log = logging.getLogger("meshpoint.letters")
+
+_STATUS_RATE = 20  # status updates a second that are forwarded for one task
+_LONGEST_STATUS = 65_536  # bytes of one that is forwarded
 
 Received: TypeAlias = tuple[Delivery, RunId]
 """A delivery, and the id under which its outcome is claimed, however often that is tried."""
@@ -48,6 +55,7 @@ class Letters:
         self._outgoing = outgoing
         self._refusals = refusals
         self._poke = poke
+        self._forwarded = Throttle(_STATUS_RATE, site.clock.now)
 
     async def on_letters(self, deliveries: Sequence[Delivery], home: Home, *, shared: bool) -> None:
         """Take in what is not a request. `shared` tells the agent's queue from this replica's own.
@@ -143,9 +151,19 @@ class Letters:
         noted = await self._site.patience.until_answered(lambda: home.store.progress(updates))
         for each, forward in zip(news, noted, strict=True):
             if forward is not None:
-                await self._outgoing.tell(
-                    status_letter(self._site.agent, forward.task_id, forward.requester, each.data)
-                )
+                await self._forward(forward, each.data)
+
+    async def _forward(self, to: ProgressNoted, data: JsonValue) -> None:
+        """Pass a peer's news on to the requester, who is not to drown in them."""
+        letter = status_letter(self._site.agent, to.task_id, to.requester, data)
+        if letter is None:
+            return
+        too_long = len(letter[1].body) > _LONGEST_STATUS
+        if not too_long and self._forwarded.lets_through(to.task_id):
+            await self._outgoing.tell(letter)
+        elif dropped := self._forwarded.drop(to.task_id):
+            reason = f"more than {_LONGEST_STATUS} bytes" if too_long else f"more than {_STATUS_RATE} a second"
+            self._site.steps.note(Step.STATUS_DROPPED, to.task_id, reason=reason, dropped=dropped)
 
     async def on_cancels(self, deliveries: Sequence[Delivery], *, shared: bool) -> None:
         """Cancel tasks: in the database when the wish came by the shared queue, in memory when by broadcast."""

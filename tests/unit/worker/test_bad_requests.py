@@ -71,9 +71,10 @@ async def test_unreadable_body(mesh: Mesh, boss: Puppet, body: bytes, durable: b
 
 
 HEADERS = {
-    Header.DEADLINE: ["soon", "nan", "inf", 1e300, -1e300],
-    Header.IDLE_TIMEOUT: ["often", "nan", "inf", 1e300],
-    Header.CALL_DEPTH: ["deep", "nan", "inf"],
+    Header.DEADLINE: ["soon", "nan", "inf", 1e300, -1e300, 0, -1, 3e11, True],
+    Header.IDLE_TIMEOUT: ["often", "nan", "inf", 1e300, 0, -1, 1e9, 1e-300, True],
+    Header.CALL_DEPTH: ["deep", "nan", "inf", -1, -1000, -1e308, 1e308, 1.5, "-3", True, 10**400],
+    Header.ATTEMPT: ["first", "nan", "inf", 0, -1, 1.5, 1e308, True],
 }
 
 

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 
+from meshpoint.model.events import Step
 from meshpoint.model.messages import Header
 from meshpoint.model.outcomes import Ok
 
@@ -78,3 +79,48 @@ async def test_a_waiting_child_sends_keep_alives(mesh: Mesh, boss: Puppet, peer:
     assert boss.replies() == []
     await peer.respond(request, "at last")
     assert await boss.reply(task_id) == Ok({"two": {"peer": "at last"}})
+
+
+@HOMES
+async def test_a_flood_of_news_is_throttled(mesh: Mesh, boss: Puppet, peer: Puppet, durable: bool) -> None:
+    await mesh.replica(asker("asker", "peer"), durable=durable)
+    task_id = await boss.ask("asker", 1)
+    request = await peer.request_number()
+    for number in range(500):
+        await peer.status(request, number)
+    await mesh.events.wait(Step.STATUS_DROPPED, count=3)
+    await mesh.settle()
+    assert boss.statuses() == list(range(20))
+    dropped = mesh.events.of(Step.STATUS_DROPPED, task_id=task_id)
+    assert [event.detail["dropped"] for event in dropped] == [1, 10, 100]
+    mesh.clock.advance(seconds(0.5))
+    for number in range(500, 520):
+        await peer.status(request, number)
+    await mesh.settle()
+    assert boss.statuses()[20:] == list(range(500, 510))
+    await peer.respond(request, "right")
+    assert await boss.reply(task_id) == Ok({"peer": "right"})
+
+
+async def test_news_of_other_tasks_pass_a_flood(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    await mesh.replica(asker("asker", "peer"))
+    for number in range(2):
+        await boss.ask("asker", number)
+    loud, quiet = await peer.request_number(1), await peer.request_number(2)
+    for _ in range(100):
+        await peer.status(loud, "loud")
+    await peer.status(quiet, "quiet")
+    await mesh.settle()
+    assert sorted(map(str, boss.statuses())) == ["loud"] * 20 + ["quiet"]
+
+
+async def test_long_news_are_not_forwarded(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    await mesh.replica(asker("asker", "peer"))
+    task_id = await boss.ask("asker", 1)
+    request = await peer.request_number()
+    await peer.status(request, "x" * 70_000)
+    await peer.status(request, "short")
+    await mesh.settle()
+    assert boss.statuses() == ["short"]
+    (dropped,) = mesh.events.of(Step.STATUS_DROPPED, task_id=task_id)
+    assert "65536 bytes" in str(dropped.detail["reason"])

@@ -1,0 +1,50 @@
+"""Bound how often something is done for each task, whatever others send."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from meshpoint.model.ids import TaskId
+
+_MOST_TASKS = 10_000
+"""Tasks that are remembered, those heard of last."""
+
+
+@dataclass(slots=True)
+class _Budget:
+    left: float
+    at: datetime
+    dropped: int = 0
+
+
+class Throttle:
+    """Lets `rate` events a second through for each task, and as many at once."""
+
+    def __init__(self, rate: int, now: Callable[[], datetime]) -> None:
+        self._rate, self._now = rate, now
+        self._budgets: OrderedDict[TaskId, _Budget] = OrderedDict()
+
+    def lets_through(self, task_id: TaskId) -> bool:
+        """Whether one more event of the task is within its budget, which pays for it."""
+        now = self._now()
+        budget = self._budgets.pop(task_id, None) or _Budget(self._rate, now)
+        self._budgets[task_id] = budget
+        if len(self._budgets) > _MOST_TASKS:
+            self._budgets.popitem(last=False)
+        passed = max(now - budget.at, timedelta())  # a clock that was set back pays nothing
+        budget.left = min(self._rate, budget.left + self._rate * passed.total_seconds())
+        budget.at = now
+        if budget.left < 1:
+            return False
+        budget.left -= 1
+        return True
+
+    def drop(self, task_id: TaskId) -> int | None:
+        """Count one dropped event; how many there were by now if that is worth a word: 1, 10, 100, and so on."""
+        budget = self._budgets.setdefault(task_id, _Budget(self._rate, self._now()))
+        budget.dropped += 1
+        digits = str(budget.dropped)
+        return budget.dropped if digits[0] == "1" and not digits[1:].strip("0") else None
