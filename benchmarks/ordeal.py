@@ -14,7 +14,7 @@ from benchmarks.restoring import NAMESPACE, Restorer, same
 from meshpoint.adapters.redis import RedisCheckpointCache
 from meshpoint.errors import MeshpointError
 from meshpoint.subtasks.checkpointer import AgentCheckpointer, Source
-from servers import Proxy, RedisServer
+from servers import Proxy, RedisServer, copy_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ async def ordeal(restorer: Restorer, server: RedisServer) -> list[Phase]:
     """Restore every operation in each state of `server`, which runs again at the end."""
     async with Proxy(server.url) as proxy:
         later = _Later()
-        cache = RedisCheckpointCache(proxy.url, namespace=NAMESPACE, clock=later)
+        cache = RedisCheckpointCache(proxy.url, namespace=NAMESPACE, secret=copy_key, clock=later)
         checkpointer = AgentCheckpointer(restorer.store, cache)
         try:
             states = _states(restorer, server, proxy, cache, later)

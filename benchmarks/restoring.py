@@ -19,6 +19,7 @@ from meshpoint.model.checkpoint import Begin, Begun, Requester, Run, Save
 from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, Saved, SubtaskRecord, SubtaskStatus
 from meshpoint.subtasks.checkpointer import AgentCheckpointer, Fallback, Restored, Source
+from servers import copy_key
 
 COPY, SQL, FLUSHED = "from Redis", "from PostgreSQL", "after FLUSHALL"
 SAVE, SAVE_COPIED = "save", "save and copy"
@@ -50,7 +51,7 @@ class Restorer:
         self._growing: list[tuple[Run, AgentCheckpoint]] = []  # those that are saved again and again
         self._database_url, self._size = database_url, size
         self.store = SqlCheckpointStore(database_url, namespace=NAMESPACE)
-        self._cache = RedisCheckpointCache(redis_url, namespace=NAMESPACE)
+        self._cache = RedisCheckpointCache(redis_url, namespace=NAMESPACE, secret=copy_key)
         self._redis = Redis.from_url(redis_url)
         cached, alone = AgentCheckpointer(self.store, self._cache), AgentCheckpointer(self.store)
         self._checkpointers = {COPY: cached, FLUSHED: cached, SAVE_COPIED: cached, SQL: alone, SAVE: alone}

@@ -28,6 +28,7 @@ from meshpoint.model.checkpoint import Begin, Begun, L1Snapshot, Requester, Run,
 from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.memory import Item, Kind, Owner, agent_id
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, Saved
+from servers import copy_key
 
 NAMESPACE = "working"
 SNAPSHOT, SEED_SNAPSHOT = "snapshot", "snapshot, seed"
@@ -60,7 +61,7 @@ class Remembered:
     def __init__(self, size: Size, redis_url: str, store: SqlCheckpointStore) -> None:
         self.size, self._store = size, store
         self.l1 = RedisWorkingMemory(redis_url, namespace=NAMESPACE, timeout=_PATIENCE)
-        self.snapshots = RedisSnapshots(redis_url, namespace=NAMESPACE, timeout=_PATIENCE)
+        self.snapshots = RedisSnapshots(redis_url, namespace=NAMESPACE, secret=copy_key, timeout=_PATIENCE)
         self.redis = Redis.from_url(redis_url)
         self._seed = SeedMemory(self.redis)
         self._snapshotter = L1CacheSnapshotter(self.l1, self.snapshots, 2**40, _silent)

@@ -1,7 +1,8 @@
-"""Count rescues apart from attempts, and keep a digest of each request's input.
+"""Count rescues apart from attempts, identify requests by a digest, and keep a key for copies outside the database.
 
 Replicas of the previous release leave both columns at their defaults: a task they rescue counts an attempt as before,
-and a request without a digest is compared with nothing.
+and a request without a digest is compared with nothing. They cannot use each other's copies in Redis: each side falls
+back to the database.
 """
 
 from __future__ import annotations
@@ -14,19 +15,30 @@ down_revision = "0004"
 branch_labels = None
 depends_on = None
 
-TASKS = "agent_paused_tasks"
+TASKS, SECRETS = "agent_paused_tasks", "agent_mesh_secrets"
 
 
 def upgrade() -> None:
     give_way()
     op.add_column(TASKS, sa.Column("rescues", sa.Integer(), server_default=sa.text("0"), nullable=False))
     op.add_column(TASKS, sa.Column("request_digest", sa.String()))
+    op.create_table(
+        SECRETS,
+        sa.Column("namespace", identity(), nullable=False),
+        sa.Column("copy_key", sa.LargeBinary(), nullable=False),
+        sa.PrimaryKeyConstraint("namespace", name=op.f(f"pk_{SECRETS}")),
+    )
 
 
 def downgrade() -> None:
     give_way()
+    op.drop_table(SECRETS)
     op.drop_column(TASKS, "request_digest")
     op.drop_column(TASKS, "rescues")
+
+
+def identity() -> sa.types.TypeEngine[str]:
+    return sa.String().with_variant(sa.VARCHAR(collation="C"), "postgresql")
 
 
 def give_way() -> None:

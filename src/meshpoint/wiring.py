@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -99,31 +100,34 @@ def worker_of(
     options: Options,
 ) -> Worker:
     """`served` with the settings of `agent`, ready to `run` on `broker`."""
-    durable = agent.stateless_checkpointing
+    store = open_store(agent, namespace) if agent.stateless_checkpointing else None
+    memory = MemoryCheckpointStore(_CLOCK, timings=agent.timings())
     return Worker(
         served,
         broker=broker,
-        memory=MemoryCheckpointStore(_CLOCK, timings=agent.timings()),
-        durable=open_store(agent, namespace) if durable else None,
-        lease_store=(lambda: open_store(agent, namespace)) if durable else None,
+        memory=memory,
+        durable=store,
+        lease_store=(lambda: open_store(agent, namespace)) if store else None,
         clock=_CLOCK,
         observer=observer,
         options=options,
-        cache=make_cache(agent, namespace) if durable else None,
+        cache=make_cache(agent, namespace, store.copy_key) if store else None,
         local=LocalWorkingMemory(_CLOCK),
         l1=make_working_memory(agent, namespace),
-        snapshots=make_snapshots(agent, namespace),
+        snapshots=make_snapshots(agent, namespace, (store or memory).copy_key),
     )
 
 
-def make_cache(agent: AgentSettings, namespace: str) -> CheckpointCache | None:
-    """The fast copy of an agent's checkpoints, if one is configured."""
+def make_cache(
+    agent: AgentSettings, namespace: str, secret: Callable[[], Awaitable[bytes]]
+) -> CheckpointCache | None:
+    """The fast copy of an agent's checkpoints, if configured. `secret` returns the key that authenticates it."""
     if agent.checkpoint_cache_url is None:
         return None
     from meshpoint.adapters.redis import RedisCheckpointCache
 
     ttl = timedelta(seconds=agent.checkpoint_cache_ttl_seconds)
-    return RedisCheckpointCache(agent.checkpoint_cache_url, namespace=namespace, ttl=ttl)
+    return RedisCheckpointCache(agent.checkpoint_cache_url, namespace=namespace, secret=secret, ttl=ttl)
 
 
 def make_working_memory(agent: AgentSettings, namespace: str) -> WorkingMemory | None:
@@ -140,14 +144,17 @@ def make_working_memory(agent: AgentSettings, namespace: str) -> WorkingMemory |
     )
 
 
-def make_snapshots(agent: AgentSettings, namespace: str) -> SnapshotStore | None:
-    """The second place of working memories that live in Redis."""
+def make_snapshots(
+    agent: AgentSettings, namespace: str, secret: Callable[[], Awaitable[bytes]]
+) -> SnapshotStore | None:
+    """The second place of working memories that live in Redis. `secret` returns the key that authenticates them."""
     url = agent.memory_snapshot_url or agent.memory_url
     if url is None:
         return None
     from meshpoint.adapters.redis import RedisSnapshots
 
-    return RedisSnapshots(url, namespace=namespace, ttl=timedelta(seconds=agent.memory_paused_ttl_seconds))
+    ttl = timedelta(seconds=agent.memory_paused_ttl_seconds)
+    return RedisSnapshots(url, namespace=namespace, secret=secret, ttl=ttl)
 
 
 async def serve(settings: Settings, *, observer: Observer | None = None, stop: asyncio.Event | None = None) -> None:

@@ -23,6 +23,7 @@ from meshpoint.model.checkpoint import L1Snapshot, Run, Save
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.memory import Owner, agent_id
 from meshpoint.model.subtasks import AgentCheckpoint, Saved
+from servers import copy_key
 
 T = TypeVar("T")
 
@@ -51,7 +52,10 @@ async def main(
     redis_url: str, database_url: str, namespace: str, task: str, run_id: str, fence: str, work: str
 ) -> None:
     """Do `work`: "keep" or "restore"."""
-    l1, snapshots = RedisWorkingMemory(redis_url, namespace=namespace), RedisSnapshots(redis_url, namespace=namespace)
+    l1, snapshots = (
+        RedisWorkingMemory(redis_url, namespace=namespace),
+        RedisSnapshots(redis_url, namespace=namespace, secret=copy_key),
+    )
     store = SqlCheckpointStore(database_url, namespace=namespace)
     await store.open()
     run = Run(TaskId(task), AGENT, RunId(run_id), int(fence))

@@ -25,6 +25,7 @@ from meshpoint.model.checkpoint import Begin, Begun, L1Snapshot, Requester, Run,
 from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.memory import Command, Item, Kind, Owner, agent_id
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, Saved
+from servers import copy_key
 
 pytestmark = [pytest.mark.servers, pytest.mark.slow]
 
@@ -119,7 +120,7 @@ async def patient(redis_url: str, database_url: str, namespace: str) -> AsyncIte
     assert isinstance(begun, Begun)
     async with Redis.from_url(redis_url) as raw:
         l1 = RedisWorkingMemory(redis_url, namespace=namespace)
-        snapshots = RedisSnapshots(redis_url, namespace=namespace)
+        snapshots = RedisSnapshots(redis_url, namespace=namespace, secret=copy_key)
         yield Patient(redis_url, database_url, namespace, l1, snapshots, store, raw, begun.run)
         await l1.forget(Owner(agent_id(AGENT, run.task_id), begun.run.id, begun.run.fence))
     await l1.close()

@@ -23,6 +23,7 @@ from meshpoint.model.checkpoint import Begin, Begun, L1Snapshot, Requester, Run,
 from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.memory import Content, Item, Kind, Owner, agent_id
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, Saved
+from servers import copy_key
 
 pytestmark = pytest.mark.servers
 
@@ -92,7 +93,10 @@ class Place:
 async def place(redis_url: str, database_url: str, namespace: str) -> AsyncIterator[Place]:
     store = SqlCheckpointStore(database_url, namespace=namespace)
     await store.open()
-    l1, snapshots = RedisWorkingMemory(redis_url, namespace=namespace), RedisSnapshots(redis_url, namespace=namespace)
+    l1, snapshots = (
+        RedisWorkingMemory(redis_url, namespace=namespace),
+        RedisSnapshots(redis_url, namespace=namespace, secret=copy_key),
+    )
     run = Run(TaskId(new_id()), AGENT, RunId(new_id()))
     [begun] = await store.begin([Begin(run, HERE, Requester(), b"{}", Operation(type="test", parameters=None))])
     assert isinstance(begun, Begun)

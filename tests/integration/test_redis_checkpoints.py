@@ -10,14 +10,16 @@ from hashlib import blake2b
 from typing import Any
 
 import pytest
+import zstandard
 from redis.asyncio import Redis
 
 from meshpoint.adapters.redis import RedisCheckpointCache
+from meshpoint.adapters.redis.seal import SIZE, Seal
 from meshpoint.errors import CheckpointError, ConfigurationError
 from meshpoint.model.ids import AgentName, TaskId, new_id
 from meshpoint.model.subtasks import AgentCheckpoint, SubtaskRecord, SubtaskStatus
 from meshpoint.ports.checkpoint_cache import CacheUnavailable
-from servers import Proxy, RedisServer
+from servers import Proxy, RedisServer, copy_key
 
 AGENT = AgentName("travel")
 WEEK = timedelta(days=7)
@@ -62,7 +64,7 @@ async def raw(redis_url: str) -> AsyncIterator[Redis]:
 
 @pytest.fixture
 async def cache(redis_url: str, namespace: str) -> AsyncIterator[RedisCheckpointCache]:
-    cache = RedisCheckpointCache(redis_url, namespace=namespace)
+    cache = RedisCheckpointCache(redis_url, namespace=namespace, secret=copy_key)
     yield cache
     await cache.close()
 
@@ -76,7 +78,7 @@ async def proxy(redis_url: str) -> AsyncIterator[Proxy]:
 @pytest.fixture
 async def distant(proxy: Proxy, namespace: str, now: Now, limits: Limits) -> AsyncIterator[RedisCheckpointCache]:
     """A cache behind `proxy`, on the clock `now`, whose requests time out when `limits` pass."""
-    cache = RedisCheckpointCache(proxy.url, namespace=namespace, clock=now, time_limit=limits)
+    cache = RedisCheckpointCache(proxy.url, namespace=namespace, secret=copy_key, clock=now, time_limit=limits)
     yield cache
     await cache.close()
 
@@ -132,7 +134,7 @@ async def test_copies_of_another_agent_and_another_mesh_are_others(
     checkpoint = a_checkpoint()
     await cache.put(checkpoint)
     assert await cache.get(checkpoint.operation_id, AgentName("hotel")) is None
-    other = RedisCheckpointCache(redis_url, namespace=new_id())
+    other = RedisCheckpointCache(redis_url, namespace=new_id(), secret=copy_key)
     assert await other.get(checkpoint.operation_id, AGENT) is None
     await other.close()
 
@@ -168,7 +170,10 @@ async def test_a_forgotten_copy_is_gone(cache: RedisCheckpointCache, raw: Redis,
 
 
 async def test_one_put_and_one_get_are_one_request_each(own_redis: RedisServer) -> None:
-    cache, checkpoint = RedisCheckpointCache(own_redis.url, namespace="mesh"), a_checkpoint(size=10_000)
+    cache, checkpoint = (
+        RedisCheckpointCache(own_redis.url, namespace="mesh", secret=copy_key),
+        a_checkpoint(size=10_000),
+    )
     async with Redis.from_url(own_redis.url) as raw:
         await cache.put(checkpoint)  # connects
         await raw.config_resetstat()
@@ -197,9 +202,14 @@ async def test_many_at_once_share_a_few_connections(distant: RedisCheckpointCach
 # ── garbage ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def sealed(body: bytes) -> bytes:
-    """`body` below a digest that fits it."""
-    return blake2b(body, digest_size=16).hexdigest().encode() + b"\n" + body
+class Sealed(bytes):
+    """Content that is written with the right key, but is no checkpoint."""
+
+
+def unkeyed(copy: bytes) -> bytes:
+    """`copy` behind a digest that needs no key."""
+    body = copy[SIZE:]
+    return blake2b(body, digest_size=SIZE).digest() + body
 
 
 def flipped(copy: bytes) -> bytes:
@@ -218,15 +228,17 @@ def flipped(copy: bytes) -> bytes:
         pytest.param(lambda copy: copy[: len(copy) // 2], id="half"),
         pytest.param(lambda copy: copy + b" ", id="longer"),
         pytest.param(flipped, id="a bit flipped"),
-        pytest.param(lambda copy: copy.partition(b"\n")[2], id="no digest"),
-        pytest.param(lambda copy: sealed(b""), id="sealed: empty"),
-        pytest.param(lambda copy: sealed(b"\x00[]"), id="sealed: other JSON"),
-        pytest.param(lambda copy: sealed(b"\x00{}"), id="sealed: other object"),
-        pytest.param(lambda copy: sealed(b"\x00" + b"[" * 100_000), id="sealed: deep"),
-        pytest.param(lambda copy: sealed(b"\x00\xff\xfe"), id="sealed: no UTF-8"),
-        pytest.param(lambda copy: sealed(b"\x01not compressed"), id="sealed: no frame"),
-        pytest.param(lambda copy: sealed(b"\x01\x28\xb5\x2f\xfd"), id="sealed: half a frame"),
-        pytest.param(lambda copy: sealed(b"\x07" + copy.partition(b"\n")[2][1:]), id="sealed: unknown marker"),
+        pytest.param(lambda copy: copy[SIZE:], id="no code"),
+        pytest.param(unkeyed, id="a digest without the key"),
+        pytest.param(lambda copy: bytes(SIZE) + zstandard.compress(bytes(10_000_000)), id="a bomb"),
+        pytest.param(lambda copy: Sealed(b""), id="sealed: empty"),
+        pytest.param(lambda copy: Sealed(b"\x00[]"), id="sealed: other JSON"),
+        pytest.param(lambda copy: Sealed(b"\x00{}"), id="sealed: other object"),
+        pytest.param(lambda copy: Sealed(b"\x00" + b"[" * 100_000), id="sealed: deep"),
+        pytest.param(lambda copy: Sealed(b"\x00\xff\xfe"), id="sealed: no UTF-8"),
+        pytest.param(lambda copy: Sealed(b"\x01not compressed"), id="sealed: no frame"),
+        pytest.param(lambda copy: Sealed(b"\x01\x28\xb5\x2f\xfd"), id="sealed: half a frame"),
+        pytest.param(lambda copy: Sealed(b"\x07" + copy[SIZE + 1 :]), id="sealed: unknown marker"),
     ],
 )
 async def test_garbage_is_found(
@@ -237,7 +249,8 @@ async def test_garbage_is_found(
     await cache.put(checkpoint)
     copy = await raw.get(key)
     assert isinstance(copy, bytes)
-    await raw.set(key, spoil(copy))
+    spoiled = spoil(copy)
+    await raw.set(key, await Seal(copy_key).sealed(key, spoiled) if isinstance(spoiled, Sealed) else spoiled)
     await expect_garbage(cache, checkpoint, key)
 
 
@@ -265,6 +278,19 @@ async def test_a_copy_of_another_operation_is_found(cache: RedisCheckpointCache,
     await expect_garbage(cache, mine, key_of(namespace, mine))
 
 
+async def test_a_copy_of_another_mesh_is_found(cache: RedisCheckpointCache, raw: Redis, namespace: str) -> None:
+    async def other_key() -> bytes:
+        return bytes(32)
+
+    checkpoint = a_checkpoint()
+    key = key_of(namespace, checkpoint)
+    await cache.put(checkpoint)
+    copy = await raw.get(key)
+    assert isinstance(copy, bytes)
+    await raw.set(key, await Seal(other_key).sealed(key, copy[SIZE:]))
+    await expect_garbage(cache, checkpoint, key)
+
+
 async def expect_garbage(cache: RedisCheckpointCache, checkpoint: AgentCheckpoint, key: str) -> None:
     """One line that names the key; and the next `put` heals it at once."""
     with pytest.raises(CheckpointError) as caught:
@@ -284,7 +310,7 @@ async def test_what_is_no_json_is_refused(cache: RedisCheckpointCache) -> None:
 
 
 async def test_a_redis_that_was_wiped_has_no_copies(own_redis: RedisServer) -> None:
-    cache, checkpoint = RedisCheckpointCache(own_redis.url, namespace="mesh"), a_checkpoint()
+    cache, checkpoint = RedisCheckpointCache(own_redis.url, namespace="mesh", secret=copy_key), a_checkpoint()
     await cache.put(checkpoint)
     async with Redis.from_url(own_redis.url) as raw:
         await raw.flushall()
@@ -295,7 +321,10 @@ async def test_a_redis_that_was_wiped_has_no_copies(own_redis: RedisServer) -> N
 
 
 async def test_a_redis_goes_and_comes_back(own_redis: RedisServer, now: Now) -> None:
-    cache, checkpoint = RedisCheckpointCache(own_redis.url, namespace="mesh", clock=now), a_checkpoint()
+    cache, checkpoint = (
+        RedisCheckpointCache(own_redis.url, namespace="mesh", secret=copy_key, clock=now),
+        a_checkpoint(),
+    )
     await cache.put(checkpoint)
     await own_redis.kill()
     with pytest.raises(CacheUnavailable, match="connecting"):
@@ -311,7 +340,7 @@ async def test_a_redis_goes_and_comes_back(own_redis: RedisServer, now: Now) -> 
 
 
 async def test_a_restart_between_two_requests_is_not_noticed(own_redis: RedisServer) -> None:
-    cache, checkpoint = RedisCheckpointCache(own_redis.url, namespace="mesh"), a_checkpoint()
+    cache, checkpoint = RedisCheckpointCache(own_redis.url, namespace="mesh", secret=copy_key), a_checkpoint()
     await cache.put(checkpoint)
     await own_redis.restart()
     assert await cache.get(checkpoint.operation_id, AGENT) == checkpoint
@@ -402,7 +431,7 @@ async def test_whoever_is_cancelled_takes_no_answer_of_others_along(
 
 
 async def test_a_full_redis_is_unavailable(own_redis: RedisServer) -> None:
-    cache = RedisCheckpointCache(own_redis.url, namespace="mesh")
+    cache = RedisCheckpointCache(own_redis.url, namespace="mesh", secret=copy_key)
     async with Redis.from_url(own_redis.url) as raw:
         await raw.config_set("maxmemory", "1")
         try:
@@ -421,7 +450,9 @@ async def test_what_is_no_redis_is_unavailable(answer: bytes) -> None:
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    cache = RedisCheckpointCache(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", namespace="mesh")
+    cache = RedisCheckpointCache(
+        f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", namespace="mesh", secret=copy_key
+    )
     with pytest.raises(CacheUnavailable):
         await cache.get(TaskId(new_id()), AGENT)
     await cache.close()
@@ -442,7 +473,7 @@ async def test_what_is_no_redis_is_unavailable(answer: bytes) -> None:
 )
 def test_a_malformed_url_is_refused_without_telling_it(url: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        RedisCheckpointCache(url, namespace="mesh")
+        RedisCheckpointCache(url, namespace="mesh", secret=copy_key)
     assert caught.value.key == "agent.checkpoint_cache_url"
     assert "sec" not in str(caught.value)
     assert caught.value.__cause__ is None
@@ -450,7 +481,10 @@ def test_a_malformed_url_is_refused_without_telling_it(url: str) -> None:
 
 @pytest.mark.parametrize("option", ["", "?decode_responses=true", "?protocol=3"])
 async def test_the_options_of_a_url_break_nothing(redis_url: str, namespace: str, option: str) -> None:
-    cache, checkpoint = RedisCheckpointCache(redis_url + option, namespace=namespace), a_checkpoint(size=2_000)
+    cache, checkpoint = (
+        RedisCheckpointCache(redis_url + option, namespace=namespace, secret=copy_key),
+        a_checkpoint(size=2_000),
+    )
     await cache.put(checkpoint)
     assert await cache.get(checkpoint.operation_id, AGENT) == checkpoint
     await cache.close()

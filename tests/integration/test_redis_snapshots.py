@@ -14,7 +14,7 @@ from redis_wire import Wire
 from meshpoint.adapters.redis import RedisSnapshots, script_calls
 from meshpoint.errors import ConfigurationError, ConsistencyError, MemoryUnavailable
 from meshpoint.model.memory import Packed
-from servers import Proxy, RedisServer
+from servers import Proxy, RedisServer, copy_key
 
 A = "travel:task-1"
 TWO_WEEKS = 14 * 24 * 3600 * 1000
@@ -29,7 +29,7 @@ async def raw(redis_url: str) -> AsyncIterator[Any]:
 
 @pytest.fixture
 async def snapshots(redis_url: str, namespace: str) -> AsyncIterator[RedisSnapshots]:
-    snapshots = RedisSnapshots(redis_url, namespace=namespace)
+    snapshots = RedisSnapshots(redis_url, namespace=namespace, secret=copy_key)
     yield snapshots
     await snapshots.close()
 
@@ -43,7 +43,7 @@ async def wire(redis_url: str) -> AsyncIterator[Wire]:
 @pytest.fixture
 async def distant(wire: Wire, namespace: str) -> AsyncIterator[RedisSnapshots]:
     """The store by way of `wire`; after a failure Redis is asked again at once."""
-    snapshots = RedisSnapshots(wire.url, namespace=namespace, retry_after=timedelta(0))
+    snapshots = RedisSnapshots(wire.url, namespace=namespace, secret=copy_key, retry_after=timedelta(0))
     yield snapshots
     await snapshots.close()
 
@@ -82,7 +82,7 @@ async def test_large_chunks_go_in_several_parts(distant: RedisSnapshots, wire: W
 async def test_there_is_no_snapshot_of_another_memory(snapshots: RedisSnapshots, redis_url: str) -> None:
     await snapshots.put(A, a_snapshot())
     assert await snapshots.get("travel:task-2") is None
-    other = RedisSnapshots(redis_url, namespace="other")
+    other = RedisSnapshots(redis_url, namespace="other", secret=copy_key)
     assert await other.get(A) is None
     await other.close()
 
@@ -126,6 +126,21 @@ async def test_a_forgotten_snapshot_leaves_no_key(snapshots: RedisSnapshots, raw
     assert await raw.keys(f"{namespace}:*") == []
 
 
+@pytest.mark.parametrize("field", ["manifest", "digest", "order"])
+async def test_a_forged_snapshot_is_found(snapshots: RedisSnapshots, raw: Any, namespace: str, field: str) -> None:
+    """Whoever writes one without the key, or changes one field of one that is authentic."""
+    await snapshots.put(A, a_snapshot(1))
+    old = await raw.hget(meta_of(namespace), "manifest")
+    await snapshots.put(A, a_snapshot(2))
+    forged = {"manifest": b"forged", "digest": b"1:forged", "order": b"3"}[field]
+    await raw.hset(meta_of(namespace), field, forged)
+    with pytest.raises(ConsistencyError, match="not authentic"):
+        await snapshots.get(A)
+    await raw.hset(meta_of(namespace), mapping={"manifest": old})  # authentic, and of another snapshot
+    with pytest.raises(ConsistencyError, match="not authentic"):
+        await snapshots.get(A)
+
+
 async def test_a_put_and_a_get_are_one_round_trip_each(distant: RedisSnapshots, wire: Wire) -> None:
     await distant.put(A, a_snapshot(1))
     await distant.get(A)
@@ -142,7 +157,7 @@ async def test_a_put_and_a_get_are_one_round_trip_each(distant: RedisSnapshots, 
 
 async def test_scripts_may_be_forgotten_at_any_time(own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 40)
-    snapshots = RedisSnapshots(own_redis.url, namespace="mesh")
+    snapshots = RedisSnapshots(own_redis.url, namespace="mesh", secret=copy_key)
     send, trips = script_calls._send, 0
     async with Redis.from_url(own_redis.url) as client:
         raw: Any = client
@@ -299,7 +314,7 @@ async def test_a_redis_killed_at_any_step_of_a_put_has_the_old_or_the_new(
 ) -> None:
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 100)
     async with Wire(own_redis.url) as wire:
-        snapshots = RedisSnapshots(wire.url, namespace="mesh", retry_after=timedelta(0))
+        snapshots = RedisSnapshots(wire.url, namespace="mesh", secret=copy_key, retry_after=timedelta(0))
         await snapshots.forget(A)
         await snapshots.put(A, a_snapshot(10, chunks=40))
         wire.reset()
@@ -318,7 +333,7 @@ async def test_a_silent_redis_costs_one_timeout(redis_url: str, namespace: str) 
     async with Proxy(redis_url) as proxy:
         seconds = 0.0
         snapshots = RedisSnapshots(
-            proxy.url, namespace=namespace, timeout=timedelta(seconds=0.1), clock=lambda: seconds
+            proxy.url, namespace=namespace, secret=copy_key, timeout=timedelta(seconds=0.1), clock=lambda: seconds
         )
         proxy.silence()
         with pytest.raises(MemoryUnavailable, match=r"no answer within 0\.1 s"):
@@ -334,6 +349,6 @@ async def test_a_silent_redis_costs_one_timeout(redis_url: str, namespace: str) 
 
 def test_a_malformed_url_is_refused_without_telling_it() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        RedisSnapshots("http://:secret@localhost/0", namespace="mesh")
+        RedisSnapshots("http://:secret@localhost/0", namespace="mesh", secret=copy_key)
     assert caught.value.key == "agent.memory_snapshot_url"
     assert "sec" not in str(caught.value)

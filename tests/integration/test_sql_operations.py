@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from datetime import timedelta
 from pathlib import Path
@@ -267,3 +268,15 @@ async def test_a_task_that_is_no_operation_sends_nothing_more(
     assert await _sent(postgres, resumed(postgres, pause), monkeypatch) == 1
     task = await resumed(postgres)
     assert await _sent(postgres, postgres.end([an_end(task.run)]), monkeypatch) == 1
+
+
+async def test_each_mesh_has_its_own_key_for_copies(database_url: str) -> None:
+    one, same, other = (SqlCheckpointStore(database_url, namespace=name) for name in ("one", "one", "other"))
+    try:
+        for store in (one, same, other):
+            await store.open()
+        keys = await asyncio.gather(one.copy_key(), same.copy_key(), other.copy_key())
+        assert keys[0] == keys[1] != keys[2]
+    finally:
+        for store in (one, same, other):
+            await store.close()

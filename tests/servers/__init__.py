@@ -7,7 +7,7 @@ from .postgres import PostgresServer
 from .process import PrivateServer, ServerFailed
 from .proxy import Proxy
 from .rabbit import RabbitServer
-from .redis import RedisServer
+from .redis import RedisServer, copy_key
 
 __all__ = [
     "KINDS",
@@ -20,5 +20,6 @@ __all__ = [
     "RedisServer",
     "ServerFailed",
     "ServersMissing",
+    "copy_key",
     "own_database",
 ]

@@ -40,3 +40,8 @@ class RedisServer(PrivateServer):
                 return self.running and client.recv(5) == b"+PONG"
         except OSError:
             return False
+
+
+async def copy_key() -> bytes:
+    """A key that authenticates what tests and benchmarks put into Redis."""
+    return bytes(range(32))

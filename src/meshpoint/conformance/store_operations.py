@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 
@@ -299,6 +300,11 @@ class SummarySuite:
         assert (summary.status, summary.ended_at) == (OperationStatus(state.value), clock.now())
         assert (summary.progress_pct, summary.phase, summary.checkpoint) == (100.0 if done else 0.0, None, None)
         assert (summary.failure_reason, summary.updated_at) == (None if done else "why", clock.now())
+
+    async def test_the_key_for_copies_is_made_once(self, store: CheckpointStore) -> None:
+        first, *others = await asyncio.gather(*(store.copy_key() for _ in range(5)))
+        assert len(first) == 32
+        assert set(others) == {first}
 
     async def test_operations_are_listed_newest_first(self, store: CheckpointStore, clock: FakeClock) -> None:
         ids = []

@@ -22,6 +22,9 @@ CHUNK = 1024 * 1024
 """Bytes of items that make a chunk, before it is compressed; one value may be larger."""
 
 _LARGEST = 2**31 - 1
+_LARGEST_CHUNK = 512 * 1024 * 1024  # bytes, where the manifest does not say: one value of Redis
+_LARGEST_MANIFEST = 256 * 1024 * 1024  # bytes: about three million keys
+_LARGEST_WINDOW = 8 * 1024 * 1024  # bytes: level 1 writes windows of at most half a megabyte
 _READING: dict[str, Any] = {"strict_map_key": False, "max_str_len": _LARGEST, "max_bin_len": _LARGEST}
 
 
@@ -58,7 +61,9 @@ def pack(held: Held, order: int) -> Packed:
         "taken_at": held.now,
         "chunks": [[[item.key, digests[item.key]] for item in chunk] for chunk in chunks],
     }
-    return Packed(digest, order, _compressed(manifest), tuple(map(_compressed, chunks)))
+    plain = [_plain(chunk) for chunk in chunks]
+    manifest["sizes"] = [len(each) for each in plain]
+    return Packed(digest, order, _compressed(_plain(manifest)), tuple(map(_compressed, plain)))
 
 
 def unpack(packed: Packed, what: str) -> Unpacked:
@@ -72,7 +77,7 @@ def unpack(packed: Packed, what: str) -> Unpacked:
     said = (manifest["digest"], manifest["order"])
     if said != (packed.digest, packed.order) or digest_of_all(digests) != packed.digest.partition("@")[0]:
         raise ConsistencyError(f"{what}: what it says of itself is damaged")
-    items = tuple(item for chunk in packed.chunks for item in _items(chunk))
+    items = tuple(_all_items(packed.chunks, manifest.get("sizes")))
     ConsistencyVerifier(digests).verify(items, what)
     if fingerprint(items, digests) != packed.digest:
         raise ConsistencyError(f"{what}: the times of its keys are damaged")
@@ -100,7 +105,7 @@ def from_bytes(content: bytes, what: str) -> Packed:
 
 def _manifest(packed: Packed, what: str) -> dict[str, Any]:
     try:
-        manifest: dict[str, Any] = _read(packed.manifest)
+        manifest: dict[str, Any] = msgpack.unpackb(_decompressed(packed.manifest, _LARGEST_MANIFEST), **_READING)
         written = manifest["format"]
         if written == FORMAT:
             return manifest
@@ -122,25 +127,43 @@ def _chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
         yield chunk
 
 
-def _items(chunk: bytes) -> list[Item]:
-    """The items of a chunk; none of one that is damaged: the manifest knows what they were."""
-    try:
-        return [Item(key, Kind(kind), _content(Kind(kind), rest), until) for key, kind, rest, until in _read(chunk)]
-    except (ValueError, TypeError, zstandard.ZstdError, msgpack.UnpackException):
-        return []
+def _all_items(chunks: Sequence[bytes], sizes: Sequence[int] | None) -> Iterator[Item]:
+    """The items of all chunks, which may decompress to little more than `sizes`: the manifest's, in bytes.
+
+    None of a chunk that is damaged: the manifest knows what they were. The previous release wrote no sizes.
+    """
+    largest = _LARGEST_CHUNK if sizes is None else max(sizes, default=0)
+    budget = _LARGEST if sizes is None else sum(sizes) + largest
+    for chunk in chunks:
+        try:
+            size, found = _items(chunk, min(largest, budget))
+        except (ValueError, TypeError, zstandard.ZstdError, msgpack.UnpackException):
+            continue
+        budget -= size
+        yield from found
 
 
-def _compressed(value: object) -> bytes:
+def _items(chunk: bytes, most: int) -> tuple[int, list[Item]]:
+    plain = _decompressed(chunk, most)
+    rows = msgpack.unpackb(plain, **_READING)
+    return len(plain), [Item(key, Kind(kind), _content(Kind(kind), rest), until) for key, kind, rest, until in rows]
+
+
+def _plain(value: object) -> bytes:
     plain = [_resting(item) for item in value] if isinstance(value, list) else value
-    return zstandard.ZstdCompressor(level=1, write_checksum=True).compress(msgpack.packb(plain))
+    return cast(bytes, msgpack.packb(plain))
 
 
-def _read(stored: bytes) -> Any:
-    frame = zstandard.ZstdDecompressor().decompressobj()  # grows with what there is, whatever a damaged header says
-    plain = frame.decompress(stored)
-    if not frame.eof or frame.unused_data:
-        raise ValueError("it is cut off, or something follows it")
-    return msgpack.unpackb(plain, **_READING)
+def _compressed(plain: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=1, write_checksum=True).compress(plain)
+
+
+def _decompressed(stored: bytes, most: int) -> bytes:
+    """The content of `stored`, at most `most` bytes: a few kilobytes of zstd can hold gigabytes."""
+    size = zstandard.frame_content_size(stored)
+    if not 0 <= size <= most:
+        raise ValueError(f"its frame has {size} bytes instead of at most {most}")
+    return zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompress(stored, allow_extra_data=False)
 
 
 def _resting(item: Item) -> list[Any]:

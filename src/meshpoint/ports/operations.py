@@ -83,6 +83,9 @@ class Operations(Protocol):
         With `adopt`, a task that has not ended goes on as it is, for the new requester: `Adopted`.
         """
 
+    async def copy_key(self) -> bytes:
+        """The key that authenticates this mesh's copies outside the store: 32 random bytes, made once and kept."""
+
     async def preserve(self, task_id: TaskId, *, preserve: bool = True) -> bool:
         """Exempt an operation's checkpoints from every deletion, or stop that; whether there is such an operation."""
 

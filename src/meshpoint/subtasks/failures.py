@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import sys
+from contextlib import suppress
+from types import ModuleType
 
-from meshpoint.errors import MeshpointError, SubtaskFailed
+from meshpoint.errors import SubtaskFailed
 from meshpoint.model.secrets import masked
 
 
@@ -19,17 +21,27 @@ def kept(error: Exception) -> str:
 
 
 def made_again(name: str, text: str) -> Exception:
-    """The error that `kept` told of subtask `name`: of the same type if that can be made from what was kept."""
+    """The error of subtask `name` that `kept` wrote: of the same type if that is loaded and can be made again.
+
+    A record imports nothing and calls nothing but an exception's constructor.
+    """
     known = json.loads(text)
     module, _, qualified = known["type"].partition(":")
-    try:
-        kind = importlib.import_module(module)
-        for step in qualified.split("."):
-            kind = getattr(kind, step)
-        if known["args"] is not None and isinstance(kind, type) and issubclass(kind, Exception):
+    kind = _loaded_exception(module, qualified)
+    error = None
+    if kind is not None and known["args"] is not None:
+        with suppress(Exception):  # a constructor that wants something else
             error = kind(*known["args"])
-            if str(error) == known["message"]:
-                return error
-    except (ImportError, AttributeError, TypeError, ValueError, MeshpointError):
-        pass  # it is a local class, or wants more than its arguments
+    if error is not None and str(error) == known["message"]:
+        return error
     return SubtaskFailed(f"subtask {name!r} failed: {qualified}: {known['message']}")
+
+
+def _loaded_exception(module: str, qualified: str) -> type[Exception] | None:
+    """The exception class of this name, if its module is loaded and defines it."""
+    found: object = sys.modules.get(module)
+    for step in qualified.split("."):
+        found = vars(found).get(step) if isinstance(found, ModuleType | type) else None
+    if not (isinstance(found, type) and issubclass(found, Exception)):
+        return None
+    return found if (found.__module__, found.__qualname__) == (module, qualified) else None

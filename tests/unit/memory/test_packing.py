@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgpack
 import pytest
+import zstandard
 
 from meshpoint.errors import ConsistencyError
 from meshpoint.memory import packing
@@ -112,6 +115,31 @@ def test_damage_in_a_chunk_names_its_keys(packed: Packed) -> None:
         for bytes_ in damaged(chunk):
             chunks = (*packed.chunks[:index], bytes_, *packed.chunks[index + 1 :])
             assert said_of(replace(packed, chunks=chunks)) in ([], sorted(keys[index]))
+
+
+def peak_of(packed: Packed) -> int:
+    """The most bytes that unpacking `packed` holds at a time."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConsistencyError):
+            unpack(packed, "it")
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_chunk_that_expands_beyond_its_size_is_damage(packed: Packed, declared: bool) -> None:
+    compressor = zstandard.ZstdCompressor(write_content_size=declared)
+    bomb = compressor.compress(msgpack.packb([["text", "string", bytes(200_000_000), None]]))
+    assert len(bomb) < 50_000
+    assert peak_of(replace(packed, chunks=(bomb, *packed.chunks[1:]))) < 10_000_000
+
+
+def test_many_chunks_that_expand_are_damage(packed: Packed) -> None:
+    sizes = [len(zstandard.decompress(chunk)) for chunk in packed.chunks]
+    filling = zstandard.compress(msgpack.packb([["x", "string", bytes(max(sizes) - 30), None]]))
+    assert peak_of(replace(packed, chunks=(*packed.chunks, *[filling] * 100_000))) < 20_000_000
 
 
 @pytest.mark.parametrize("content", [b"", b"\xc1", b"junk", b"\x90", b"\x94\x01\x02\x03\x04"])

@@ -45,6 +45,10 @@ class MemoryOperations:
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
 
+    async def copy_key(self) -> bytes:
+        """The key that authenticates copies; gone with the process, as the tasks are."""
+        return self._tables.copy_key
+
     async def track(self, wish: Track) -> BeginResult:
         """Make a running task an operation."""
         row = self._owned(wish.run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
@@ -261,6 +262,7 @@ class Tables:
         self.sending: dict[TaskId, TaskRow] = {}
         self.tombstones: list[tuple[datetime, TaskId]] = []
         self.archive: dict[TaskId, list[AgentCheckpoint]] = {}
+        self.copy_key = os.urandom(32)
 
     def put(self, row: TaskRow) -> None:
         """Write `row`: every change of a row ends here."""

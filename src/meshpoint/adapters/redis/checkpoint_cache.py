@@ -13,7 +13,8 @@ from redis.exceptions import ResponseError
 
 from meshpoint.adapters.redis.connection import RedisConnection
 from meshpoint.adapters.redis.copies import decoded, encoded
-from meshpoint.errors import CheckpointError
+from meshpoint.adapters.redis.seal import Seal, Secret
+from meshpoint.errors import CheckpointError, Unavailable
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.subtasks import AgentCheckpoint
 from meshpoint.ports.checkpoint_cache import CacheUnavailable
@@ -24,6 +25,7 @@ _CONNECTIONS = 4
 class RedisCheckpointCache:
     """One copy for each operation and agent, under `{namespace}:checkpoint:{analysis_id}:{agent_type}`.
 
+    `secret` returns the key that authenticates copies: one that was written without it is never used.
     A request takes `timeout` at most. After one that failed, Redis is not asked for `retry_after`; then one request
     tries, while the others are still refused. `clock` counts seconds; `time_limit` bounds a request. For one event
     loop.
@@ -37,6 +39,7 @@ class RedisCheckpointCache:
         url: str,
         *,
         namespace: str,
+        secret: Secret,
         ttl: timedelta = timedelta(days=7),
         timeout: timedelta = timedelta(milliseconds=500),
         retry_after: timedelta = timedelta(seconds=5),
@@ -54,13 +57,14 @@ class RedisCheckpointCache:
             time_limit=time_limit,
         )
         self._namespace = namespace
+        self._seal = Seal(secret)
         self._ttl = ttl
 
     async def put(self, checkpoint: AgentCheckpoint) -> None:
         """Replace the copy, and let it live for `ttl`."""
         key = self._key(checkpoint.operation_id, checkpoint.agent)
         self._connection.refuse_while_away(key)
-        copy = await encoded(checkpoint)
+        copy = await self._sealed(key, await encoded(checkpoint))
         await self._ask(key, lambda redis: redis.set(key, copy, px=self._ttl))
 
     async def get(self, operation_id: TaskId, agent: AgentName) -> AgentCheckpoint | None:
@@ -70,7 +74,7 @@ class RedisCheckpointCache:
         if stored is None:
             return None
         try:
-            checkpoint = await decoded(stored)
+            checkpoint = await decoded(await self._opened(key, stored))
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}") from error
         if (checkpoint.operation_id, checkpoint.agent) != (operation_id, agent):
@@ -85,6 +89,18 @@ class RedisCheckpointCache:
     async def close(self) -> None:
         """Release every connection."""
         await self._connection.close()
+
+    async def _sealed(self, key: str, content: bytes) -> bytes:
+        try:
+            return await self._seal.sealed(key, content)
+        except Unavailable as error:
+            raise CacheUnavailable(f"{key}: the key that authenticates copies: {error}") from error
+
+    async def _opened(self, key: str, stored: bytes) -> bytes:
+        try:
+            return await self._seal.opened(key, stored)
+        except Unavailable as error:
+            raise CacheUnavailable(f"{key}: the key that authenticates copies: {error}") from error
 
     def _key(self, operation_id: TaskId, agent: AgentName) -> str:
         return f"{self._namespace}:checkpoint:{operation_id}:{agent}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -14,7 +15,8 @@ from meshpoint.adapters.redis.connection import RedisConnection
 from meshpoint.adapters.redis.holding import name_of
 from meshpoint.adapters.redis.script_calls import Call, Reply
 from meshpoint.adapters.redis.scripts import APPEND_CHUNKS, GET_SNAPSHOT, PUT_SNAPSHOT
-from meshpoint.errors import ConsistencyError, MemoryUnavailable
+from meshpoint.adapters.redis.seal import Seal, Secret
+from meshpoint.errors import CheckpointError, ConsistencyError, MemoryUnavailable, Unavailable
 from meshpoint.model.ids import new_id
 from meshpoint.model.memory import Packed
 
@@ -27,8 +29,9 @@ class RedisSnapshots:
     """A `meshpoint.ports.working_memory.SnapshotStore` in Redis 6.0 or later.
 
         {namespace}:l1_snapshot:{A}         the chunks, A being the agent id in braces
-        {namespace}:l1_snapshot_meta:{A}    digest, order, number of chunks, manifest
+        {namespace}:l1_snapshot_meta:{A}    digest, order, number of chunks, manifest behind its authentication code
 
+    `secret` returns the key for that code: a snapshot that was written without it is never used.
     Each lives for `ttl`. A request takes `timeout` at most. After one that failed, Redis is not asked for
     `retry_after`. `clock` counts seconds. For one event loop.
 
@@ -41,6 +44,7 @@ class RedisSnapshots:
         url: str,
         *,
         namespace: str,
+        secret: Secret,
         ttl: timedelta = timedelta(days=14),
         timeout: timedelta = timedelta(seconds=5),
         retry_after: timedelta = timedelta(seconds=5),
@@ -56,6 +60,7 @@ class RedisSnapshots:
             connections=_CONNECTIONS,
         )
         self._namespace = namespace
+        self._seal = Seal(secret)
         self._ttl = ttl
 
     async def put(self, agent_id: str, packed: Packed) -> bool:
@@ -80,7 +85,7 @@ class RedisSnapshots:
         )
         if reply[0] == b"damaged":
             _refuse(reply[1], "it is of another type")
-        return None if reply[0] == b"none" else _packed(meta, *reply[1:])
+        return None if reply[0] == b"none" else await self._opened(agent_id, _packed(meta, *reply[1:]))
 
     async def digest(self, agent_id: str) -> str | None:
         """That of the one that is there, as it says itself; None: none."""
@@ -114,12 +119,33 @@ class RedisSnapshots:
             if batch:
                 await self._run(agent_id, batch, known=known)
             batch = [Call(APPEND_CHUNKS, (staged,), (_STAGED // _MILLISECOND, *part))]
-        says = (packed.digest.encode(), packed.order, len(packed.chunks), packed.manifest)
+        manifest = await self._sealed(agent_id, packed)
+        says = (packed.digest.encode(), packed.order, len(packed.chunks), manifest)
         swap = Call(PUT_SNAPSHOT, (chunks, meta, staged), (self._ttl // _MILLISECOND, *says))
         *_, [answer, *_] = await self._run(agent_id, [*batch, swap], known=known)
         if answer == b"incomplete":
             raise MemoryUnavailable(f"Redis, {_name(agent_id)}: it lost some of what it was given to keep")
         return bool(answer == b"ok")
+
+    async def _sealed(self, agent_id: str, packed: Packed) -> bytes:
+        try:
+            return await self._seal.sealed(self._sealed_name(agent_id, packed), packed.manifest)
+        except Unavailable as error:
+            raise MemoryUnavailable(f"{_name(agent_id)}: the key that authenticates it: {error}") from error
+
+    async def _opened(self, agent_id: str, packed: Packed) -> Packed:
+        """`packed` with its own manifest, which has a digest of every key: so no chunk needs a code of its own."""
+        _, meta = self._keys(agent_id)
+        try:
+            manifest = await self._seal.opened(self._sealed_name(agent_id, packed), packed.manifest)
+        except CheckpointError as error:
+            raise ConsistencyError(f"{name_of(meta)} is not authentic: {error}") from error
+        except Unavailable as error:
+            raise MemoryUnavailable(f"{_name(agent_id)}: the key that authenticates it: {error}") from error
+        return replace(packed, manifest=manifest)
+
+    def _sealed_name(self, agent_id: str, packed: Packed) -> str:
+        return f"{self._namespace}:{agent_id}:{packed.digest}:{packed.order}"
 
     async def _run(self, agent_id: str, calls: Sequence[Call], *, known: bool) -> list[Reply]:
         return await script_calls.run(self._connection, _name(agent_id), calls, known=known)

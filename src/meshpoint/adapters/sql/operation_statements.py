@@ -44,6 +44,18 @@ IN_PLACE_OF = "ON CONFLICT (analysis_id, agent_type, seq) DO UPDATE SET " + ", "
     f"{name} = excluded.{name}" for name in (*PLAIN, *JSON, *SNAPSHOT)
 )
 
+# ── secrets ────────────────────────────────────────────────────────────────────────────────────────
+
+# Make the key of a mesh, unless it has one.
+INSERT_SECRET = """
+INSERT INTO agent_mesh_secrets (namespace, copy_key) VALUES (:namespace, :key) ON CONFLICT (namespace) DO NOTHING
+"""
+
+# Read the key of a mesh.
+READ_SECRET = """
+SELECT copy_key FROM agent_mesh_secrets WHERE namespace = :namespace
+"""
+
 # ── operations ─────────────────────────────────────────────────────────────────────────────────────
 
 # Write an operation, in place of what an earlier task of the same id may have left behind.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from meshpoint.adapters.sql import operation_statements as sql
 from meshpoint.adapters.sql import reviving, subtasking
 from meshpoint.adapters.sql.codec import pack
-from meshpoint.adapters.sql.database import Database
+from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.adapters.sql.hot import HotPath
 from meshpoint.adapters.sql.locking import Terms
 from meshpoint.adapters.sql.records import STATES, checkpoint_columns, checkpoint_of, snapshot_of, summary_of
@@ -69,6 +70,17 @@ class SqlOperations:
         """Make an ended task ready again."""
         request = await pack(wish.request)
         return await self._database.write(lambda tx: reviving.revive(tx, wish, request, self._terms))
+
+    async def copy_key(self) -> bytes:
+        """The key that authenticates this mesh's copies outside the database. The first caller makes it."""
+        namespace = self._terms.names.namespace
+
+        async def made(tx: Transaction) -> bytes:
+            await tx.run(sql.INSERT_SECRET, namespace=namespace, key=os.urandom(32))
+            (row,) = await tx.rows(sql.READ_SECRET, namespace=namespace)
+            return bytes(row.copy_key)
+
+        return await self._database.write(made)
 
     async def preserve(self, task_id: TaskId, *, preserve: bool = True) -> bool:
         """Exempt an operation's checkpoints from every deletion, or stop that."""

@@ -1,4 +1,4 @@
-"""The tables, as the migrations create them: tasks, calls and joins; operations and their checkpoints.
+"""The tables, as the migrations create them: tasks, calls and joins; operations and their checkpoints; secrets.
 
 Instants are seconds since the epoch, by the database's clock. `agent_name` is the namespace and the agent's name,
 so that several meshes share one database. `invocation_id` is the generation: the number of the pause, -1 for a call
@@ -172,6 +172,15 @@ operations = Table(
     Column("exclusive", Boolean, nullable=False, server_default=false()),
     Column("preserve", Boolean, nullable=False, server_default=false()),
     Column("created_at", Float, nullable=False),
+)
+
+
+# The key that authenticates what replicas keep outside the database, in Redis. One row for each mesh.
+secrets = Table(
+    "agent_mesh_secrets",
+    metadata,
+    Column("namespace", _id(), primary_key=True),
+    Column("copy_key", LargeBinary, nullable=False),
 )
 
 

@@ -1,0 +1,62 @@
+"""The errors of subtasks, and what a record of one can do to the process that reads it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from meshpoint.errors import SubtaskFailed
+from meshpoint.subtasks.failures import kept, made_again
+
+
+class Refused(ValueError):
+    """An error of one's own."""
+
+
+class Picky(Exception):
+    def __init__(self) -> None:
+        super().__init__("it takes no arguments")
+
+
+def forged(type_: str, *args: object, message: str = "x") -> str:
+    return json.dumps({"type": type_, "args": list(args), "message": message})
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), Refused("x", 1), OSError(2, "x")])
+def test_an_error_of_a_loaded_type_is_made_again(error: Exception) -> None:
+    again = made_again("fetch", kept(error))
+    assert type(again) is type(error)
+    assert again.args == error.args
+
+
+def test_a_record_imports_nothing() -> None:
+    assert "antigravity" not in sys.modules
+    assert isinstance(made_again("fetch", forged("antigravity:Error")), SubtaskFailed)
+    assert "antigravity" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "type_",
+    [
+        "os:system",
+        "builtins:exec",
+        "builtins:SystemExit",
+        "builtins:KeyboardInterrupt",
+        "json:decoder.JSONDecodeError",  # the path to it is not its name
+        "meshpoint.subtasks.failures:SubtaskFailed",
+        "builtins:ValueError.__init__",
+        "no.such:Error",
+        "",
+        ":",
+    ],
+)
+def test_only_a_loaded_exception_class_is_called(type_: str) -> None:
+    assert isinstance(made_again("fetch", forged(type_, "x")), SubtaskFailed)
+
+
+def test_an_error_that_wants_other_arguments_is_a_failed_subtask() -> None:
+    again = made_again("fetch", kept(Picky()))
+    assert isinstance(again, SubtaskFailed)
+    assert "it takes no arguments" in str(again)
