@@ -1,21 +1,28 @@
 """The event loop that replicas run on: uvloop's where it is installed, about a fifth less CPU per message.
 
-And how often garbage is looked for: what a message leaves behind is freed without it, so Python's default mostly
-walks over what stays.
+It outlives an exit that agent code asks for in a callback, and a stop. And how often garbage is looked for: what a
+message leaves behind is freed without it, so Python's default mostly walks over what stays.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from collections.abc import Callable, Coroutine
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
+from meshpoint.lifecycle.containment import EXITS, from_outside, in_agent_code
+from meshpoint.model.error_text import described
+
 T = TypeVar("T")
 
 _GC_THRESHOLDS = (10_000, 20, 50)
+
+log = logging.getLogger("meshpoint.run")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -25,16 +32,42 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=_lasting(_loop_class())) as runner:
             return runner.run(main)
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """None: Python's own; there is no uvloop for some platforms."""
-    if find_spec("uvloop") is None:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = import_module("uvloop").new_event_loop
-    return factory
+def _loop_class() -> Any:
+    if find_spec("uvloop") is None:  # there is none for some platforms
+        return getattr(asyncio, "ProactorEventLoop", asyncio.SelectorEventLoop)
+    return import_module("uvloop").Loop
+
+
+@cache
+def _lasting(loop_class: Any) -> Callable[[], asyncio.AbstractEventLoop]:
+    """`loop_class`, but that only its main task and a Ctrl-C end it: no callback, and no `stop` in agent code."""
+
+    class LastingLoop(loop_class):  # type: ignore[misc]
+        _awaited: asyncio.Future[Any] | None = None
+
+        def run_until_complete(self, future: Any) -> Any:
+            self._awaited = main = asyncio.ensure_future(future, loop=self)
+            return super().run_until_complete(main)
+
+        def run_forever(self) -> None:
+            while True:
+                try:
+                    return super().run_forever()  # type: ignore[no-any-return]
+                except EXITS as error:
+                    if from_outside(error) or self._awaited is None or self._awaited.done():
+                        raise
+                    log.warning("a callback raised %s", described(error), exc_info=True)
+
+        def stop(self) -> None:
+            if in_agent_code():
+                raise RuntimeError("agent code may not stop the event loop")
+            super().stop()
+
+    return LastingLoop

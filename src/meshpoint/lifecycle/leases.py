@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 from meshpoint.errors import Unavailable
@@ -40,7 +41,8 @@ class LeaseKeeper:
         self._runs: dict[TaskId, Run] = {}
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop = asyncio.Event()
+        self._stop, self._ended = asyncio.Event(), asyncio.Event()
+        self._closing = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -52,16 +54,31 @@ class LeaseKeeper:
         def renew() -> None:
             with runner:
                 runner.run(self._until_stopped(worker_loop))
+            with suppress(RuntimeError):  # nobody waits on a loop that is closed
+                worker_loop.call_soon_threadsafe(self._ended.set)
 
         self._thread = threading.Thread(target=renew, name="meshpoint leases", daemon=True)
         self._thread.start()
 
-    async def close(self) -> None:
-        """Stop renewing."""
-        if self._thread is not None and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._stop.set)
-            await asyncio.to_thread(self._thread.join)
-            self._thread = None
+    async def close(self, within: float) -> None:
+        """Stop renewing, or give up waiting for that after so many seconds.
+
+        While code of a run that is kept still runs, its lease is renewed: until it is let go, or the process ends.
+        """
+        if self._thread is None:
+            return
+        with self._lock:
+            self._closing, kept = True, bool(self._runs)
+        if not kept:
+            self._stop_thread()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(within):
+                    await self._ended.wait()
+
+    def _stop_thread(self) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._stop.set)
 
     def keep(self, run: Run) -> None:
         """Renew the lease of `run` from now on."""
@@ -73,6 +90,9 @@ class LeaseKeeper:
         with self._lock:
             if self._runs.get(run.task_id) == run:
                 del self._runs[run.task_id]
+            last = self._closing and not self._runs
+        if last:
+            self._stop_thread()
 
     async def _until_stopped(self, worker_loop: asyncio.AbstractEventLoop) -> None:
         renewing = asyncio.create_task(self._keep_renewing(worker_loop))
@@ -81,7 +101,7 @@ class LeaseKeeper:
         await asyncio.gather(renewing, return_exceptions=True)
 
     async def _keep_renewing(self, worker_loop: asyncio.AbstractEventLoop) -> None:
-        while True:
+        while not self._stop.is_set():
             try:
                 await self._renew_with(self._open_store(), worker_loop)
             except Exception:  # if this ended, every lease of the replica would run out
@@ -92,6 +112,9 @@ class LeaseKeeper:
         try:
             while True:
                 await asyncio.sleep(self._interval)
+                if worker_loop.is_closed():  # no code of the worker runs any more
+                    self._stop.set()
+                    return
                 for run in await self._renew(store):
                     self.let_go(run)
                     worker_loop.call_soon_threadsafe(self._on_lost, run)

@@ -11,6 +11,7 @@ from meshpoint.lifecycle.receive import Request
 from meshpoint.lifecycle.senders import may_be_answered
 from meshpoint.lifecycle.site import Site
 from meshpoint.model.checkpoint import Reply, Requester, TaskState
+from meshpoint.model.error_text import described
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
 from meshpoint.model.letters import reply_bytes, reply_letter
@@ -22,10 +23,10 @@ from meshpoint.ports.broker import Delivery
 log = logging.getLogger("meshpoint.refuse")
 
 
-def internal_error(error: Exception) -> str:
+def internal_error(error: BaseException) -> str:
     """What others hear of a defect: not the statement and the values that a database's error quotes."""
     cause = getattr(error, "orig", None) or error
-    return f"internal error: {type(cause).__name__}: {cause}"
+    return f"internal error: {described(cause)}"
 
 
 def refusal(request: Request, options: Options, now: datetime) -> Failed | None:

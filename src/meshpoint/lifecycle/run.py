@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from pydantic_core import from_json, to_json
 
 from meshpoint.errors import AgentFailed, IncompatibleState, InvalidInput, MemoryLost, MemoryUnavailable
+from meshpoint.lifecycle.containment import Origin, from_outside
 from meshpoint.lifecycle.segment import Segment, Stop
 from meshpoint.model.calls import Done, Paused
 from meshpoint.model.checkpoint import Resumable
+from meshpoint.model.error_text import described, text_of
 from meshpoint.model.events import Step
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes
 from meshpoint.model.secrets import masked, traceback_of
@@ -49,12 +52,23 @@ class Forgotten:
 SegmentResult: TypeAlias = Paused | Outcome | Stopped | Unreadable | Forgotten
 
 
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """Agent code raised: `result` is what that comes to, unless it was stopped before."""
+
+    result: SegmentResult
+
+
+Begin: TypeAlias = Callable[[], Awaitable[Paused | Done[Any]]]
+"""Calls agent code. Not a coroutine yet: what it raises when it is called is the task's failure as well."""
+
+
 async def first_segment(
     agent: DurableAgent[Any, Any], segment: Segment, input_: object, steps: Steps, secret_keys: Sequence[str] = ()
 ) -> SegmentResult:
     """Run `agent` on a new request."""
     assert segment.context is not None
-    return await _run(agent.start(segment.context, input_), segment, steps, secret_keys)
+    return await _run(partial(agent.start, segment.context, input_), segment, steps, secret_keys)
 
 
 async def next_segment(
@@ -67,67 +81,101 @@ async def next_segment(
 ) -> SegmentResult:
     """Run `agent` on from a checkpoint."""
     assert segment.context is not None
-    return await _run(agent.resume(segment.context, task.state, outcomes), segment, steps, secret_keys)
+    return await _run(partial(agent.resume, segment.context, task.state, outcomes), segment, steps, secret_keys)
 
 
-async def _run(
-    code: Coroutine[Any, Any, Paused | Done[Any]], segment: Segment, steps: Steps, secret_keys: Sequence[str]
-) -> SegmentResult:
+async def _run(begin: Begin, segment: Segment, steps: Steps, secret_keys: Sequence[str]) -> SegmentResult:
     """Run agent code in a task of its own, so that it can be stopped without stopping the room around it."""
     run = segment.run
     if segment.stopped is not None:
-        code.close()
         return Stopped(segment.stopped)
     with steps.step(Step.SEGMENT, [run.task_id], generation=run.generation):
-        guarded = _guarded(code, segment, secret_keys)
-        running = segment.code = asyncio.create_task(guarded, name=f"segment {run.task_id}")
-        running.add_done_callback(lambda _: code.close())  # stopped before its first step, nobody ever awaited it
+        origin, exits = _origin(segment)
+        guarded = _guarded(begin, segment, secret_keys)
+        running = asyncio.create_task(guarded, name=f"segment {run.task_id}", context=origin.context())
+        segment.code = running
         try:
             await asyncio.wait({running})
         except asyncio.CancelledError:  # the replica ends: what the code came to is nobody's result
             running.cancel()
             raise
         finally:
-            segment.code = None
-        if not running.cancelled():
-            return running.result()
-        if segment.stopped is not None:
-            return Stopped(segment.stopped)
-        return Failed(FailureKind.ERROR, "the agent's code cancelled itself")
+            origin.close()
+            if running.done():
+                segment.code = None
+        return _result_of(running, exits, segment)
 
 
-async def _guarded(
-    code: Coroutine[Any, Any, Paused | Done[Any]], segment: Segment, secret_keys: Sequence[str]
-) -> SegmentResult:
-    # The consumer edge: whatever agent code raises becomes an answer, SystemExit included, which would
-    # otherwise end the replica and every task beside this one.
+def _origin(segment: Segment) -> tuple[Origin, list[str]]:
+    """Whose code runs; and the exits in tasks that it started, each of which stops it."""
+    exits: list[str] = []
+
+    def on_exit(what: str) -> None:
+        exits.append(what)
+        if segment.code is not None:
+            segment.code.cancel()
+
+    return Origin(on_exit), exits
+
+
+def _result_of(running: asyncio.Task[SegmentResult | Raised], exits: Sequence[str], segment: Segment) -> SegmentResult:
+    ended = None if running.cancelled() else running.result()
+    if ended is not None and not isinstance(ended, Raised) and not exits:
+        return ended
+    if segment.stopped is not None and (ended is None or isinstance(ended, Raised)):
+        return Stopped(segment.stopped)  # also when its clean-up failed: that is no result of the task
+    if exits:
+        return _failed(FailureKind.ERROR, exits[0], segment)
+    if isinstance(ended, Raised):
+        return ended.result
+    return _failed(FailureKind.ERROR, "the agent's code cancelled itself", segment)
+
+
+async def _guarded(begin: Begin, segment: Segment, secret_keys: Sequence[str]) -> SegmentResult | Raised:
+    # The consumer edge: whatever agent code raises becomes an answer, SystemExit and KeyboardInterrupt included,
+    # which would otherwise end the replica and every task beside this one.
     try:
-        return _result(await code, segment)
-    except IncompatibleState as error:
-        return Unreadable(str(error))
-    except InvalidInput as error:
-        return _failed(FailureKind.INVALID, str(error), segment)
-    except AgentFailed as error:
-        if (forgotten := _forgotten(error)) is not None:
-            return forgotten
-        _keep_details(error, segment, secret_keys)
-        return _failed(FailureKind.ERROR, str(error), segment)
-    except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit) as error:
+        return _result(await begin(), segment)
+    except asyncio.CancelledError as error:
         _keep_details(error, segment, secret_keys)
         raise
     except BaseException as error:
-        if (forgotten := _forgotten(error)) is not None:
-            return forgotten
-        log.warning("task %s: agent code raised", segment.run.task_id, exc_info=True)
-        _keep_details(error, segment, secret_keys)
-        return _failed(FailureKind.ERROR, f"{type(error).__name__}: {error}", segment)
+        if from_outside(error) or (isinstance(error, GeneratorExit) and not _runs(segment)):
+            raise  # Ctrl-C, or the event loop is gone and this coroutine with it
+        try:
+            return Raised(_result_of_error(error, segment, secret_keys))
+        except Exception as second:  # its causes in a circle, say
+            log.warning("task %s: what its code raised cannot be read: %s", segment.run.task_id, described(second))
+            return Raised(_failed(FailureKind.ERROR, described(error), segment))
+
+
+def _runs(segment: Segment) -> bool:
+    try:
+        return asyncio.current_task() is segment.code
+    except RuntimeError:
+        return False
+
+
+def _result_of_error(error: BaseException, segment: Segment, secret_keys: Sequence[str]) -> SegmentResult:
+    match error:
+        case IncompatibleState():
+            return Unreadable(text_of(error))
+        case InvalidInput():
+            return _failed(FailureKind.INVALID, text_of(error), segment)
+    if (forgotten := _forgotten(error)) is not None:
+        return forgotten
+    _keep_details(error, segment, secret_keys)
+    if isinstance(error, AgentFailed):
+        return _failed(FailureKind.ERROR, text_of(error), segment)
+    log.warning("task %s: agent code raised\n%s", segment.run.task_id, traceback_of(error, secret_keys))
+    return _failed(FailureKind.ERROR, described(error), segment)
 
 
 def _forgotten(error: BaseException | None) -> Forgotten | None:
     """What became of the code if it ended for want of its memory, maybe in a TaskGroup or a framework's own error."""
     match error:
         case MemoryUnavailable():
-            return Forgotten(str(error), isinstance(error, MemoryLost))
+            return Forgotten(text_of(error), isinstance(error, MemoryLost))
         case BaseExceptionGroup(exceptions=several):
             return next(filter(None, map(_forgotten, several)), None)
         case None:
@@ -141,7 +189,7 @@ def _keep_details(error: BaseException, segment: Segment, secret_keys: Sequence[
     if segment.subtasks is not None and segment.subtasks.opened:
         segment.failure = {
             "type": type(error).__name__,
-            "message": masked(str(error), secret_keys),
+            "message": masked(text_of(error), secret_keys),
             "traceback": traceback_of(error, secret_keys),
         }
 
@@ -154,11 +202,12 @@ def _result(returned: object, segment: Segment) -> SegmentResult:
             try:
                 value = _json(output)
             except ValueError as error:
-                return _failed(FailureKind.ERROR, f"the agent's output is not JSON: {error}", segment)
+                return _failed(FailureKind.ERROR, f"the agent's output is not JSON: {text_of(error)}", segment)
             try:
-                more = tuple(dict(_json(artifact)) for artifact in artifacts)
+                more = _plain_artifacts(artifacts)
             except (ValueError, TypeError) as error:
-                return _failed(FailureKind.ERROR, f"the agent's artifacts are not JSON objects: {error}", segment)
+                what = f"the agent's artifacts are not JSON objects: {text_of(error)}"
+                return _failed(FailureKind.ERROR, what, segment)
             return Ok(value, _artifacts(segment, more), _usage(segment))
         case _:
             kind = type(returned).__name__
@@ -168,6 +217,12 @@ def _result(returned: object, segment: Segment) -> SegmentResult:
 def _json(value: object) -> Any:
     """`value` as it will arrive. Not-a-number and infinity, which a serializer would turn into null, are refused."""
     return from_json(to_json(value, inf_nan_mode="constants"), allow_inf_nan=False)
+
+
+def _plain_artifacts(artifacts: object) -> tuple[Any, ...]:
+    if not isinstance(artifacts, (list, tuple)):  # an iterator may have no end
+        raise TypeError(f"they are a {type(artifacts).__name__}, not a list or a tuple")
+    return tuple(dict(_json(artifact)) for artifact in artifacts)
 
 
 def _artifacts(segment: Segment, more: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -68,6 +68,8 @@ class Step(StrEnum):
     CHECKPOINT_COPY = "checkpoint_copy"  # the fast copy of a checkpoint could not be written or read
     MEMORY_RECOVERED = "memory_recovered"  # a working memory is at hand again, and from where
     MEMORY_TROUBLE = "memory_trouble"  # it, or its copy, could not be written or read
+    DEFECT = "defect"  # the engine, a store or a broker raised what it should not: logged, and the replica serves on
+    ABANDONED = "abandoned"  # the drain's time is over, and agent code still runs
     OWNER_LOST = "owner_lost"  # an operation ends as failed because its replica died
 
 
@@ -96,6 +98,8 @@ ONLY_TOLD = frozenset(
         Step.CHECKPOINT_COPY,
         Step.MEMORY_RECOVERED,
         Step.MEMORY_TROUBLE,
+        Step.DEFECT,
+        Step.ABANDONED,
         Step.OWNER_LOST,
     }
 )

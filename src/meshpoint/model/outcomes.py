@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
+from meshpoint.model.error_text import storable
 from meshpoint.model.usage import TokenUsage
 
 T_co = TypeVar("T_co", covariant=True)
@@ -36,11 +37,15 @@ class Ok(Generic[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A call without a result: `kind` is for code, `message` for people."""
+    """A call without a result: `kind` is for code, `message` for people. A very long message is cut, with a note."""
 
     kind: FailureKind
     message: str = ""
     usage: TokenUsage = field(default_factory=TokenUsage)
+
+    def __post_init__(self) -> None:
+        if (kept := storable(self.message)) is not self.message:
+            object.__setattr__(self, "message", kept)
 
 
 Outcome: TypeAlias = Ok[JsonValue] | Failed

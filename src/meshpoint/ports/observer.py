@@ -9,6 +9,7 @@ from typing import Protocol
 
 from pydantic import JsonValue
 
+from meshpoint.model.error_text import described
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 
@@ -71,7 +72,7 @@ class Steps:
     def _failed(
         self, step: Step, ids: tuple[TaskId, ...], detail: dict[str, JsonValue], error: BaseException
     ) -> None:
-        self._emit(step, Phase.FAILED, ids, {**detail, "error": f"{type(error).__name__}: {error}"})
+        self._emit(step, Phase.FAILED, ids, {**detail, "error": described(error)})
 
     def _emit(self, step: Step, phase: Phase, ids: tuple[TaskId, ...], detail: dict[str, JsonValue]) -> None:
         self.observer.emit(Event(step, phase, self.agent, self.replica, ids, detail))

@@ -1,0 +1,153 @@
+"""Keeps an exit that agent code asks for within its segment.
+
+asyncio lets `SystemExit` and `KeyboardInterrupt` out of the event loop, from every task and callback. Agent code may
+raise them in tasks that it starts, and that nobody awaits. A task factory finds out, through a context variable, for
+which segment a task is started, and turns such an exit into the failure of that segment. Tasks that no agent code
+starts are made as before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dis
+import logging
+import signal
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
+from types import CoroutineType, TracebackType
+from typing import Any
+
+from meshpoint.model.error_text import described
+
+log = logging.getLogger("meshpoint.run")
+
+EXITS = (SystemExit, KeyboardInterrupt)
+"""What asyncio lets out of the event loop."""
+
+
+class Origin:
+    """For which segment code runs. `on_exit` hears of an exit in a task that the code has started."""
+
+    __slots__ = ("_on_exit",)
+
+    def __init__(self, on_exit: Callable[[str], None]) -> None:
+        self._on_exit: Callable[[str], None] | None = on_exit
+
+    def exited(self, error: BaseException) -> None:
+        """Fail the segment, if it still runs."""
+        what = described(error)
+        log.warning("agent code raised %s in a task that it had started", what)
+        if self._on_exit is not None:
+            self._on_exit(what)
+
+    def close(self) -> None:
+        """The segment has ended: tasks that it left behind fail for themselves."""
+        self._on_exit = None
+
+    def context(self) -> Context:
+        """A copy of the current context in which code runs for this segment."""
+        context = copy_context()
+        context.run(_ORIGIN.set, self)
+        return context
+
+
+_ORIGIN: ContextVar[Origin | None] = ContextVar("meshpoint_origin", default=None)
+
+
+def in_agent_code() -> bool:
+    """Whether the current context is one that agent code runs in, or has started something from."""
+    return _ORIGIN.get() is not None
+
+
+def from_outside(error: BaseException) -> bool:
+    """Whether a person's Ctrl-C brought this exit, and not a `raise`."""
+    if not isinstance(error, KeyboardInterrupt):
+        return False
+    innermost: TracebackType | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        innermost, trace = trace, trace.tb_next
+    if innermost is None:
+        return False
+    code = innermost.tb_frame.f_code
+    if code.co_name == "_on_sigint" and code.co_filename == asyncio.runners.__file__:
+        return True
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return False
+    # Python's own handler has no frame. It never interrupts at a `raise`, nor where an await passes an error on.
+    return dis.opname[code.co_code[innermost.tb_lasti]] not in {"RAISE_VARARGS", "RERAISE", "SEND", "YIELD_VALUE"}
+
+
+class _Contained(Coroutine[Any, Any, Any]):
+    """A coroutine whose exits end its asyncio task, not the event loop."""
+
+    __slots__ = ("_coro", "_origin")
+
+    def __init__(self, coro: Any, origin: Origin | None) -> None:
+        self._coro, self._origin = coro, origin
+
+    def send(self, value: Any) -> Any:
+        try:
+            return self._coro.send(value)
+        except EXITS as error:
+            self._contain(error)
+
+    def throw(self, *error: Any) -> Any:
+        try:
+            return self._coro.throw(*error)
+        except EXITS as raised:
+            self._contain(raised)
+
+    def close(self) -> None:
+        self._coro.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return (yield from self._coro.__await__())
+
+    def __getattr__(self, name: str) -> Any:  # its name, its frame: for those who look at tasks
+        return getattr(self._coro, name)
+
+    def _contain(self, error: BaseException) -> None:
+        if from_outside(error):
+            raise error
+        if self._origin is not None:
+            self._origin.exited(error)
+        else:
+            log.warning("a finalizer raised %s", described(error))
+        raise asyncio.CancelledError(described(error)) from None
+
+
+class _Factory:
+    """A loop's task factory, in front of the one that it had."""
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+        self.users = 0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
+        context: Context | None = options.get("context")
+        origin = _ORIGIN.get() if context is None else context.get(_ORIGIN)
+        # The event loop closes forgotten async generators in a task of its own: then nobody knows whose they are.
+        if origin is not None or type(coro) is not CoroutineType:
+            coro = _Contained(coro, origin)
+        if self.before is not None:
+            return self.before(loop, coro, **options)
+        return asyncio.Task(coro, loop=loop, **options)
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Contain the exits of tasks that agent code starts on the running event loop."""
+    loop = asyncio.get_running_loop()
+    factory = loop.get_task_factory()
+    if not isinstance(factory, _Factory):
+        factory = _Factory(factory)
+        loop.set_task_factory(factory)
+    factory.users += 1
+    try:
+        yield
+    finally:
+        factory.users -= 1
+        if not factory.users and loop.get_task_factory() is factory:
+            loop.set_task_factory(factory.before)

@@ -1,0 +1,101 @@
+"""The asyncio tasks of one worker. A defect in one is noted, and is the end of that one only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from meshpoint.errors import Unavailable
+from meshpoint.lifecycle.containment import from_outside
+from meshpoint.lifecycle.patience import Patience
+from meshpoint.model.error_text import described
+from meshpoint.model.events import Step
+from meshpoint.ports.observer import Steps
+
+log = logging.getLogger("meshpoint.worker")
+
+_QUIET = 60.0
+"""Seconds in which a defect that comes again is counted, and not logged."""
+_MOST_KNOWN = 1_000
+
+
+class Defects:
+    """Logs unexpected exceptions with their traceback, and emits an event: once a minute for those of one kind."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._known: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def note(self, where: str, error: BaseException) -> None:
+        """Something failed in `where` that should not be able to."""
+        key, now = (where, type(error).__qualname__), asyncio.get_running_loop().time()
+        noted_at, since = self._known.get(key, (now - _QUIET, 0))
+        if now - noted_at < _QUIET:
+            self._known[key] = noted_at, since + 1
+            return
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known[key] = now, 0
+        what = described(error)
+        log.error("%s failed: %s (%d more since it was last logged)", where, what, since, exc_info=error)
+        self._steps.note(Step.DEFECT, where=where, error=what, more=since)
+
+
+class Crew:
+    """Starts tasks, and ends them within a bound."""
+
+    def __init__(self, defects: Defects, patience: Patience) -> None:
+        self._defects, self._patience = defects, patience
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, step: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `step`. What it raises is noted."""
+        task = asyncio.create_task(self._guarded(step))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: step.close())  # cancelled before its first step, nobody ever awaited it
+        return task
+
+    async def _guarded(self, step: Coroutine[Any, Any, None]) -> None:
+        try:
+            await step
+        except asyncio.CancelledError:
+            raise
+        except Unavailable as error:
+            self._patience.note_away(error)
+        except BaseException as error:
+            if from_outside(error):
+                raise
+            self._defects.note(step.__qualname__, error)
+
+    async def done(self) -> None:
+        """Return when all tasks have ended, and those that they started."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def end(self, within: float) -> None:
+        """Cancel all tasks. Those that do not end within so many seconds are left behind."""
+        tasks = {task for task in self._tasks if task is not asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            _, left = await asyncio.wait(tasks, timeout=within)
+            for task in left:
+                log.warning("drain: %s does not end, and is left behind", task.get_coro())
+
+
+async def bounded(step: Coroutine[Any, Any, None], within: float, what: str) -> None:
+    """Await `step` for so many seconds. Then it is cancelled and left behind, with a warning; so is one that fails."""
+    task = asyncio.ensure_future(step)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=within)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if not done:
+        task.cancel()
+        log.warning("%s did not end within %.3g s, and is left behind", what, within)
+    elif not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("%s failed: %s", what, described(error))
