@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from meshpoint.adapters.memory.working_memory import LocalWorkingMemory
 from meshpoint.lifecycle.leases import LeaseKeeper
+from meshpoint.model.checkpoint import Run
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.options import Options
 from meshpoint.ports.observer import Observer
@@ -47,7 +48,7 @@ class LeasesInLoop(LeaseKeeper):
         """Begin to renew."""
         self._renewing = asyncio.create_task(self._keep_renewing(asyncio.get_running_loop()))
 
-    async def close(self) -> None:
+    async def close(self, within: float = 5.0, running: Collection[Run] = ()) -> None:
         """Stop."""
         if self._renewing is not None:
             self._renewing.cancel()

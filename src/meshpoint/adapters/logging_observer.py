@@ -29,6 +29,8 @@ _WARNINGS = frozenset(
         Step.CODE_CANCELLED,
         Step.LEASE_LOST,
         Step.OWNER_LOST,
+        Step.DEFECT,
+        Step.ABANDONED,
         Step.MEMORY_TROUBLE,
     }
 )

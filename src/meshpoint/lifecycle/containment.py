@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from types import CoroutineType, TracebackType
-from typing import Any
+from typing import Any, cast
 
 from meshpoint.model.error_text import described
 
@@ -136,18 +136,30 @@ class _Factory:
         return asyncio.Task(coro, loop=loop, **options)
 
 
+class Containing:
+    """Until when exits are contained."""
+
+    def __init__(self) -> None:
+        self.kept = False
+
+    def keep(self) -> None:
+        """Contain them for as long as the event loop runs: there is code that does not end."""
+        self.kept = True
+
+
 @contextmanager
-def contained() -> Iterator[None]:
+def contained() -> Iterator[Containing]:
     """Contain the exits of tasks that agent code starts on the running event loop."""
     loop = asyncio.get_running_loop()
-    factory = loop.get_task_factory()
+    factory: Any = loop.get_task_factory()
     if not isinstance(factory, _Factory):
         factory = _Factory(factory)
         loop.set_task_factory(factory)
     factory.users += 1
+    containing = Containing()
     try:
-        yield
+        yield containing
     finally:
-        factory.users -= 1
-        if not factory.users and loop.get_task_factory() is factory:
+        factory.users -= not containing.kept
+        if not factory.users and cast(Any, loop.get_task_factory()) is factory:
             loop.set_task_factory(factory.before)

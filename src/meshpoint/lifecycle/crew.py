@@ -68,7 +68,7 @@ class Crew:
         except BaseException as error:
             if from_outside(error):
                 raise
-            self._defects.note(step.__qualname__, error)
+            self._defects.note(getattr(step, "__qualname__", "a step"), error)
 
     async def done(self) -> None:
         """Return when all tasks have ended, and those that they started."""
@@ -87,7 +87,7 @@ class Crew:
 
 
 async def bounded(step: Coroutine[Any, Any, None], within: float, what: str) -> None:
-    """Await `step` for so many seconds. Then it is cancelled and left behind, with a warning; so is one that fails."""
+    """Await `step` for so many seconds, then cancel it and leave it behind. That, and a failure, is a warning."""
     task = asyncio.ensure_future(step)
     try:
         done, _ = await asyncio.wait({task}, timeout=within)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 
@@ -60,14 +60,15 @@ class LeaseKeeper:
         self._thread = threading.Thread(target=renew, name="meshpoint leases", daemon=True)
         self._thread.start()
 
-    async def close(self, within: float) -> None:
+    async def close(self, within: float = 5.0, running: Collection[Run] = ()) -> None:
         """Stop renewing, or give up waiting for that after so many seconds.
 
-        While code of a run that is kept still runs, its lease is renewed: until it is let go, or the process ends.
+        The leases of runs whose code is still `running` are renewed until they are let go, or the process ends.
         """
         if self._thread is None:
             return
         with self._lock:
+            self._runs = {run.task_id: run for run in running if self._runs.get(run.task_id) == run}
             self._closing, kept = True, bool(self._runs)
         if not kept:
             self._stop_thread()

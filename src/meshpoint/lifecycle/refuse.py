@@ -68,7 +68,13 @@ class Refusals:
     async def set_aside(self, delivery: Delivery, error: Exception) -> None:
         """Dead-letter a delivery whose handling met a defect, so that it cannot break one replica after the other."""
         log.error("message %s: it could not be handled", delivery.message.message_id, exc_info=error)
-        await self.dead_letter(delivery, internal_error(error))
+        try:
+            await self.dead_letter(delivery, internal_error(error))
+        except NO_DEFECT:
+            raise
+        except Exception:
+            log.exception("message %s: it could not be set aside, and comes again", delivery.message.message_id)
+            await delivery.requeue()
 
     async def _reply(self, message: Message, reason: str) -> None:
         task_id = TaskId(message.correlation_id)

@@ -118,7 +118,9 @@ def _origin(segment: Segment) -> tuple[Origin, list[str]]:
     return Origin(on_exit), exits
 
 
-def _result_of(running: asyncio.Task[SegmentResult | Raised], exits: Sequence[str], segment: Segment) -> SegmentResult:
+def _result_of(
+    running: asyncio.Task[SegmentResult | Raised], exits: Sequence[str], segment: Segment
+) -> SegmentResult:
     ended = None if running.cancelled() else running.result()
     if ended is not None and not isinstance(ended, Raised) and not exits:
         return ended

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import assert_never
 
@@ -27,6 +28,9 @@ from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.ports.broker import Delivery
 from meshpoint.ports.home import Home
 from meshpoint.worker.segments import Segments
+
+_AFTER_DEFECT = timedelta(seconds=1)
+"""Before a request comes again that met a defect. The broker counts its deliveries, and has a limit."""
 
 
 class Requests:
@@ -59,6 +63,8 @@ class Requests:
         try:
             await self._take_in(left)
         except NO_DEFECT:
+            for delivery in left:
+                await delivery.requeue()
             raise
         except Exception as error:
             if len(left) == 1:
@@ -127,7 +133,8 @@ class Requests:
             return
         run = Run(request.task_id, self._site.agent, RunId(new_id()))
         asking = Segment(run=run, requester=request.requester, request=delivery.message, deliveries=[delivery])
-        await self._again(asking, request, live.home, Known(request.task_id, self._site.agent, TaskState.RUNNING))
+        known = Known(request.task_id, self._site.agent, TaskState.RUNNING)
+        self._follow_up(asking, partial(self._again, asking, request, live.home, known))
 
     async def _ack_if_row_is_enough(self, task_id: TaskId) -> None:
         running = self._segments.live.get(task_id)
@@ -148,10 +155,10 @@ class Requests:
     ) -> bool:
         """Whether the task is to run here now. If not, its request is settled, or soon will be."""
         if known is not None:
-            self._spawn(self._again(segment, request, *known))
+            self._follow_up(segment, partial(self._again, segment, request, *known))
             return False
         if refused := self._refusal(segment, request, delivery.count):
-            self._spawn(self._refuse(segment, refused))
+            self._follow_up(segment, partial(self._refuse, segment, refused))
             return False
         if self._site.durable is None or (
             self._site.options.ack_policy is AckPolicy.AT_CHECKPOINT
@@ -178,14 +185,26 @@ class Requests:
                 await self._segments.ack(segment)
                 return True
             case Fenced() if request.resume is not None:  # there is a row now, which is to know whom to answer
-                self._spawn(self._come_again(segment))
+                self._follow_up(segment, partial(self._come_again, segment))
             case Fenced():
-                self._spawn(self._settled(segment))
+                self._follow_up(segment, partial(self._settled, segment))
             case CancelFound():
-                self._spawn(self._refuse(segment, CANCELLED))
+                self._follow_up(segment, partial(self._refuse, segment, CANCELLED))
             case _:
                 assert_never(result)
         return False
+
+    def _follow_up(self, segment: Segment, step: Callable[[], Awaitable[None]]) -> None:
+        """Settle a request that does not run here. One that meets a defect is requeued after a pause."""
+        self._spawn(self._followed_up(segment, step))
+
+    async def _followed_up(self, segment: Segment, step: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await step()
+        except Exception:
+            await self._site.clock.sleep(_AFTER_DEFECT)
+            await self._come_again(segment)
+            raise
 
     async def _again(self, segment: Segment, request: receive.Request, home: Home, known: Known) -> None:
         """A request that arrived before. What it still needs is seen to; nothing runs twice."""
@@ -261,9 +280,9 @@ class Requests:
         self._segments.ready_somewhere.set()
 
     async def _come_again(self, segment: Segment) -> None:
-        for delivery in segment.deliveries:
-            await delivery.requeue()
         self._segments.leave(segment)
+        while segment.deliveries:
+            await segment.deliveries.pop().requeue()
 
     async def _reply_again(self, segment: Segment, known: Known) -> None:
         assert known.reply is not None

@@ -19,6 +19,7 @@ from meshpoint.errors import IncompatibleState, MemoryLost, MemoryRefused
 from meshpoint.lifecycle import checkpoint, claim, finish, receive, run
 from meshpoint.lifecycle.begin import begin
 from meshpoint.lifecycle.cancel import cancelled
+from meshpoint.lifecycle.containment import from_outside
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.held import Held
 from meshpoint.lifecycle.leases import LeaseKeeper
@@ -90,6 +91,7 @@ class Segments:
         self._make_room = make_room
         self.live: dict[TaskId, Segment] = {}
         self.held = Held()
+        self.unfinished: dict[asyncio.Task[object], Run] = {}  # code that did not stop when its replica ended
         self._none_left = asyncio.Event()
         self.ready_somewhere = asyncio.Event()
 
@@ -227,19 +229,43 @@ class Segments:
         task_id = segment.run.task_id
         try:
             afterwards = await self._settled(segment, code)
-            if self._leases is not None:
-                self._leases.let_go(segment.run)
+            self._let_go(segment)
             await afterwards()
-        except Exception:  # the consumer edge: a defect here must not take the other tasks along
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # the consumer edge: a defect here must not take the other tasks along
+            if from_outside(error):
+                raise
             log.exception("task %s: left to its lease, or to its request coming again", task_id)
-            await self._requeue(segment)
         finally:
-            if self._leases is not None:
-                self._leases.let_go(segment.run)
+            self._let_go(segment)
+            await self._close(segment)
+        self.leave(segment)
+        await self._requeue(segment)  # what is not acked by now
+
+    async def _close(self, segment: Segment) -> None:
+        try:
             if segment.memory is not None:
                 await segment.memory.left()
+        except Exception:
+            log.exception("task %s: its working memory could not be left", segment.run.task_id)
+        finally:
             segment.close()
-        self.leave(segment)
+
+    def _let_go(self, segment: Segment) -> None:
+        """Renew the lease no longer; while code that does not stop still runs, nobody else may have the task."""
+        code = segment.code
+        if code is not None and not code.done():
+            if code not in self.unfinished:
+                self.unfinished[code] = segment.run
+                code.add_done_callback(partial(self._ended_late, segment.run))
+        elif self._leases is not None:
+            self._leases.let_go(segment.run)
+
+    def _ended_late(self, run: Run, code: asyncio.Task[object]) -> None:
+        self.unfinished.pop(code, None)
+        if self._leases is not None:
+            self._leases.let_go(run)
 
     async def _settled(self, segment: Segment, code: Code) -> Afterwards:
         try:
@@ -248,7 +274,11 @@ class Segments:
                 await segment.subtasks.stop_left()
             segment.settling = True
             return await self._settle(segment, await self._unless_begun_elsewhere(segment, result))
-        except Exception as error:  # what cannot be committed as it is can be as a failure
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # what cannot be committed as it is can be as a failure
+            if from_outside(error):
+                raise
             log.exception("task %s: its segment could not be settled", segment.run.task_id)
             return await self._settle(segment, Failed(FailureKind.ERROR, internal_error(error)))
 
@@ -432,13 +462,17 @@ class Segments:
             await self._settle_requests(segment.run.task_id, deliveries)
 
     async def _requeue(self, segment: Segment) -> None:
-        for delivery in segment.deliveries:
-            await delivery.requeue()
+        while segment.deliveries:
+            await segment.deliveries.pop().requeue()
 
     async def _settle_requests(self, task_id: TaskId, deliveries: Sequence[Delivery]) -> None:
         with self._site.steps.step(Step.ACK, [task_id]):
             for delivery in deliveries:
-                await delivery.ack()
+                try:
+                    await delivery.ack()
+                except Exception:  # it comes again, and its row or its duplicate settles it
+                    log.exception("task %s: a request could not be acked", task_id)
+                    await delivery.requeue()
 
     # ── around it ──────────────────────────────────────────────────────────────────────────────────
 
@@ -530,9 +564,10 @@ class Segments:
         """Stop running code and give its tasks, and those that wait in memory, to other replicas."""
         for segment in list(self.live.values()):
             segment.stop(Stop.DRAINING)
-        for delivery in self.held.let_all_go():
-            await delivery.requeue()
+        held = self.held.let_all_go()
         self._tell_if_none_left()
+        for delivery in held:
+            await delivery.requeue()
 
 
 def _advice(task: Resumable) -> str:

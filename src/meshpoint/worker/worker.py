@@ -11,13 +11,17 @@ One rule orders everything: commit, publish, ack.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from datetime import timedelta
+from functools import partial
+from math import inf
 from typing import Any
 
 from pydantic import JsonValue
 
 from meshpoint.errors import Unavailable
+from meshpoint.lifecycle.containment import contained
+from meshpoint.lifecycle.crew import Crew, Defects, bounded
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.inbox import Inbox
 from meshpoint.lifecycle.leases import LeaseKeeper
@@ -49,6 +53,10 @@ from meshpoint.worker.sweeper import Sweeper
 
 _BATCH = 1024
 """Responses that are claimed together at most. Those of one pause best all come together."""
+_AFTER_DEFECT = timedelta(seconds=1)
+_CLOSING = 1.5
+_LEAST = 0.1
+"""Seconds. To close a connection takes a moment, also where `release_timeout` is zero."""
 
 
 class Worker:
@@ -115,53 +123,59 @@ class Worker:
         self._poked = asyncio.Event()
         self._room = 0
         self._draining = False
-        self._tasks: asyncio.TaskGroup | None = None
-        self._spawned: set[asyncio.Task[None]] = set()
+        self._defects = Defects(steps)
+        self._crew = Crew(self._defects, patience)
+        self._ends_at = inf  # of the event loop's clock: when a drain must be over
 
     # ── serving ────────────────────────────────────────────────────────────────────────────────────
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set, then drain.
+        """Serve until `stop` is set, then drain: within `drain_timeout + release_timeout`, whatever agent code does.
+
+        Code that does not stop by then is left behind, with a warning: see `abandoned`.
 
         Raises:
             Unavailable: the broker or the database did not answer within `startup_timeout`.
             ConfigurationError: the database is not migrated, or a queue exists with other arguments.
         """
-        try:
-            if not await _unless(stop, self._start()):
-                return
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
+        with contained() as containing:
+            try:
+                if not await _unless(stop, self._start(), self._closing_time):
+                    return
                 shared_home = self.site.durable or self.site.memory
                 entrances = [
-                    tasks.create_task(self._serve_requests()),
-                    tasks.create_task(self._serve_ready()),
-                    tasks.create_task(self._serve_letters(self._shared_inbox, shared_home, shared=True)),
-                    tasks.create_task(self._serve_due()),
+                    self._serve("requests", self._serve_requests),
+                    self._serve("ready tasks", self._serve_ready),
+                    self._serve(
+                        "letters", partial(self._serve_letters, self._shared_inbox, shared_home, shared=True)
+                    ),
+                    self._serve("what is due", self._serve_due),
                 ]
-                private = tasks.create_task(self._serve_letters(self._private_inbox, self.site.memory, shared=False))
+                private = partial(self._serve_letters, self._private_inbox, self.site.memory, shared=False)
+                self._serve("private letters", private)
                 await stop.wait()
                 await self._drain(entrances)
-                private.cancel()
-        finally:
-            if self._leases is not None:
-                await self._leases.close()
-            for home in self.site.homes:
-                await home.store.close()
-            for each in self._beside:
-                await each.close()
+            finally:
+                await self._close()
+                if self.abandoned:
+                    containing.keep()
         self.site.steps.note(Step.DRAINED)
+
+    @property
+    def abandoned(self) -> Sequence[TaskId]:
+        """The tasks whose code still runs after the drain. Their leases are renewed for as long as it does."""
+        return [run.task_id for run in self.segments.unfinished.values()]
 
     async def look_once(self) -> None:
         """Look once for what is due, and end when what was found is seen to."""
         try:
             for home in self.site.homes:
                 await home.store.open()
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
-                await self._sweeper.look(self.site.homes)
-                await self._sweeper.purge(self.site.homes[0])
+            await self._sweeper.look(self.site.homes)
+            await self._sweeper.purge(self.site.homes[0])
+            await self._crew.done()
         finally:
+            await self._crew.end(self._closing_time)
             for home in self.site.homes:
                 await home.store.close()
 
@@ -184,6 +198,22 @@ class Worker:
             self._leases.start()
         self.site.steps.note(Step.STARTED)
 
+    def _serve(self, what: str, serve: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        return self._spawn(self._lasting(what, serve))
+
+    async def _lasting(self, what: str, serve: Callable[[], Awaitable[None]]) -> None:
+        """Serve until it ends by itself. What it raises is noted, and it begins again in a while."""
+        while True:
+            try:
+                await serve()
+            except Unavailable as error:
+                self.site.patience.note_away(error)
+            except Exception as error:
+                self._defects.note(f"serving {what}", error)
+            else:
+                return
+            await self.site.clock.sleep(_AFTER_DEFECT)
+
     async def _serve_requests(self) -> None:
         while await self._request_inbox.some():
             await self.site.slots.some_free()
@@ -196,9 +226,15 @@ class Worker:
         while True:
             await self.site.slots.some_free()
             if not self._draining:
-                await self._sweeper.take_ready()  # a freed slot serves ready tasks before new requests
+                await self._take_ready()  # a freed slot serves ready tasks before new requests
             if self.site.slots.take(1):
                 return
+
+    async def _take_ready(self) -> None:
+        try:
+            await self._sweeper.take_ready()
+        except Exception as error:  # no fault of the request that waits for the slot
+            self._defects.note("taking ready tasks", error)
 
     async def _serve_ready(self) -> None:
         while True:
@@ -237,11 +273,7 @@ class Worker:
         self._poked.set()
 
     def _spawn(self, step: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        assert self._tasks is not None
-        spawned = self._tasks.create_task(step)
-        self._spawned.add(spawned)
-        spawned.add_done_callback(self._spawned.discard)
-        return spawned
+        return self._crew.spawn(step)
 
     def _lease_lost(self, run: Run) -> None:
         self.segments.lose(run)
@@ -253,35 +285,62 @@ class Worker:
             self._spawn(self._resize())
 
     async def _resize(self) -> None:
-        try:
-            await self._subscriptions["requests"].resize(self.site.options.max_concurrency + self._room)
-        except Unavailable as error:
-            self.site.patience.note_away(error)
+        await self._subscriptions["requests"].resize(self.site.options.max_concurrency + self._room)
 
     # ── draining ───────────────────────────────────────────────────────────────────────────────────
 
     async def _drain(self, entrances: Sequence[asyncio.Task[None]]) -> None:
         """Stop consuming, let segments come to a pause or an end, give the rest back."""
+        options = self.site.options
         self._draining = True
+        self._ends_at = _now() + (options.drain_timeout + options.release_timeout).total_seconds()
         self.site.steps.note(Step.DRAINING, *self.segments.live, held=len(self.segments.held))
+        closed = self._spawn(self._stop_consuming())
+        if not await _within(options.drain_timeout.total_seconds(), self._rest(closed, entrances)):
+            for entrance in entrances:
+                entrance.cancel()
+            await _within(self._left() - self._closing_time, self._give_back())
+        await _within(self._left() - self._closing_time, self._unsubscribe("private", self._private_inbox))
+
+    async def _stop_consuming(self) -> None:
         await self._unsubscribe("requests", self._request_inbox)
         await self._unsubscribe("shared", self._shared_inbox)
         self._poke()
         self.segments.ready_somewhere.set()
-        if not await _within(self.site.options.drain_timeout, self._rest(entrances)):
-            for entrance in entrances:
-                entrance.cancel()
-            await self.segments.give_all_back()
-            await _within(self.site.options.release_timeout, self.segments.none_left())
-        await self._unsubscribe("private", self._private_inbox)
-        for spawned in self._spawned:
-            spawned.cancel()  # the database or the broker is away: leases and un-acked requests bring tasks back
 
-    async def _rest(self, entrances: Sequence[asyncio.Task[None]]) -> None:
+    async def _rest(self, closed: asyncio.Task[None], entrances: Sequence[asyncio.Task[None]]) -> None:
         # What an entrance has begun, it ends: a claim that is given up halfway may own a task that nobody runs.
-        await asyncio.wait(entrances)
-        self._spawn(self._serve_due_in_memory())
+        await asyncio.wait([closed, *entrances])
+        self._serve("what is due in memory", self._serve_due_in_memory)
         await self.segments.none_left()
+
+    async def _give_back(self) -> None:
+        await self.segments.give_all_back()
+        await self.segments.none_left()
+
+    @property
+    def _closing_time(self) -> float:
+        """Seconds at the end of `release_timeout` that are kept for closing connections."""
+        return min(self.site.options.release_timeout.total_seconds() / 4, _CLOSING)
+
+    def _left(self) -> float:
+        return self._ends_at - _now()
+
+    async def _close(self) -> None:
+        """End everything in the time that is left. Leases and un-acked requests bring back what does not end."""
+        self._ends_at = min(self._ends_at, _now() + self.site.options.release_timeout.total_seconds())
+        third = max(self._left() / 3, _LEAST)
+        await self._crew.end(third)
+        if self.segments.unfinished:  # cancelled once more just now
+            await asyncio.wait(self.segments.unfinished, timeout=third)
+        if abandoned := self.abandoned:
+            self.site.steps.note(Step.ABANDONED, *abandoned)
+        within = max(self._left(), _LEAST)
+        closing = [bounded(home.store.close(), within, "closing a store") for home in self.site.homes]
+        closing += [bounded(each.close(), within, "closing a connection") for each in self._beside]
+        if self._leases is not None:
+            closing.append(self._leases.close(within, list(self.segments.unfinished.values())))
+        await asyncio.gather(*closing)
 
     async def _unsubscribe(self, name: str, inbox: Inbox) -> None:
         try:
@@ -317,8 +376,8 @@ def _memories(l1: WorkingMemory, snapshots: SnapshotStore | None, options: Optio
     )
 
 
-async def _unless(stop: asyncio.Event, come: Coroutine[Any, Any, None]) -> bool:
-    """Whether `come` came to its end before `stop` was set; otherwise it is cancelled."""
+async def _unless(stop: asyncio.Event, come: Coroutine[Any, Any, None], cancelling: float) -> bool:
+    """Whether `come` came to its end before `stop` was set; otherwise it is cancelled, and left after a while."""
     coming, stopped = asyncio.ensure_future(come), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({coming, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -328,13 +387,17 @@ async def _unless(stop: asyncio.Event, come: Coroutine[Any, Any, None]) -> bool:
     finally:
         stopped.cancel()
         coming.cancel()
-        await asyncio.gather(coming, stopped, return_exceptions=True)
+        await asyncio.wait({coming, stopped}, timeout=max(cancelling, _LEAST))
 
 
-async def _within(limit: timedelta, come: Coroutine[Any, Any, None]) -> bool:
+async def _within(seconds: float, come: Coroutine[Any, Any, None]) -> bool:
     try:
-        async with asyncio.timeout(limit.total_seconds()):
+        async with asyncio.timeout(max(seconds, 0)):
             await come
     except TimeoutError:
         return False
     return True
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshpoint.errors import AgentFailed, IncompatibleState, InvalidOutput
+from meshpoint.errors import AgentFailed, IncompatibleState, InvalidInput, InvalidOutput
 from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.checkpoint import TaskState
 from meshpoint.model.events import Step
@@ -55,6 +55,156 @@ async def swallows_a_group(*_: Any) -> Any:
         raise SystemExit(3)
 
 
+class Silent(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise SystemExit("no text")
+
+
+class Nameless(type):
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        raise KeyboardInterrupt
+
+
+class Odd(Exception, metaclass=Nameless):
+    """Nor its type's name."""
+
+
+class Trap:
+    """A result that raises whatever is done with it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise KeyboardInterrupt
+
+    def __repr__(self) -> str:
+        raise SystemExit(5)
+
+
+class Endless:
+    """Artifacts without an end."""
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return {}
+
+
+def in_background(error: BaseException) -> Callable[..., Awaitable[Any]]:
+    """Starts a task that raises, and waits for something else."""
+
+    async def background() -> None:
+        raise error
+
+    async def code(*_: Any) -> Any:
+        left = asyncio.create_task(background())
+        await asyncio.Event().wait()
+        del left
+
+    return code
+
+
+def in_a_child(error: BaseException) -> Callable[..., Awaitable[Any]]:
+    async def child() -> None:
+        raise error
+
+    async def code(*_: Any) -> Any:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(child())
+            group.create_task(asyncio.sleep(3600))
+
+    return code
+
+
+def gathered(error: BaseException) -> Callable[..., Awaitable[Any]]:
+    async def child() -> None:
+        raise error
+
+    async def code(*_: Any) -> Any:
+        await asyncio.gather(child(), asyncio.sleep(0), return_exceptions=True)
+        return Done("none the wiser")
+
+    return code
+
+
+def in_a_thread(error: BaseException) -> Callable[..., Awaitable[Any]]:
+    def blocking() -> None:
+        raise error
+
+    async def code(*_: Any) -> Any:
+        await asyncio.to_thread(blocking)
+
+    return code
+
+
+def in_a_task_of_a_thread(error: BaseException) -> Callable[..., Awaitable[Any]]:
+    async def back_on_the_loop() -> None:
+        raise error
+
+    async def code(*_: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        await asyncio.to_thread(lambda: asyncio.run_coroutine_threadsafe(back_on_the_loop(), loop))
+        await asyncio.Event().wait()
+
+    return code
+
+
+def in_a_finalizer(error: BaseException) -> Callable[..., Awaitable[Any]]:
+    async def code(*_: Any) -> Any:
+        try:
+            raise ValueError("first")
+        finally:
+            raise error
+
+    return code
+
+
+def when_closing(error: BaseException) -> Callable[..., Awaitable[Any]]:
+    async def numbers() -> Any:
+        try:
+            yield 1
+        finally:
+            raise error
+
+    async def code(*_: Any) -> Any:
+        generator = numbers()
+        await anext(generator)
+        await generator.aclose()
+
+    return code
+
+
+def not_even_a_coroutine(error: BaseException) -> Callable[..., Awaitable[Any]]:
+    def code(*_: Any) -> Any:
+        raise error
+
+    return code
+
+
+async def causes_itself(*_: Any) -> Any:
+    error = ValueError("a circle")
+    error.__cause__ = error
+    raise error
+
+
+async def nests(*_: Any) -> Any:
+    error: BaseException = ValueError("deep")
+    for _each in range(5000):
+        error = BaseExceptionGroup("group", [error])
+    raise error
+
+
+EXITS = {"SystemExit": SystemExit(3), "KeyboardInterrupt": KeyboardInterrupt("by code")}
+WAYS = [in_background, in_a_child, gathered, in_a_thread, in_a_task_of_a_thread, in_a_finalizer, when_closing]
+WAYS += [not_even_a_coroutine]
+EXITING = {
+    f"{name} {way.__name__.replace('_', ' ')}": (way(error), f"{name}: ")
+    for way in WAYS
+    for name, error in EXITS.items()
+}
+
 endless: dict[str, Any] = {}
 endless["self"] = endless
 
@@ -80,6 +230,24 @@ BROKEN: dict[str, tuple[Callable[..., Awaitable[Any]], str]] = {
     "returns artifacts that are no objects": (returning(Done(1, (7,))), "artifacts"),  # type: ignore[arg-type]
     "returns too much": (returning(Done("x" * 5000)), "max_message_bytes"),
     "asks with an object": (pausing_on(object()), "JSON"),
+    "raises KeyboardInterrupt": (raising(KeyboardInterrupt("by code")), "KeyboardInterrupt: by code"),
+    "raises GeneratorExit": (raising(GeneratorExit("by code")), "GeneratorExit: by code"),
+    "raises GeneratorExit at once": (not_even_a_coroutine(GeneratorExit("at once")), "GeneratorExit: at once"),
+    "raises GeneratorExit in a child": (in_a_child(GeneratorExit()), "BaseExceptionGroup"),
+    "raises SystemExit in a group": (raising(BaseExceptionGroup("of", [SystemExit(3)])), "BaseExceptionGroup: of"),
+    "raises without a text": (raising(Silent()), "cannot be read"),
+    "raises without a name": (raising(Odd("still a text")), "still a text"),
+    "raises a text of half a character": (raising(ValueError("\ud800")), "ValueError: "),
+    "raises a text with a zero": (raising(ValueError("a\0b")), "ValueError: a"),
+    "raises AgentFailed without a text": (raising(type("Mute", (AgentFailed, Silent), {})()), ""),
+    "raises in a circle": (causes_itself, "a circle"),
+    "raises a deep group": (nests, "ExceptionGroup: group"),
+    "returns a trap": (returning(Trap()), ""),
+    "returns a trap as its result": (returning(Done(Trap())), ""),
+    "returns artifacts without an end": (returning(Done(1, Endless())), "artifacts"),  # type: ignore[arg-type]
+    "returns no awaitable": (lambda *_: 5, "TypeError"),  # type: ignore[dict-item, return-value]
+    "pauses on a trap": (pausing_on(Trap()), ""),
+    **EXITING,
 }
 
 
@@ -212,6 +380,77 @@ async def test_in_memory_nobody_else_can_read_a_state_either(mesh: Mesh, boss: P
     assert "unreadable" in reply.message
     await mesh.settle()
     assert mesh.unacked("moody") == 0
+
+
+LONG = 100_000
+
+
+@pytest.mark.parametrize("error", [ValueError("x" * LONG), AgentFailed("x" * LONG), InvalidInput("x" * LONG)])
+async def test_a_long_text_is_cut(
+    mesh: Mesh, boss: Puppet, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    await mesh.replica(Scripted("broken", raising(error)))
+    reply = await boss.reply(await boss.ask("broken", 1))
+    assert isinstance(reply, Failed)
+    assert 9_000 < len(reply.message) < 11_000
+    assert "characters left out" in reply.message
+    assert max((len(record.getMessage()) for record in caplog.records), default=0) < 20_000
+
+
+@pytest.mark.parametrize("stopping", [AgentFailed("interrupted"), SystemExit(1), KeyboardInterrupt()])
+async def test_a_clean_up_that_fails_when_its_replica_drains_fails_no_task(
+    mesh: Mesh, boss: Puppet, stopping: BaseException
+) -> None:
+    """Another replica runs it again."""
+    reached = asyncio.Event()
+
+    async def code(*_: Any) -> Any:
+        reached.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise stopping
+
+    first = await mesh.replica(Scripted("agent", code), drain_timeout=timedelta())
+    task_id = await boss.ask("agent", 1)
+    await reached.wait()
+    await first.drain()
+    assert boss.replies() == []
+    await mesh.replica(Scripted("agent", returning(Done("elsewhere"))))
+    assert await boss.reply(task_id) == Ok("elsewhere")
+
+
+async def test_a_background_task_left_behind_fails_for_itself(mesh: Mesh, boss: Puppet) -> None:
+    ended, exit_now = asyncio.Event(), asyncio.Event()
+
+    async def background() -> None:
+        await exit_now.wait()
+        ended.set()
+        raise SystemExit(3)
+
+    left: list[asyncio.Task[None]] = []
+
+    async def code(*_: Any) -> Any:
+        left.append(asyncio.create_task(background()))
+        return Done("without it")
+
+    await mesh.replica(Scripted("agent", code), doubler)
+    assert await boss.reply(await boss.ask("agent", 1)) == Ok("without it")
+    exit_now.set()
+    await ended.wait()
+    assert await boss.reply(await boss.ask("doubler", 2)) == Ok(4)
+
+
+async def test_the_tasks_of_others_on_the_loop_are_left_alone(mesh: Mesh) -> None:
+    loop = asyncio.get_running_loop()
+    before = loop.get_task_factory()
+    replica = await mesh.replica(doubler)
+    coroutine = asyncio.sleep(0)
+    task = asyncio.create_task(coroutine)
+    assert task.get_coro() is coroutine
+    await task
+    await replica.drain()
+    assert loop.get_task_factory() is before
 
 
 async def test_one_broken_task_does_not_disturb_another(mesh: Mesh, boss: Puppet) -> None:
