@@ -35,12 +35,12 @@ async def drained(store: CheckpointStore, ledger: Ledger, wishes: Wishes, clock:
 
 async def _sweep(store: CheckpointStore, ledger: Ledger, wishes: Wishes) -> None:
     """One look of a replica that reads every format, as the sweeper does it."""
-    ready = await store.take(READS_ALL, PLENTY)
-    passing.taken(ledger, READS_ALL, PLENTY, TaskState.READY, ready)
+    ready = await store.take(READS_ALL, PLENTY, PLENTY)
+    passing.taken(ledger, READS_ALL, PLENTY, PLENTY, ready)
     expired = await store.expire(READS_ALL, PLENTY, PLENTY)
     passing.expired(ledger, READS_ALL, PLENTY, expired)
-    abandoned = await store.take_over(READS_ALL, PLENTY)
-    passing.taken(ledger, READS_ALL, PLENTY, TaskState.RUNNING, abandoned)
+    abandoned = await store.take_over(READS_ALL, PLENTY, PLENTY)
+    passing.rescued(ledger, READS_ALL, PLENTY, PLENTY, abandoned)
     resumed = [each.then.task for each in expired if isinstance(each.then, AllArrived)]
     await _end([*ready, *resumed, *abandoned], store, ledger, wishes)
     await _send(store, ledger)

@@ -125,15 +125,17 @@ class Lockstep:
         )
         return _agree(ours, theirs, any_order=True)
 
-    async def take(self, replica: Replica, limit: int) -> list[Resumable]:
-        """See the port."""
-        ours, theirs = await self._store.take(replica, limit), await self._reference.take(replica, limit)
+    async def take(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
+        """See the port. Allow all suspects or none: stores may choose differently."""
+        ours = await self._store.take(replica, limit, suspects)
+        theirs = await self._reference.take(replica, limit, suspects)
         self._pair(ours, theirs)
         return _agree(ours, theirs, any_order=True)
 
-    async def take_over(self, replica: Replica, limit: int) -> list[Resumable]:
-        """See the port."""
-        ours, theirs = await self._store.take_over(replica, limit), await self._reference.take_over(replica, limit)
+    async def take_over(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
+        """See the port. Allow all suspects or none: stores may choose differently."""
+        ours = await self._store.take_over(replica, limit, suspects)
+        theirs = await self._reference.take_over(replica, limit, suspects)
         self._pair(ours, theirs)
         return _agree(ours, theirs, any_order=True)
 

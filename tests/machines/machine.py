@@ -242,7 +242,7 @@ class StoreMachine(Stage):
     @rule(replica=replicas, write=st.sampled_from(["pause", "end", "release", "renew"]))
     def lose(self, replica: Replica, write: str) -> None:
         """A run stands still past its lease, another replica takes its task, and it goes on as a zombie."""
-        self.take_over(replica, PLENTY, 16)
+        self.take_over(replica, PLENTY, PLENTY, 16)
         match write:
             case "pause":
                 self.pause([("zombie", 0, Shape((False,), None, None, 0, FORMAT))])
@@ -261,7 +261,7 @@ class StoreMachine(Stage):
         for hour in hours:
             self.release([("own", 0)], 0, "travel/9")
             self.wait(hour * 3_600)
-            self.take(replica, PLENTY)
+            self.take(replica, PLENTY, PLENTY)
 
     @precondition(lambda self: self.owners())
     @rule(number=numbers, shape=shapes)
@@ -295,25 +295,30 @@ class StoreMachine(Stage):
         self.do(self._not_looked_at_in_vain())
 
     @precondition(lambda self: self.ledger.in_state(TaskState.READY))
-    @rule(replica=replicas, limit=st.sampled_from([1, 2, PLENTY]))
-    def take(self, replica: Replica, limit: int) -> None:
+    @rule(replica=replicas, limit=st.sampled_from([1, 2, PLENTY]), suspects=st.sampled_from([0, PLENTY]))
+    def take(self, replica: Replica, limit: int, suspects: int) -> None:
         """Ready tasks find a slot."""
-        due = passing.runnable(self.ledger, replica, TaskState.READY)
+        due = passing.takeable(self.ledger, replica, suspects)
         limit = passing.untied(due, limit)
-        tasks = self.do(self.store.take(replica, limit))
+        tasks = self.do(self.store.take(replica, limit, suspects))
         touched = [story.task_id for story in due]
-        self.tell(touched, passing.taken, self.ledger, replica, limit, TaskState.READY, tasks)
+        self.tell(touched, passing.taken, self.ledger, replica, limit, suspects, tasks)
 
     @precondition(lambda self: self.ledger.in_state(TaskState.RUNNING))
-    @rule(replica=replicas, limit=st.sampled_from([1, 2, PLENTY]), after=st.sampled_from([0, 3, 16]))
-    def take_over(self, replica: Replica, limit: int, after: int) -> None:
+    @rule(
+        replica=replicas,
+        limit=st.sampled_from([1, 2, PLENTY]),
+        suspects=st.sampled_from([0, PLENTY]),
+        after=st.sampled_from([0, 3, 16]),
+    )
+    def take_over(self, replica: Replica, limit: int, suspects: int, after: int) -> None:
         """Leases that are over."""
         self.wait(after)
         due = passing.runnable(self.ledger, replica, TaskState.RUNNING)
         limit = passing.untied(due, limit)
-        tasks = self.do(self.store.take_over(replica, limit))
+        tasks = self.do(self.store.take_over(replica, limit, suspects))
         touched = [story.task_id for story in due]
-        self.tell(touched, passing.taken, self.ledger, replica, limit, TaskState.RUNNING, tasks)
+        self.tell(touched, passing.rescued, self.ledger, replica, limit, suspects, tasks)
 
     @rule(after=st.sampled_from([0, 11]))
     def keep_alives(self, after: int) -> None:

@@ -8,6 +8,7 @@ from machines.ledger import Ledger
 from machines.story import KEEP_ALIVES_PER_TIMEOUT, Sending, Story
 from meshpoint.conformance.build import AGENT
 from meshpoint.model.checkpoint import (
+    SUSPECT_FROM,
     AllArrived,
     CancelNotice,
     Dispatch,
@@ -66,14 +67,33 @@ def untied(due: Sequence[Story], limit: int) -> int:
     return limit
 
 
-def taken(ledger: Ledger, replica: Replica, limit: int, state: TaskState, tasks: Sequence[Resumable]) -> None:
-    """The oldest were taken, up to `limit`; only a take-over counts as an attempt."""
-    due = runnable(ledger, replica, state)[:limit]
+def takeable(ledger: Ledger, replica: Replica, suspects: int) -> list[Story]:
+    """The ready tasks that `replica` may take: all of those that were rescued often, or none."""
+    due = runnable(ledger, replica, TaskState.READY)
+    return [story for story in due if suspects or story.rescues < SUSPECT_FROM]
+
+
+def taken(ledger: Ledger, replica: Replica, limit: int, suspects: int, tasks: Sequence[Resumable]) -> None:
+    """The oldest ready tasks were taken, up to `limit`."""
+    _owned(ledger, replica, takeable(ledger, replica, suspects)[:limit], tasks)
+
+
+def rescued(ledger: Ledger, replica: Replica, limit: int, suspects: int, tasks: Sequence[Resumable]) -> None:
+    """The leases that ran out first were taken, up to `limit`; what must run apart, and cannot, is ready."""
+    due = runnable(ledger, replica, TaskState.RUNNING)[:limit]
+    for story in due:
+        story.rescues += 1
+    mine = [story for story in due if suspects or story.rescues < SUSPECT_FROM]
+    _owned(ledger, replica, mine, tasks)
+    for story in due:
+        if story not in mine:
+            story.make_ready(ledger.now, None)
+
+
+def _owned(ledger: Ledger, replica: Replica, due: Sequence[Story], tasks: Sequence[Resumable]) -> None:
     assert sorted(task.run.task_id for task in tasks) == sorted(story.task_id for story in due)
     for task in tasks:
-        story = ledger.stories[task.run.task_id]
-        story.attempt += state is TaskState.RUNNING
-        ledger.resumed(story, task, replica)
+        ledger.resumed(ledger.stories[task.run.task_id], task, replica)
 
 
 def renewed(ledger: Ledger, runs: Sequence[Run], replica: Replica, lost: Sequence[Run]) -> None:

@@ -19,8 +19,9 @@ def check_row(story: Story, row: tuple[TaskSummary, list[CallSummary]] | None) -
     """State, owner, fence, counters and calls are those of the story."""
     assert row is not None, f"{story.task_id} has no row"
     summary, calls = row
-    seen = (summary.state, summary.generation, summary.fence, summary.attempt, summary.owner)
-    assert seen == (story.state, story.generation, story.fence, story.attempt, story.replica), f"{summary}\n{story}"
+    seen = (summary.state, summary.generation, summary.fence, summary.attempt, summary.rescues, summary.owner)
+    told = (story.state, story.generation, story.fence, story.attempt, story.rescues, story.replica)
+    assert seen == told, f"{summary}\n{story}"
     recorded = [call for call in story.current if call.outcome is not None]
     counted = (len(recorded), len(story.current))
     assert (summary.completed, summary.expected) == counted, f"{summary}\n{story}"

@@ -85,6 +85,7 @@ class Story:
     fence: int = 1
     generation: int = 0
     attempt: int = 0
+    rescues: int = 0
     written_by: RunId | None = None  # the run, claim or cancel whose repetition finds itself
     owner: Run | None = None
     replica: ReplicaId | None = None
@@ -164,7 +165,7 @@ class Story:
         """The task waits for these calls."""
         self.state, self.pause, self.written_by = TaskState.WAITING, pause, pause.run.id
         self.owner = self.replica = self.incompatible_since = self.due_at = None
-        self.generation, self.attempt = self.generation + 1, 0
+        self.generation, self.attempt, self.rescues = self.generation + 1, 0, 0
         self.pauses.append(pause)
         self.join_deadline = now + pause.join.deadline if pause.join.deadline else None
         idle = self.requester.idle_timeout
@@ -222,4 +223,5 @@ class Story:
             request=None if waited else self.request,  # may be left out once there is a state
             attempt=self.attempt,
             cancel_requested=self.cancel_requested,
+            rescues=self.rescues,
         )

@@ -312,7 +312,13 @@ async def ended(store: CheckpointStore, **values: object) -> Run:
 async def taken_over(store: CheckpointStore, clock: FakeClock) -> Resumable:
     """The only running task, now that its lease has expired, owned by `THERE`."""
     clock.advance(LEASE + SECOND)
-    return one(await store.take_over(THERE, 10))
+    return one(await store.take_over(THERE, 10, 10))
+
+
+async def died(store: CheckpointStore, run: Run) -> Resumable:
+    """The task of `run`, whose own process died, owned by `THERE`."""
+    assert await store.release([Release(run, counted=True, death="killed")]) == [True]
+    return one(await store.take(THERE, 10, 10))
 
 
 async def cancels_to_send(store: CheckpointStore, clock: FakeClock) -> list[TaskId]:

@@ -49,7 +49,7 @@ from meshpoint.conformance.store_cancels import CancelSuite  # noqa: E402
 from meshpoint.conformance.store_claims import ClaimSuite, JoinSuite  # noqa: E402
 from meshpoint.conformance.store_expiry import ExpireSuite, ProgressSuite  # noqa: E402
 from meshpoint.conformance.store_kept import KeptSuite, RetentionSuite  # noqa: E402
-from meshpoint.conformance.store_leases import KeepAliveSuite, LeaseSuite, PurgeSuite  # noqa: E402
+from meshpoint.conformance.store_leases import KeepAliveSuite, LeaseSuite, PurgeSuite, RescueSuite  # noqa: E402
 from meshpoint.conformance.store_memory import MemoryAtTheEndSuite, MemoryInCheckpointsSuite  # noqa: E402
 from meshpoint.conformance.store_memory_pauses import MemoryAtPausesSuite  # noqa: E402
 from meshpoint.conformance.store_operations import ChildrenSuite, SaveSuite, SummarySuite, TrackSuite  # noqa: E402
@@ -72,6 +72,7 @@ class CheckpointStoreSuite(
     CancelSuite,
     ExpireSuite,
     LeaseSuite,
+    RescueSuite,
     ProgressSuite,
     KeepAliveSuite,
     PurgeSuite,

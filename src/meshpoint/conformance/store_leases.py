@@ -13,6 +13,7 @@ from meshpoint.conformance.build import (
     SECOND,
     THERE,
     TIMINGS,
+    a_begin,
     a_cancel,
     a_release,
     a_replica,
@@ -34,8 +35,11 @@ from meshpoint.conformance.build import (
 from meshpoint.model.calls import FIRST
 from meshpoint.model.checkpoint import (
     KeepAlive,
+    Release,
+    Resumable,
+    TaskState,
 )
-from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.ports.store import CheckpointStore
 
 FOREIGNER = a_replica(agent=AgentName("hotels"))
@@ -78,17 +82,18 @@ class LeaseSuite:
         assert await store.take_over(HERE, 10) == []
         assert await store.renew([task.run], THERE) == []
 
-    async def test_a_take_over_fences_the_old_owner_and_counts_an_attempt(
+    async def test_a_take_over_fences_the_old_owner_and_counts_a_rescue(
         self, store: CheckpointStore, clock: FakeClock
     ) -> None:
         pause = await paused(store)
         zombie = await resumed(store, pause)
         task = await taken_over(store, clock)
         assert (task.run.fence, task.run.generation) == (zombie.run.fence + 1, zombie.run.generation)
-        assert (task.attempt, task.cancel_requested) == (2, False)
+        assert (task.attempt, task.rescues, task.suspect, task.cancel_requested) == (1, 1, False, False)
         assert (task.state, task.context, task.outcomes) == (zombie.state, zombie.context, zombie.outcomes)
         assert await store.renew([zombie.run, task.run], HERE) == [zombie.run]
-        assert (await taken_over(store, clock)).attempt == 3
+        again = await taken_over(store, clock)
+        assert (again.attempt, again.rescues, again.suspect) == (1, 2, True)
 
     async def test_a_renewed_lease_is_not_taken_over(self, store: CheckpointStore, clock: FakeClock) -> None:
         runs = [(await resumed(store)).run, await begun(store)]
@@ -128,6 +133,115 @@ class LeaseSuite:
             await begun(store)
         clock.advance(LEASE + SECOND)
         assert [len(await store.take_over(THERE, 2)), len(await store.take_over(THERE, 2))] == [2, 1]
+
+
+class RescueSuite:
+    """Tasks whose owners were lost again and again: they may be what ended them."""
+
+    async def test_a_pause_resets_the_rescues(self, store: CheckpointStore, clock: FakeClock) -> None:
+        await begun(store)
+        await taken_over(store, clock)
+        task = await taken_over(store, clock)
+        pause = await paused(store, run=task.run)
+        assert (await row(store, pause.run.task_id))[0].rescues == 0
+        assert (await resumed(store, pause)).rescues == 0
+
+    async def test_a_suspect_that_cannot_run_apart_is_owned_by_nobody(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        zombies = [task.run for task in await suspects(store, clock, 2)]
+        once = await begun(store)
+        clock.advance(LEASE + SECOND)
+        assert task_ids(await store.take_over(THERE, 10, 0)) == [once.task_id]
+        for zombie in zombies:
+            summary = (await row(store, zombie.task_id))[0]
+            assert (summary.state, summary.owner, summary.rescues) == (TaskState.READY, None, 3)
+            assert kind_of(one(await store.end([an_end(zombie)]))) == "Fenced"
+            assert await store.release([a_release(zombie)]) == [False]
+        assert await store.take(THERE, 10, 0) == []
+        first = one(await store.take(THERE, 10, 1))
+        assert (first.run.fence, first.attempt, first.rescues) == (4, 1, 3)
+        assert len(await store.take(HERE, 10, 1)) == 1
+
+    async def test_so_many_suspects_as_can_run_apart_are_owned(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        for _ in range(3):
+            await begun(store)
+        for expected in (3, 1):
+            clock.advance(LEASE + SECOND)
+            assert len(await store.take_over(HERE, 10, 1)) == expected
+        assert len(await store.take(HERE, 10, 1)) == 1
+
+    async def test_suspects_do_not_keep_the_others_from_running(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        for _ in range(3):
+            task = one(await suspects(store, clock, 1))
+            assert await store.release([a_release(task.run)]) == [True]
+            clock.advance(SECOND)
+        other = await ready(store)
+        assert task_ids(await store.take(HERE, 2, 0)) == [other.run.task_id]
+
+    async def test_a_death_counts_an_attempt_and_is_known_to_the_next_owner(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        task = one(await suspects(store, clock, 1))
+        death = Release(task.run, SECOND, counted=True, death="killed by SIGKILL")
+        assert await store.release([death]) == await store.release([death]) == [True]
+        assert await store.take(HERE, 10, 1) == []  # not yet
+        clock.advance(SECOND)
+        again = one(await store.take(HERE, 10, 1))
+        assert (again.attempt, again.rescues, again.death) == (2, 2, "killed by SIGKILL")
+        await store.release([a_release(again.run)])
+        last = one(await store.take(HERE, 10, 1))
+        assert (last.attempt, last.death) == (2, "killed by SIGKILL")
+        await paused(store, run=last.run)
+        assert (await row(store, last.run.task_id))[0].dead_reason is None
+
+    async def test_a_death_under_a_lost_lease_counts_nothing(self, store: CheckpointStore, clock: FakeClock) -> None:
+        zombie = one(await suspects(store, clock, 1))
+        task = await taken_over(store, clock)
+        assert await store.release([Release(zombie.run, counted=True, death="killed by SIGKILL")]) == [False]
+        assert (await row(store, task.run.task_id))[0].attempt == 1
+
+    async def test_the_owner_may_read_its_task_again(self, store: CheckpointStore, clock: FakeClock) -> None:
+        pause = await paused(store, "a", "b")
+        await answered(store, pause, "a")
+        task = await resumed(store, pause)
+        assert await store.owned(task.run) == task
+        for other in (
+            replace(task.run, fence=task.run.fence + 1),
+            replace(task.run, id=RunId("other")),
+            replace(task.run, task_id=TaskId("never")),
+        ):
+            assert await store.owned(other) is None
+        await taken_over(store, clock)
+        assert await store.owned(task.run) is None
+
+    async def test_a_queued_task_is_ready_for_any_replica(self, store: CheckpointStore) -> None:
+        wish = replace(a_begin(), queued=True)
+        assert await store.begin([wish]) == await store.begin([wish])
+        summary = (await row(store, wish.run.task_id))[0]
+        assert (summary.state, summary.owner, summary.attempt, summary.fence) == (TaskState.READY, None, 0, 1)
+        task = one(await store.take(THERE, 1))
+        assert (task.request, task.run.generation, task.run.fence, task.attempt) == (b"request", 0, 2, 1)
+        assert kind_of(one(await store.begin([wish]))) == "Fenced"
+
+
+async def suspects(store: CheckpointStore, clock: FakeClock, count: int) -> list[Resumable]:
+    """Tasks that have lost two owners since they began, owned by `HERE`."""
+    for _ in range(count):
+        await begun(store)
+    for _ in range(2):
+        clock.advance(LEASE + SECOND)
+        tasks = await store.take_over(HERE, 10, 10)
+    return tasks
+
+
+def kind_of(result: object) -> str:
+    """The name of a result's class."""
+    return type(result).__name__
 
 
 class KeepAliveSuite:

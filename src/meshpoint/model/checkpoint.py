@@ -21,6 +21,9 @@ from meshpoint.model.subtasks import AgentCheckpoint, Child, Operation, Saved
 
 Checkpoint: TypeAlias = dict[str, JsonValue]
 
+SUSPECT_FROM = 2
+"""Rescues since the last pause from which on a task runs in a process of its own."""
+
 
 class TaskState(StrEnum):
     """Where a task's row stands. The last three are tombstones: the reply is kept until `expires_at`."""
@@ -98,7 +101,7 @@ class Begin:
     """Write a task as `running` in generation 0, with its request kept: before its first segment, or within it.
 
     `operation` is written with it when a subtask is about to run. `order` is the `Revive.order` of a requester that
-    asks again for a task that has no row.
+    asks again for a task that has no row. With `queued` the task is `ready` instead, for any replica that has a slot.
     """
 
     run: Run
@@ -107,6 +110,7 @@ class Begin:
     request: bytes  # opaque to the store: the request message as `lifecycle` encodes it
     operation: Operation | None = None
     order: str | None = field(default=None, kw_only=True)
+    queued: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +189,15 @@ class End:
 class Release:
     """Give a running task back as `ready`. `incompatible` when its state could not be read here.
 
-    `counted` raises its attempts, as if its process had died: for what must not go on for ever.
+    `counted` raises its attempts: its own process died, or it must not go on for ever. `death` says how that process
+    died; the row keeps it for the next owner, who may have to say why the task failed.
     """
 
     run: Run
     not_before: timedelta = timedelta()
     incompatible: str | None = None
     counted: bool = False
+    death: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,9 +347,10 @@ class Resumable:
     """A task this replica now owns, read after its row was locked.
 
     `outcomes` holds (call id, peer, outcome) in call order; it is empty in generation 0, where `request` is
-    to be run from the start. `attempt` counts the runs of this segment, this one included. `checkpoint` is the
-    number of an operation's last checkpoint, 0 before the first, None for a task that is none; `retry_count` how
-    often it was resumed.
+    to be run from the start. `attempt` counts the runs of this segment that may have killed their process, this one
+    included; `rescues` counts the owners that were lost since the last pause, whatever ended them, and `death` says
+    how the task's own process died last. `checkpoint` is the number of an operation's last checkpoint, 0 before the
+    first, None for a task that is none; `retry_count` how often it was resumed.
     """
 
     run: Run
@@ -357,6 +364,13 @@ class Resumable:
     cancel_requested: bool = False
     checkpoint: int | None = None
     retry_count: int = 0
+    rescues: int = 0
+    death: str | None = None
+
+    @property
+    def suspect(self) -> bool:
+        """Whether this task may be what ended its owners: it runs apart from the others."""
+        return self.rescues >= SUSPECT_FROM
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,3 +523,4 @@ class TaskSummary:
     checkpointed_at: datetime
     wake_at: datetime
     dead_reason: str | None = None
+    rescues: int = 0

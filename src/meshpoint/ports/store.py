@@ -56,7 +56,8 @@ class Transitions(Protocol):
         """Write tasks as `running`, generation 0, fence 1, attempt 1, with a lease and the request kept.
 
         Any other row of that task: `Fenced`; a cancelled one: `CancelFound(None)`. With `Begin.order`, the row knows
-        in which order it was asked for: see `revive`.
+        in which order it was asked for: see `revive`. With `Begin.queued`, the row is `ready` at once: attempt 0, no
+        owner.
         """
 
     async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
@@ -93,7 +94,7 @@ class Transitions(Protocol):
         """Turn `running` rows of this fence into `ready`, not offered before now + `not_before`.
 
         An incompatible one becomes `parked` when `incompatible_limit` has passed since its first such
-        release. False: fenced.
+        release. `Release.death` is kept until the next pause or end. False: fenced.
         """
 
     async def cancel(self, cancels: Sequence[Cancel]) -> list[CancelResult]:
@@ -122,14 +123,22 @@ class DueWork(Protocol):
         `Failed(timeout)` and is met. A timed-out call is left `cancelling`. Same path as `claim`.
         """
 
-    async def take(self, replica: Replica, limit: int) -> list[Resumable]:
-        """`ready` tasks that are due and whose format the replica reads, oldest first: now `running` here."""
+    async def take(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
+        """`ready` tasks that are due and whose format the replica reads, oldest first: now `running` here.
 
-    async def take_over(self, replica: Replica, limit: int) -> list[Resumable]:
-        """`running` tasks of this agent whose lease has expired: fence + 1, attempt + 1, owned by `replica`.
-
-        In generation 0 any replica of the agent may take them; later only those that read the format.
+        At most `suspects` of them have been rescued `SUSPECT_FROM` times or more.
         """
+
+    async def take_over(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
+        """`running` tasks of this agent whose lease has expired: fence + 1, rescues + 1, owned by `replica`.
+
+        In generation 0 any replica of the agent may take them; later only those that read the format. Beyond
+        `suspects`, those that were now rescued `SUSPECT_FROM` times or more become `ready` instead, and are not
+        returned: nobody owns what it cannot run.
+        """
+
+    async def owned(self, run: Run) -> Resumable | None:
+        """The task that exactly this run owns, read again for another process of its owner; None: it is lost."""
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
         """Extend the leases of running tasks under exactly these fences; return the runs that lost theirs.

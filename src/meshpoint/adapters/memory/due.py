@@ -9,6 +9,7 @@ from datetime import datetime
 from meshpoint.adapters.memory.joins import go_on
 from meshpoint.adapters.memory.rows import CallRow, Tables, TaskRow, keep_alive_at
 from meshpoint.model.checkpoint import (
+    SUSPECT_FROM,
     AllArrived,
     Expired,
     KeepAlive,
@@ -37,19 +38,36 @@ class MemoryDueWork:
             results.append(expired)
         return results
 
-    async def take(self, replica: Replica, limit: int) -> list[Resumable]:
+    async def take(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
         """Ready tasks, oldest first, now running here."""
         readable = [row for row in self._live() if row.readable_by(replica)]
-        return [
-            self._tables.own(row, replica, RunId(new_id())) for row in self._due(TaskState.READY, limit, readable)
-        ]
+        due = self._due(TaskState.READY, limit, [row for row in readable if suspects or row.rescues < SUSPECT_FROM])
+        owned: list[Resumable] = []
+        for row in due:
+            suspect = row.rescues >= SUSPECT_FROM
+            if not suspect or suspects > 0:
+                owned.append(self._tables.own(row, replica, RunId(new_id())))
+            suspects -= suspect
+        return owned
 
-    async def take_over(self, replica: Replica, limit: int) -> list[Resumable]:
+    async def take_over(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
         """Running tasks whose lease has expired, now running here."""
-        rows = self._due(TaskState.RUNNING, limit, [row for row in self._live() if row.readable_by(replica)])
-        for row in rows:
-            row.attempt += 1
-        return [self._tables.own(row, replica, RunId(new_id())) for row in rows]
+        readable, owned = [row for row in self._live() if row.readable_by(replica)], list[Resumable]()
+        for row in self._due(TaskState.RUNNING, limit, readable):
+            row.rescues += 1
+            if row.rescues < SUSPECT_FROM or suspects > 0:
+                suspects -= row.rescues >= SUSPECT_FROM
+                owned.append(self._tables.own(row, replica, RunId(new_id())))
+            else:
+                row.state, row.owner, row.run_id = TaskState.READY, None, RunId(new_id())
+                row.due_at = self._tables.clock.now()
+                self._tables.put(row)
+        return owned
+
+    async def owned(self, run: Run) -> Resumable | None:
+        """The task that exactly this run owns."""
+        row = self._tables.live.get(run.task_id)
+        return row.resumable() if row is not None and row.state is TaskState.RUNNING and row.run == run else None
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
         """Extend leases; the runs that lost theirs."""

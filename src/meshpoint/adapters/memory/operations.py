@@ -10,6 +10,7 @@ from dataclasses import replace
 from meshpoint.adapters.memory.rows import OperationRow, Tables, TaskRow, keep_alive_at, without_memory
 from meshpoint.model.calls import ALL
 from meshpoint.model.checkpoint import (
+    SUSPECT_FROM,
     BeginResult,
     Begun,
     CancelFound,
@@ -70,6 +71,7 @@ class MemoryOperations:
             if row.cancel_requested:
                 return CancelFound(wish.run)
             row.attempt = 1 if wish.progressed else row.attempt
+            row.rescues = min(row.rescues, SUSPECT_FROM) if wish.progressed else row.rescues
             save(self._tables, row.operation, wish.checkpoint, wish.checkpoint.seq)
             self._tables.put(row)
         return Saved()
@@ -217,6 +219,7 @@ def _other_active(row: TaskRow, live: Iterable[TaskRow]) -> NotRevived | None:
 
 def _begin_again(row: TaskRow, wish: Revive) -> None:
     row.state, row.generation, row.fence, row.attempt, row.owner = TaskState.READY, 0, row.fence + 1, 0, None
+    row.rescues = 0
     row.run_id, row.resume_token = RunId(wish.token), wish.order or row.resume_token
     row.retry_count += 1
     row.requester, row.request = _requester(wish, row), row.request if wish.request is None else wish.request

@@ -122,6 +122,7 @@ def _summary(row: TaskRow) -> TaskSummary:
         row.checkpointed_at,
         row.wake_at,
         row.dead_reason,
+        row.rescues,
     )
 
 

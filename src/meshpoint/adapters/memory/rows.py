@@ -125,6 +125,7 @@ class TaskRow:
     fence: int = 1
     generation: int = 0
     attempt: int = 0
+    rescues: int = 0
     owner: ReplicaId | None = None
     context: str = "{}"
     body: bytes = b""
@@ -246,6 +247,8 @@ class TaskRow:
             self.cancel_requested,
             checkpoint=None if self.operation is None else self.operation.seq,
             retry_count=self.retry_count,
+            rescues=self.rescues,
+            death=self.dead_reason,
         )
 
 

@@ -109,13 +109,16 @@ class MemoryTransitions:
         if row is not None:
             if row.state is TaskState.CANCELLED:
                 return CancelFound(None)
-            itself = row.state is TaskState.RUNNING and (row.run_id, row.fence, row.generation) == (run.id, 1, 0)
+            written = TaskState.READY if begin.queued else TaskState.RUNNING
+            itself = row.state is written and (row.run_id, row.fence, row.generation) == (run.id, 1, 0)
             return Begun(row.run) if itself else Fenced()
         now = tables.clock.now()
         row = TaskRow(
             run.task_id, run.agent, run.id, begin.requester, TaskState.RUNNING, now, now + begin.replica.lease
         )
         row.owner, row.attempt, row.request, row.resume_token = begin.replica.id, 1, begin.request, begin.order
+        if begin.queued:
+            row.state, row.owner, row.attempt, row.due_at = TaskState.READY, None, 0, now
         if begin.operation is not None:
             row.operation = OperationRow(begin.operation, now, begin.operation.preserve)
         tables.put(row)
@@ -142,7 +145,7 @@ class MemoryTransitions:
 
     def _write_checkpoint(self, row: TaskRow, pause: Pause, now: datetime) -> None:
         row.run_id, row.owner = pause.run.id, None
-        row.generation, row.attempt, row.incompatible_since = row.generation + 1, 0, None
+        row.generation, row.attempt, row.rescues, row.incompatible_since = row.generation + 1, 0, 0, None
         row.context, row.body, row.state_format = json.dumps(pause.context), pause.state, pause.state_format
         row.checkpointed_at = row.due_at = now
         row.state, row.join, row.dead_reason = TaskState.WAITING, pause.join, None
@@ -211,7 +214,7 @@ class MemoryTransitions:
         if row.state is not TaskState.RUNNING:
             return (row.run_id, row.generation) == (run.id, run.generation)
         row.state, row.run_id, row.owner, row.due_at = TaskState.READY, run.id, None, now + release.not_before
-        row.dead_reason, row.attempt = None, row.attempt + release.counted
+        row.dead_reason, row.attempt = release.death or row.dead_reason, row.attempt + release.counted
         if release.incompatible is not None:
             row.incompatible_since = row.incompatible_since or now
             if now - row.incompatible_since >= self._tables.timings.incompatible_limit:

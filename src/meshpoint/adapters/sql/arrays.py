@@ -69,7 +69,7 @@ _RESUMED = ", ".join(
         *("reply_to", "requester_app_id", "parent_task_id", "task_deadline", "idle_timeout"),
         *("a2a_context", "produced_artifacts", "artifact_signals_to_return", "response_buffer", "flags"),
         *("security_context", "token_usage", "context_rest", "state", "state_format"),
-        *("checkpoint_seq", "retry_count"),
+        *("checkpoint_seq", "retry_count", "rescues", "dead_reason"),
     )
 )
 
@@ -174,9 +174,9 @@ given AS MATERIALIZED (
    WHERE task_deadline IS NULL OR task_deadline > clock.now),
 written AS (
   UPDATE agent_paused_tasks AS t SET
-    status = 'waiting', generation = g.generation, run_id = g.run_id, owner = NULL, attempt = 0, wake_at = g.wake_at,
-    keep_alive_at = g.now + t.idle_timeout / $37::int, checkpointed_at = g.now, incompatible_since = NULL,
-    dead_reason = NULL, ({_CONTEXT}) = ROW({", ".join(f"g.{name}" for name in CONTEXT)})
+    status = 'waiting', generation = g.generation, run_id = g.run_id, owner = NULL, attempt = 0, rescues = 0,
+    wake_at = g.wake_at, keep_alive_at = g.now + t.idle_timeout / $37::int, checkpointed_at = g.now,
+    incompatible_since = NULL, dead_reason = NULL, ({_CONTEXT}) = ROW({", ".join(f"g.{name}" for name in CONTEXT)})
     FROM given AS g WHERE t.logical_task_id = g.task_id
   RETURNING t.logical_task_id, t.agent_name, t.generation, t.task_deadline, g.now),
 {_DELETE_DONE_CALLS.format(moved="written")},
@@ -327,7 +327,8 @@ WITH locked AS MATERIALIZED (
      FOR NO KEY UPDATE OF t SKIP LOCKED), {_AFTER_LOCKS},
 noted AS (
   UPDATE agent_paused_tasks AS t SET
-    checkpoint_seq = $4::int, attempt = CASE WHEN $6::boolean THEN 1 ELSE t.attempt END
+    checkpoint_seq = $4::int, attempt = CASE WHEN $6::boolean THEN 1 ELSE t.attempt END,
+    rescues = CASE WHEN $6::boolean THEN LEAST(t.rescues, 2) ELSE t.rescues END
     FROM locked WHERE t.logical_task_id = locked.logical_task_id),
 pruned AS (
   DELETE FROM agent_checkpoints AS c USING locked

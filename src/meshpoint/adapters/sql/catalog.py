@@ -49,6 +49,7 @@ def _task(row: Row[Any], names: Names) -> TaskSummary:
         checkpointed_at=instant(row.checkpointed_at),
         wake_at=instant(row.wake_at),
         dead_reason=row.dead_reason,
+        rescues=row.rescues,
     )
 
 

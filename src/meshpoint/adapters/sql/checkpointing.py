@@ -59,18 +59,19 @@ async def begin(tx: Transaction, begins: Sequence[tuple[Begin, bytes | None]], t
         fresh = [pair for pair in each if pair[0].run.task_id not in locked.rows]
         await tx.each(sql.INSERT_BEGUN, [_begun_columns(wish, request, locked.now, terms) for wish, request in fresh])
         await tx.each(operation_statements.INSERT_OPERATION, _operations([wish for wish, _ in fresh], locked, terms))
-        return [_begin_result(wish.run, locked.rows.get(wish.run.task_id)) for wish, _ in each]
+        return [_begin_result(wish, locked.rows.get(wish.run.task_id)) for wish, _ in each]
 
     return await in_rounds(begins, lambda pair: pair[0].run.task_id, turn)
 
 
-def _begin_result(run: Run, row: Row[Any] | None) -> BeginResult:
+def _begin_result(wish: Begin, row: Row[Any] | None) -> BeginResult:
+    run, written = wish.run, TaskState.READY if wish.queued else TaskState.RUNNING
     begun = Begun(Run(run.task_id, run.agent, run.id, fence=1, generation=0))
     if row is None:
         return begun
     if row.status == TaskState.CANCELLED:
         return CancelFound(None)
-    found_itself = (row.status, row.run_id, row.fence, row.generation) == (TaskState.RUNNING, run.id, 1, 0)
+    found_itself = (row.status, row.run_id, row.fence, row.generation) == (written, run.id, 1, 0)
     return begun if found_itself else Fenced()
 
 
@@ -79,8 +80,10 @@ def _begun_columns(wish: Begin, request: bytes | None, now: float, terms: Terms)
         "task_id": wish.run.task_id,
         "agent": terms.names.qualified(wish.run.agent),
         "run_id": wish.run.id,
-        "owner": wish.replica.id,
-        "wake_at": now + wish.replica.lease.total_seconds(),
+        "status": (TaskState.READY if wish.queued else TaskState.RUNNING).value,
+        "owner": None if wish.queued else wish.replica.id,
+        "attempt": 0 if wish.queued else 1,
+        "wake_at": now if wish.queued else now + wish.replica.lease.total_seconds(),
         "request": request,
         "now": now,
         "checkpoint_seq": None if wish.operation is None else 0,

@@ -2,41 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sqlalchemy import Row
 
 from meshpoint.adapters.sql import operation_statements
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.checkpointing import KEEP_ALIVES_PER_TIMEOUT
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import Terms, lock_tasks
-from meshpoint.adapters.sql.owning import OwnedTasks, given_to, read_owned
-from meshpoint.adapters.sql.rows import requester_of
-from meshpoint.model.checkpoint import KeepAlive, Replica, Run, TaskState
+from meshpoint.adapters.sql.owning import OwnedTasks, given_to, made_ready, read_owned
+from meshpoint.adapters.sql.rows import Columns, requester_of
+from meshpoint.model.checkpoint import SUSPECT_FROM, KeepAlive, Replica, Run, TaskState
 from meshpoint.model.ids import TaskId, new_id
 
 
-async def take(tx: Transaction, replica: Replica, limit: int, status: TaskState, terms: Terms) -> OwnedTasks:
-    """Own ready tasks, or running ones whose lease is over. Only the latter raise `attempt`."""
+async def take(tx: Transaction, replica: Replica, limit: int, suspects: int, terms: Terms) -> OwnedTasks:
+    """Own ready tasks, among them at most `suspects` that were rescued often."""
     rows = await tx.rows(
-        sql.PICK_RUNNABLE,
+        sql.PICK_READY,
         agent=terms.names.qualified(replica.agent),
-        status=status.value,
         formats=sorted(replica.formats),
         limit=limit,
+        suspects=suspects,
+        suspect_from=SUSPECT_FROM,
     )
-    await tx.each(
-        sql.UPDATE_OWNER,
-        [
-            given_to(
-                replica,
-                row,
-                new_id(),
-                attempt=row.attempt + 1 if status is TaskState.RUNNING else max(row.attempt, 1),
-                now=row.now,
-            )
-            for row in rows
-        ],
+    mine, _ = _parted(rows, suspects, lambda row: int(row.rescues))
+    await tx.each(sql.UPDATE_OWNER, [_taken(replica, row) for row in mine])
+    return await _in_turn(tx, mine)
+
+
+async def take_over(tx: Transaction, replica: Replica, limit: int, suspects: int, terms: Terms) -> OwnedTasks:
+    """Own running tasks whose lease is over. Those that were rescued often become ready, but for `suspects`."""
+    rows = await tx.rows(
+        sql.PICK_LOST, agent=terms.names.qualified(replica.agent), formats=sorted(replica.formats), limit=limit
     )
+    mine, others = _parted(rows, suspects, lambda row: row.rescues + 1)
+    ready = [{**made_ready(row, new_id(), row.now), "attempt": row.attempt} for row in others]
+    await tx.each(sql.UPDATE_RESCUED, [*(_taken(replica, row) for row in mine), *ready])
+    return await _in_turn(tx, mine)
+
+
+def _parted(
+    rows: Sequence[Row[Any]], suspects: int, rescues: Callable[[Row[Any]], int]
+) -> tuple[list[Row[Any]], list[Row[Any]]]:
+    """Those that a replica with room for so many `suspects` can run, and the others."""
+    mine, others = list[Row[Any]](), list[Row[Any]]()
+    for row in rows:
+        suspect = rescues(row) >= SUSPECT_FROM
+        (others if suspect and suspects <= 0 else mine).append(row)
+        suspects -= suspect
+    return mine, others
+
+
+def _taken(replica: Replica, row: Row[Any]) -> Columns:
+    return given_to(replica, row, new_id(), attempt=max(row.attempt, 1), now=row.now)
+
+
+async def _in_turn(tx: Transaction, rows: Sequence[Row[Any]]) -> OwnedTasks:
     owned = await read_owned(tx, [row.logical_task_id for row in rows])
     in_turn = {row.logical_task_id: owned.tasks[row.logical_task_id] for row in rows}
     return OwnedTasks(in_turn, owned.calls)

@@ -151,7 +151,7 @@ def _released(wish: Release, locked: LockedTasks, terms: Terms) -> Columns:
         "wake_at": FAR_FUTURE if parked else now + wish.not_before.total_seconds(),
         "attempt": row.attempt + wish.counted,
         "incompatible_since": since,
-        "dead_reason": wish.incompatible if parked else None,
+        "death": wish.incompatible if parked else wish.death,
     }
 
 

@@ -106,9 +106,12 @@ DELETE FROM agent_operations WHERE operation_id {one_of:ids}
 
 # ── checkpoints ────────────────────────────────────────────────────────────────────────────────────
 
-# Note the newest checkpoint of a running task. If it has come further, its attempts begin again.
+# Note the newest checkpoint of a running task. If it has come further, its attempts begin again, and its rescues are
+# no more than make it run in a process of its own.
 UPDATE_SAVED = """
-UPDATE agent_paused_tasks SET checkpoint_seq = :seq, attempt = CASE WHEN :progressed THEN 1 ELSE attempt END
+UPDATE agent_paused_tasks SET
+  checkpoint_seq = :seq, attempt = CASE WHEN :progressed THEN 1 ELSE attempt END,
+  rescues = CASE WHEN :progressed AND rescues > 2 THEN 2 ELSE rescues END
  WHERE logical_task_id = :task_id
 """
 
@@ -209,8 +212,8 @@ SELECT logical_task_id FROM agent_paused_tasks
 UPDATE_REVIVED = """
 UPDATE agent_paused_tasks SET
   status = 'ready', generation = 0, fence = fence + 1, run_id = :token,
-  resume_token = coalesce(:order, resume_token), owner = NULL, attempt = 0, retry_count = retry_count + 1,
-  wake_at = :now, cancel_requested = false, incompatible_since = NULL,
+  resume_token = coalesce(:order, resume_token), owner = NULL, attempt = 0, rescues = 0,
+  retry_count = retry_count + 1, wake_at = :now, cancel_requested = false, incompatible_since = NULL,
   a2a_context = NULL, effective_session_id = NULL, user_id = NULL, current_invocation_id = NULL,
   produced_artifacts = NULL, artifact_signals_to_return = NULL, response_buffer = NULL, flags = NULL,
   security_context = NULL, token_usage = NULL, context_rest = NULL, state = NULL, state_format = NULL,

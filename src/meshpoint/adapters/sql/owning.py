@@ -13,7 +13,7 @@ from sqlalchemy import Row
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.rows import Columns, Names, StoredOutcome, by_task, resumable_of, run_of
-from meshpoint.model.checkpoint import Release, Replica, Resumable, TaskState
+from meshpoint.model.checkpoint import Release, Replica, Resumable, Run, TaskState
 
 log = logging.getLogger("meshpoint.store")
 
@@ -77,6 +77,14 @@ async def read_owned(tx: Transaction, task_ids: Sequence[str]) -> OwnedTasks:
     calls = by_task(await tx.rows(sql.READ_OUTCOMES, ids=ids))
     outcomes = {id_: [(row.call_id, row.peer_agent, row.outcome) for row in of] for id_, of in calls.items()}
     return OwnedTasks({row.logical_task_id: row for row in rows}, outcomes)
+
+
+async def read_run(tx: Transaction, run: Run) -> OwnedTasks:
+    """Read the task that exactly this run owns, without a lock; nothing if it owns none."""
+    owned = await read_owned(tx, [run.task_id])
+    row = owned.tasks.get(run.task_id)
+    mine = row is not None and (row.status, row.run_id, row.fence) == (TaskState.RUNNING, run.id, run.fence)
+    return owned if mine else OwnedTasks()
 
 
 def new_owner(replica: Replica, row: Row[Any], slots: int) -> bool:

@@ -241,6 +241,8 @@ async def resumable_of(row: Any, calls: Sequence[StoredOutcome], names: Names) -
         cancel_requested=bool(row.cancel_requested),
         checkpoint=row.checkpoint_seq,
         retry_count=row.retry_count,
+        rescues=row.rescues,
+        death=row.dead_reason,
     )
 
 

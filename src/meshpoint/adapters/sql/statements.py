@@ -36,14 +36,14 @@ READ_TASKS = """
 SELECT * FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
 """
 
-# Write a task as running, before its first segment.
+# Write a task as running, before its first segment, or as ready for it.
 INSERT_BEGUN = """
 INSERT INTO agent_paused_tasks (
   logical_task_id, agent_name, status, generation, fence, run_id, owner, attempt, wake_at, request,
   reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, checkpointed_at, checkpoint_seq,
   resume_token)
 VALUES (
-  :task_id, :agent, 'running', 0, 1, :run_id, :owner, 1, :wake_at, :request,
+  :task_id, :agent, :status, 0, 1, :run_id, :owner, :attempt, :wake_at, :request,
   :reply_to, :requester_app_id, :parent_task_id, :task_deadline, :idle_timeout, :now, :checkpoint_seq, :order)
 """
 
@@ -66,9 +66,9 @@ VALUES (
 # Write the checkpoint of a task that has a row. Its requester and request stand there already.
 UPDATE_PAUSED = """
 UPDATE agent_paused_tasks SET
-  status = :status, generation = :generation, run_id = :run_id, owner = NULL, attempt = 0, wake_at = :wake_at,
-  keep_alive_at = :now + idle_timeout / :keep_alives, checkpointed_at = :now, incompatible_since = NULL,
-  dead_reason = NULL,
+  status = :status, generation = :generation, run_id = :run_id, owner = NULL, attempt = 0, rescues = 0,
+  wake_at = :wake_at, keep_alive_at = :now + idle_timeout / :keep_alives, checkpointed_at = :now,
+  incompatible_since = NULL, dead_reason = NULL,
   a2a_context = :a2a_context, effective_session_id = :effective_session_id, user_id = :user_id,
   current_invocation_id = :current_invocation_id, produced_artifacts = :produced_artifacts,
   artifact_signals_to_return = :artifact_signals_to_return, response_buffer = :response_buffer, flags = :flags,
@@ -84,6 +84,14 @@ UPDATE agent_paused_tasks SET
 WHERE logical_task_id = :task_id
 """
 
+# Give a task whose lease is over to a run, or make it ready: its owner is lost, whatever ended it.
+UPDATE_RESCUED = """
+UPDATE agent_paused_tasks SET
+  status = :status, fence = :fence, run_id = :run_id, owner = :owner, attempt = :attempt, wake_at = :wake_at,
+  rescues = rescues + 1
+WHERE logical_task_id = :task_id
+"""
+
 # Set when a waiting task is to be looked at again.
 UPDATE_WAKE = """
 UPDATE agent_paused_tasks SET wake_at = :wake_at WHERE logical_task_id = :task_id
@@ -93,7 +101,7 @@ UPDATE agent_paused_tasks SET wake_at = :wake_at WHERE logical_task_id = :task_i
 UPDATE_RELEASED = """
 UPDATE agent_paused_tasks SET
   status = :status, run_id = :run_id, owner = NULL, wake_at = :wake_at, attempt = :attempt,
-  incompatible_since = :incompatible_since, dead_reason = :dead_reason
+  incompatible_since = :incompatible_since, dead_reason = coalesce(:death, dead_reason)
 WHERE logical_task_id = :task_id
 """
 
@@ -138,11 +146,20 @@ SELECT logical_task_id, agent_name, generation, fence, run_id, attempt, state_fo
  ORDER BY wake_at LIMIT :limit {skip_locked}
 """
 
-# Ready tasks, or running ones whose lease is over, that a replica can go on with.
-PICK_RUNNABLE = """
-SELECT logical_task_id, agent_name, generation, fence, attempt, {instant} AS now
+# Ready tasks that a replica can go on with; among those rescued often, a few at most.
+PICK_READY = """
+SELECT logical_task_id, agent_name, generation, fence, attempt, rescues, {instant} AS now
   FROM agent_paused_tasks
- WHERE agent_name = :agent AND status = :status AND wake_at <= {instant}
+ WHERE agent_name = :agent AND status = 'ready' AND wake_at <= {instant}
+   AND (generation = 0 OR state_format {one_of:formats}) AND (rescues < :suspect_from OR :suspects > 0)
+ ORDER BY wake_at LIMIT :limit {skip_locked}
+"""
+
+# Running tasks whose lease is over, that a replica can go on with.
+PICK_LOST = """
+SELECT logical_task_id, agent_name, generation, fence, attempt, rescues, {instant} AS now
+  FROM agent_paused_tasks
+ WHERE agent_name = :agent AND status = 'running' AND wake_at <= {instant}
    AND (generation = 0 OR state_format {one_of:formats})
  ORDER BY wake_at LIMIT :limit {skip_locked}
 """
@@ -393,7 +410,7 @@ WHERE logical_task_id = :task_id AND fence = :fence AND ended_at IS NOT NULL AND
 # ── for people ─────────────────────────────────────────────────────────────────────────────────────
 
 _SUMMARY = """t.logical_task_id, t.agent_name, t.status, t.generation, t.fence, t.attempt, t.owner, t.wake_at,
-       t.checkpointed_at, t.dead_reason, j.completed_count, j.total_expected
+       t.checkpointed_at, t.dead_reason, t.rescues, j.completed_count, j.total_expected
   FROM agent_paused_tasks AS t LEFT JOIN agent_parallel_invocations AS j
     ON j.logical_task_id = t.logical_task_id AND j.invocation_id = t.generation"""
 

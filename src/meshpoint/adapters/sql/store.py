@@ -18,6 +18,7 @@ from meshpoint.adapters.sql import (
     ending,
     expiring,
     outbox,
+    owning,
     progress,
     schema,
 )
@@ -303,17 +304,20 @@ class SqlCheckpointStore(SqlOperations):
         expiries = await self._database.write(lambda tx: expiring.expire(tx, replica, limit, slots, self._terms))
         return expiries.with_tasks(await self._read(expiries.owned))
 
-    async def take(self, replica: Replica, limit: int) -> list[Resumable]:
+    async def take(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
         """Own ready tasks."""
-        return await self._take(replica, limit, TaskState.READY)
-
-    async def take_over(self, replica: Replica, limit: int) -> list[Resumable]:
-        """Own running tasks whose lease is over."""
-        return await self._take(replica, limit, TaskState.RUNNING)
-
-    async def _take(self, replica: Replica, limit: int, status: TaskState) -> list[Resumable]:
-        owned = await self._database.write(lambda tx: due.take(tx, replica, limit, status, self._terms))
+        owned = await self._database.write(lambda tx: due.take(tx, replica, limit, suspects, self._terms))
         return list((await self._read(owned)).values())
+
+    async def take_over(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
+        """Own running tasks whose lease is over."""
+        owned = await self._database.write(lambda tx: due.take_over(tx, replica, limit, suspects, self._terms))
+        return list((await self._read(owned)).values())
+
+    async def owned(self, run: Run) -> Resumable | None:
+        """The task that exactly this run owns."""
+        owned = await self._database.read(lambda tx: owning.read_run(tx, run))
+        return (await self._read(owned)).get(run.task_id)
 
     async def _read(self, owned: OwnedTasks) -> dict[str, Resumable]:
         """Owned tasks, decoded; what cannot be is given back for another replica."""
