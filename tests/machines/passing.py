@@ -83,6 +83,7 @@ def rescued(ledger: Ledger, replica: Replica, limit: int, suspects: int, tasks: 
     due = runnable(ledger, replica, TaskState.RUNNING)[:limit]
     for story in due:
         story.rescues += 1
+        story.attempt += not replica.isolates
     mine = [story for story in due if suspects or story.rescues < SUSPECT_FROM]
     _owned(ledger, replica, mine, tasks)
     for story in due:

@@ -26,7 +26,7 @@ from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 
 REPLICAS = tuple(
-    Replica(ReplicaId(name), AGENT, frozenset(formats), LEASE)
+    Replica(ReplicaId(name), AGENT, frozenset(formats), LEASE, isolates=name != "A")
     for name, formats in (("A", {FORMAT}), ("B", {FORMAT, OTHER_FORMAT}), ("C", {OTHER_FORMAT}))
 )
 READS_ALL = Replica(ReplicaId("Z"), AGENT, frozenset({FORMAT, OTHER_FORMAT}), LEASE)

@@ -315,12 +315,6 @@ async def taken_over(store: CheckpointStore, clock: FakeClock) -> Resumable:
     return one(await store.take_over(THERE, 10, 10))
 
 
-async def died(store: CheckpointStore, run: Run) -> Resumable:
-    """The task of `run`, whose own process died, owned by `THERE`."""
-    assert await store.release([Release(run, counted=True, death="killed")]) == [True]
-    return one(await store.take(THERE, 10, 10))
-
-
 async def cancels_to_send(store: CheckpointStore, clock: FakeClock) -> list[TaskId]:
     """The calls whose peers are still to be told, once whoever closed them has had time to do so."""
     clock.advance(TIMINGS.dispatch_lease + SECOND)

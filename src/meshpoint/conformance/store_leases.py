@@ -25,10 +25,12 @@ from meshpoint.conformance.build import (
     ended,
     kinds,
     one,
+    operating,
     paused,
     ready,
     resumed,
     row,
+    saved,
     taken_over,
     task_ids,
 )
@@ -42,6 +44,7 @@ from meshpoint.model.checkpoint import (
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.ports.store import CheckpointStore
 
+ISOLATING = replace(HERE, isolates=True)
 FOREIGNER = a_replica(agent=AgentName("hotels"))
 
 
@@ -82,18 +85,18 @@ class LeaseSuite:
         assert await store.take_over(HERE, 10) == []
         assert await store.renew([task.run], THERE) == []
 
-    async def test_a_take_over_fences_the_old_owner_and_counts_a_rescue(
+    async def test_a_take_over_fences_the_old_owner_and_counts_an_attempt(
         self, store: CheckpointStore, clock: FakeClock
     ) -> None:
         pause = await paused(store)
         zombie = await resumed(store, pause)
         task = await taken_over(store, clock)
         assert (task.run.fence, task.run.generation) == (zombie.run.fence + 1, zombie.run.generation)
-        assert (task.attempt, task.rescues, task.suspect, task.cancel_requested) == (1, 1, False, False)
+        assert (task.attempt, task.rescues, task.suspect, task.cancel_requested) == (2, 1, False, False)
         assert (task.state, task.context, task.outcomes) == (zombie.state, zombie.context, zombie.outcomes)
         assert await store.renew([zombie.run, task.run], HERE) == [zombie.run]
         again = await taken_over(store, clock)
-        assert (again.attempt, again.rescues, again.suspect) == (1, 2, True)
+        assert (again.attempt, again.rescues, again.suspect) == (3, 2, True)
 
     async def test_a_renewed_lease_is_not_taken_over(self, store: CheckpointStore, clock: FakeClock) -> None:
         runs = [(await resumed(store)).run, await begun(store)]
@@ -138,6 +141,25 @@ class LeaseSuite:
 class RescueSuite:
     """Tasks whose owners were lost again and again: they may be what ended them."""
 
+    async def test_a_rescue_is_no_attempt_where_suspects_are_isolated(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        await begun(store)
+        for rescues in (1, 2, 3):
+            clock.advance(LEASE + SECOND)
+            task = one(await store.take_over(ISOLATING, 10, 1))
+            assert (task.attempt, task.rescues) == (1, rescues)
+
+    async def test_a_checkpoint_leaves_no_more_rescues_than_make_a_suspect(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        await operating(store)
+        for rescues in (1, 2, 3, 3):
+            task = await taken_over(store, clock)
+            assert task.rescues == rescues
+            await saved(store, task.run)
+            assert (await row(store, task.run.task_id))[0].rescues == min(rescues, 2)
+
     async def test_a_pause_resets_the_rescues(self, store: CheckpointStore, clock: FakeClock) -> None:
         await begun(store)
         await taken_over(store, clock)
@@ -152,7 +174,7 @@ class RescueSuite:
         zombies = [task.run for task in await suspects(store, clock, 2)]
         once = await begun(store)
         clock.advance(LEASE + SECOND)
-        assert task_ids(await store.take_over(THERE, 10, 0)) == [once.task_id]
+        assert task_ids(await store.take_over(ISOLATING, 10, 0)) == [once.task_id]
         for zombie in zombies:
             summary = (await row(store, zombie.task_id))[0]
             assert (summary.state, summary.owner, summary.rescues) == (TaskState.READY, None, 3)
@@ -170,7 +192,7 @@ class RescueSuite:
             await begun(store)
         for expected in (3, 1):
             clock.advance(LEASE + SECOND)
-            assert len(await store.take_over(HERE, 10, 1)) == expected
+            assert len(await store.take_over(ISOLATING, 10, 1)) == expected
         assert len(await store.take(HERE, 10, 1)) == 1
 
     async def test_suspects_do_not_keep_the_others_from_running(
@@ -201,7 +223,7 @@ class RescueSuite:
 
     async def test_a_death_under_a_lost_lease_counts_nothing(self, store: CheckpointStore, clock: FakeClock) -> None:
         zombie = one(await suspects(store, clock, 1))
-        task = await taken_over(store, clock)
+        task = await rescued(store, clock)
         assert await store.release([Release(zombie.run, counted=True, death="killed by SIGKILL")]) == [False]
         assert (await row(store, task.run.task_id))[0].attempt == 1
 
@@ -229,13 +251,19 @@ class RescueSuite:
         assert kind_of(one(await store.begin([wish]))) == "Fenced"
 
 
+async def rescued(store: CheckpointStore, clock: FakeClock) -> Resumable:
+    """The only running task, now that its lease has expired, owned by `ISOLATING`."""
+    clock.advance(LEASE + SECOND)
+    return one(await store.take_over(ISOLATING, 10, 10))
+
+
 async def suspects(store: CheckpointStore, clock: FakeClock, count: int) -> list[Resumable]:
-    """Tasks that have lost two owners since they began, owned by `HERE`."""
+    """Tasks that have lost two owners since they began, owned by `ISOLATING`."""
     for _ in range(count):
         await begun(store)
     for _ in range(2):
         clock.advance(LEASE + SECOND)
-        tasks = await store.take_over(HERE, 10, 10)
+        tasks = await store.take_over(ISOLATING, 10, 10)
     return tasks
 
 

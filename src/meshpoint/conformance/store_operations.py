@@ -27,7 +27,6 @@ from meshpoint.conformance.build import (
     an_end,
     an_operation,
     begun,
-    died,
     failed,
     operating,
     paused,
@@ -206,29 +205,21 @@ class SaveSuite:
         assert await store.save(Save(run, a_checkpoint(run))) == CancelFound(run)
         assert await store.latest(run.task_id) is None
 
-    async def test_a_checkpoint_begins_the_attempts_again(self, store: CheckpointStore) -> None:
-        task = await died(store, await operating(store))
+    async def test_a_checkpoint_begins_the_attempts_again(self, store: CheckpointStore, clock: FakeClock) -> None:
+        await operating(store)
+        task = await taken_over(store, clock)
         assert (task.attempt, task.checkpoint) == (2, 0)
         await saved(store, task.run)
         assert (await row(store, task.run.task_id))[0].attempt == 1
-        task = await died(store, task.run)
+        task = await taken_over(store, clock)
         assert (task.attempt, task.checkpoint) == (2, 1)
 
-    async def test_a_checkpoint_leaves_no_more_rescues_than_make_a_suspect(
+    async def test_a_checkpoint_without_progress_leaves_the_attempts(
         self, store: CheckpointStore, clock: FakeClock
     ) -> None:
         await operating(store)
-        for rescues in (1, 2, 3, 3):
-            task = await taken_over(store, clock)
-            assert task.rescues == rescues
-            await saved(store, task.run)
-            assert (await row(store, task.run.task_id))[0].rescues == min(rescues, 2)
-
-    async def test_a_checkpoint_without_progress_leaves_the_attempts(self, store: CheckpointStore) -> None:
-        run = await operating(store)
         for attempt in (2, 3):
-            task = await died(store, run)
-            run = task.run
+            task = await taken_over(store, clock)
             checkpoint = a_checkpoint(task.run, attempt, saved_progress={"weigh": str(attempt)})
             assert await store.save(Save(task.run, checkpoint, progressed=False)) == Saved()
             assert (await row(store, task.run.task_id))[0].attempt == attempt

@@ -24,7 +24,6 @@ from meshpoint.conformance.build import (
     an_end,
     begun,
     cancels_to_send,
-    died,
     ended,
     error,
     kinds,
@@ -239,8 +238,9 @@ class PauseSuite:
         await paused(store, "c", run=(await resumed(store, first, "a")).run)
         assert sub(first, "b") in await cancels_to_send(store, clock)
 
-    async def test_a_pause_resets_the_attempt(self, store: CheckpointStore) -> None:
-        task = await died(store, (await resumed(store)).run)
+    async def test_a_pause_resets_the_attempt(self, store: CheckpointStore, clock: FakeClock) -> None:
+        await resumed(store)
+        task = await taken_over(store, clock)
         assert task.attempt == 2
         pause = await paused(store, run=task.run)
         assert (await row(store, task.run.task_id))[0].attempt == 0

@@ -99,7 +99,7 @@ class BeginSuite:
         clock.advance(LEASE + SECOND)
         task = one(await store.take_over(STRANGER, 10))  # no state yet, so the format does not matter
         assert (task.run.task_id, task.run.generation, task.run.fence) == (run.task_id, 0, 2)
-        assert (task.request, task.outcomes, task.rescues, task.requester) == (b"request", (), 1, a_requester())
+        assert (task.request, task.outcomes, task.attempt, task.requester) == (b"request", (), 2, a_requester())
 
     async def test_a_repeated_begin_finds_itself(self, store: CheckpointStore) -> None:
         begin = a_begin()

@@ -46,26 +46,28 @@ async def expire(home: Home, site: Site) -> list[Expired]:
 
 
 async def take_ready(home: Home, site: Site) -> list[Resumable]:
-    """Own ready tasks, one for each free slot."""
+    """Own ready tasks, one for each free slot. A suspect also holds `site.apart`."""
     return await _take(home.store.take, Step.TAKE, site)
 
 
 async def take_over(home: Home, site: Site) -> list[Resumable]:
-    """Own tasks whose replica let its lease expire, one for each free slot."""
+    """Own tasks whose replica let its lease expire, one for each free slot. A suspect also holds `site.apart`."""
     return await _take(home.store.take_over, Step.TAKE_OVER, site)
 
 
 async def _take(
-    take: Callable[[Replica, int], Awaitable[list[Resumable]]], step: Step, site: Site
+    take: Callable[[Replica, int, int], Awaitable[list[Resumable]]], step: Step, site: Site
 ) -> list[Resumable]:
     granted = site.slots.take(site.slots.free)
     if not granted:
         return []
+    apart = site.apart.take(1)
     taken: list[Resumable] = []
     try:
         with site.steps.look(step) as found:
-            taken = await take(site.replica, granted)
+            taken = await take(site.replica, granted, apart)
             found.task_ids = tuple(task.run.task_id for task in taken)
     finally:
         site.slots.give_back(granted - len(taken))
+        site.apart.give_back(apart - sum(task.suspect for task in taken))
     return taken

@@ -29,7 +29,8 @@ class Site:
     """One agent in one replica: its homes, its broker, its limits.
 
     `durable` is the home of paused tasks, None when they stay in memory. `plan` is what the agent says of its
-    operations.
+    operations. `apart` has one place, for the task that runs apart from the others because it may be what ended its
+    owners.
     """
 
     replica: Replica
@@ -39,6 +40,7 @@ class Site:
     options: Options
     clock: Clock
     slots: Slots
+    apart: Slots
     patience: Patience
     steps: Steps
     plan: Plan

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 
 class Slots:
     """A counter of free slots that can be waited for."""
 
     def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._free = limit
         self._some_free = asyncio.Event()
         self._some_free.set()
+        self._others_done = asyncio.Event()
 
     @property
     def free(self) -> int:
@@ -35,7 +39,22 @@ class Slots:
             self._some_free.set()
         else:
             self._some_free.clear()
+        if self._free >= 0:
+            self._others_done.set()
 
     async def some_free(self) -> None:
         """Return when there is a free slot; somebody else may take it first."""
         await self._some_free.wait()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Hold every slot while the block runs; enter it once the caller's own is the only one in use."""
+        others = self._limit - 1
+        self.give_back(-others)
+        try:
+            while self._free < 0:
+                self._others_done.clear()
+                await self._others_done.wait()
+            yield
+        finally:
+            self.give_back(others)

@@ -52,12 +52,17 @@ class CallState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Who takes tasks: one incarnation of a replica, and the state formats its agent can read."""
+    """Who takes tasks: one incarnation of a replica, and the state formats its agent can read.
+
+    `isolates` says that it runs suspects in processes of their own and counts the deaths there. Where nobody does,
+    each rescue counts as an attempt.
+    """
 
     id: ReplicaId
     agent: AgentName
     formats: frozenset[str]
     lease: timedelta
+    isolates: bool = False
 
 
 @dataclass(frozen=True, slots=True)

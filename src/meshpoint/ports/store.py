@@ -132,6 +132,7 @@ class DueWork(Protocol):
     async def take_over(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
         """`running` tasks of this agent whose lease has expired: fence + 1, rescues + 1, owned by `replica`.
 
+        Where `replica` does not isolate suspects, attempt + 1 too: nothing else counts.
         In generation 0 any replica of the agent may take them; later only those that read the format. Beyond
         `suspects`, those that were now rescued `SUSPECT_FROM` times or more become `ready` instead, and are not
         returned: nobody owns what it cannot run.

@@ -64,6 +64,8 @@ from meshpoint.ports.home import Home
 
 log = logging.getLogger("meshpoint.segments")
 
+_RESCUES_PER_ATTEMPT = 10
+"""Above so many, a task that ends more than its own process is not run again."""
 Agent: TypeAlias = DurableAgent[Any, Any]
 Code: TypeAlias = Callable[[], Awaitable[run.SegmentResult]]
 """What runs in a slot. Not a coroutine yet: if the replica ends before it begins, nobody has to close it."""
@@ -133,26 +135,52 @@ class Segments:
         """Run the first segment of an arrived task. The caller's slot passes to it."""
         self._begin(segment, partial(self._first, segment, request))
 
-    def resume(self, home: Home, task: Resumable, *, taken_over: bool = False) -> None:
-        """Run the next segment of a task this replica owns now. The caller's slot passes to it."""
+    def resume(self, home: Home, task: Resumable, *, taken_over: bool = False, apart: bool = False) -> None:
+        """Run the next segment of a task this replica owns now.
+
+        The caller's slot passes to it; with `apart`, so does the place to run apart from the others.
+        """
         segment = Segment(run=task.run, requester=task.requester, home=home)
         if earlier := self.live.get(task.run.task_id):  # this replica stood still, and took over from itself
             self.lose(earlier.run)
         self.arrive(segment)
+        code = self._next(segment, task, taken_over=taken_over, apart=apart)
+        self._begin(segment, partial(self._apart, code) if apart else code)
+
+    def _next(self, segment: Segment, task: Resumable, *, taken_over: bool, apart: bool) -> Code:
         if task.cancel_requested:
-            self._begin(segment, partial(_already, run.Stopped(Stop.CANCELLED)))
-        elif task.attempt > self._site.options.max_attempts:
-            reason = f"its segment was run {task.attempt - 1} times and no run came to its end"
-            segment.dead_reason = reason + _advice(task)
-            self._begin(segment, partial(_already, Failed(FailureKind.ERROR, segment.dead_reason)))
-        elif taken_over and task.checkpoint is not None and self._fails_lost_operations:
+            return partial(_already, run.Stopped(Stop.CANCELLED))
+        if exhausted := self._exhausted(task):
+            segment.dead_reason = exhausted + _advice(task)
+            return partial(_already, Failed(FailureKind.ERROR, segment.dead_reason))
+        if taken_over and task.checkpoint is not None and self._fails_lost_operations:
             reason = f"the replica that ran it is gone{_advice(task)}"
             self._site.steps.note(Step.OWNER_LOST, task.run.task_id, reason=reason)
-            self._begin(segment, partial(_already, Failed(FailureKind.ERROR, reason)))
-        elif task.run.generation == 0:
-            self._begin(segment, partial(self._started_again, segment, task))
-        else:
-            self._begin(segment, partial(self._restored, segment, task))
+            return partial(_already, Failed(FailureKind.ERROR, reason))
+        again = self._started_again if task.run.generation == 0 else self._restored
+        code = partial(again, segment, task)
+        return partial(self._alone, code) if apart else code
+
+    def _exhausted(self, task: Resumable) -> str | None:
+        """Why a task that lost its owners too often is not run once more."""
+        if task.attempt > self._site.options.max_attempts:
+            reason = f"its segment was run {task.attempt - 1} times and no run came to its end"
+            return f"{reason}; the last process of its own {task.death}" if task.death else reason
+        if task.rescues > _RESCUES_PER_ATTEMPT * self._site.options.max_attempts:
+            return f"its replica was lost {task.rescues} times and no run came to its end"
+        return None
+
+    async def _apart(self, code: Code) -> run.SegmentResult:
+        try:
+            return await code()
+        finally:
+            self._site.apart.give_back()
+            self.ready_somewhere.set()  # another one may wait for the place
+
+    async def _alone(self, code: Code) -> run.SegmentResult:
+        """Run a suspect while nothing else runs here: if it ends this process, it takes no neighbour along."""
+        async with self._site.slots.alone():
+            return await code()
 
     @property
     def _fails_lost_operations(self) -> bool:

@@ -71,7 +71,7 @@ class Sweeper:
     async def _take_over(self, home: Home) -> None:
         if home.durable and self._graces[True].may_take_over:
             for task in await claim.take_over(home, self._site):
-                self._segments.resume(home, task, taken_over=True)
+                self._segments.resume(home, task, taken_over=True, apart=task.suspect)
 
     async def _send(self, home: Home) -> None:
         if not self._site.broker.connected:
@@ -135,6 +135,6 @@ class Sweeper:
         slots = self._site.slots.free
         taken = await claim.take_ready(home, self._site)
         for task in taken:
-            self._segments.resume(home, task)
+            self._segments.resume(home, task, apart=task.suspect)
         if len(taken) >= slots:  # there may be more than there were slots
             self._segments.ready_somewhere.set()

@@ -96,6 +96,7 @@ class Worker:
             options=options,
             clock=clock,
             slots=Slots(options.max_concurrency),
+            apart=Slots(1),
             patience=patience,
             steps=steps,
             plan=plan_of(agent),

@@ -55,6 +55,7 @@ class MemoryDueWork:
         readable, owned = [row for row in self._live() if row.readable_by(replica)], list[Resumable]()
         for row in self._due(TaskState.RUNNING, limit, readable):
             row.rescues += 1
+            row.attempt += not replica.isolates
             if row.rescues < SUSPECT_FROM or suspects > 0:
                 suspects -= row.rescues >= SUSPECT_FROM
                 owned.append(self._tables.own(row, replica, RunId(new_id())))

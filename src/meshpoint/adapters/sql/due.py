@@ -39,8 +39,12 @@ async def take_over(tx: Transaction, replica: Replica, limit: int, suspects: int
         sql.PICK_LOST, agent=terms.names.qualified(replica.agent), formats=sorted(replica.formats), limit=limit
     )
     mine, others = _parted(rows, suspects, lambda row: row.rescues + 1)
-    ready = [{**made_ready(row, new_id(), row.now), "attempt": row.attempt} for row in others]
-    await tx.each(sql.UPDATE_RESCUED, [*(_taken(replica, row) for row in mine), *ready])
+    # Where nothing runs in a process of its own, each lost owner counts.
+    attempts = {row.logical_task_id: max(row.attempt, 1) + (not replica.isolates) for row in rows}
+    taken = [_taken(replica, row) for row in mine]
+    ready = [made_ready(row, new_id(), row.now) for row in others]
+    rescued = [{**each, "attempt": attempts[each["task_id"]]} for each in (*taken, *ready)]
+    await tx.each(sql.UPDATE_RESCUED, rescued)
     return await _in_turn(tx, mine)
 
 

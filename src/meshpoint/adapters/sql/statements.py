@@ -87,8 +87,8 @@ WHERE logical_task_id = :task_id
 # Give a task whose lease is over to a run, or make it ready: its owner is lost, whatever ended it.
 UPDATE_RESCUED = """
 UPDATE agent_paused_tasks SET
-  status = :status, fence = :fence, run_id = :run_id, owner = :owner, attempt = :attempt, wake_at = :wake_at,
-  rescues = rescues + 1
+  status = :status, fence = :fence, run_id = :run_id, owner = :owner, wake_at = :wake_at,
+  attempt = :attempt, rescues = rescues + 1
 WHERE logical_task_id = :task_id
 """
 
