@@ -18,7 +18,7 @@ from benchmarks.stage import Stage
 from meshpoint import wiring
 from meshpoint.client import Client
 from meshpoint.model.ids import AgentName, TaskId, new_id
-from meshpoint.model.messages import requests_of
+from meshpoint.model.messages import nested_of
 from meshpoint.ports.broker import Broker
 from meshpoint.settings import MeshSettings
 
@@ -113,14 +113,14 @@ async def _fill(client: Client, broker: Broker, replica: Resident, tasks: int) -
 async def _paused(broker: Broker, count: int) -> None:
     """Return when so many tasks have asked their peer."""
     async with asyncio.timeout(600):
-        while (await broker.depth(requests_of(_MUTE)) or 0) < count:
+        while (await broker.depth(nested_of(_MUTE)) or 0) < count:
             await asyncio.sleep(0.1)
 
 
 async def _forget(broker: Broker) -> None:
     """Empty the queue of the peer."""
     emptied = asyncio.Event()
-    left = await broker.depth(requests_of(_MUTE)) or 0
+    left = await broker.depth(nested_of(_MUTE)) or 0
 
     def swallow(delivery: Any) -> None:
         nonlocal left
@@ -130,7 +130,7 @@ async def _forget(broker: Broker) -> None:
             emptied.set()
 
     settling: list[asyncio.Future[bool]] = []
-    subscription = await broker.consume(requests_of(_MUTE), 1000, swallow)
+    subscription = await broker.consume(nested_of(_MUTE), 1000, swallow)
     await emptied.wait()
     await asyncio.gather(*settling)
     await subscription.cancel()

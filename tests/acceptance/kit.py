@@ -20,7 +20,7 @@ from meshpoint.client import Client
 from meshpoint.model.bodies import RequestBody, parse
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
 from meshpoint.model.letters import reply_bytes
-from meshpoint.model.messages import Address, Header, Message, MessageType, requests_of, responses_of
+from meshpoint.model.messages import Address, Header, Message, MessageType, nested_of, requests_of, responses_of
 from meshpoint.model.outcomes import Ok, Outcome
 from meshpoint.ports.broker import Broker, Delivery
 from meshpoint.ports.store import CheckpointStore
@@ -204,6 +204,7 @@ class PlayedPeer:
         await self.broker.open()
         await self.broker.declare(self.name, ReplicaId(new_id()))
         await self.broker.consume(requests_of(self.name), 1000, self._asked)
+        await self.broker.consume(nested_of(self.name), 1000, self._asked)
         await self.broker.consume(responses_of(self.name), 1000, self.cancels.put_nowait)
 
     def _asked(self, delivery: Delivery) -> None:

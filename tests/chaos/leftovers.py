@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import asyncpg
 
 from meshpoint.model.ids import AgentName
-from meshpoint.model.messages import dead_letters_of, requests_of, responses_of
+from meshpoint.model.messages import dead_letters_of, nested_of, requests_of, responses_of
 from servers import RabbitServer
 
 from .crew import AGENTS
@@ -76,7 +76,7 @@ async def _queues(rabbit: RabbitServer, namespace: str) -> dict[str, int]:
 
     What lies in the private queue of a dead replica is for nobody any more; such queues expire.
     """
-    kinds = (requests_of, responses_of, dead_letters_of)
+    kinds = (requests_of, nested_of, responses_of, dead_letters_of)
     shared = {f"{namespace}.{address(AgentName(agent))}" for agent in (*AGENTS, "ledger") for address in kinds}
     found = await rabbit.messages()
     return {name.removeprefix(f"{namespace}."): found.get(name, 0) for name in sorted(shared)}

@@ -20,8 +20,6 @@ from meshpoint.model.messages import (
     Message,
     MessageType,
     dead_letters_of,
-    requests_of,
-    responses_of,
 )
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
@@ -160,7 +158,7 @@ def test_the_queues_are_those_that_are_declared() -> None:
     assert topology.private_ttl == timedelta(hours=1)
     for address, arguments in topology.queues(agent).items():
         assert topology.queue(address) in described
-        row = {requests_of(agent): ".req`, `.resp", responses_of(agent): ".req`, `.resp"}.get(address, ".dlq")
+        row = ".dlq" if address == dead_letters_of(agent) else ".req`, `.nested`, `.resp"
         assert arguments_in(described[row]) == {key: str(value) for key, value in arguments.items()}
     assert arguments_in(described[".private.<id>"]) == {k: str(v) for k, v in topology.private_queue().items()}
     assert dead_letters_of(agent) in described[topology.queue(dead_letters_of(agent))]

@@ -31,6 +31,7 @@ _WARNINGS = frozenset(
         Step.OWNER_LOST,
         Step.DEFECT,
         Step.ABANDONED,
+        Step.MEMORY_FULL,
         Step.MEMORY_TROUBLE,
     }
 )

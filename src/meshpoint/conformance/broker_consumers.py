@@ -146,6 +146,30 @@ class PrefetchSuite(BrokerCase):
         await two.take(2)
         assert one.empty()
 
+    @pytest.mark.parametrize("taken", ["before", "after"])
+    async def test_resize_up_takes_more_while_what_was_taken_stays_unsettled(
+        self, broker: Broker, taken: str
+    ) -> None:
+        """Up, down and up again, by less than there is already: `taken` before or after that, all is unsettled."""
+        inbox = Inbox()
+        subscription = await broker.consume(REQUESTS, 3, inbox)
+        await send(broker, REQUESTS, *(a_message() for _ in range(2)))
+        await inbox.take(2)
+        await subscription.resize(6)
+        await send(broker, REQUESTS, *(a_message() for _ in range(4)))
+        await inbox.take(4)
+        await subscription.resize(3)
+        if taken == "before":
+            await subscription.resize(7)
+            await send(broker, REQUESTS, a_message())
+            await inbox.take(1)
+        else:
+            await subscription.resize(8)
+            await send(broker, REQUESTS, a_message())
+            await inbox.take(1)
+            await send(broker, REQUESTS, a_message())
+            await inbox.take(1)
+
     async def test_what_was_taken_before_a_resize_can_be_settled(self, broker: Broker) -> None:
         inbox = Inbox()
         subscription = await broker.consume(REQUESTS, 2, inbox)

@@ -10,6 +10,7 @@ from functools import partial
 from pydantic import JsonValue
 
 from meshpoint.errors import NO_DEFECT, Unavailable
+from meshpoint.lifecycle.nested import NestedRoutes
 from meshpoint.lifecycle.site import Site
 from meshpoint.model.checkpoint import CancelNotice, Claim, Dispatch, Reply, Requester, Send
 from meshpoint.model.context import Report
@@ -39,6 +40,7 @@ class Outgoing:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._gone: set[Address] = set()
+        self._routes = NestedRoutes()
 
     async def send(self, home: Home, sends: Sequence[Send]) -> tuple[list[Claim], list[TaskId]]:
         """Publish and mark; the calls that turned out undeliverable, and the tasks whose reply is settled."""
@@ -68,7 +70,7 @@ class Outgoing:
             return nobody_asked
         try:
             with self._site.steps.step(step, [send.task_id for send, _ in letters]):
-                published = await self._words([letter for _, letter in letters])
+                published = await self._routes.publish([letter for _, letter in letters], self._words)
         except Unavailable as error:
             self._site.patience.note_away(error)
             return nobody_asked

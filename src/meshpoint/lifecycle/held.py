@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from meshpoint.model.ids import TaskId
+from meshpoint.model.messages import Address
 from meshpoint.ports.broker import Delivery
 
 
 class Held:
-    """Deliveries by task."""
+    """Deliveries by task, counted by the queue they came from."""
 
     def __init__(self) -> None:
         self._by_task: dict[TaskId, list[Delivery]] = {}
+        self._counts: Counter[tuple[Address, bool]] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_task)
@@ -22,17 +25,22 @@ class Held:
 
     def hold(self, task_id: TaskId, deliveries: Iterable[Delivery]) -> None:
         """Keep `deliveries` un-acked until the task has ended."""
-        self._by_task.setdefault(task_id, []).extend(deliveries)
+        kept = self._by_task.setdefault(task_id, [])
+        for delivery in deliveries:
+            kept.append(delivery)
+            self._counts[delivery.address, delivery.message.nested] += 1
 
     def let_go(self, task_id: TaskId) -> list[Delivery]:
         """What was held for the task, to be settled now."""
-        return self._by_task.pop(task_id, [])
+        released = self._by_task.pop(task_id, [])
+        for delivery in released:
+            self._counts[delivery.address, delivery.message.nested] -= 1
+        return released
 
     def let_all_go(self) -> list[Delivery]:
         """Everything, to be given back."""
         return [delivery for task_id in list(self._by_task) for delivery in self.let_go(task_id)]
 
-    def room(self, limit: int) -> int:
-        """How many tasks to leave room for: doubles as tasks are held, so that prefetch is seldom changed."""
-        held = sum(len(deliveries) for deliveries in self._by_task.values())
-        return min(1 << held.bit_length(), limit) if held else 0
+    def count(self, address: Address, *, nested: bool) -> int:
+        """Deliveries from the queue at `address` whose request was, or was not, made inside another task."""
+        return self._counts[address, nested]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from meshpoint.model.messages import Header, Message
+from meshpoint.model.messages import Address, Header, Message
 from meshpoint.ports.broker import Delivery
 
 _LONGEST_WAIT = 0.02
@@ -24,11 +25,53 @@ class _Batch:
     tasks: frozenset[str] = frozenset()
 
 
-class Inbox:
-    """A queue that hands out all it has, up to a limit."""
+class Turns:
+    """Deliveries of several queues. Each queue has its turn, so that a long one leaves the others their share."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Delivery] = deque()
+        self._by_queue: dict[Address, deque[Delivery]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Delivery]:
+        return (delivery for waiting in self._by_queue.values() for delivery in waiting)
+
+    def append(self, delivery: Delivery) -> None:
+        """Add one, after those of the same queue."""
+        self._by_queue.setdefault(delivery.address, deque()).append(delivery)
+        self._count += 1
+
+    def popleft(self) -> Delivery:
+        """The oldest delivery of the queue whose turn it is."""
+        address, waiting = next(iter(self._by_queue.items()))
+        del self._by_queue[address]
+        delivery = waiting.popleft()
+        if waiting:
+            self._by_queue[address] = waiting
+        self._count -= 1
+        return delivery
+
+    def remove(self, delivery: Delivery) -> None:
+        """Take one out of turn."""
+        waiting = self._by_queue[delivery.address]
+        waiting.remove(delivery)
+        if not waiting:
+            del self._by_queue[delivery.address]
+        self._count -= 1
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self._by_queue.clear()
+        self._count = 0
+
+
+class Inbox:
+    """A queue that hands out all it has, up to a limit: oldest first, or by `turns`."""
+
+    def __init__(self, turns: Turns | None = None) -> None:
+        self._waiting: deque[Delivery] | Turns = deque() if turns is None else turns
         self._arrived, self._enough_arrived = asyncio.Event(), asyncio.Event()
         self._enough = 0
         self._closed = False
@@ -43,7 +86,7 @@ class Inbox:
             self._enough_arrived.set()
 
     def take(self, limit: int) -> list[Delivery]:
-        """Up to `limit` deliveries, oldest first; fewer where they are large."""
+        """Up to `limit` deliveries; fewer where they are large."""
         taken, size = list[Delivery](), 0
         while self._waiting and len(taken) < limit and size < _BATCH_BYTES:
             taken.append(self._waiting.popleft())
@@ -62,6 +105,17 @@ class Inbox:
         left = list(self._waiting)
         self._waiting.clear()
         return left
+
+    @property
+    def waiting(self) -> list[Delivery]:
+        """What nobody took yet."""
+        return list(self._waiting)
+
+    def withdraw(self, delivery: Delivery) -> None:
+        """Take out one of `waiting`, to be given back."""
+        self._waiting.remove(delivery)
+        if not (self._waiting or self._closed):
+            self._arrived.clear()
 
     async def some(self) -> bool:
         """Return when there is a delivery: True; False once it is closed."""

@@ -8,12 +8,13 @@ from contextlib import asynccontextmanager
 
 
 class Slots:
-    """A counter of free slots that can be waited for."""
+    """A counter of free slots that can be waited for. `freed` counts how many were ever given back."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._free = limit
-        self._some_free = asyncio.Event()
+        self.freed = 0
+        self._some_free, self._none_free = asyncio.Event(), asyncio.Event()
         self._some_free.set()
         self._others_done = asyncio.Event()
 
@@ -25,7 +26,7 @@ class Slots:
     def take(self, wanted: int) -> int:
         """Take up to `wanted` slots; how many were taken."""
         taken = max(min(wanted, self._free), 0)
-        self.give_back(-taken)
+        self._change(-taken)
         return taken
 
     def give_back(self, count: int = 1) -> None:
@@ -34,17 +35,27 @@ class Slots:
         A negative count takes slots that are not free: a claim that was repeated may own more tasks than it now
         has slots for. They are worked off before anything else begins.
         """
+        self.freed += max(count, 0)
+        self._change(count)
+
+    def _change(self, count: int) -> None:
         self._free += count
         if self._free > 0:
             self._some_free.set()
+            self._none_free.clear()
         else:
             self._some_free.clear()
+            self._none_free.set()
         if self._free >= 0:
             self._others_done.set()
 
     async def some_free(self) -> None:
         """Return when there is a free slot; somebody else may take it first."""
         await self._some_free.wait()
+
+    async def none_free(self) -> None:
+        """Return when every slot is taken; one may be free again by then."""
+        await self._none_free.wait()
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:

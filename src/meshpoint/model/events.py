@@ -71,6 +71,7 @@ class Step(StrEnum):
     DEFECT = "defect"  # the engine, a store or a broker raised what it should not: logged, and the replica serves on
     ABANDONED = "abandoned"  # the drain's time is over, and agent code still runs
     OWNER_LOST = "owner_lost"  # an operation ends as failed because its replica died
+    MEMORY_FULL = "memory_full"  # max_in_memory tasks wait in memory: further requests wait at the broker
 
 
 ONLY_TOLD = frozenset(
@@ -101,6 +102,7 @@ ONLY_TOLD = frozenset(
         Step.DEFECT,
         Step.ABANDONED,
         Step.OWNER_LOST,
+        Step.MEMORY_FULL,
     }
 )
 EFFECTS = frozenset(Step) - ONLY_TOLD

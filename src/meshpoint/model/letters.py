@@ -19,14 +19,17 @@ from meshpoint.model.bodies import (
 )
 from meshpoint.model.checkpoint import CancelNotice, Dispatch, Reply, Requester
 from meshpoint.model.ids import AgentName, TaskId, new_id, plain_id, resumed_id
-from meshpoint.model.messages import Address, Header, Message, MessageType, requests_of, responses_of
+from meshpoint.model.messages import Address, Header, Message, MessageType, nested_of, responses_of
 from meshpoint.model.outcomes import Outcome
 
 Letter = tuple[Address, Message]
 
 
 def request_letter(call: Dispatch, reply_to: Address, margin: timedelta) -> Letter:
-    """A peer request. The peer gets the call's deadline less `margin`, so that its answer can still arrive."""
+    """A peer request, for the peer's queue of nested requests.
+
+    The peer gets the call's deadline less `margin`, so that its answer can still arrive.
+    """
     peers_own, retry = plain_id(call.sub_task_id)
     headers = {
         **call.headers,
@@ -43,7 +46,7 @@ def request_letter(call: Dispatch, reply_to: Address, margin: timedelta) -> Lett
         reply_to=reply_to,
         headers=headers,
     )
-    return requests_of(call.peer), message
+    return nested_of(call.peer), message
 
 
 def cancel_letter(notice: CancelNotice) -> Letter:

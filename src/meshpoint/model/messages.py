@@ -21,6 +21,20 @@ def requests_of(agent: AgentName) -> Address:
     return Address(f"{agent}.req")
 
 
+def nested_of(agent: AgentName) -> Address:
+    """The queue for requests to `agent` that were made inside another task.
+
+    Apart from `requests_of`, so that tasks that wait for their peers never keep the requests out that they wait for.
+    """
+    return Address(f"{agent}.nested")
+
+
+def instead_of_nested(address: Address) -> Address | None:
+    """The queue of all requests to the agent whose nested requests go to `address`; None for other addresses."""
+    agent, _, kind = address.partition(".")
+    return requests_of(AgentName(agent)) if kind == "nested" else None
+
+
 def responses_of(agent: AgentName) -> Address:
     """The queue for responses, status updates and cancels, shared by the replicas of `agent`."""
     return Address(f"{agent}.resp")
@@ -80,3 +94,11 @@ class Message:
     user_id: str | None = None
     headers: dict[str, HeaderValue] = field(default_factory=dict)
     timestamp: datetime | None = None
+
+    @property
+    def nested(self) -> bool:
+        """Whether a task made this request: its call depth is above 0."""
+        try:
+            return float(self.headers.get(Header.CALL_DEPTH.value, 0)) > 0
+        except (TypeError, ValueError, OverflowError):
+            return False

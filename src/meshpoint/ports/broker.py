@@ -74,7 +74,7 @@ class Broker(Protocol):
         """Cancel consumers, give unsettled deliveries back, disconnect."""
 
     async def declare(self, agent: AgentName, replica: ReplicaId | None = None) -> None:
-        """Make the queues of `agent` (requests, responses, dead letters) exist, for good.
+        """Make the queues of `agent` (requests, nested requests, responses, dead letters) exist, for good.
 
         With `replica`, also that incarnation's private queue, which gets the agent's broadcasts and
         disappears when unused for a while.

@@ -27,6 +27,7 @@ from meshpoint.model.options import AckPolicy
 from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.ports.broker import Delivery
 from meshpoint.ports.home import Home
+from meshpoint.worker.intake import Intake
 from meshpoint.worker.segments import Segments
 
 _AFTER_DEFECT = timedelta(seconds=1)
@@ -34,7 +35,7 @@ _AFTER_DEFECT = timedelta(seconds=1)
 
 
 class Requests:
-    """Takes requests in. `poke` asks for a look at what is due, `take_slot` waits for a slot and takes it."""
+    """Takes requests in. `poke` asks for a look at what is due, `intake` gives each new task its slot."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Requests:
         refusals: Refusals,
         spawn: Spawn,
         poke: Callable[[], None],
-        take_slot: Callable[[], Awaitable[None]],
+        intake: Intake,
     ) -> None:
         self._site = site
         self._segments = segments
@@ -52,7 +53,7 @@ class Requests:
         self._refusals = refusals
         self._spawn = spawn
         self._poke = poke
-        self._take_slot = take_slot
+        self._intake = intake
 
     async def on_requests(self, deliveries: Sequence[Delivery]) -> None:
         """Begin the first segment of each new task; settle requests that arrived before.
@@ -86,11 +87,15 @@ class Requests:
                 else:
                     left.remove(delivery)
             known = await self._lookup([request.task_id for _, request, _ in arrived])
+            busy = False
             while arrived:
                 segment, request, delivery = arrived[0]
                 if await self._admit(segment, request, delivery, known.get(request.task_id)):
-                    await self._take_slot()
-                    self._segments.start(segment, request)
+                    if await self._intake.take_slot(segment, at_once=busy):
+                        self._segments.start(segment, request)
+                    else:
+                        busy = True
+                        await self._come_again(segment)
                 arrived.pop(0)
                 left.remove(delivery)
         finally:

@@ -35,7 +35,7 @@ from meshpoint.model.checkpoint import Replica, Run
 from meshpoint.model.events import Step
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
 from meshpoint.model.memory import task_of
-from meshpoint.model.messages import private_of, requests_of, responses_of
+from meshpoint.model.messages import private_of, responses_of
 from meshpoint.model.options import Options
 from meshpoint.ports.agent import plan_of, readable_formats
 from meshpoint.ports.broker import Broker, Subscription
@@ -46,6 +46,7 @@ from meshpoint.ports.observer import Observer, Steps
 from meshpoint.ports.store import CheckpointStore
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.subtasks.checkpointer import AgentCheckpointer
+from meshpoint.worker.intake import Intake
 from meshpoint.worker.letters import Letters
 from meshpoint.worker.requests import Requests
 from meshpoint.worker.segments import Agent, Segments
@@ -116,13 +117,13 @@ class Worker:
         outgoing = Outgoing(site)
         refusals = Refusals(site)
         self.segments = Segments(site, agent, outgoing, self._leases, self._spawn, self._make_room)
-        self._requests = Requests(site, self.segments, outgoing, refusals, self._spawn, self._poke, self._take_slot)
+        self._intake = Intake(site, self.segments, self._spawn, self._before_requests)
+        self._requests = Requests(site, self.segments, outgoing, refusals, self._spawn, self._poke, self._intake)
         self._letters = Letters(site, self.segments, outgoing, refusals, self._poke)
         self._sweeper = Sweeper(site, self.segments, outgoing, self._spawn)
-        self._request_inbox, self._shared_inbox, self._private_inbox = Inbox(), Inbox(), Inbox()
+        self._shared_inbox, self._private_inbox = Inbox(), Inbox()
         self._subscriptions: dict[str, Subscription] = {}
         self._poked = asyncio.Event()
-        self._room = 0
         self._draining = False
         self._defects = Defects(steps)
         self._crew = Crew(self._defects, patience)
@@ -152,9 +153,11 @@ class Worker:
                     ),
                     self._serve("what is due", self._serve_due),
                 ]
+                governor = self._serve("intake of requests", self._intake.govern)
                 private = partial(self._serve_letters, self._private_inbox, self.site.memory, shared=False)
                 self._serve("private letters", private)
                 await stop.wait()
+                governor.cancel()
                 await self._drain(entrances)
             finally:
                 await self._close()
@@ -192,9 +195,9 @@ class Worker:
         for name, address, inbox, prefetch in (
             ("shared", responses_of(agent), self._shared_inbox, options.response_prefetch),
             ("private", self.site.memory.reply_to, self._private_inbox, options.response_prefetch),
-            ("requests", requests_of(agent), self._request_inbox, options.max_concurrency),
         ):
             self._subscriptions[name] = await self.site.broker.consume(address, prefetch, inbox.put)
+        self._subscriptions |= await self._intake.start()
         if self._leases is not None:
             self._leases.start()
         self.site.steps.note(Step.STARTED)
@@ -216,20 +219,17 @@ class Worker:
             await self.site.clock.sleep(_AFTER_DEFECT)
 
     async def _serve_requests(self) -> None:
-        while await self._request_inbox.some():
+        inbox = self._intake.inbox
+        while await inbox.some():
             await self.site.slots.some_free()
             if self._draining:
                 return
-            await self._requests.on_requests(self._request_inbox.take(max(self.site.slots.free, 1)))
-            await self._request_inbox.let_more_come(enough=self.site.slots.free)
+            await self._requests.on_requests(inbox.take(max(self.site.slots.free, 1)))
+            await inbox.let_more_come(enough=self.site.slots.free)
 
-    async def _take_slot(self) -> None:
-        while True:
-            await self.site.slots.some_free()
-            if not self._draining:
-                await self._take_ready()  # a freed slot serves ready tasks before new requests
-            if self.site.slots.take(1):
-                return
+    async def _before_requests(self) -> None:
+        if self.site.slots.free > 0 and not self._draining:
+            await self._take_ready()  # a freed slot serves ready tasks before new requests
 
     async def _take_ready(self) -> None:
         try:
@@ -280,13 +280,7 @@ class Worker:
         self.segments.lose(run)
 
     def _make_room(self) -> None:
-        room = self.segments.held.room(self.site.options.max_in_memory)
-        if room != self._room:
-            self._room = room
-            self._spawn(self._resize())
-
-    async def _resize(self) -> None:
-        await self._subscriptions["requests"].resize(self.site.options.max_concurrency + self._room)
+        self._intake.make_room()
 
     # ── draining ───────────────────────────────────────────────────────────────────────────────────
 
@@ -304,7 +298,8 @@ class Worker:
         await _within(self._left() - self._closing_time, self._unsubscribe("private", self._private_inbox))
 
     async def _stop_consuming(self) -> None:
-        await self._unsubscribe("requests", self._request_inbox)
+        for name in self._intake.names:
+            await self._unsubscribe(name, self._intake.inbox)
         await self._unsubscribe("shared", self._shared_inbox)
         self._poke()
         self.segments.ready_somewhere.set()

@@ -12,14 +12,14 @@ from typing import Any
 from pydantic import JsonValue
 
 from meshpoint.adapters.memory.clock import FakeClock
-from meshpoint.adapters.memory.exchange import MemoryExchange
+from meshpoint.adapters.memory.exchange import MemoryExchange, Queue
 from meshpoint.adapters.memory.store import MemoryCheckpointStore
 from meshpoint.adapters.memory.working_memory import LocalWorkingMemory
 from meshpoint.client import Client
 from meshpoint.model.checkpoint import CallSummary, TaskState, TaskSummary
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, TaskId
-from meshpoint.model.messages import Header, Message, dead_letters_of, requests_of
+from meshpoint.model.messages import Header, Message, dead_letters_of, nested_of, requests_of
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Outcome
 from meshpoint.ports.checkpoint_cache import CheckpointCache
@@ -202,13 +202,16 @@ class Mesh:
 
     def unacked(self, agent: str) -> int:
         """Requests that some replica holds."""
-        queue = self.exchange.queue(requests_of(AgentName(agent)))
-        return sum(len(consumer.held) for consumer in queue.consumers) if queue else 0
+        return sum(len(consumer.held) for queue in self._request_queues(agent) for consumer in queue.consumers)
 
     def waiting(self, agent: str) -> int:
         """Requests that nobody holds."""
-        queue = self.exchange.queue(requests_of(AgentName(agent)))
-        return len(queue.ready) if queue else 0
+        return sum(len(queue.ready) for queue in self._request_queues(agent))
+
+    def _request_queues(self, agent: str) -> list[Queue]:
+        name = AgentName(agent)
+        found = [self.exchange.queue(address) for address in (requests_of(name), nested_of(name))]
+        return [queue for queue in found if queue is not None]
 
     def in_seconds(self, seconds: float) -> float:
         """An instant as the header `x-deadline` has it."""

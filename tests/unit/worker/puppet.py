@@ -24,7 +24,7 @@ from meshpoint.model.bodies import (
 )
 from meshpoint.model.ids import AgentName, TaskId, new_id
 from meshpoint.model.letters import cancel_message
-from meshpoint.model.messages import Address, Header, Message, MessageType, requests_of, responses_of
+from meshpoint.model.messages import Address, Header, Message, MessageType, nested_of, requests_of, responses_of
 from meshpoint.model.outcomes import Failed, Ok, Outcome
 from meshpoint.ports.broker import Delivery, Published
 
@@ -47,6 +47,7 @@ class Puppet:
         await self._broker.open()
         await self._broker.declare(AgentName(self.name))
         await self._broker.consume(requests_of(AgentName(self.name)), 1000, self._taker(self.requests))
+        await self._broker.consume(nested_of(AgentName(self.name)), 1000, self._taker(self.requests))
         await self._broker.consume(responses_of(AgentName(self.name)), 1000, self._taker(self.letters))
         return self
 

@@ -20,6 +20,7 @@ from meshpoint.model.messages import (
     Header,
     Message,
     dead_letters_of,
+    nested_of,
     private_of,
     requests_of,
     responses_of,
@@ -99,7 +100,7 @@ class MemoryExchange:
 
     def declare(self, agent: AgentName, replica: ReplicaId | None, user: object) -> None:
         """Make the queues of `agent` exist; `user` is the broker that asks."""
-        for address in (requests_of(agent), responses_of(agent), dead_letters_of(agent)):
+        for address in (requests_of(agent), nested_of(agent), responses_of(agent), dead_letters_of(agent)):
             self._queues.setdefault(address, Queue(address, agent))
         if replica is not None:
             address = private_of(agent, replica)

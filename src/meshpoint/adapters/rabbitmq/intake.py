@@ -23,6 +23,8 @@ OnDelivered = Callable[[DeliveredMessage], None]
 
 _PATIENCE = 10.0
 """Seconds to wait for room on the wire. After them the connection is as good as lost."""
+_ADD_DELAY = 0.02
+"""Seconds in which a small consumer may become a larger one before it is added."""
 _ACK_DELAY = 0.01
 """Seconds that an ack waits for others at most."""
 
@@ -42,6 +44,7 @@ class Intake:
         self._acking: asyncio.Task[None] | None = None
         self._enough_acked = asyncio.Event()
         self._adjusting = asyncio.Lock()
+        self._short = False  # fewer may come than are allowed
         self._given_up = False
         channel.on_consumer_cancel_callbacks.add(lambda _: self.give_up())
         channel.closing.add_done_callback(lambda _: wake())
@@ -67,10 +70,14 @@ class Intake:
             while self._size > limit:
                 tag, _ = self._sizes.popitem()
                 await self.channel.basic_cancel(tag)
-            room = limit - self._size - self._retired
-            # Few and large consumers: while cancelled ones drain, add only what at least doubles the flow.
-            if room > 0 and (room >= self._size or not self._retired):
+            # Few and large consumers: while cancelled ones drain, add only what at least doubles the flow,
+            # or a little later whatever there is, as what was delivered to them may stay unsettled for long.
+            if self._retired and self._full and 0 < self._room(limit) < self._size:
+                await asyncio.sleep(_ADD_DELAY)
+            room = self._room(limit)
+            if room > 0 and (room >= self._size or not self._retired or self._full):
                 await self._add(room)
+            self._short = self._room(limit) > 0
 
     def ack(self, delivery_tag: int) -> None:
         """Settle a delivery, a moment later: many acks that leave together are one write of the broker's.
@@ -151,6 +158,14 @@ class Intake:
     def _size(self) -> int:
         return sum(self._sizes.values())
 
+    def _room(self, limit: int) -> int:
+        return limit - self._size - self._retired
+
+    @property
+    def _full(self) -> bool:
+        """Whether no consumer takes more."""
+        return all(self._unsettled[tag] >= size for tag, size in self._sizes.items())
+
     @property
     def _retired(self) -> int:
         return sum(count for tag, count in self._unsettled.items() if tag not in self._sizes)
@@ -164,4 +179,6 @@ class Intake:
     async def _receive(self, delivered: DeliveredMessage) -> None:
         self._unsettled[str(delivered.consumer_tag)] += 1
         self._outstanding[delivered.delivery_tag or 0] = str(delivered.consumer_tag)
+        if self._short and self._full:
+            self._wake()
         self._on_delivered(delivered)

@@ -17,7 +17,7 @@ from pamqp.common import FieldTable
 from meshpoint.adapters.rabbitmq.link import Link, translated
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
-from meshpoint.model.messages import Address, dead_letters_of, private_of, requests_of, responses_of
+from meshpoint.model.messages import Address, dead_letters_of, nested_of, private_of, requests_of, responses_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ class Topology:
             dead_letters_of(agent): {"x-queue-type": "quorum"},
             responses_of(agent): consumed,
             requests_of(agent): {**consumed, **bounded},
+            nested_of(agent): {**consumed, **bounded},
         }
 
     def private_queue(self) -> FieldTable:

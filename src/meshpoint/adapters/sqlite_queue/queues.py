@@ -16,6 +16,7 @@ from meshpoint.model.messages import (
     Address,
     Message,
     dead_letters_of,
+    nested_of,
     private_of,
     requests_of,
     responses_of,
@@ -86,7 +87,7 @@ class Queues:
 
     def declare(self, agent: AgentName) -> None:
         """Make the shared queues of `agent` exist."""
-        for address in (requests_of(agent), responses_of(agent), dead_letters_of(agent)):
+        for address in (requests_of(agent), nested_of(agent), responses_of(agent), dead_letters_of(agent)):
             self._db.execute(
                 "INSERT INTO meshpoint_queue (name, agent, dead_letters, private) VALUES (?, ?, ?, 0)"
                 " ON CONFLICT DO NOTHING",

@@ -1,0 +1,254 @@
+"""How many requests this replica takes from the broker, and from which of its agent's queues.
+
+Three rules:
+
+- Requests made inside another task have a queue of their own, whose prefetch grows with the nested tasks that wait
+  in memory, without a limit. So the requests that a held task waits for can always arrive.
+- All other tasks that wait in memory are limited by `max_in_memory`.
+- A replica whose slots stay taken keeps no request waiting: it takes no further ones, and requeues those that it
+  could not start, once each, for a replica that has a free slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from meshpoint.errors import Unavailable
+from meshpoint.lifecycle.inbox import Inbox, Turns
+from meshpoint.lifecycle.segment import Segment
+from meshpoint.lifecycle.site import Site, Spawn
+from meshpoint.model.events import Step
+from meshpoint.model.messages import Address, nested_of, requests_of
+from meshpoint.ports.broker import Delivery, Subscription
+from meshpoint.worker.segments import Segments
+
+_BUSY_FOR = timedelta(milliseconds=100)
+"""How long all slots stay taken, or a request waits for one, before requests are left to other replicas."""
+_BETWEEN_RESIZES = timedelta(milliseconds=20)
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """One queue of requests, and how many of them may be un-acked."""
+
+    address: Address
+    subscription: Subscription
+    limit: int
+    room: int = 0
+    """Part of `limit`: for requests whose tasks wait in memory."""
+
+
+class Intake:
+    """The consumers of an agent's requests. `inbox` has what they brought, by turns.
+
+    `before_requests` serves what has a slot before any request.
+    """
+
+    def __init__(
+        self, site: Site, segments: Segments, spawn: Spawn, before_requests: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._site = site
+        self._segments = segments
+        self._spawn = spawn
+        self._before_requests = before_requests
+        self.inbox = Inbox(Turns())
+        self._lanes: dict[str, _Lane] = {}
+        self._busy = False
+        self._full = False
+        self._turned_away = asyncio.Event()
+        self._started = 0
+        self._waits_for_slot: Delivery | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its subscriptions."""
+        return list(self._lanes)
+
+    # ── consuming ──────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self) -> dict[str, Subscription]:
+        """Begin to consume; the subscriptions by name."""
+        agent = self._site.agent
+        for name, address in (("requests", requests_of(agent)), ("nested", nested_of(agent))):
+            limit = self._site.options.max_concurrency
+            subscription = await self._site.broker.consume(address, limit, self.inbox.put)
+            self._lanes[name] = _Lane(address, subscription, limit)
+        return {name: lane.subscription for name, lane in self._lanes.items()}
+
+    def make_room(self) -> None:
+        """Adapt prefetch to the tasks that wait in memory."""
+        self._tell_if_full()
+        for lane in self._lanes.values():
+            room = self._room(lane)
+            if room > lane.room or 4 * room <= lane.room:  # not back and forth
+                lane.room = room
+                if not self._busy:
+                    self._spawn(self._resize(lane))
+
+    def _room(self, lane: _Lane) -> int:
+        """Places for held requests: doubles as they become more, so that prefetch is seldom changed."""
+        held, limit = self._segments.held, self._site.options.max_in_memory
+        nested, roots = held.count(lane.address, nested=True), held.count(lane.address, nested=False)
+        if lane.address == nested_of(self._site.agent):
+            return _rounded_up(nested + roots)
+        elsewhere = self._held_roots - roots
+        return min(_rounded_up(roots), max(limit - elsewhere, 0)) + _rounded_up(nested)
+
+    @property
+    def _held_roots(self) -> int:
+        nested = nested_of(self._site.agent)
+        addresses = [lane.address for lane in self._lanes.values() if lane.address != nested]
+        return sum(self._segments.held.count(address, nested=False) for address in addresses)
+
+    def _tell_if_full(self) -> None:
+        held, limit = self._held_roots, self._site.options.max_in_memory
+        if held >= limit and not self._full:
+            self._full = True
+            self._site.steps.note(Step.MEMORY_FULL, held=held, max_in_memory=limit)
+        elif 2 * held < limit:
+            self._full = False
+
+    async def _resize(self, lane: _Lane, more: int | None = None) -> None:
+        """Set the prefetch of `lane`: to what it has un-acked and `more`, or to all that may come."""
+        if more is None:
+            lane.limit = self._site.options.max_concurrency + lane.room
+        else:
+            lane.limit = self._unacked(lane) + more
+        try:
+            await lane.subscription.resize(lane.limit)
+        except Unavailable as error:
+            self._site.patience.note_away(error)
+
+    def _unacked(self, lane: _Lane) -> int:
+        """Requests of `lane` that this replica has, without one that is about to be requeued."""
+        held = sum(self._segments.held.count(lane.address, nested=nested) for nested in (True, False))
+        live = [each for segment in self._segments.live.values() for each in segment.deliveries]
+        here = [each for each in (*live, *self.inbox.waiting) if each.address == lane.address]
+        leaves = self._waits_for_slot in here and _may_go(self._waits_for_slot)
+        return held + len(here) - leaves
+
+    def _spare(self, lane: _Lane) -> int:
+        """How many more requests of `lane` the broker may send."""
+        return lane.limit - self._unacked(lane)
+
+    # ── a slot for a request ───────────────────────────────────────────────────────────────────────
+
+    async def take_slot(self, segment: Segment, *, at_once: bool = False) -> bool:
+        """Wait for a slot and take it. False: this replica stays busy, and the request is to be requeued.
+
+        With `at_once`, a request that may be requeued does not wait.
+        """
+        slots = self._site.slots
+        while True:
+            await self._before_requests()
+            if slots.take(1):
+                self._started += 1
+                return True
+            may_go = segment.stopped is None and len(segment.deliveries) == 1 and _may_go(segment.deliveries[0])
+            if may_go and at_once:
+                return False
+            at_once = await self._slot_or_turned_away(segment.deliveries[0] if may_go else None)
+
+    async def _slot_or_turned_away(self, delivery: Delivery | None) -> bool:
+        """Wait for a free slot. True: there is none, and `delivery` should go to another replica."""
+        if delivery is None:
+            await self._site.slots.some_free()
+            return False
+        self._waits_for_slot = delivery
+        try:
+            await _first(self._site.slots.some_free(), self._turned_away.wait())
+        finally:
+            self._waits_for_slot = None
+        return self._site.slots.free <= 0
+
+    # ── a busy replica ─────────────────────────────────────────────────────────────────────────────
+
+    async def govern(self) -> None:
+        """Leave requests to other replicas while all slots here stay taken. Runs until cancelled."""
+        await self._take_all()
+        while True:
+            await self._site.slots.none_free()
+            freed, waiting = self._site.slots.freed, self._waiting()
+            await self._site.clock.sleep(_BUSY_FOR)
+            if self._site.slots.free > 0:
+                continue
+            nothing_freed = freed == self._site.slots.freed
+            if self._still_waits(waiting) or (nothing_freed and any(map(self._spare, self._lanes.values()))):
+                await self._leave_requests_to_others()
+
+    def _waiting(self) -> list[Delivery]:
+        """Requests that could be requeued: nothing has been done for them yet."""
+        first = [] if self._waits_for_slot is None else [self._waits_for_slot]
+        return [each for each in (*first, *self.inbox.waiting) if _may_go(each)]
+
+    def _still_waits(self, earlier: Sequence[Delivery]) -> bool:
+        return any(each in earlier for each in self._waiting())
+
+    async def _leave_requests_to_others(self) -> None:
+        self._busy = True
+        try:
+            await self._turn_away()
+            while True:
+                started, waiting = self._started, self._waiting()
+                await _first(self._site.slots.some_free(), self._site.clock.sleep(_BUSY_FOR))
+                if 2 * self._site.slots.free >= self._site.options.max_concurrency:
+                    break
+                if self._site.slots.free <= 0 and self._still_waits(waiting):
+                    await self._turn_away()
+                else:
+                    await self._let_some_in(started)
+                await self._site.clock.sleep(_BETWEEN_RESIZES)
+        finally:
+            self._busy = False
+        await self._take_all()
+
+    async def _take_all(self) -> None:
+        for lane in self._lanes.values():
+            if lane.limit != self._site.options.max_concurrency + lane.room:
+                await self._resize(lane)
+
+    async def _let_some_in(self, started: int) -> None:
+        """Take as many requests as there are free slots; while requests of other queues find slots, one."""
+        wanted = max(self._site.slots.free, int(self._started > started))
+        for lane in self._lanes.values():
+            if self._spare(lane) < wanted - len(self.inbox.waiting):
+                await self._resize(lane, wanted)
+
+    async def _turn_away(self) -> None:
+        """Take no more, then requeue what waits: in this order, or the broker brings it back here."""
+        leaving = [each for each in self.inbox.waiting if _may_go(each)]
+        for delivery in leaving:
+            self.inbox.withdraw(delivery)
+        for lane in self._lanes.values():
+            if self._spare(lane) > 0:
+                await self._resize(lane, 0)
+        self._turned_away.set()
+        self._turned_away.clear()
+        for delivery in leaving:
+            with suppress(Unavailable):  # its connection is lost, which requeues it too
+                await delivery.requeue()
+
+
+def _may_go(delivery: Delivery) -> bool:
+    """Whether `delivery` may be requeued. Once only: the count of its deliveries tells who may have died of it."""
+    return delivery.count == 1
+
+
+def _rounded_up(held: int) -> int:
+    """The next power of two above `held`, 0 for none."""
+    return 1 << held.bit_length() if held else 0
+
+
+async def _first(*steps: Coroutine[Any, Any, object]) -> None:
+    """Return when one of `steps` is over; the others are cancelled."""
+    tasks = [asyncio.ensure_future(step) for step in steps]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
