@@ -7,6 +7,7 @@
     │   ├── BrokerUnavailable
     │   ├── StoreUnavailable    nothing was written
     │   │   └── CommitInDoubt   a COMMIT was sent and its answer lost: repeat with the same run id
+    │   │       └── RowLocked   another session holds a row that this step needs: repeat it, the database works
     │   └── MemoryUnavailable   the working memory cannot be had now: the task goes on later, or the agent without it
     │       └── MemoryLost      it lost what the task has put there; the task's last checkpoint has it
     ├── MemoryFenced            stop: another run of the task owns its working memory
@@ -66,6 +67,13 @@ class StoreUnavailable(Unavailable):
 
 class CommitInDoubt(StoreUnavailable):
     """COMMIT was sent and its answer lost: the transaction may have committed."""
+
+
+class RowLocked(CommitInDoubt):
+    """Another session holds a lock on a row that this step needs. The database works: other tasks are not affected.
+
+    Part of the batch may have committed. Repeat the whole call with the same values.
+    """
 
 
 class MemoryUnavailable(Unavailable):

@@ -28,6 +28,7 @@ from loading import multiply, standing_task
 from meshpoint.adapters import sql
 from meshpoint.adapters.sql import SqlCheckpointStore
 from meshpoint.adapters.sql.dialect import Dialect
+from meshpoint.adapters.sql.held import HeldRows
 from meshpoint.adapters.sql.tables import archive, checkpoints, operations
 from meshpoint.conformance.build import (
     AGENT,
@@ -236,14 +237,16 @@ def _store(url: str, *, hot_path: bool = True) -> SqlCheckpointStore:
 class Life:
     """All that may happen to a task, to `batch` tasks at a time."""
 
-    def __init__(self, store: SqlCheckpointStore, batch: int, url: str) -> None:
+    def __init__(self, store: SqlCheckpointStore, batch: int, url: str, *, beside_a_lock: bool = False) -> None:
+        self._beside_a_lock = beside_a_lock
         self._store = store
         self._batch = batch
         self._url = url
 
     async def run(self) -> None:
         await self._answer()
-        await self._answer_beside_another()
+        if not self._beside_a_lock:
+            await self._answer_beside_another()
         await self._expire()
         await self._take_over()
         await self._cancel()
@@ -301,6 +304,8 @@ class Life:
     async def _take_over(self) -> None:
         await self._store.begin([a_begin(replica=_IMPATIENT) for _ in range(self._batch)])
         taken = await self._store.take_over(HERE, 100)
+        lost = [replace(task.run, fence=1) for task in taken]
+        assert await self._store.renew(lost, HERE) == lost
         assert all(await self._store.release([a_release(task.run) for task in taken]))
 
     async def _cancel(self) -> None:
@@ -372,9 +377,12 @@ class Life:
 @pytest.mark.parametrize("batch", [1, 60])
 async def test_nothing_that_replicas_run_scans_a_table(crowded_url: str, batch: int) -> None:
     plans = Plans()
-    for hot_path in (True, False):
+    for hot_path, beside_a_lock in ((True, False), (False, False), (True, True)):
         async with _listened(crowded_url, plans, hot_path=hot_path) as store:
-            await Life(store, batch, crowded_url).run()
+            if beside_a_lock:
+                store._held = HeldRows(clock=lambda: 0.0)  # the lock is never forgotten
+                store._held.waited()
+            await Life(store, batch, crowded_url, beside_a_lock=beside_a_lock).run()
     statements = _statements()
     scans = [scan for _, scan in plans.scans()]
     assert not scans, "\n\n".join(scans)

@@ -24,6 +24,7 @@ _WARNINGS = frozenset(
         Step.PARKED,
         Step.STORE_AWAY,
         Step.BROKER_AWAY,
+        Step.ROW_LOCKED,
         Step.REPLY_UNROUTABLE,
         Step.STATUS_DROPPED,
         Step.CODE_CANCELLED,

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_never, wait_random_exponential
 
-from meshpoint.errors import BrokerUnavailable, CommitInDoubt, StoreUnavailable, Unavailable
+from meshpoint.errors import BrokerUnavailable, CommitInDoubt, RowLocked, StoreUnavailable, Unavailable
 from meshpoint.model.events import Step
 from meshpoint.ports.clock import Clock
 from meshpoint.ports.observer import Steps
@@ -50,7 +50,7 @@ class Patience:
             nonlocal in_doubt
             try:
                 return await attempt()
-            except CommitInDoubt:
+            except CommitInDoubt:  # or a locked row: then the task is known, and must not be kept in memory as well
                 in_doubt = True
                 raise
 
@@ -72,6 +72,8 @@ class Patience:
     ) -> T:
         # What tenacity needs costs more than most attempts, so it comes in where the first one has failed.
         failures = [failed]
+        if isinstance(failed, RowLocked):
+            self._steps.note(Step.ROW_LOCKED, error=str(failed))
 
         async def trial() -> T:
             try:
@@ -93,6 +95,8 @@ class Patience:
 
     def note_away(self, error: Unavailable) -> None:
         """Tell that something is away: of the database once per outage, of the broker at each attempt."""
+        if isinstance(error, RowLocked):
+            return  # the database works, but for one row
         if isinstance(error, StoreUnavailable):
             if not self.store_away:
                 self._steps.note(Step.STORE_AWAY, error=str(error))

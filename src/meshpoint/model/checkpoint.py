@@ -439,7 +439,18 @@ class AllArrived:
     cancels: tuple[CancelNotice, ...] = ()
 
 
-Arrival: TypeAlias = Unknown | Duplicate | WrongSender | StillWaiting | MadeReady | AllArrived
+@dataclass(frozen=True, slots=True)
+class Locked:
+    """Another session of the database holds the task, or a row below it. Nothing was written: try again later.
+
+    `sub_task_id` is the claim's; a cancel has none.
+    """
+
+    task_id: TaskId
+    sub_task_id: TaskId | None = None
+
+
+Arrival: TypeAlias = Unknown | Duplicate | WrongSender | StillWaiting | MadeReady | AllArrived | Locked
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,7 +495,7 @@ class CancelStale:
     """The cancel is of an earlier attempt of whoever asked: the task was asked for anew since. Nothing changed."""
 
 
-CancelResult: TypeAlias = CancelledNow | CancelRequested | CancelTooLate | CancelBeforeRequest | CancelStale
+CancelResult: TypeAlias = CancelledNow | CancelRequested | CancelTooLate | CancelBeforeRequest | CancelStale | Locked
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ class Step(StrEnum):
     STORE_AWAY = "store_away"
     STORE_BACK = "store_back"
     BROKER_AWAY = "broker_away"
+    ROW_LOCKED = "row_locked"  # another session of the database holds a task's row: what needs it waits
     REPLY_UNROUTABLE = "reply_unroutable"
     STATUS_DROPPED = "status_dropped"  # a peer sent more news than are forwarded
     CODE_CANCELLED = "code_cancelled"  # running agent code was cancelled
@@ -89,6 +90,7 @@ ONLY_TOLD = frozenset(
         Step.STORE_AWAY,
         Step.STORE_BACK,
         Step.BROKER_AWAY,
+        Step.ROW_LOCKED,
         Step.REPLY_UNROUTABLE,
         Step.STATUS_DROPPED,
         Step.CODE_CANCELLED,

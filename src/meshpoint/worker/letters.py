@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeAlias, assert_never
+from typing import assert_never
 
 from pydantic import JsonValue
 
 from meshpoint.errors import NO_DEFECT, PoisonMessage
 from meshpoint.lifecycle import cancel, receive
 from meshpoint.lifecycle.dispatch import Outgoing
+from meshpoint.lifecycle.locked import LockedLetters, Received
 from meshpoint.lifecycle.refuse import Refusals
 from meshpoint.lifecycle.senders import impostor
-from meshpoint.lifecycle.site import Site
+from meshpoint.lifecycle.site import Site, Spawn
 from meshpoint.lifecycle.throttle import Throttle
 from meshpoint.model.checkpoint import (
     CancelBeforeRequest,
@@ -23,12 +24,13 @@ from meshpoint.model.checkpoint import (
     CancelStale,
     CancelTooLate,
     Claim,
+    Locked,
     ProgressNoted,
     TaskState,
     WrongSender,
 )
 from meshpoint.model.events import Step
-from meshpoint.model.ids import RunId, new_id
+from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.letters import cancel_message, status_letter
 from meshpoint.model.messages import Message, MessageType
 from meshpoint.ports.broker import Delivery
@@ -40,15 +42,19 @@ log = logging.getLogger("meshpoint.letters")
 _STATUS_RATE = 20  # status updates a second that are forwarded for one task
 _LONGEST_STATUS = 65_536  # bytes of one that is forwarded
 
-Received: TypeAlias = tuple[Delivery, RunId]
-"""A delivery, and the id under which its outcome is claimed, however often that is tried."""
-
 
 class Letters:
     """Takes in what is not a request. `poke` asks for a look at what is due."""
 
     def __init__(
-        self, site: Site, segments: Segments, outgoing: Outgoing, refusals: Refusals, poke: Callable[[], None]
+        self,
+        site: Site,
+        segments: Segments,
+        outgoing: Outgoing,
+        refusals: Refusals,
+        poke: Callable[[], None],
+        spawn: Spawn,
+        make_room: Callable[[int], None],
     ) -> None:
         self._site = site
         self._segments = segments
@@ -56,6 +62,7 @@ class Letters:
         self._refusals = refusals
         self._poke = poke
         self._forwarded = Throttle(_STATUS_RATE, site.clock.now)
+        self._locked = LockedLetters(self._take_in, site.clock, spawn, make_room)
 
     async def on_letters(self, deliveries: Sequence[Delivery], home: Home, *, shared: bool) -> None:
         """Take in what is not a request. `shared` tells the agent's queue from this replica's own.
@@ -82,15 +89,18 @@ class Letters:
         of_type: dict[MessageType, list[Delivery]] = {kind: [] for kind in MessageType}
         responses: list[Received] = []
         refused: list[tuple[Delivery, str]] = []
+        cancels: list[Received] = []
         for delivery, claim_id in received:
             if (reason := self._refusal(delivery.message)) is not None:
                 refused.append((delivery, reason))
             elif delivery.message.type is MessageType.RESPONSE:
                 responses.append((delivery, claim_id))
+            elif delivery.message.type is MessageType.CANCEL:
+                cancels.append((delivery, claim_id))
             else:
                 of_type[delivery.message.type].append(delivery)
-        await self.on_cancels(of_type[MessageType.CANCEL], shared=shared)
-        await self.on_responses(responses, home)
+        await self.on_cancels(cancels, home, shared=shared)
+        await self.on_responses(responses, home, shared=shared)
         await self.on_status(of_type[MessageType.STATUS], home)
         for delivery in of_type[MessageType.WAKE]:
             self._segments.ready_somewhere.set()
@@ -107,7 +117,7 @@ class Letters:
             return f"app_id: {message.app_id!r} does not wake the replicas of {self._site.agent!r}"
         return impostor(message, self._site.options)
 
-    async def on_responses(self, received: Sequence[Received], home: Home) -> None:
+    async def on_responses(self, received: Sequence[Received], home: Home, *, shared: bool) -> None:
         """Record outcomes together, go on with the tasks whose join they meet, then ack."""
         readable: list[tuple[Delivery, Claim, str | None]] = []
         for delivery, claim_id in received:
@@ -124,8 +134,10 @@ class Letters:
             return
         arrivals = await self._segments.claim(home, [each for _, each, _ in readable])
         with self._site.steps.step(Step.ACK, [each.task_id for _, each, _ in readable]):
-            for (delivery, _, unreadable), arrival in zip(readable, arrivals, strict=True):
-                if isinstance(arrival, WrongSender):
+            for (delivery, claim, unreadable), arrival in zip(readable, arrivals, strict=True):
+                if isinstance(arrival, Locked):
+                    self._wait_for(arrival.task_id, (delivery, claim.id), home, shared=shared)
+                elif isinstance(arrival, WrongSender):
                     reason = (
                         f"the response came from {delivery.message.app_id!r}, the call went to {arrival.expected!r}"
                     )
@@ -134,6 +146,10 @@ class Letters:
                     await self._refusals.dead_letter(delivery, unreadable)
                 else:
                     await delivery.ack()
+
+    def _wait_for(self, task_id: TaskId, received: Received, home: Home, *, shared: bool) -> None:
+        self._site.steps.note(Step.ROW_LOCKED, task_id)
+        self._locked.keep(received, home, shared=shared)
 
     async def on_status(self, deliveries: Sequence[Delivery], home: Home) -> None:
         """Extend idle deadlines, and forward what peers say to our own requesters."""
@@ -165,28 +181,35 @@ class Letters:
             reason = f"more than {_LONGEST_STATUS} bytes" if too_long else f"more than {_STATUS_RATE} a second"
             self._site.steps.note(Step.STATUS_DROPPED, to.task_id, reason=reason, dropped=dropped)
 
-    async def on_cancels(self, deliveries: Sequence[Delivery], *, shared: bool) -> None:
+    async def on_cancels(self, cancels: Sequence[Received], home: Home, *, shared: bool) -> None:
         """Cancel tasks: in the database when the wish came by the shared queue, in memory when by broadcast."""
-        wished: dict[cancel.Wish, list[Delivery]] = {}
-        for delivery in deliveries:
+        wished: dict[cancel.Wish, list[Received]] = {}
+        for delivery, id_ in cancels:
             try:
-                wished.setdefault(receive.cancelled_task(delivery.message, self._site.options), []).append(delivery)
+                wish = receive.cancelled_task(delivery.message, self._site.options)
+                wished.setdefault(wish, []).append((delivery, id_))
             except PoisonMessage as error:
                 await self._refusals.dead_letter(delivery, str(error))
         if not wished:
             return
+        locked: set[TaskId] = set()
         if shared:
-            await self._cancel_everywhere(list(wished))
+            locked = await self._cancel_everywhere(list(wished))
         else:
             await self._cancel_here(list(wished))
-        for received in wished.values():
-            for delivery in received:
-                await delivery.ack()
+        for (task_id, _), received in wished.items():
+            for each in received:
+                if task_id in locked:
+                    self._wait_for(task_id, each, home, shared=shared)
+                else:
+                    await each[0].ack()
 
-    async def _cancel_everywhere(self, wishes: Sequence[cancel.Wish]) -> None:
+    async def _cancel_everywhere(self, wishes: Sequence[cancel.Wish]) -> set[TaskId]:
+        """Cancel tasks in the database; those that another session holds just now."""
+        locked: set[TaskId] = set()
         if self._site.durable is None:
             await self._broadcast_cancel(wishes)
-            return
+            return locked
         results = await cancel.cancel(self._site.durable, wishes, self._site)
         for wish, result in zip(wishes, results, strict=True):
             match result:
@@ -199,8 +222,11 @@ class Letters:
                     await self._broadcast_cancel([wish])
                 case CancelTooLate() | CancelStale():
                     pass
+                case Locked():
+                    locked.add(result.task_id)
                 case _:
                     assert_never(result)
+        return locked
 
     async def _broadcast_cancel(self, wishes: Sequence[cancel.Wish]) -> None:
         agent = self._site.agent

@@ -40,6 +40,7 @@ from meshpoint.model.checkpoint import (
     Duplicate,
     Ended,
     Fenced,
+    Locked,
     MadeReady,
     PastDeadline,
     Release,
@@ -550,7 +551,7 @@ class Segments:
                     self._spawn(self._outgoing.wake_others())
                 if cancels:
                     self._spawn(self.send(home, cancels))
-            case StillWaiting():
+            case StillWaiting() | Locked():  # a locked task's letter is handled again; what is unsent stays due
                 pass
             case Duplicate():
                 self._site.steps.note(Step.DUPLICATE, arrival.task_id, sub_task_id=arrival.sub_task_id)

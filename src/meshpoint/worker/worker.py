@@ -119,11 +119,14 @@ class Worker:
         self.segments = Segments(site, agent, outgoing, self._leases, self._spawn, self._make_room)
         self._intake = Intake(site, self.segments, self._spawn, self._before_requests)
         self._requests = Requests(site, self.segments, outgoing, refusals, self._spawn, self._poke, self._intake)
-        self._letters = Letters(site, self.segments, outgoing, refusals, self._poke)
+        self._letters = Letters(
+            site, self.segments, outgoing, refusals, self._poke, self._spawn, self._make_letter_room
+        )
         self._sweeper = Sweeper(site, self.segments, outgoing, self._spawn)
         self._shared_inbox, self._private_inbox = Inbox(), Inbox()
         self._subscriptions: dict[str, Subscription] = {}
         self._poked = asyncio.Event()
+        self._letter_room = 0
         self._draining = False
         self._defects = Defects(steps)
         self._crew = Crew(self._defects, patience)
@@ -281,6 +284,17 @@ class Worker:
 
     def _make_room(self) -> None:
         self._intake.make_room()
+
+    def _make_letter_room(self, room: int) -> None:
+        if room != self._letter_room:
+            self._letter_room = room
+            self._spawn(self._resize_letters())
+
+    async def _resize_letters(self) -> None:
+        try:
+            await self._subscriptions["shared"].resize(self.site.options.response_prefetch + self._letter_room)
+        except Unavailable as error:
+            self.site.patience.note_away(error)
 
     # ── draining ───────────────────────────────────────────────────────────────────────────────────
 

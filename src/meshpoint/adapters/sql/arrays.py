@@ -6,8 +6,11 @@ returns those it moved. What it did not move is left to the general transaction 
 `ending`, which decides under the row's lock what that means. So there is one place for decisions, and none of them
 is repeated here.
 
-As everywhere, tasks are locked in order of id and calls only under the lock of their task. A pause or an end that
-somebody stands in the way of is left to the general transaction too, so that it holds up nobody else's. A guard on
+As everywhere, tasks are locked in order of id and calls only under the lock of their task. A pause or an end of a
+task that another session holds is left to the general transaction too, so that it holds up nobody else's. A claim
+waits, since replicas that count outcomes on one join hold it for one commit; but no longer than `lock_timeout`, after
+which claims skip such tasks for a while. Where another session holds a call or a join, the statement ends after that
+time, and all its items go to the general transaction, which finds out whose it is. A guard on
 a locked row is evaluated on the row's newest version, after the lock was waited for. What others wrote into *other*
 rows meanwhile is invisible to this statement, whose snapshot is older: nothing here reads such rows for a decision,
 and where outcomes of a task are missing from what a claim returns, `READ_OWNED` reads them all, later.
@@ -251,6 +254,11 @@ SELECT counted.places, met.here, met.total_expected, before.*, owned.*,
        AND c.status <> 'pending' AND met.here AND counted.outcomes < met.total_expected) AS before ON true
 """
 
+# The same for tasks that nobody else holds; the others are left to the general transaction.
+CLAIM_FREE = CLAIM.replace("commits: claim", "commits: claim free").replace(
+    "FOR NO KEY UPDATE OF t)", "FOR NO KEY UPDATE OF t SKIP LOCKED)"
+)
+
 # Read tasks that these runs of this replica own, and no later run that has taken them over: whole, with the outcomes
 # of their pause in call order.
 READ_OWNED = f"""/* reads: owned */
@@ -384,7 +392,7 @@ locked AS MATERIALIZED (
     FROM lazily, unnest($1::text[], $2::int[]) AS sent(task_id, fence),
          LATERAL (SELECT logical_task_id FROM agent_paused_tasks
                    WHERE logical_task_id = sent.task_id AND fence = sent.fence AND ended_at IS NOT NULL
-                     AND NOT reply_sent FOR NO KEY UPDATE) AS t)
+                     AND NOT reply_sent FOR NO KEY UPDATE SKIP LOCKED) AS t)
 UPDATE agent_paused_tasks AS t SET reply_sent = true, wake_at = expires_at
   FROM locked WHERE t.logical_task_id = locked.logical_task_id
 """

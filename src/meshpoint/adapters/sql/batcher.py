@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
@@ -21,6 +21,8 @@ Result = TypeVar("Result")
 
 BATCH_BYTES = 4 * 1024 * 1024
 """About what one batch carries, so that none takes so long that others wait for it."""
+PART_BYTES = 16 * 1024 * 1024
+"""What one statement carries at most, or what is read at once: PostgreSQL ends a statement above 1 GiB."""
 BATCH_ITEMS = 32
 """What one batch holds: enough to share a commit, few enough for the next batch to be packed while it is away."""
 _IDLE_TURN = 0.0002
@@ -43,6 +45,20 @@ class _Group(Generic[Item, Result]):
     def given_up(self) -> bool:
         """Whether its caller was cancelled, or knows the results already."""
         return self.results is not None and self.results.done()
+
+
+def in_parts(items: Sequence[Item], size: Callable[[Item], int], most: int = PART_BYTES) -> Iterator[list[Item]]:
+    """`items` in order, in parts of at most `most` bytes; one that is larger goes alone."""
+    part: list[Item] = []
+    total = 0
+    for item in items:
+        if part and total + size(item) > most:
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += size(item)
+    if part:
+        yield part
 
 
 class Batcher(Generic[Item, Result]):

@@ -36,6 +36,7 @@ from meshpoint.model.checkpoint import (
     Committed,
     Dispatch,
     Fenced,
+    Locked,
     PastDeadline,
     Pause,
     PauseResult,
@@ -51,15 +52,23 @@ NOT_NEEDED = Failed(FailureKind.CANCELLED, "the join no longer needed it")
 KEEP_ALIVES_PER_TIMEOUT = 3  # so that a requester misses two before it gives up
 
 
-async def begin(tx: Transaction, begins: Sequence[tuple[Begin, bytes | None]], terms: Terms) -> list[BeginResult]:
+async def begin(
+    tx: Transaction, begins: Sequence[tuple[Begin, bytes | None]], terms: Terms
+) -> list[BeginResult | Locked]:
     """Write tasks as running, each with its packed request."""
 
-    async def turn(each: list[tuple[Begin, bytes | None]]) -> list[BeginResult]:
+    async def turn(each: list[tuple[Begin, bytes | None]]) -> list[BeginResult | Locked]:
         locked = await lock_tasks(tx, [wish.run.task_id for wish, _ in each])
-        fresh = [pair for pair in each if pair[0].run.task_id not in locked.rows]
+        known = {*locked.rows, *locked.held}
+        fresh = [pair for pair in each if pair[0].run.task_id not in known]
         await tx.each(sql.INSERT_BEGUN, [_begun_columns(wish, request, locked.now, terms) for wish, request in fresh])
         await tx.each(operation_statements.INSERT_OPERATION, _operations([wish for wish, _ in fresh], locked, terms))
-        return [_begin_result(wish, locked.rows.get(wish.run.task_id)) for wish, _ in each]
+        return [
+            Locked(wish.run.task_id)
+            if wish.run.task_id in locked.held
+            else _begin_result(wish, locked.rows.get(wish.run.task_id))
+            for wish, _ in each
+        ]
 
     return await in_rounds(begins, lambda pair: pair[0].run.task_id, turn)
 
@@ -156,10 +165,10 @@ class PackedPause:
 
 async def pause(
     tx: Transaction, pauses: Sequence[tuple[PackedPause, bytes | None]], terms: Terms
-) -> list[PauseResult]:
+) -> list[PauseResult | Locked]:
     """Write checkpoints, each with the packed request of its task."""
 
-    async def turn(each: list[tuple[PackedPause, bytes | None]]) -> list[PauseResult]:
+    async def turn(each: list[tuple[PackedPause, bytes | None]]) -> list[PauseResult | Locked]:
         locked = await lock_tasks(tx, [packed.pause.run.task_id for packed, _ in each])
         results = {packed.pause.run.task_id: _judge(packed.pause, locked) for packed, _ in each}
         await _write([pair for pair in each if results[pair[0].pause.run.task_id] is None], locked, tx, terms)
@@ -169,9 +178,11 @@ async def pause(
     return await in_rounds(pauses, lambda pair: pair[0].pause.run.task_id, turn)
 
 
-def _judge(pause: Pause, locked: LockedTasks) -> PauseResult | None:
+def _judge(pause: Pause, locked: LockedTasks) -> PauseResult | Locked | None:
     """Why `pause` is not to be written; None: write it. A `Committed` without dispatches has found itself."""
     run, row = pause.run, locked.rows.get(pause.run.task_id)
+    if run.task_id in locked.held:
+        return Locked(run.task_id)
     late = pause.requester.deadline is not None and pause.requester.deadline.timestamp() <= locked.now
     if row is None:
         if run.fence != 0 or pause.checkpoint is not None:  # which only an operation has
@@ -232,7 +243,7 @@ async def _write(
     )
 
 
-async def _find_again(results: dict[Any, PauseResult | None], tx: Transaction, terms: Terms) -> None:
+async def _find_again(results: dict[Any, PauseResult | Locked | None], tx: Transaction, terms: Terms) -> None:
     again = {task_id: found for task_id, found in results.items() if isinstance(found, Committed)}
     if again:
         rows = by_task(await tx.rows(sql.READ_DISPATCHES, ids=sorted(again)))

@@ -11,7 +11,7 @@ from sqlalchemy import Row
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.checkpointing import NOT_NEEDED
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.locking import Terms, lock_tasks
+from meshpoint.adapters.sql.locking import LockedTasks, Terms, lock_tasks
 from meshpoint.adapters.sql.owning import OwnedTasks, given_to, made_ready, new_owner, read_owned
 from meshpoint.adapters.sql.rows import Columns, by_task, notice_of, outcome_column, pairs
 from meshpoint.model.calls import Join
@@ -22,6 +22,7 @@ from meshpoint.model.checkpoint import (
     CancelNotice,
     Claim,
     Duplicate,
+    Locked,
     MadeReady,
     Replica,
     Resumable,
@@ -102,9 +103,11 @@ async def claim(
     tx: Transaction, claims: Sequence[tuple[Claim, bytes | None]], replica: Replica, slots: int, terms: Terms
 ) -> Arrivals:
     """Record outcomes, given packed beside their claims."""
-    tallies, now = await _tallies(tx, claims, replica, terms)
+    locked = await lock_tasks(tx, [wish.task_id for wish, _ in claims])
+    tallies, now = _tallies(locked, replica, terms), locked.now
     calls = await _calls(tx, claims)
     verdicts = _judge_all(claims, tallies, calls, replica)
+    verdicts = [Locked(each.task_id, each.sub_task_id) if each.task_id in locked.held else each for each in verdicts]
     taken_before = [each.task_id for each in verdicts if isinstance(each, Taken)]
     met_before = [each.task_id for each in verdicts if isinstance(each, Taken | MadeReady)]
     cancels = await _record(tx, [tally for tally in tallies.values() if tally.answered], now, terms)
@@ -123,12 +126,9 @@ async def claim(
     return Arrivals(verdicts, await read_owned(tx, taken_before + taken_now))
 
 
-async def _tallies(
-    tx: Transaction, claims: Sequence[tuple[Claim, bytes | None]], replica: Replica, terms: Terms
-) -> tuple[dict[str, _Tally], float]:
-    locked = await lock_tasks(tx, [wish.task_id for wish, _ in claims])
+def _tallies(locked: LockedTasks, replica: Replica, terms: Terms) -> dict[str, _Tally]:
     agent = terms.names.qualified(replica.agent)
-    return {id_: _Tally(row) for id_, row in locked.rows.items() if row.agent_name == agent}, locked.now
+    return {id_: _Tally(row) for id_, row in locked.rows.items() if row.agent_name == agent}
 
 
 async def _calls(tx: Transaction, claims: Sequence[tuple[Claim, bytes | None]]) -> dict[tuple[str, str], Row[Any]]:

@@ -13,7 +13,7 @@ from sqlalchemy import Row
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from meshpoint.adapters.sql.dialect import Dialect
-from meshpoint.adapters.sql.engine import ATTEMPTS, TRANSACTION_TIMEOUT, engine_for
+from meshpoint.adapters.sql.engine import ATTEMPTS, LOCK_TIMEOUT, TRANSACTION_TIMEOUT, engine_for
 from meshpoint.adapters.sql.failures import (
     DRIVER_ERRORS,
     Failure,
@@ -21,23 +21,32 @@ from meshpoint.adapters.sql.failures import (
     certainly_rolled_back,
     failure,
     is_duplicate,
+    is_lock_timeout,
+    is_row_lock_timeout,
     is_stale,
 )
-from meshpoint.errors import CommitInDoubt, StoreUnavailable
+from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable
 from meshpoint.ports.clock import Clock
 
 T = TypeVar("T")
 _CLOSE_WITHIN = 5.0  # seconds
+_BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 
 Values = Mapping[str, Any]
 
 
 class Transaction:
-    """One open transaction, or one autocommitted read."""
+    """One open transaction, or one autocommitted read.
 
-    def __init__(self, connection: AsyncConnection, dialect: Dialect, clock: Clock | None) -> None:
+    With `skip_locked` it waits for no row that another session holds: the tasks of such rows are left out.
+    """
+
+    def __init__(
+        self, connection: AsyncConnection, dialect: Dialect, clock: Clock | None, *, skip_locked: bool = False
+    ) -> None:
         self.connection = connection
         self.dialect = dialect
+        self.skip_locked = skip_locked
         self._clock = clock
 
     async def rows(self, template: str, **values: Any) -> Sequence[Row[Any]]:
@@ -72,11 +81,16 @@ class Database:
         *,
         command_timeout: timedelta,
         transaction_timeout: timedelta = TRANSACTION_TIMEOUT,
+        lock_timeout: timedelta = LOCK_TIMEOUT,
         pool_size: int,
         clock: Clock | None,
     ) -> None:
         self.engine = engine_for(
-            url, command_timeout=command_timeout, transaction_timeout=transaction_timeout, pool_size=pool_size
+            url,
+            command_timeout=command_timeout,
+            transaction_timeout=transaction_timeout,
+            lock_timeout=lock_timeout,
+            pool_size=pool_size,
         )
         self.dialect = Dialect(self.engine.dialect.name, fake_clock=clock is not None)
         self._clock = clock
@@ -91,7 +105,7 @@ class Database:
         """What `body` reads, each statement on its own."""
         return await self._repeat(lambda connection: body(self._on(connection)))
 
-    async def write(self, body: Callable[[Transaction], Awaitable[T]]) -> T:
+    async def write(self, body: Callable[[Transaction], Awaitable[T]], *, skip_locked: bool = False) -> T:
         """What `body` returned, after its transaction has committed.
 
         `body` may run several times: a conflict with another transaction rolls it back and repeats it.
@@ -99,12 +113,21 @@ class Database:
         Raises:
             StoreUnavailable: nothing was written.
             CommitInDoubt: COMMIT was sent, and no answer came.
+            RowLocked: a lock was not free in time; nothing was written.
         """
-        return await self._repeat(lambda connection: self._commit(connection, body))
+        return await self._repeat(lambda connection: self._commit(connection, body, skip_locked))
 
-    async def _commit(self, connection: AsyncConnection, body: Callable[[Transaction], Awaitable[T]]) -> T:
-        await connection.exec_driver_sql("BEGIN IMMEDIATE" if self.dialect.is_sqlite else "BEGIN")
-        result = await body(self._on(connection))
+    async def _commit(
+        self, connection: AsyncConnection, body: Callable[[Transaction], Awaitable[T]], skip_locked: bool
+    ) -> T:
+        await connection.exec_driver_sql("BEGIN IMMEDIATE" if self.dialect.is_sqlite else _BEGIN)
+        try:
+            result = await body(Transaction(connection, self.dialect, self._clock, skip_locked=skip_locked))
+        except (RowLocked, *DRIVER_ERRORS) as error:
+            if not _means_locked(error, skip_locked):
+                raise
+            await connection.exec_driver_sql("ROLLBACK")
+            raise RowLocked(brief(error)) from error
         try:
             await connection.exec_driver_sql("COMMIT")
         except DRIVER_ERRORS as error:
@@ -136,6 +159,8 @@ class Database:
         async with self.engine.connect() as connection:
             try:
                 return await attempt(connection)
+            except RowLocked:
+                raise  # rolled back
             except BaseException:
                 # Whatever state it is in, nobody else may get it: closing it also rolls it back.
                 await connection.invalidate()
@@ -143,6 +168,13 @@ class Database:
 
     def _on(self, connection: AsyncConnection) -> Transaction:
         return Transaction(connection, self.dialect, self._clock)
+
+
+def _means_locked(error: Exception, skip_locked: bool) -> bool:
+    """Whether somebody holds a row. A step that skips such rows and still waited met a lock on a table: an outage."""
+    if isinstance(error, RowLocked):
+        return True
+    return is_row_lock_timeout(error) if skip_locked else is_lock_timeout(error)
 
 
 async def _to_its_end(step: Coroutine[Any, Any, T]) -> T:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from sqlalchemy import Row
@@ -11,7 +14,7 @@ from meshpoint.adapters.sql import operation_statements
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.checkpointing import KEEP_ALIVES_PER_TIMEOUT
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.locking import Terms, lock_tasks
+from meshpoint.adapters.sql.locking import Terms, held_below
 from meshpoint.adapters.sql.owning import OwnedTasks, given_to, made_ready, read_owned
 from meshpoint.adapters.sql.rows import Columns, requester_of
 from meshpoint.model.checkpoint import SUSPECT_FROM, KeepAlive, Replica, Run, TaskState
@@ -70,14 +73,43 @@ async def _in_turn(tx: Transaction, rows: Sequence[Row[Any]]) -> OwnedTasks:
     return OwnedTasks(in_turn, owned.calls)
 
 
-async def renew(tx: Transaction, runs: Sequence[Run], replica: Replica) -> list[Run]:
-    """Extend leases; the runs that have lost theirs."""
-    locked = await lock_tasks(tx, [run.task_id for run in runs])
-    held = {(row.logical_task_id, row.fence) for row in locked.rows.values() if row.status == TaskState.RUNNING}
-    mine = sorted({run.task_id for run in runs if (run.task_id, run.fence) in held})
+@dataclass(frozen=True, slots=True)
+class Renewals:
+    """What became of leases that were not extended: lost to another run, or on a row that somebody holds."""
+
+    lost: list[Run]
+    held: list[Run]
+
+
+async def renew(tx: Transaction, runs: Sequence[Run], replica: Replica) -> Renewals:
+    """Extend leases, but for those on rows that another session holds: none of the others may wait for it."""
+    ids = sorted({run.task_id for run in runs})
+    locked = await tx.rows(sql.LOCK_FREE_TASKS, ids=ids)
+    mine, others = _of_these_runs(runs, locked)
     if mine:
-        await tx.run(sql.UPDATE_LEASES, ids=mine, wake_at=locked.now + replica.lease.total_seconds())
-    return [run for run in runs if (run.task_id, run.fence) not in held]
+        wake_at = max(row.now for row in locked) + replica.lease.total_seconds()
+        await tx.run(sql.UPDATE_LEASES, ids=sorted({run.task_id for run in mine}), wake_at=wake_at)
+    if not others:
+        return Renewals([], [])
+    free = {row.logical_task_id for row in locked}
+    unseen = [run for run in others if run.task_id not in free]
+    held = _of_these_runs(unseen, await tx.rows(sql.READ_OWNERS, ids=ids))[0]
+    return Renewals([run for run in others if run not in held], held)
+
+
+async def renew_when_free(tx: Transaction, run: Run, replica: Replica, patience: timedelta) -> None:
+    """Wait for a row that somebody holds, and extend the lease if the run still owns it."""
+    await tx.run(sql.SET_LOCK_TIMEOUT, limit=f"{math.ceil(patience.total_seconds() * 1000)}ms")
+    locked = await tx.rows(sql.LOCK_TASKS, ids=[run.task_id])
+    if _of_these_runs([run], locked)[0]:
+        await tx.run(sql.UPDATE_LEASES, ids=[run.task_id], wake_at=locked[0].now + replica.lease.total_seconds())
+
+
+def _of_these_runs(runs: Sequence[Run], rows: Sequence[Row[Any]]) -> tuple[list[Run], list[Run]]:
+    """The runs that own one of `rows`, and the others."""
+    owned = {(row.logical_task_id, row.fence) for row in rows if row.status == TaskState.RUNNING}
+    mine = [run for run in runs if (run.task_id, run.fence) in owned]
+    return mine, [run for run in runs if (run.task_id, run.fence) not in owned]
 
 
 async def keep_alives(tx: Transaction, replica: Replica, limit: int, terms: Terms) -> list[KeepAlive]:
@@ -99,6 +131,8 @@ async def keep_alives(tx: Transaction, replica: Replica, limit: int, terms: Term
 async def purge(tx: Transaction, agent: str, limit: int) -> int:
     """Delete tombstones whose time is over; how many."""
     rows = await tx.rows(sql.PICK_PURGEABLE, agent=agent, limit=limit)
+    held = await held_below(tx, [row.logical_task_id for row in rows])
+    rows = [row for row in rows if row.logical_task_id not in held]
     if rows:
         ids = sorted(row.logical_task_id for row in rows)
         for statement in (sql.DELETE_CALLS, sql.DELETE_JOINS, sql.DELETE_TASKS):

@@ -28,6 +28,7 @@ from meshpoint.model.checkpoint import (
     Ended,
     EndResult,
     Fenced,
+    Locked,
     Release,
     Reply,
     Run,
@@ -38,10 +39,10 @@ from meshpoint.model.ids import ReplicaId
 Packed = bytes | None
 
 
-async def end(tx: Transaction, ends: Sequence[tuple[End, Packed]], terms: Terms) -> list[EndResult]:
+async def end(tx: Transaction, ends: Sequence[tuple[End, Packed]], terms: Terms) -> list[EndResult | Locked]:
     """Turn tasks into tombstones, each with its packed reply."""
 
-    async def turn(each: list[tuple[End, Packed]]) -> list[EndResult]:
+    async def turn(each: list[tuple[End, Packed]]) -> list[EndResult | Locked]:
         locked = await lock_tasks(tx, [wish.run.task_id for wish, _ in each])
         owned = [pair for pair in each if _owns(pair[0].run, locked)]
         closed = await close(tx, _closings([wish for wish, _ in owned], locked), locked.now, terms)
@@ -75,7 +76,9 @@ def _end_columns(wish: End, reply: Packed, locked: LockedTasks, terms: Terms) ->
     }
 
 
-def _end_result(wish: End, locked: LockedTasks, terms: Terms) -> EndResult:
+def _end_result(wish: End, locked: LockedTasks, terms: Terms) -> EndResult | Locked:
+    if wish.run.task_id in locked.held:
+        return Locked(wish.run.task_id)
     row = locked.rows.get(wish.run.task_id)
     if row is None:
         return Fenced()
@@ -116,14 +119,19 @@ async def _bury(tx: Transaction, tombstones: Sequence[Columns], closed: Mapping[
 # ── release ────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def release(tx: Transaction, releases: Sequence[Release], terms: Terms) -> list[bool]:
+async def release(tx: Transaction, releases: Sequence[Release], terms: Terms) -> list[bool | Locked]:
     """Make running tasks ready again, or park those that nobody could read for too long."""
 
-    async def turn(each: list[Release]) -> list[bool]:
+    async def turn(each: list[Release]) -> list[bool | Locked]:
         locked = await lock_tasks(tx, [wish.run.task_id for wish in each])
         owned = [wish for wish in each if _owns(wish.run, locked)]
         await tx.each(sql.UPDATE_RELEASED, [_released(wish, locked, terms) for wish in owned])
-        return [wish in owned or _found_released(wish.run, locked) for wish in each]
+        return [
+            Locked(wish.run.task_id)
+            if wish.run.task_id in locked.held
+            else wish in owned or _found_released(wish.run, locked)
+            for wish in each
+        ]
 
     return await in_rounds(releases, lambda wish: wish.run.task_id, turn)
 
@@ -163,6 +171,7 @@ async def cancel(tx: Transaction, cancels: Sequence[tuple[Cancel, Packed]], term
 
     async def turn(each: list[tuple[Cancel, Packed]]) -> list[CancelResult]:
         locked = await lock_tasks(tx, [wish.task_id for wish, _ in each])
+        wished, each = each, [pair for pair in each if pair[0].task_id not in locked.held]
         stale = {wish.task_id for wish, _ in each if _is_stale(wish, locked)}
         rows = {wish.task_id: _own_row(wish, locked, terms) for wish, _ in each if wish.task_id not in stale}
         idle = [(wish, reply) for wish, reply in each if _is_in(rows.get(wish.task_id), _IDLE)]
@@ -177,10 +186,12 @@ async def cancel(tx: Transaction, cancels: Sequence[tuple[Cancel, Packed]], term
         ended = [task_id for task_id, row in rows.items() if row is not None and TaskState(row.status).ended]
         late = {row.logical_task_id: row for row in await tx.rows(sql.LOOKUP, ids=ended)} if ended else {}
         return [
-            CancelStale()
+            Locked(wish.task_id)
+            if wish.task_id in locked.held
+            else CancelStale()
             if wish.task_id in stale
             else await _cancel_result(wish, rows[wish.task_id], late, notices.get(wish.task_id, ()), terms)
-            for wish, _ in each
+            for wish, _ in wished
         ]
 
     return await in_rounds(cancels, lambda pair: pair[0].task_id, turn)

@@ -21,6 +21,10 @@ ATTEMPTS = 5
 TRANSACTION_TIMEOUT = timedelta(seconds=10)
 """When PostgreSQL takes the locks from a process that stands still in a transaction."""
 
+LOCK_TIMEOUT = timedelta(seconds=1)
+"""How long a statement waits for a lock. Locks between replicas last for one commit; a longer one is somebody's open
+transaction, and the step is then repeated without the locked rows."""
+
 _FIX = "use postgresql://user@host/name, or sqlite:///meshpoint.db on one host"
 _DRIVERS = {"postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg", "sqlite": "sqlite+aiosqlite"}
 
@@ -46,7 +50,12 @@ def async_url(url: str) -> URL:
 
 
 def engine_for(
-    url: str, *, command_timeout: timedelta, transaction_timeout: timedelta = TRANSACTION_TIMEOUT, pool_size: int
+    url: str,
+    *,
+    command_timeout: timedelta,
+    transaction_timeout: timedelta = TRANSACTION_TIMEOUT,
+    lock_timeout: timedelta = LOCK_TIMEOUT,
+    pool_size: int,
 ) -> AsyncEngine:
     """An engine whose connections are in autocommit: the store sends BEGIN and COMMIT itself.
 
@@ -55,14 +64,18 @@ def engine_for(
     parsed = async_url(url)
     if parsed.get_backend_name() == "sqlite":
         return _sqlite(parsed, command_timeout)
-    return _postgres(parsed, command_timeout, transaction_timeout, pool_size)
+    return _postgres(parsed, command_timeout, transaction_timeout, lock_timeout, pool_size)
 
 
-def _postgres(url: URL, command_timeout: timedelta, transaction_timeout: timedelta, pool_size: int) -> AsyncEngine:
+def _postgres(
+    url: URL, command_timeout: timedelta, transaction_timeout: timedelta, lock_timeout: timedelta, pool_size: int
+) -> AsyncEngine:
     seconds = command_timeout.total_seconds()
     session = {
         # A process that is frozen inside a transaction would keep its row locks, and others from its tasks.
         "idle_in_transaction_session_timeout": str(math.ceil(transaction_timeout.total_seconds() * 1000)),
+        # No statement holds up the others of its connection for the sake of one locked row.
+        "lock_timeout": str(math.ceil(lock_timeout.total_seconds() * 1000)),
         # Every statement goes by key: a plan made for a small table is right for a large one.
         "plan_cache_mode": "force_generic_plan",
         "enable_seqscan": "off",

@@ -11,7 +11,7 @@ from sqlalchemy import Row
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.claiming import close_pending
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.locking import Terms
+from meshpoint.adapters.sql.locking import Terms, held_below
 from meshpoint.adapters.sql.owning import OwnedTasks, given_to, made_ready, new_owner, read_owned
 from meshpoint.adapters.sql.rows import Columns, by_task, notice_of, outcome_column
 from meshpoint.model.calls import Join
@@ -82,6 +82,8 @@ async def expire(tx: Transaction, replica: Replica, limit: int, slots: int, term
     """Close what is past its deadline, count it, and take the tasks whose join it meets."""
     agent = terms.names.qualified(replica.agent)
     rows = {row.logical_task_id: row for row in await tx.rows(sql.PICK_EXPIRED, agent=agent, limit=limit)}
+    for task_id in await held_below(tx, rows):
+        del rows[task_id]
     if not rows:
         return Expiries([], [], [], OwnedTasks())
     ids = sorted(rows)

@@ -52,6 +52,19 @@ def is_duplicate(error: BaseException) -> bool:
     return _sqlstate(error) == "23505"
 
 
+def is_lock_timeout(error: BaseException) -> bool:
+    """Whether a lock was not free in time."""
+    return _sqlstate(error) == "55P03"
+
+
+def is_row_lock_timeout(error: BaseException) -> bool:
+    """Whether that lock was the end of another transaction that holds a row, and not a lock on a whole table.
+
+    PostgreSQL says which row it waited for in the error's context. A wait behind another waiter has none.
+    """
+    return is_lock_timeout(error) and bool(getattr(_driver_error(error), "context", None))
+
+
 def is_stale(error: BaseException) -> bool:
     """Whether the connection broke, as one does that was pooled while its server restarted."""
     return isinstance(error, DBAPIError) and error.connection_invalidated
@@ -89,6 +102,12 @@ def _is_misuse(error: BaseException) -> bool:
     # A value that a driver could not encode; neither driver gives such errors a code.
     cause = _of_driver(error)
     return isinstance(cause, ValueError | sqlite3.Error) or isinstance(cause.__cause__, ValueError)
+
+
+def _driver_error(error: BaseException) -> BaseException:
+    """The driver's own error, under those that SQLAlchemy wraps around it."""
+    original = _of_driver(error)
+    return original.__cause__ if original is not error and original.__cause__ is not None else original
 
 
 def _of_driver(error: BaseException) -> BaseException:

@@ -113,14 +113,14 @@ class HotPath:
     # ── claim ──────────────────────────────────────────────────────────────────────────────────────
 
     async def claim(
-        self, claims: Sequence[tuple[Claim, bytes | None]], replica: Replica, slots: int
+        self, claims: Sequence[tuple[Claim, bytes | None]], replica: Replica, slots: int, *, skip_locked: bool
     ) -> tuple[dict[int, Arrival | Taken], OwnedTasks]:
         """Record outcomes of pending calls, and take the tasks whose join they meet."""
         places = _first_of_each((wish.task_id, wish.sub_task_id) for wish, _ in claims)
         wishes = [claims[place] for place in places.values()]
         terms, of_wishes = _shared((wish.task_id, isinstance(wish.outcome, Ok), wish.sender) for wish, _ in wishes)
         rows = await self._claims.write(
-            sql.CLAIM,
+            sql.CLAIM_FREE if skip_locked else sql.CLAIM,
             self._now,
             replica.id,
             sorted({task_id for task_id, _, _ in terms}),

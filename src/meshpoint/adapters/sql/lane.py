@@ -17,8 +17,8 @@ import asyncpg
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from meshpoint.adapters.sql.engine import ATTEMPTS
-from meshpoint.adapters.sql.failures import DRIVER_ERRORS, Failure, brief, failure, is_duplicate
-from meshpoint.errors import CommitInDoubt, StoreUnavailable
+from meshpoint.adapters.sql.failures import DRIVER_ERRORS, Failure, brief, failure, is_duplicate, is_lock_timeout
+from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable
 
 _GONE = ("08", "40003", "57P")
 """SQLSTATEs of a connection or a server that goes away, which may have committed before."""
@@ -62,6 +62,7 @@ class Lane:
         Raises:
             StoreUnavailable: nothing was written.
             CommitInDoubt: it was sent, and no answer came.
+            RowLocked: a lock was not free in time. The connection is as good as before.
         """
         in_doubt = False
         async with self._turn:
@@ -75,6 +76,8 @@ class Lane:
                     lost, meaning = _is_lost(error, driver), failure(error)
                     sent = driver is not None and not isinstance(error, asyncpg.InterfaceError)
                     in_doubt = in_doubt or (lost and sent)
+                    if is_lock_timeout(error):
+                        raise RowLocked(brief(error)) from error
                     if lost:
                         await self._drop()
                     # A lost connection is made again once: the repeated statement finds what the first one wrote.

@@ -12,6 +12,7 @@ from sqlalchemy import Row
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.rows import Names
+from meshpoint.errors import RowLocked
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -36,17 +37,52 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class LockedTasks:
-    """Tasks that no other transaction can change now, and the time since when."""
+    """Tasks that no other transaction can change now, and the time since when.
+
+    `held`: those left out because another session holds the task or a row below it.
+    """
 
     now: float
     rows: dict[str, Row[Any]]
+    held: frozenset[str] = frozenset()
 
 
 async def lock_tasks(tx: Transaction, task_ids: Iterable[str]) -> LockedTasks:
     """Lock tasks in order of id; those that do not exist are left out."""
-    rows = await tx.rows(sql.LOCK_TASKS, ids=sorted(set(task_ids)))
+    ids = sorted(set(task_ids))
+    rows = await tx.rows(sql.LOCK_FREE_TASKS if tx.skip_locked else sql.LOCK_TASKS, ids=ids)
     present = {row.logical_task_id: row for row in rows if row.logical_task_id is not None}
-    return LockedTasks(now=max(row.now for row in rows), rows=present)
+    held: set[str] = set()
+    if tx.skip_locked:
+        if len(present) < len(ids):
+            held.update(row.logical_task_id for row in await tx.rows(sql.READ_IDS, ids=ids))
+            held -= present.keys()
+        held |= await held_below(tx, present)
+    free = {task_id: row for task_id, row in present.items() if task_id not in held}
+    return LockedTasks(now=max(row.now for row in rows), rows=free, held=frozenset(held))
+
+
+async def lock_task(tx: Transaction, task_id: str) -> LockedTasks:
+    """Lock one task.
+
+    Raises:
+        RowLocked: another session holds it, or a row below it.
+    """
+    locked = await lock_tasks(tx, [task_id])
+    if locked.held:
+        raise RowLocked(f"another session holds task {task_id}")
+    return locked
+
+
+async def held_below(tx: Transaction, task_ids: Iterable[str]) -> set[str]:
+    """Those of some locked tasks with a call, a join, a checkpoint or an operation that another session holds.
+
+    Empty unless this transaction skips such rows. The rows that are free are locked.
+    """
+    ids = sorted(task_ids)
+    if not (tx.skip_locked and ids):
+        return set()
+    return {row.task_id for row in await tx.rows(sql.LOCK_FREE_BELOW, ids=ids)}
 
 
 async def in_rounds(

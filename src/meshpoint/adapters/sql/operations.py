@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from meshpoint.adapters.sql import operation_statements as sql
 from meshpoint.adapters.sql import reviving, subtasking
 from meshpoint.adapters.sql.codec import pack
 from meshpoint.adapters.sql.database import Database, Transaction
+from meshpoint.adapters.sql.held import HeldRows
 from meshpoint.adapters.sql.hot import HotPath
 from meshpoint.adapters.sql.locking import Terms
 from meshpoint.adapters.sql.records import STATES, checkpoint_columns, checkpoint_of, snapshot_of, summary_of
-from meshpoint.errors import CommitInDoubt, StoreUnavailable
+from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable
 from meshpoint.model.checkpoint import BeginResult, L1Snapshot, Save, SaveResult, Track
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.operations import OperationStatus, OperationSummary, Revive, ReviveResult
 from meshpoint.model.subtasks import AgentCheckpoint, Saved
+
+T = TypeVar("T")
 
 
 class SqlOperations:
@@ -25,18 +29,38 @@ class SqlOperations:
     _database: Database
     _hot: HotPath | None
     _terms: Terms
+    _held: HeldRows
+
+    async def _write(self, body: Callable[[Transaction], Awaitable[T]]) -> T:
+        """What `body` returned, after its transaction has committed.
+
+        When a lock is not free in time, the transaction is repeated, and waits for no row that others hold.
+        """
+        if not self._held.skipping:
+            try:
+                return await self._database.write(body)
+            except RowLocked:
+                self._held.waited()
+        return await self._database.write(body, skip_locked=True)
 
     async def track(self, wish: Track) -> BeginResult:
         """Make a running task an operation."""
-        return await self._database.write(lambda tx: subtasking.track(tx, wish))
+        return await self._write(lambda tx: subtasking.track(tx, wish))
 
     async def save(self, wish: Save) -> SaveResult:
         """Write a checkpoint within a segment."""
         columns = checkpoint_columns(wish.checkpoint)
-        if self._hot is not None and await self._hot.save(wish, columns):
-            return Saved()
+        if self._hot is not None and not self._held.among([wish.run.task_id]):
+            try:
+                if await self._hot.save(wish, columns):
+                    return Saved()
+            except RowLocked:
+                self._held.waited()
         try:
-            return await self._database.write(lambda tx: subtasking.save(tx, wish, columns, self._terms))
+            return await self._write(lambda tx: subtasking.save(tx, wish, columns, self._terms))
+        except RowLocked:
+            self._held.note([wish.run.task_id])
+            raise
         except CommitInDoubt:
             raise
         except StoreUnavailable as error:
@@ -69,7 +93,7 @@ class SqlOperations:
     async def revive(self, wish: Revive) -> ReviveResult:
         """Make an ended task ready again."""
         request = await pack(wish.request)
-        return await self._database.write(lambda tx: reviving.revive(tx, wish, request, self._terms))
+        return await self._write(lambda tx: reviving.revive(tx, wish, request, self._terms))
 
     async def copy_key(self) -> bytes:
         """The key that authenticates this mesh's copies outside the database. The first caller makes it."""
@@ -84,7 +108,7 @@ class SqlOperations:
 
     async def preserve(self, task_id: TaskId, *, preserve: bool = True) -> bool:
         """Exempt an operation's checkpoints from every deletion, or stop that."""
-        return await self._database.write(lambda tx: reviving.preserve(tx, task_id, self._terms, preserve=preserve))
+        return await self._write(lambda tx: reviving.preserve(tx, task_id, self._terms, preserve=preserve))
 
     async def operation(self, task_id: TaskId) -> OperationSummary | None:
         """One operation."""

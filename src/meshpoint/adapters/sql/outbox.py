@@ -101,7 +101,8 @@ async def mark_sent(tx: Transaction, sent: Sequence[Send]) -> None:
     """Mark what the broker has."""
     if not tx.dialect.is_sqlite:
         await tx.run(sql.COMMIT_LAZILY)
-    await lock_tasks(tx, [send.task_id for send in sent])
+    locked = await lock_tasks(tx, [send.task_id for send in sent])
+    sent = [send for send in sent if send.task_id not in locked.held]  # a mark that is lost sends again
     replies = [{"task_id": send.task_id, "fence": send.fence} for send in sent if isinstance(send, Reply)]
     await tx.each(sql.MARK_REPLIED, replies)
     await _mark_dispatched(tx, {(send.task_id, send.sub_task_id) for send in sent if isinstance(send, Dispatch)})

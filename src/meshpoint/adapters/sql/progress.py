@@ -9,7 +9,6 @@ from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.locking import lock_tasks
 from meshpoint.adapters.sql.rows import Columns, pairs, requester_of
 from meshpoint.model.checkpoint import Progress, ProgressNoted
 
@@ -41,7 +40,6 @@ def extensions(calls: Sequence[Row[Any] | None]) -> list[Columns]:
 
 async def extend(tx: Transaction, deadlines: Sequence[Columns]) -> None:
     """Write them. The task wakes no later for it: it is looked at once in vain."""
-    await lock_tasks(tx, [columns["task_id"] for columns in deadlines])
     await tx.each(sql.EXTEND_IDLE, deadlines)
 
 

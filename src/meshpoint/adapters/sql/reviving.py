@@ -11,7 +11,7 @@ from meshpoint.adapters.sql import operation_statements as sql
 from meshpoint.adapters.sql import statements
 from meshpoint.adapters.sql.checkpointing import keep_alive_at
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.locking import LockedTasks, Terms, lock_tasks
+from meshpoint.adapters.sql.locking import LockedTasks, Terms, lock_task
 from meshpoint.adapters.sql.rows import instant, requester_columns, requester_of
 from meshpoint.adapters.sql.subtasking import expiry
 from meshpoint.model.checkpoint import Requester, TaskState
@@ -21,7 +21,7 @@ from meshpoint.model.operations import NOBODY, Adopted, NotRevived, Refusal, Rev
 
 async def revive(tx: Transaction, wish: Revive, request: bytes | None, terms: Terms) -> ReviveResult:
     """Make an ended task ready again, with its packed new request."""
-    locked = await lock_tasks(tx, [wish.task_id])
+    locked = await lock_task(tx, wish.task_id)
     row = _own_row(wish, locked, terms)
     if row is None:
         return NotRevived(Refusal.NOT_FOUND)
@@ -105,7 +105,7 @@ async def _other_active(tx: Transaction, wish: Revive, row: Row[Any], more: Row[
 
 async def preserve(tx: Transaction, task_id: TaskId, terms: Terms, *, preserve: bool) -> bool:
     """Exempt an operation from deletion, or stop that; whether there is such an operation."""
-    row = (await lock_tasks(tx, [task_id])).rows.get(task_id)
+    row = (await lock_task(tx, task_id)).rows.get(task_id)
     if row is None or row.checkpoint_seq is None or not row.agent_name.startswith(terms.names.prefix):
         return False
     await tx.run(sql.UPDATE_PRESERVE, task_id=task_id, preserve=preserve)

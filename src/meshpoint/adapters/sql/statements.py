@@ -4,9 +4,10 @@ operations and their checkpoints are on a second one, `operation_statements`.
 
 Whoever changes a task, a call or a join first holds the lock of the task, and tasks are locked in order of id:
 so nothing deadlocks, and calls and joins need no locks of their own. (Only the sender's lease on a call or a join,
-and its mark on a join, are taken without the task; they wait for nobody.) LOCK statements wait for their rows; PICK
-statements skip rows that others hold. What a decision rests on is read by a later statement than the one that locks:
-the snapshot of a statement that waited for a lock is older than the lock.
+its mark on a join, and an extended idle deadline are written without the task; they wait for nobody.) LOCK statements
+wait for their rows, though no longer than `lock_timeout`; then the transaction is repeated with LOCK_FREE statements.
+These and PICK statements skip rows that others hold. What a decision rests on is read by a later statement than the
+one that locks: the snapshot of a statement that waited for a lock is older than the lock.
 """
 
 from __future__ import annotations
@@ -21,6 +22,48 @@ WITH locked AS MATERIALIZED (
          incompatible_since, checkpoint_seq, retry_count
     FROM agent_paused_tasks WHERE logical_task_id {one_of:ids} ORDER BY logical_task_id {for_update})
 SELECT locked.*, {clock} AS now FROM (SELECT count(*) AS n FROM locked) AS counted LEFT JOIN locked ON counted.n > 0
+"""
+
+# The same for tasks that nobody else holds.
+LOCK_FREE_TASKS = LOCK_TASKS.replace("{for_update}", "{skip_locked}")
+
+# Which of these tasks exist, without a lock.
+READ_IDS = """
+SELECT logical_task_id FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
+"""
+
+# Which runs own tasks, without a lock.
+READ_OWNERS = """
+SELECT logical_task_id, status, fence FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
+"""
+
+# How long the rest of this transaction waits for a lock.
+SET_LOCK_TIMEOUT = "SELECT set_config('lock_timeout', :limit, true)"
+
+# Lock what belongs to locked tasks, and tell the tasks that have a row which another session holds.
+LOCK_FREE_BELOW = """
+WITH calls AS MATERIALIZED (
+  SELECT logical_task_id, sub_task_id FROM agent_peer_sub_tasks
+   WHERE logical_task_id {one_of:ids} {for_delete_skip_locked}),
+joins AS MATERIALIZED (
+  SELECT logical_task_id, invocation_id FROM agent_parallel_invocations
+   WHERE logical_task_id {one_of:ids} {for_delete_skip_locked}),
+kept AS MATERIALIZED (
+  SELECT analysis_id, agent_type, seq FROM agent_checkpoints
+   WHERE analysis_id {one_of:ids} {for_delete_skip_locked}),
+operations AS MATERIALIZED (
+  SELECT operation_id FROM agent_operations WHERE operation_id {one_of:ids} {for_delete_skip_locked})
+SELECT c.logical_task_id AS task_id FROM agent_peer_sub_tasks AS c
+ WHERE c.logical_task_id {one_of:ids} AND (c.logical_task_id, c.sub_task_id) NOT IN (SELECT * FROM calls)
+UNION
+SELECT j.logical_task_id FROM agent_parallel_invocations AS j
+ WHERE j.logical_task_id {one_of:ids} AND (j.logical_task_id, j.invocation_id) NOT IN (SELECT * FROM joins)
+UNION
+SELECT k.analysis_id FROM agent_checkpoints AS k
+ WHERE k.analysis_id {one_of:ids} AND (k.analysis_id, k.agent_type, k.seq) NOT IN (SELECT * FROM kept)
+UNION
+SELECT o.operation_id FROM agent_operations AS o
+ WHERE o.operation_id {one_of:ids} AND o.operation_id NOT IN (SELECT * FROM operations)
 """
 
 _REPLY = """logical_task_id, agent_name, status, fence, reply, reply_to, requester_app_id, parent_task_id,
@@ -289,11 +332,14 @@ SELECT c.logical_task_id, c.sub_task_id, c.peer_agent, c.idle_timeout AS call_id
  WHERE c.status = 'pending'
 """
 
-# Extend an idle deadline, if nobody has closed the call or extended it further.
+# Extend an idle deadline, if nobody has closed the call, extended it further or holds its row. The task is not
+# locked: a session that holds it must not make a call time out whose peer is at work.
 EXTEND_IDLE = """
 UPDATE agent_peer_sub_tasks SET timeout_deadline = :timeout_deadline
-WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'pending'
-  AND timeout_deadline < :timeout_deadline
+WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
+  AND EXISTS (SELECT 1 FROM agent_peer_sub_tasks AS c
+               WHERE c.logical_task_id = :task_id AND c.sub_task_id = :sub_task_id AND c.status = 'pending'
+                 AND c.timeout_deadline < :timeout_deadline {skip_locked})
 """
 
 # ── joins ──────────────────────────────────────────────────────────────────────────────────────────

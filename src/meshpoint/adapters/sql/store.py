@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -23,17 +24,19 @@ from meshpoint.adapters.sql import (
     schema,
 )
 from meshpoint.adapters.sql import statements as sql
-from meshpoint.adapters.sql.batcher import Batcher
+from meshpoint.adapters.sql.batcher import Batcher, in_parts
 from meshpoint.adapters.sql.claiming import Taken
 from meshpoint.adapters.sql.codec import pack
 from meshpoint.adapters.sql.database import Database
+from meshpoint.adapters.sql.engine import LOCK_TIMEOUT
 from meshpoint.adapters.sql.failures import DRIVER_ERRORS, refused
+from meshpoint.adapters.sql.held import HeldRows
 from meshpoint.adapters.sql.hot import LANES, HotPath
 from meshpoint.adapters.sql.locking import Terms
 from meshpoint.adapters.sql.operations import SqlOperations
 from meshpoint.adapters.sql.owning import OwnedTasks
 from meshpoint.adapters.sql.rows import Names, known_of, outcome_columns
-from meshpoint.errors import CommitInDoubt, ConfigurationError, StoreUnavailable
+from meshpoint.errors import CommitInDoubt, ConfigurationError, RowLocked, StoreUnavailable
 from meshpoint.model.checkpoint import (
     Arrival,
     Begin,
@@ -50,6 +53,7 @@ from meshpoint.model.checkpoint import (
     Expired,
     KeepAlive,
     Known,
+    Locked,
     Pause,
     PauseResult,
     Progress,
@@ -63,12 +67,17 @@ from meshpoint.model.checkpoint import (
     TaskState,
     TaskSummary,
 )
-from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.ports.clock import Clock
+
+log = logging.getLogger("meshpoint.store")
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _LAST_MARKS_WITHIN = 2.0  # seconds
+_SECOND_LOOKS = (0.02, 0.05, 0.1)  # seconds
+_RENEWED_APART = 4
+"""Leases on rows that others hold which are waited for at a time, each on a connection of its own."""
 _MARKS_TOGETHER, _LOCKS_TOGETHER = 4096, 256
 PackedRequestedPause: TypeAlias = tuple[checkpointing.PackedPause, bytes | None]
 """A checkpoint, and the request of its task, packed."""
@@ -94,6 +103,7 @@ class SqlCheckpointStore(SqlOperations):
         mark_within: how long marks may wait for others; whoever brings them does not. A crash loses them, and what
             they mark is sent again.
         hot_path: False sends everything through the general transactions, as on SQLite.
+        lock_timeout: how long a statement on PostgreSQL waits for a lock. Then rows that others hold are skipped.
 
     Raises:
         ConfigurationError: `url` names no database that Meshpoint runs on.
@@ -115,10 +125,12 @@ class SqlCheckpointStore(SqlOperations):
         clock: Clock | None = None,
         hot_path: bool = True,
         mark_within: timedelta = timedelta(),
+        lock_timeout: timedelta = LOCK_TIMEOUT,
     ) -> None:
         self._database = Database(
             url,
             command_timeout=command_timeout,
+            lock_timeout=lock_timeout,
             pool_size=pool_size + LANES,
             clock=clock,
         )
@@ -131,6 +143,9 @@ class SqlCheckpointStore(SqlOperations):
             checkpoint_history=checkpoint_history,
             checkpoint_archive=checkpoint_archive,
         )
+        self._held = HeldRows()
+        self._renewing: dict[Run, asyncio.Task[None]] = {}
+        self._command_timeout = command_timeout
         hot_path = hot_path and not self._database.dialect.is_sqlite
         self._hot = HotPath(self._database.engine, self._terms, clock) if hot_path else None
         self._pauses: Batcher[PackedRequestedPause, PauseResult | None] = Batcher(
@@ -172,6 +187,10 @@ class SqlCheckpointStore(SqlOperations):
                 await self.marks_written()
         for batcher in (self._pauses, self._ends, self._marks):
             await batcher.close()
+        waiting = list(self._renewing.values())
+        for renewing in waiting:
+            renewing.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
         if self._hot is not None:
             await self._hot.close()
         await self._database.close()
@@ -194,23 +213,50 @@ class SqlCheckpointStore(SqlOperations):
         if not begins:
             return []
         packed = [(wish, await pack(wish.request)) for wish in begins]
-        return await self._database.write(lambda tx: checkpointing.begin(tx, packed, self._terms))
+        return self._none_held(await self._write(lambda tx: checkpointing.begin(tx, packed, self._terms)))
 
     async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
         """Write checkpoints, together with those that others write now."""
         packed = [(await checkpointing.PackedPause.of(wish), await pack(wish.request)) for wish in pauses]
-        if self._hot is not None and not all(wish.ordinary for wish, _ in packed):
+        held = self._held.among(wish.run.task_id for wish in pauses)
+        if self._hot is not None and (held or not all(wish.ordinary for wish, _ in packed)):
             return await self._pause_in_general(packed)
         return await self._completed(packed, await self._pauses.put(packed), self._pause_in_general)
 
     async def _pause_together(self, packed: Sequence[PackedRequestedPause]) -> Sequence[PauseResult | None]:
         if self._hot is None:
             return await self._pause_in_general(packed)
-        moved = await self._hot.pause(packed)
+        try:
+            moved = await self._hot.pause(packed)
+        except RowLocked:
+            self._held.waited()
+            moved = {}
         return [moved.get(place) for place in range(len(packed))]
 
     async def _pause_in_general(self, packed: Sequence[PackedRequestedPause]) -> list[PauseResult]:
-        return await self._database.write(lambda tx: checkpointing.pause(tx, packed, self._terms))
+        with self._noting_held(wish.pause.run.task_id for wish, _ in packed):
+            return self._none_held(await self._write(lambda tx: checkpointing.pause(tx, packed, self._terms)))
+
+    @contextmanager
+    def _noting_held(self, task_ids: Iterable[TaskId]) -> Iterator[None]:
+        """Remember tasks with a row that is held, so that their next attempt holds up no others."""
+        try:
+            yield
+        except RowLocked:
+            self._held.note(task_ids)
+            raise
+
+    def _none_held(self, results: Sequence[Result | Locked]) -> list[Result]:
+        """All of `results`, if another session holds none of their tasks.
+
+        Raises:
+            RowLocked: it holds one. What was written of the others is found by the repetition.
+        """
+        held = {result.task_id for result in results if isinstance(result, Locked)}
+        if held:
+            self._held.note(held)
+            raise RowLocked(f"another session holds {', '.join(sorted(held)[:3])}")
+        return [result for result in results if not isinstance(result, Locked)]
 
     async def claim(self, claims: Sequence[Claim], replica: Replica, slots: int) -> list[Arrival]:
         """Record outcomes, one winner each."""
@@ -218,39 +264,83 @@ class SqlCheckpointStore(SqlOperations):
             return []
         outcomes = await outcome_columns(wish.outcome for wish in claims)
         packed = list(zip(claims, outcomes, strict=True))
+        places: dict[RunId, int] = {}
+        for place, wish in enumerate(claims):
+            places.setdefault(wish.id, place)
         moved: dict[int, Arrival | Taken] = {}
         owned = OwnedTasks()
-        if self._hot is not None:
-            moved, owned = await self._hot.claim(packed, replica, slots)
-        verdicts: Iterator[Arrival | Taken] = iter(())
-        if len(moved) < len(packed):
-            seen = {claims[place].id for place in moved}
-            moved |= {
-                place: Duplicate(wish.task_id, wish.sub_task_id)
-                for place, wish in enumerate(claims)
-                if place not in moved and wish.id in seen
-            }
-        rest = [packed[place] for place in range(len(packed)) if place not in moved]
-        if rest:
+        for part in in_parts(list(places.values()), lambda place: len(outcomes[place] or b"")):
             left = slots - len(owned.tasks)
-            arrivals = await self._database.write(lambda tx: claiming.claim(tx, rest, replica, left, self._terms))
-            verdicts, owned = iter(arrivals.verdicts), owned.and_also(arrivals.owned)
-        in_order = [moved[place] if place in moved else next(verdicts) for place in range(len(packed))]
+            arrivals = await self._claim_part([packed[place] for place in part], replica, left)
+            moved.update(zip(part, arrivals.verdicts, strict=True))
+            owned = owned.and_also(arrivals.owned)
+        in_order = [
+            moved.get(place) or Duplicate(wish.task_id, wish.sub_task_id) for place, wish in enumerate(claims)
+        ]
+        self._held.note(each.task_id for each in in_order if isinstance(each, Locked))
         return claiming.with_tasks(in_order, await self._read(owned))
+
+    async def _claim_part(
+        self, packed: Sequence[tuple[Claim, bytes | None]], replica: Replica, slots: int
+    ) -> claiming.Arrivals:
+        moved: dict[int, Arrival | Taken] = {}
+        owned = OwnedTasks()
+        held = self._held.among(wish.task_id for wish, _ in packed)
+        if self._hot is not None and (free := [i for i, (wish, _) in enumerate(packed) if wish.task_id not in held]):
+            some = [packed[place] for place in free] if held else packed
+            try:
+                found, owned = await self._hot.claim(some, replica, slots, skip_locked=self._held.skipping)
+                moved = {free[place]: arrival for place, arrival in found.items()}
+            except RowLocked:
+                self._held.waited()
+        rest = [packed[place] for place in range(len(packed)) if place not in moved]
+        if not rest:
+            return claiming.Arrivals([moved[place] for place in range(len(packed))], owned)
+        arrivals = await self._claim_in_general(rest, replica, slots - len(owned.tasks))
+        verdicts = iter(arrivals.verdicts)
+        in_order = [moved[place] if place in moved else next(verdicts) for place in range(len(packed))]
+        return claiming.Arrivals(in_order, owned.and_also(arrivals.owned))
+
+    async def _claim_in_general(
+        self, packed: Sequence[tuple[Claim, bytes | None]], replica: Replica, slots: int
+    ) -> claiming.Arrivals:
+        arrivals = await self._write(lambda tx: claiming.claim(tx, packed, replica, slots, self._terms))
+        for pause in _SECOND_LOOKS:  # replicas hold the rows of a join for a moment, people for longer
+            locked = [place for place, each in enumerate(arrivals.verdicts) if isinstance(each, Locked)]
+            known = self._held.among(packed[place][0].task_id for place in locked)
+            again = [place for place in locked if packed[place][0].task_id not in known]
+            if not again:
+                break
+            await asyncio.sleep(pause)
+            wishes, left = [packed[place] for place in again], slots - len(arrivals.owned.tasks)
+            found = await self._write(
+                partial(claiming.claim, claims=wishes, replica=replica, slots=left, terms=self._terms)
+            )
+            for place, verdict in zip(again, found.verdicts, strict=True):
+                arrivals.verdicts[place] = verdict
+            arrivals = claiming.Arrivals(arrivals.verdicts, arrivals.owned.and_also(found.owned))
+        return arrivals
 
     async def end(self, ends: Sequence[End]) -> list[EndResult]:
         """Turn running tasks into tombstones with their reply, together with those that others end now."""
         packed = [(wish, await pack(wish.reply)) for wish in ends]
+        if self._hot is not None and self._held.among(wish.run.task_id for wish in ends):
+            return await self._end_in_general(packed)
         return await self._completed(packed, await self._ends.put(packed), self._end_in_general)
 
     async def _end_together(self, packed: Sequence[PackedEnd]) -> Sequence[EndResult | None]:
         if self._hot is None:
             return await self._end_in_general(packed)
-        moved = await self._hot.end(packed)
+        try:
+            moved = await self._hot.end(packed)
+        except RowLocked:
+            self._held.waited()
+            moved = {}
         return [moved.get(place) for place in range(len(packed))]
 
     async def _end_in_general(self, packed: Sequence[PackedEnd]) -> list[EndResult]:
-        return await self._database.write(lambda tx: ending.end(tx, packed, self._terms))
+        with self._noting_held(wish.run.task_id for wish, _ in packed):
+            return self._none_held(await self._write(lambda tx: ending.end(tx, packed, self._terms)))
 
     async def _completed(
         self,
@@ -278,14 +368,14 @@ class SqlCheckpointStore(SqlOperations):
         """Give running tasks back."""
         if not releases:
             return []
-        return await self._database.write(lambda tx: ending.release(tx, releases, self._terms))
+        return self._none_held(await self._write(lambda tx: ending.release(tx, releases, self._terms)))
 
     async def cancel(self, cancels: Sequence[Cancel]) -> list[CancelResult]:
         """Cancel tasks whatever their state."""
         if not cancels:
             return []
         packed = [(wish, await pack(wish.reply)) for wish in cancels]
-        return await self._database.write(lambda tx: ending.cancel(tx, packed, self._terms))
+        return await self._write(lambda tx: ending.cancel(tx, packed, self._terms))
 
     async def progress(self, updates: Sequence[Progress]) -> list[ProgressNoted | None]:
         """Extend idle deadlines, and tell whom to forward to."""
@@ -294,24 +384,24 @@ class SqlCheckpointStore(SqlOperations):
         calls = await self._database.read(lambda tx: progress.read(tx, updates))
         deadlines = progress.extensions(calls)
         if deadlines:
-            await self._database.write(lambda tx: progress.extend(tx, deadlines))
+            await self._write(lambda tx: progress.extend(tx, deadlines))
         return [progress.noted(update, row) for update, row in zip(updates, calls, strict=True)]
 
     # ── due work ───────────────────────────────────────────────────────────────────────────────────
 
     async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
         """Close calls and joins past their deadline."""
-        expiries = await self._database.write(lambda tx: expiring.expire(tx, replica, limit, slots, self._terms))
+        expiries = await self._write(lambda tx: expiring.expire(tx, replica, limit, slots, self._terms))
         return expiries.with_tasks(await self._read(expiries.owned))
 
     async def take(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
         """Own ready tasks."""
-        owned = await self._database.write(lambda tx: due.take(tx, replica, limit, suspects, self._terms))
+        owned = await self._write(lambda tx: due.take(tx, replica, limit, suspects, self._terms))
         return list((await self._read(owned)).values())
 
     async def take_over(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
         """Own running tasks whose lease is over."""
-        owned = await self._database.write(lambda tx: due.take_over(tx, replica, limit, suspects, self._terms))
+        owned = await self._write(lambda tx: due.take_over(tx, replica, limit, suspects, self._terms))
         return list((await self._read(owned)).values())
 
     async def owned(self, run: Run) -> Resumable | None:
@@ -328,25 +418,41 @@ class SqlCheckpointStore(SqlOperations):
         return readable
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
-        """Extend leases; the runs that have lost theirs."""
+        """Extend leases; the runs that have lost theirs.
+
+        A lease on a row that another session holds is extended as soon as the row is free, apart from the others.
+        """
         if not runs:
             return []
-        return await self._database.write(lambda tx: due.renew(tx, runs, replica))
+        renewals = await self._write(lambda tx: due.renew(tx, runs, replica))
+        for run in renewals.held:
+            if run not in self._renewing and len(self._renewing) < _RENEWED_APART:
+                log.warning("task %s: another session holds its row; its lease is extended later", run.task_id)
+                self._renewing[run] = asyncio.create_task(self._renew_when_free(run, replica))
+        return renewals.lost
+
+    async def _renew_when_free(self, run: Run, replica: Replica) -> None:
+        patience = self._command_timeout * 0.9
+        try:
+            with suppress(StoreUnavailable):  # the next turn finds it still held, or free
+                await self._database.write(lambda tx: due.renew_when_free(tx, run, replica, patience))
+        finally:
+            del self._renewing[run]
 
     async def keep_alives(self, replica: Replica, limit: int) -> list[KeepAlive]:
         """Paused tasks whose requester is due to hear of them."""
-        return await self._database.write(lambda tx: due.keep_alives(tx, replica, limit, self._terms))
+        return await self._write(lambda tx: due.keep_alives(tx, replica, limit, self._terms))
 
     async def purge(self, agent: AgentName, limit: int) -> int:
         """Delete tombstones whose time is over; how many."""
         name = self._terms.names.qualified(agent)
-        return await self._database.write(lambda tx: due.purge(tx, name, limit))
+        return await self._write(lambda tx: due.purge(tx, name, limit))
 
     # ── outbox ─────────────────────────────────────────────────────────────────────────────────────
 
     async def unsent(self, agent: AgentName, limit: int) -> list[Send]:
         """What is due for sending, leased to the caller."""
-        leased = await self._database.write(lambda tx: outbox.unsent(tx, agent, limit, self._terms))
+        leased = await self._write(lambda tx: outbox.unsent(tx, agent, limit, self._terms))
         return await leased.decoded(self._terms.names)
 
     async def mark_sent(self, sent: Sequence[Send]) -> None:
@@ -376,7 +482,7 @@ class SqlCheckpointStore(SqlOperations):
         tasks = list(of_tasks.values())
         for first in range(0, len(tasks), _LOCKS_TOGETHER):
             part = [*chain.from_iterable(tasks[first : first + _LOCKS_TOGETHER])]
-            await self._database.write(partial(outbox.mark_sent, sent=part))
+            await self._write(partial(outbox.mark_sent, sent=part))
         return [None] * len(sent)
 
     # ── catalog ────────────────────────────────────────────────────────────────────────────────────

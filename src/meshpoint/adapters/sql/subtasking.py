@@ -10,7 +10,7 @@ from sqlalchemy import Row
 
 from meshpoint.adapters.sql import operation_statements as sql
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.locking import Terms, lock_tasks
+from meshpoint.adapters.sql.locking import Terms, lock_task
 from meshpoint.adapters.sql.records import checkpoint_columns, operation_columns, plain
 from meshpoint.adapters.sql.rows import FAR_FUTURE, Columns
 from meshpoint.model.checkpoint import (
@@ -29,7 +29,7 @@ from meshpoint.model.subtasks import AgentCheckpoint, Saved
 
 async def track(tx: Transaction, wish: Track) -> BeginResult:
     """Make a running task an operation."""
-    locked = await lock_tasks(tx, [wish.run.task_id])
+    locked = await lock_task(tx, wish.run.task_id)
     row = locked.rows.get(wish.run.task_id)
     if row is None or not _runs(row, wish.run):
         return Fenced()
@@ -44,7 +44,7 @@ async def track(tx: Transaction, wish: Track) -> BeginResult:
 
 async def save(tx: Transaction, wish: Save, columns: Columns, terms: Terms) -> SaveResult:
     """Write a checkpoint, given as columns too."""
-    locked = await lock_tasks(tx, [wish.run.task_id])
+    locked = await lock_task(tx, wish.run.task_id)
     row = locked.rows.get(wish.run.task_id)
     if row is None or not _runs(row, wish.run) or row.checkpoint_seq is None:
         return Fenced()

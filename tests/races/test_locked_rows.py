@@ -1,0 +1,352 @@
+"""A session that holds one row of PostgreSQL delays that row only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+
+import asyncpg
+import pytest
+
+from meshpoint.adapters.memory.clock import FakeClock
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.conformance.build import (
+    AGENT,
+    HERE,
+    LEASE,
+    SECOND,
+    THERE,
+    a_begin,
+    a_call,
+    a_cancel,
+    a_claim,
+    a_pause,
+    a_progress,
+    a_release,
+    a_run,
+    an_end,
+    begun,
+    one,
+    operating,
+    outcomes,
+    paused,
+    resumed,
+    saved,
+    state_of,
+    sub,
+    task_ids,
+)
+from meshpoint.errors import RowLocked, StoreUnavailable
+from meshpoint.model.checkpoint import (
+    AllArrived,
+    CancelledNow,
+    Committed,
+    Ended,
+    Locked,
+    Pause,
+    Run,
+    StillWaiting,
+    TaskState,
+)
+from meshpoint.model.ids import TaskId
+
+HOUR = timedelta(hours=1)
+
+_ROWS = {
+    "task": "SELECT 1 FROM agent_paused_tasks WHERE logical_task_id = $1 FOR UPDATE",
+    "call": "SELECT 1 FROM agent_peer_sub_tasks WHERE logical_task_id = $1 LIMIT 1 FOR UPDATE",
+    "join": "SELECT 1 FROM agent_parallel_invocations WHERE logical_task_id = $1 FOR UPDATE",
+}
+_RENEWED = """
+SELECT count(*) FROM agent_paused_tasks WHERE logical_task_id = $1 AND wake_at > $2
+"""
+
+
+@pytest.fixture
+async def store(postgres_url: str, clock: FakeClock) -> AsyncIterator[SqlCheckpointStore]:
+    # A statement that waits for another session's lock fails the test here, long before it is a matter of luck.
+    store = SqlCheckpointStore(
+        postgres_url,
+        namespace="test",
+        clock=clock,
+        command_timeout=timedelta(seconds=5),
+        lock_timeout=timedelta(milliseconds=200),
+    )
+    await store.open()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@asynccontextmanager
+async def held(url: str, task_id: TaskId, row: str = "task") -> AsyncIterator[asyncpg.Connection]:
+    """Another session holds a row of the task."""
+    other = await asyncpg.connect(url)
+    try:
+        async with other.transaction():
+            assert await other.fetch(_ROWS[row], task_id)
+            yield other
+    finally:
+        await other.close()
+
+
+async def running(store: SqlCheckpointStore, count: int) -> list[Run]:
+    return [await begun(store) for _ in range(count)]
+
+
+# ── leases ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_nine_of_ten_leases_are_renewed_while_one_row_is_held(
+    store: SqlCheckpointStore, postgres_url: str, clock: FakeClock
+) -> None:
+    runs = await running(store, 10)
+    async with held(postgres_url, runs[3].task_id):
+        for _ in range(4):
+            clock.advance(LEASE / 2)
+            assert await store.renew(runs, HERE) == []
+            assert await store.take_over(THERE, 10) == []
+
+
+async def test_the_lease_on_a_held_row_is_renewed_when_it_is_free(
+    store: SqlCheckpointStore, postgres_url: str, clock: FakeClock
+) -> None:
+    runs = await running(store, 2)
+    async with held(postgres_url, runs[0].task_id) as other:
+        clock.advance(2 * LEASE)
+        assert await store.renew(runs, HERE) == []
+        assert await store.take_over(THERE, 10) == []
+        waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND pid <> pg_backend_pid()"
+        while not await other.fetchval(waits):
+            await asyncio.sleep(0.01)
+    looking = await asyncpg.connect(postgres_url)
+    try:
+        while not await looking.fetchval(_RENEWED, runs[0].task_id, clock.now().timestamp()):
+            await asyncio.sleep(0.01)
+    finally:
+        await looking.close()
+    assert await store.take_over(THERE, 10) == []
+    assert await store.renew(runs, HERE) == []
+
+
+async def test_a_lease_that_was_lost_is_told_beside_one_whose_row_is_held(
+    store: SqlCheckpointStore, postgres_url: str, clock: FakeClock
+) -> None:
+    lost, kept = await running(store, 2)
+    clock.advance(LEASE + SECOND)
+    await store.renew([kept], HERE)
+    assert task_ids(await store.take_over(THERE, 10)) == [lost.task_id]
+    async with held(postgres_url, kept.task_id):
+        assert await store.renew([lost, kept], HERE) == [lost]
+
+
+async def test_more_rows_than_are_waited_for_may_be_held(
+    store: SqlCheckpointStore, postgres_url: str, clock: FakeClock
+) -> None:
+    runs = await running(store, 12)
+    other = await asyncpg.connect(postgres_url)
+    try:
+        async with other.transaction():
+            for run in runs[:10]:
+                await other.fetch(_ROWS["task"], run.task_id)
+            clock.advance(LEASE / 2)
+            assert await store.renew(runs, HERE) == []
+            clock.advance(LEASE / 2 + SECOND)
+            assert await store.take_over(THERE, 20) == []
+        assert await store.renew(runs, HERE) == []
+        assert await store.take_over(THERE, 20) == []
+    finally:
+        await other.close()
+
+
+# ── claims ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("row", _ROWS)
+async def test_a_claim_passes_one_whose_row_is_held(store: SqlCheckpointStore, postgres_url: str, row: str) -> None:
+    locked, other = await paused(store), await paused(store)
+    claims = [a_claim(locked), a_claim(other)]
+    async with held(postgres_url, locked.run.task_id, row):
+        for _ in range(3):
+            first, second = await store.claim(claims, HERE, 2)
+            assert first == Locked(locked.run.task_id, sub(locked, "a"))
+            assert isinstance(second, AllArrived)
+    first, second = await store.claim(claims, HERE, 2)
+    assert isinstance(first, AllArrived)
+    assert isinstance(second, AllArrived)  # it found itself
+    assert outcomes(first.task).keys() == {"a"}
+
+
+async def test_a_batch_of_claims_loses_no_outcome_to_a_held_row(store: SqlCheckpointStore, postgres_url: str) -> None:
+    pauses = [await paused(store, "a", "b") for _ in range(8)]
+    claims = [a_claim(pause, call_id) for pause in pauses for call_id in "ab"]
+    async with held(postgres_url, pauses[5].run.task_id):
+        arrivals = await store.claim(claims, HERE, 8)
+    assert [type(each) for each in arrivals] == [
+        Locked if each in (10, 11) else (StillWaiting, AllArrived)[each % 2] for each in range(16)
+    ]
+    again = await store.claim(claims[10:12], HERE, 1)
+    assert [type(each) for each in again] == [StillWaiting, AllArrived]
+
+
+# ── the other steps ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("row", _ROWS)
+async def test_an_end_and_a_pause_pass_one_whose_row_is_held(
+    store: SqlCheckpointStore, postgres_url: str, row: str
+) -> None:
+    waiting = [await paused(store, "a", "b") for _ in range(4)]
+    for pause in waiting:  # one call each stays to be cancelled, so that rows are left below the task
+        await store.claim([a_claim(pause, "a"), a_claim(pause, "b")], HERE, 4)
+    held_end, other_end, held_pause, other_pause = [
+        Run(p.run.task_id, AGENT, a_run().id, fence=2, generation=1) for p in waiting
+    ]
+    async with held(postgres_url, held_end.task_id, row), held(postgres_url, held_pause.task_id, row):
+        steps = await asyncio.gather(
+            store.end([an_end(held_end)]),
+            store.end([an_end(other_end)]),
+            store.pause([a_pause(run=held_pause)]),
+            store.pause([a_pause(run=other_pause)]),
+            return_exceptions=True,
+        )
+    kinds = [type(step) if isinstance(step, BaseException) else type(one(step)) for step in steps]
+    assert kinds == [RowLocked, Ended, RowLocked, Committed]
+    assert isinstance(one(await store.end([an_end(held_end)])), Ended)
+    assert isinstance(one(await store.pause([a_pause(run=held_pause)])), Committed)
+
+
+async def test_a_release_a_cancel_and_a_beginning_wait_for_their_own_row_only(
+    store: SqlCheckpointStore, postgres_url: str
+) -> None:
+    run, waiting, other = (await resumed(store)).run, await paused(store), await paused(store)
+    async with held(postgres_url, run.task_id), held(postgres_url, waiting.run.task_id):
+        with pytest.raises(RowLocked):
+            await store.release([a_release(run)])
+        with pytest.raises(RowLocked):
+            await store.begin([a_begin(a_run(run.task_id))])
+        first, second = await store.cancel([a_cancel(waiting.run.task_id), a_cancel(other.run.task_id)])
+        assert first == Locked(waiting.run.task_id)
+        assert isinstance(second, CancelledNow)
+    assert await store.release([a_release(run)]) == [True]
+    assert isinstance(one(await store.cancel([a_cancel(waiting.run.task_id)])), CancelledNow)
+
+
+async def test_a_checkpoint_waits_for_its_own_rows_only(store: SqlCheckpointStore, postgres_url: str) -> None:
+    locked, other = await operating(store), await operating(store)
+    await saved(store, locked)
+    holder = await asyncpg.connect(postgres_url)
+    try:
+        async with holder.transaction():
+            await holder.fetch("SELECT 1 FROM agent_checkpoints WHERE analysis_id = $1 FOR UPDATE", locked.task_id)
+            with pytest.raises(RowLocked):
+                await store.end([an_end(locked)])
+            await saved(store, other)
+            assert isinstance(one(await store.end([an_end(other)])), Ended)
+    finally:
+        await holder.close()
+    assert isinstance(one(await store.end([an_end(locked)])), Ended)
+
+
+@pytest.mark.parametrize("row", _ROWS)
+async def test_what_time_makes_due_passes_a_held_row(
+    store: SqlCheckpointStore, postgres_url: str, clock: FakeClock, row: str
+) -> None:
+    calls = [a_call("a", timeout=SECOND)]
+    locked, other = await paused(store, *calls), await paused(store, *calls)
+    clock.advance(2 * SECOND)
+    async with held(postgres_url, locked.run.task_id, row):
+        expired = await store.expire(HERE, 10, 10)
+        assert [each.task_id for each in expired] == [other.run.task_id]
+    expired = await store.expire(HERE, 10, 10)
+    assert [each.task_id for each in expired] == [locked.run.task_id]
+
+
+async def test_tombstones_are_purged_beside_one_with_a_held_row(
+    store: SqlCheckpointStore, postgres_url: str, clock: FakeClock
+) -> None:
+    locked, other = await operating(store), await operating(store)
+    for run in (locked, other):
+        await saved(store, run)
+        await store.end([an_end(run, TaskState.FAILED, reason="broken")])
+    clock.advance(SECOND * 10)
+    await store.mark_sent(await store.unsent(AGENT, 10))
+    clock.advance(60 * 24 * HOUR)
+    holder = await asyncpg.connect(postgres_url)
+    try:
+        async with holder.transaction():
+            await holder.fetch("SELECT 1 FROM agent_checkpoints WHERE analysis_id = $1 FOR UPDATE", locked.task_id)
+            assert await store.purge(AGENT, 10) == 1
+    finally:
+        await holder.close()
+    assert await store.purge(AGENT, 10) == 1
+
+
+async def test_a_held_task_does_not_make_its_calls_time_out(
+    store: SqlCheckpointStore, postgres_url: str, clock: FakeClock
+) -> None:
+    pause = await paused(store, a_call("a", timeout=HOUR, idle_timeout=10 * SECOND))
+    async with held(postgres_url, pause.run.task_id):
+        for _ in range(3):
+            clock.advance(8 * SECOND)
+            assert one(await store.progress([a_progress(pause)])) is not None
+    assert await store.expire(HERE, 10, 10) == []
+
+
+async def test_marks_pass_a_held_row(store: SqlCheckpointStore, postgres_url: str, clock: FakeClock) -> None:
+    pauses: list[Pause] = [a_pause("a", "b") for _ in range(2)]
+    sent = [send for each in await store.pause(pauses) if isinstance(each, Committed) for send in each.dispatches]
+    runs = [(await resumed(store)).run for _ in range(2)]
+    replies = [each.reply for each in await store.end([an_end(run) for run in runs]) if isinstance(each, Ended)]
+    async with held(postgres_url, pauses[0].run.task_id), held(postgres_url, runs[0].task_id):
+        await store.mark_sent([*sent, *replies])
+        clock.advance(HOUR)
+        assert await store.unsent(AGENT, 10) == []
+    assert {send.task_id for send in await store.unsent(AGENT, 10)} <= {pauses[0].run.task_id, runs[0].task_id}
+
+
+# ── what is no row ─────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_lock_on_the_whole_table_is_an_outage(store: SqlCheckpointStore, postgres_url: str) -> None:
+    run = await begun(store)
+    holder = await asyncpg.connect(postgres_url)
+    try:
+        async with holder.transaction():
+            await holder.execute("LOCK TABLE agent_paused_tasks IN ACCESS EXCLUSIVE MODE")
+            for step in (
+                store.renew([run], HERE),
+                store.lookup([run.task_id]),
+                store.claim([a_claim(a_pause())], HERE, 1),
+                store.expire(HERE, 1, 1),
+            ):
+                with pytest.raises(StoreUnavailable) as outage:
+                    await step
+                assert not isinstance(outage.value, RowLocked)
+    finally:
+        await holder.close()
+    assert await store.renew([run], HERE) == []
+
+
+async def test_a_held_row_leaves_the_connections_to_others(store: SqlCheckpointStore, postgres_url: str) -> None:
+    """More steps wait for held rows than there are connections; a step of another task still comes through."""
+    locked = [(await resumed(store)).run for _ in range(30)]
+    other = (await resumed(store)).run
+    holder = await asyncpg.connect(postgres_url)
+    try:
+        async with holder.transaction():
+            for run in locked:
+                await holder.fetch(_ROWS["task"], run.task_id)
+            ends = [asyncio.create_task(store.end([an_end(run)])) for run in locked]
+            assert isinstance(one(await store.end([an_end(other)])), Ended)
+            results = await asyncio.gather(*ends, return_exceptions=True)
+            assert {type(result) for result in results} == {RowLocked}
+    finally:
+        await holder.close()
+    assert await state_of(store, other.task_id) is TaskState.COMPLETED
