@@ -26,6 +26,7 @@ from meshpoint.model.options import Options
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.broker import Broker
 from meshpoint.ports.checkpoint_cache import CheckpointCache
+from meshpoint.ports.isolation import Isolation
 from meshpoint.ports.observer import Observer
 from meshpoint.ports.store import CheckpointStore
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
@@ -78,7 +79,14 @@ def open_store(agent: AgentSettings, namespace: str) -> CheckpointStore:
     )
 
 
-def make_worker(agent: AgentSettings, namespace: str, broker: Broker, observer: Observer, options: Options) -> Worker:
+def make_worker(
+    agent: AgentSettings,
+    namespace: str,
+    broker: Broker,
+    observer: Observer,
+    options: Options,
+    isolation: Isolation | None = None,
+) -> Worker:
     """One agent of a configuration, ready to `run` on `broker`.
 
     Raises:
@@ -88,7 +96,7 @@ def make_worker(agent: AgentSettings, namespace: str, broker: Broker, observer: 
     if served.name != agent.name:
         problem = f"{agent.name!r} is configured, but {agent.entrypoint!r} is called {served.name!r}"
         raise ConfigurationError("agent.name", problem, f"write name: {served.name}")
-    return worker_of(served, agent, namespace, broker, observer, options)
+    return worker_of(served, agent, namespace, broker, observer, options, isolation)
 
 
 def worker_of(
@@ -98,6 +106,7 @@ def worker_of(
     broker: Broker,
     observer: Observer,
     options: Options,
+    isolation: Isolation | None = None,
 ) -> Worker:
     """`served` with the settings of `agent`, ready to `run` on `broker`."""
     store = open_store(agent, namespace) if agent.stateless_checkpointing else None
@@ -115,6 +124,7 @@ def worker_of(
         local=LocalWorkingMemory(_CLOCK),
         l1=make_working_memory(agent, namespace),
         snapshots=make_snapshots(agent, namespace, (store or memory).copy_key),
+        isolation=isolation,
     )
 
 
@@ -157,6 +167,21 @@ def make_snapshots(
     return RedisSnapshots(url, namespace=namespace, secret=secret, ttl=ttl)
 
 
+def make_isolation(agent: AgentSettings, mesh: MeshSettings, observer: Observer) -> Isolation | None:
+    """What runs single tasks of an agent in processes of their own; `None` where another process cannot run them."""
+    if not agent.stateless_checkpointing or urlsplit(mesh.broker_url).scheme == "memory":
+        return None
+    from meshpoint.adapters.child_process import ChildProcesses
+
+    settings = Settings(mesh=mesh, agents=(agent,)).model_dump(mode="json")
+    return ChildProcesses(settings, observer, agent.options().isolated_stall)
+
+
+def isolated_options(options: Options) -> Options:
+    """`options` for a process that runs a single segment: there is no slot for another one."""
+    return replace(options, max_concurrency=0)
+
+
 async def serve(settings: Settings, *, observer: Observer | None = None, stop: asyncio.Event | None = None) -> None:
     """Run all agents of `settings` until `stop` is set; then drain.
 
@@ -166,7 +191,10 @@ async def serve(settings: Settings, *, observer: Observer | None = None, stop: a
     """
     stop, observer = stop or asyncio.Event(), observer or LoggingObserver()
     broker, mesh = make_broker(settings.mesh), settings.mesh
-    workers = [make_worker(each, mesh.namespace, broker, observer, each.options()) for each in settings.agents]
+    workers = [
+        make_worker(each, mesh.namespace, broker, observer, each.options(), make_isolation(each, mesh, observer))
+        for each in settings.agents
+    ]
     try:
         await broker.open()
         async with asyncio.TaskGroup() as agents:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import resource
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -114,6 +117,61 @@ async def poison(ctx: TaskExecutionContext, deadly: bool) -> str:
     if deadly:
         os.kill(os.getpid(), signal.SIGKILL)
     return "alive"
+
+
+class Dose(BaseModel):
+    """What `ward` does: run for so many `seconds`, then end its process as `how` says, if it does.
+
+    With `asks`, it first asks `peer`. A line in `trace` for each segment that begins, with its process.
+    """
+
+    trace: str
+    how: str | None = None
+    seconds: float = 0
+    asks: bool = False
+
+
+@agent("ward", version="1")
+async def ward(ctx: TaskExecutionContext, dose: Dose) -> str:
+    """A good task, or a poison."""
+    if dose.asks:
+        await ctx.call(peer(1))
+    await ctx.status("begun")
+    note(dose.trace, f"{ctx.task_id} {dose.how}")
+    await asyncio.sleep(dose.seconds)
+    match dose.how:
+        case None:
+            return "well"
+        case "exit":
+            os._exit(3)
+        case "exit 0":
+            os._exit(0)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segfault":
+            ctypes.string_at(0)
+        case "memory":
+            resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+            hoard = [bytearray(1 << 26) for _ in range(64)]
+            os._exit(len(hoard))
+        case "hang":
+            hang()
+        case "wait":
+            await asyncio.Event().wait()
+        case "subtask":
+            await ctx.subtask("fatal", fatal)
+    return "survived"
+
+
+def hang() -> None:
+    """Stand in the way of everything else in this process."""
+    while True:
+        time.sleep(1)
+
+
+async def fatal() -> None:
+    """The code of a subtask that ends its process."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @agent("selfish", version="1")

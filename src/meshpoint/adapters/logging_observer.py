@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
-from typing import Any, TextIO
+from typing import Any, TextIO, TypedDict
 
 from pydantic import JsonValue
 
@@ -30,6 +30,8 @@ _WARNINGS = frozenset(
         Step.CODE_CANCELLED,
         Step.LEASE_LOST,
         Step.OWNER_LOST,
+        Step.ISOLATED,
+        Step.ISOLATED_DIED,
         Step.DEFECT,
         Step.ABANDONED,
         Step.MEMORY_FULL,
@@ -59,6 +61,21 @@ _CHATTY = ("aio_pika", "aiormq", "aiosqlite", "sqlalchemy")
 _LONGEST = 200
 """Characters of a string in a line. Details tell what happened; what passes through is not theirs to tell."""
 _IDS_SHOWN = 3
+
+
+class Style(TypedDict):
+    """How a process logs, for the processes that it starts."""
+
+    level: str
+    as_json: bool
+
+
+_style: Style = {"level": "warning", "as_json": False}
+
+
+def style() -> Style:
+    """How this process logs."""
+    return _style
 
 
 class LoggingObserver:
@@ -100,7 +117,9 @@ def logging_to(stream: TextIO, level: str, *, as_json: bool = False) -> Iterator
 
     A thread of its own writes, so that a slow terminal or pipe does not hold up the event loop.
     """
+    global _style  # noqa: PLW0603 - as the root logger, there is one for a process
     handler: logging.Handler
+    styled_before, _style = _style, Style(level=level, as_json=as_json)
     if stream.isatty() and not as_json:
         handler = _rich_handler(stream)
     else:
@@ -118,6 +137,7 @@ def logging_to(stream: TextIO, level: str, *, as_json: bool = False) -> Iterator
     finally:
         root.removeHandler(queue)
         root.setLevel(before)
+        _style = styled_before
         listener.stop()
 
 

@@ -49,7 +49,20 @@ class Forgotten:
     lost: bool
 
 
-SegmentResult: TypeAlias = Paused | Outcome | Stopped | Unreadable | Forgotten
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The segment ran in a process of its own, which has committed its result and sent what followed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The segment's own process ended first. `counted` unless no agent code ran there."""
+
+    reason: str
+    counted: bool
+
+
+SegmentResult: TypeAlias = Paused | Outcome | Stopped | Unreadable | Forgotten | Settled | Died
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,8 +49,9 @@ class Segment:
     `beginning` writes its row while its first subtask waits for that.
     `subtasks` runs and records those of this segment, `memory` is its working memory. `failure` tells more of how an
     operation's code ended, and `last` is what it leaves then.
-    `settling` is set when the code has ended, `left` when the replica has forgotten the segment. `dead_reason` is set
-    when the task ends because its runs keep killing their process.
+    `settling` is set when the code has ended, `left` when the replica has forgotten the segment. `attempt` is
+    that of a segment that runs in a process of its own. `dead_reason` is set when the task ends because its runs keep
+    killing their process.
     """
 
     run: Run
@@ -68,6 +69,7 @@ class Segment:
     settling: bool = False
     left: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: Stop | None = None
+    attempt: int = 1
     dead_reason: str | None = None
 
     def stop(self, why: Stop) -> None:

@@ -71,6 +71,8 @@ class Step(StrEnum):
     MEMORY_TROUBLE = "memory_trouble"  # it, or its copy, could not be written or read
     DEFECT = "defect"  # the engine, a store or a broker raised what it should not: logged, and the replica serves on
     ABANDONED = "abandoned"  # the drain's time is over, and agent code still runs
+    ISOLATED = "isolated"  # a task that lost its owners runs in a process of its own
+    ISOLATED_DIED = "isolated_died"  # and that process died
     OWNER_LOST = "owner_lost"  # an operation ends as failed because its replica died
     MEMORY_FULL = "memory_full"  # max_in_memory tasks wait in memory: further requests wait at the broker
 
@@ -103,6 +105,8 @@ ONLY_TOLD = frozenset(
         Step.MEMORY_TROUBLE,
         Step.DEFECT,
         Step.ABANDONED,
+        Step.ISOLATED,
+        Step.ISOLATED_DIED,
         Step.OWNER_LOST,
         Step.MEMORY_FULL,
     }

@@ -56,6 +56,7 @@ class Options:
     begin_at_delivery: int = 3  # from this delivery on, a task is written as running before it runs
     ack_policy: AckPolicy = AckPolicy.AT_CHECKPOINT
     on_checkpoint_failure: OnCheckpointFailure = OnCheckpointFailure.KEEP_IN_MEMORY
+    isolated_stall: timedelta = timedelta(minutes=5)  # the event loop of a task's own process may block so long
     on_lost_owner: OnLostOwner = OnLostOwner.TAKE_OVER
     secret_keys: tuple[str, ...] = ()  # whose values are masked in what is kept of a failure, beside the usual ones
     memory_max_bytes: int = 64 * 1024 * 1024  # of one task's working memory

@@ -170,6 +170,10 @@ class AgentSettings(Section):
         default=DEFAULT.memory_keep,
         description="leave the working memory of a completed task in Redis until its time is over",
     )
+    isolated_stall_seconds: Seconds = Field(
+        default=DEFAULT.isolated_stall.total_seconds(),
+        description="how long a task in a process of its own may block its event loop before that process is killed",
+    )
     on_lost_owner: OnLostOwner = Field(
         default=DEFAULT.on_lost_owner,
         description="an operation whose replica died: take_over, or fail: end it as failed, to be resumed by hand",

@@ -17,6 +17,7 @@ from pydantic import JsonValue
 
 from meshpoint.errors import IncompatibleState, MemoryLost, MemoryRefused
 from meshpoint.lifecycle import checkpoint, claim, finish, receive, run
+from meshpoint.lifecycle.apart import Impossible, run_apart
 from meshpoint.lifecycle.begin import begin
 from meshpoint.lifecycle.cancel import cancelled
 from meshpoint.lifecycle.containment import from_outside
@@ -62,11 +63,14 @@ from meshpoint.model.subtasks import Child, Operation
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.broker import Delivery
 from meshpoint.ports.home import Home
+from meshpoint.ports.isolation import Isolation
 
 log = logging.getLogger("meshpoint.segments")
 
 _RESCUES_PER_ATTEMPT = 10
 """Above so many, a task that ends more than its own process is not run again."""
+_LONGEST_PAUSE = timedelta(seconds=30)
+"""Before a task runs again whose own process died."""
 Agent: TypeAlias = DurableAgent[Any, Any]
 Code: TypeAlias = Callable[[], Awaitable[run.SegmentResult]]
 """What runs in a slot. Not a coroutine yet: if the replica ends before it begins, nobody has to close it."""
@@ -85,8 +89,10 @@ class Segments:
         leases: LeaseKeeper | None,
         spawn: Spawn,
         make_room: Callable[[], None],
+        isolation: Isolation | None = None,
     ) -> None:
         self._site = site
+        self._isolation = isolation
         self._agent = agent
         self._outgoing = outgoing
         self._leases = leases
@@ -160,7 +166,10 @@ class Segments:
             return partial(_already, Failed(FailureKind.ERROR, reason))
         again = self._started_again if task.run.generation == 0 else self._restored
         code = partial(again, segment, task)
-        return partial(self._alone, code) if apart else code
+        if not apart:
+            return code
+        alone = partial(self._alone, code)
+        return alone if self._isolation is None else partial(self._isolated, self._isolation, segment, task, alone)
 
     def _exhausted(self, task: Resumable) -> str | None:
         """Why a task that lost its owners too often is not run once more."""
@@ -177,6 +186,20 @@ class Segments:
         finally:
             self._site.apart.give_back()
             self.ready_somewhere.set()  # another one may wait for the place
+
+    async def _isolated(
+        self, isolation: Isolation, segment: Segment, task: Resumable, alone: Code
+    ) -> run.SegmentResult:
+        """Run a suspect in a process of its own, or alone in this one if the agent cannot be imported there."""
+        options = self._site.options
+        segment.attempt = task.attempt
+        self._site.steps.note(Step.ISOLATED, task.run.task_id, attempt=task.attempt, rescues=task.rescues)
+        renewed_there = partial(self._leases.let_go, segment.run) if self._leases is not None else _nothing
+        try:
+            return await run_apart(segment, isolation, options.release_timeout.total_seconds() / 2, renewed_there)
+        except Impossible as error:
+            log.warning("task %s: runs alone in its replica, its own process %s", task.run.task_id, error)
+            return await alone()
 
     async def _alone(self, code: Code) -> run.SegmentResult:
         """Run a suspect while nothing else runs here: if it ends this process, it takes no neighbour along."""
@@ -351,6 +374,8 @@ class Segments:
                 return await self._end(segment, Failed(FailureKind.ERROR, reason))
             case run.Forgotten():
                 return await self._give_back_forgotten(segment, result)
+            case run.Settled() | run.Died():
+                return await self._left_its_process(segment, result)
             case _:
                 assert_never(result)
 
@@ -433,9 +458,30 @@ class Segments:
         await self._release(segment.home, release, forgotten.reason)
         return partial(self.ack, segment)
 
-    async def _release(self, home: Home, release: Release, reason: str) -> None:
+    async def _left_its_process(self, segment: Segment, died: run.Settled | run.Died) -> Afterwards:
+        """Count the death of a task's own process, and let the task run again in a while, or end."""
+        if isinstance(died, run.Settled):
+            return partial(self.ack, segment)
+        assert segment.home is not None
+        options, attempt = self._site.options, segment.attempt
+        pause = min(options.sweep_interval * 2 ** min(attempt - 1, 10), _LONGEST_PAUSE)
+        if not died.counted:
+            pause = options.incompatible_pause
+        elif attempt >= options.max_attempts:
+            pause = timedelta()  # its next owner ends it
+        reason = died.reason if died.counted else None
+        release = Release(segment.run, pause, counted=died.counted, death=reason)
+        if await self._release(segment.home, release, f"its process {died.reason}"):
+            self._site.steps.note(
+                Step.ISOLATED_DIED, segment.run.task_id, reason=died.reason, attempt=attempt, counted=died.counted
+            )
+        self.ready_somewhere.set()
+        return partial(self.ack, segment)
+
+    async def _release(self, home: Home, release: Release, reason: str) -> bool:
         with self._site.steps.step(Step.RELEASE, [release.run.task_id], reason=reason):
-            await self._site.patience.until_answered(lambda: home.store.release([release]))
+            released = await self._site.patience.until_answered(lambda: home.store.release([release]))
+        return released[0]
 
     # ── out of it ──────────────────────────────────────────────────────────────────────────────────
 
@@ -605,6 +651,10 @@ def _advice(task: Resumable) -> str:
     if task.checkpoint == 0:
         return "; no checkpoint"
     return f"; checkpoint available: resume with `meshpoint tasks resume {task.run.task_id}`"
+
+
+def _nothing() -> None:
+    pass
 
 
 async def _already(result: run.SegmentResult) -> run.SegmentResult:

@@ -31,7 +31,7 @@ from meshpoint.lifecycle.site import Site
 from meshpoint.lifecycle.slots import Slots
 from meshpoint.memory.task_memory import Memories
 from meshpoint.model.agent_memory import MemoryRecovery
-from meshpoint.model.checkpoint import Replica, Run
+from meshpoint.model.checkpoint import Replica, Resumable, Run
 from meshpoint.model.events import Step
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
 from meshpoint.model.memory import task_of
@@ -42,6 +42,7 @@ from meshpoint.ports.broker import Broker, Subscription
 from meshpoint.ports.checkpoint_cache import CheckpointCache
 from meshpoint.ports.clock import Clock
 from meshpoint.ports.home import Home
+from meshpoint.ports.isolation import Isolation
 from meshpoint.ports.observer import Observer, Steps
 from meshpoint.ports.store import CheckpointStore
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
@@ -65,7 +66,7 @@ class Worker:
 
     `durable` is the database, or None with `stateless_checkpointing: false`; `memory` is the other home.
     `lease_store` opens a second connection, for the thread that renews leases. `cache` keeps a fast copy of each
-    operation's last checkpoint.
+    operation's last checkpoint. `isolation` runs tasks that may have ended their replica in processes of their own.
     """
 
     def __init__(
@@ -84,9 +85,10 @@ class Worker:
         snapshots: SnapshotStore | None = None,
         cache: CheckpointCache | None = None,
         replica_id: ReplicaId | None = None,
+        isolation: Isolation | None = None,
     ) -> None:
-        name = AgentName(agent.name)
-        replica = Replica(replica_id or ReplicaId(new_id()), name, readable_formats(agent), options.lease)
+        name, id_ = AgentName(agent.name), replica_id or ReplicaId(new_id())
+        replica = Replica(id_, name, readable_formats(agent), options.lease, isolates=isolation is not None)
         steps = Steps(observer, name, replica.id)
         patience = Patience(clock, steps)
         self.site = site = Site(
@@ -116,7 +118,7 @@ class Worker:
         )
         outgoing = Outgoing(site)
         refusals = Refusals(site)
-        self.segments = Segments(site, agent, outgoing, self._leases, self._spawn, self._make_room)
+        self.segments = Segments(site, agent, outgoing, self._leases, self._spawn, self._make_room, isolation)
         self._intake = Intake(site, self.segments, self._spawn, self._before_requests)
         self._requests = Requests(site, self.segments, outgoing, refusals, self._spawn, self._poke, self._intake)
         self._letters = Letters(
@@ -185,6 +187,50 @@ class Worker:
             await self._crew.end(self._closing_time)
             for home in self.site.homes:
                 await home.store.close()
+
+    async def run_one(
+        self, run: Run, *, started: Callable[[], None], stop: asyncio.Event, cancel: asyncio.Event
+    ) -> bool:
+        """Run the segment that `run` owns, and nothing else, for the replica that owns it.
+
+        `started` is called when the lease is renewed here. `stop` lets the task be released, `cancel` ends it.
+        Returns `True` once the run owns the task no more: it paused, ended, was released or lost.
+
+        Raises:
+            Unavailable: the database did not answer within `startup_timeout`; no agent code has run.
+        """
+        home, startup, patience = self.site.durable, self.site.options.startup_timeout, self.site.patience
+        assert home is not None
+        with contained():
+            try:
+                await patience.for_a_while(home.store.open, startup)
+                lost = await patience.for_a_while(lambda: home.store.renew([run], self.site.replica), startup)
+                task = None if lost else await patience.for_a_while(lambda: home.store.owned(run), startup)
+                if task is not None:
+                    await self._run_only(home, task, started, stop, cancel)
+                return await patience.until_answered(lambda: home.store.owned(run)) is None
+            finally:
+                await self._close()
+
+    async def _run_only(
+        self, home: Home, task: Resumable, started: Callable[[], None], stop: asyncio.Event, cancel: asyncio.Event
+    ) -> None:
+        if self._leases is not None:
+            self._leases.start()
+        started()
+        self.site.slots.give_back(-1)  # the segment's own: there is none for a next one
+        self.segments.resume(home, task)
+        watching = [
+            self._spawn(_on(stop, self.segments.give_all_back)),
+            self._spawn(_on(cancel, partial(self._cancel, task.run.task_id))),
+        ]
+        await self.segments.none_left()
+        for each in watching:
+            each.cancel()
+        await _within(self.site.options.startup_timeout.total_seconds(), self._crew.done())
+
+    async def _cancel(self, task_id: TaskId) -> None:
+        self.segments.cancel(task_id)
 
     async def _start(self) -> None:
         async def open_all() -> None:
@@ -398,6 +444,11 @@ async def _unless(stop: asyncio.Event, come: Coroutine[Any, Any, None], cancelli
         stopped.cancel()
         coming.cancel()
         await asyncio.wait({coming, stopped}, timeout=max(cancelling, _LEAST))
+
+
+async def _on(event: asyncio.Event, act: Callable[[], Awaitable[None]]) -> None:
+    await event.wait()
+    await act()
 
 
 async def _within(seconds: float, come: Coroutine[Any, Any, None]) -> bool:

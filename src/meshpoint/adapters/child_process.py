@@ -1,0 +1,182 @@
+"""Isolated runs as child processes of this one: the same interpreter, import path, environment and folder.
+
+A child reads the settings, secrets among them, from its standard input, where nobody else sees them. Later, that pipe
+asks it to stop, and closes when this process dies, however it dies. Through a second pipe the child sends the events
+of its segment, which are emitted here, and the result of the run. What it prints goes to our standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from meshpoint.adapters.logging_observer import style
+from meshpoint.model.checkpoint import Run
+from meshpoint.model.events import Event, Phase, Step
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId
+from meshpoint.ports.isolation import Ending, Exit, Word
+from meshpoint.ports.observer import Observer
+
+log = logging.getLogger("meshpoint.isolated")
+
+_STDERR = 2
+_LONGEST_LINE = 1 << 16
+_LAST_WORDS = 1.0
+"""Seconds. What a process has written before it ended is in the pipe already."""
+_BOOTSTRAP = """
+import json, sys
+given = json.loads(sys.stdin.buffer.readline())
+sys.path[:] = given["path"]
+from meshpoint.isolated import main
+main(given)
+"""
+
+
+class ChildProcesses:
+    """Starts a process for each isolated run of one agent.
+
+    `settings` are that agent's, as JSON. A process whose event loop stands still for `stall` is killed.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], observer: Observer, stall: timedelta) -> None:
+        self._settings, self._observer, self._stall = settings, observer, stall.total_seconds()
+
+    async def start(self, run: Run, on_started: Callable[[], None]) -> ChildProcess:
+        """Run the segment that `run` owns."""
+        read, write = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",  # the import path is ours, not that of the folder
+                "-c",
+                _BOOTSTRAP,
+                f"{run.agent}/{run.task_id}",  # for people who look at a list of processes
+                stdin=asyncio.subprocess.PIPE,
+                stdout=_STDERR,
+                pass_fds=[write],
+                start_new_session=True,  # the terminal's Ctrl-C is for us
+            )
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+        child = ChildProcess(process, await _reader(read), self._observer, self._stall, on_started)
+        child.send(
+            {"settings": self._settings, "path": sys.path, "tells": write, "style": style(), "run": _plain(run)}
+        )
+        return child
+
+
+class ChildProcess:
+    """One running child."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        told: asyncio.StreamReader,
+        observer: Observer,
+        stall: float,
+        on_started: Callable[[], None],
+    ) -> None:
+        self._process, self._told, self._observer = process, told, observer
+        self._stall, self._on_started = stall, on_started
+        self._exit: Exit | None = None
+
+    async def exit(self) -> Exit:
+        """Wait until it has ended."""
+        hearing, ended = asyncio.create_task(self._hear()), asyncio.create_task(self._process.wait())
+        try:
+            await asyncio.wait({hearing, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not hearing.done():
+                await asyncio.wait({hearing}, timeout=_LAST_WORDS)
+            code = await ended
+        finally:
+            hearing.cancel()
+            ended.cancel()
+        return self._exit or Exit(Ending.DIED, _how(code))
+
+    def tell(self, word: Word) -> None:
+        """Ask it to stop."""
+        self.send(word)
+
+    def send(self, value: Any) -> None:
+        """Write one line to it, unless it has ended."""
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(json.dumps(value).encode() + b"\n")
+
+    def kill(self) -> None:
+        """End it now."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def _hear(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._stall):
+                    line = await self._told.readline()
+            except TimeoutError:
+                self._exit = Exit(Ending.DIED, f"was killed: its event loop stood still for {self._stall:g} s")
+                self.kill()
+                return
+            if not line:
+                return
+            try:
+                self._understand(json.loads(line))
+            except (ValueError, KeyError, TypeError):
+                log.warning("what an isolated run tells cannot be read: %.100r", line)
+
+    def _understand(self, told: Mapping[str, Any]) -> None:
+        if "event" in told:
+            self._observer.emit(_event(told["event"]))
+        elif "exit" in told:
+            self._exit = Exit(Ending[told["exit"]], str(told.get("reason", "")))
+        elif "started" in told:
+            self._on_started()
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _plain(run: Run) -> dict[str, Any]:
+    return {
+        "task_id": run.task_id,
+        "agent": run.agent,
+        "id": run.id,
+        "fence": run.fence,
+        "generation": run.generation,
+    }
+
+
+def _event(told: Mapping[str, Any]) -> Event:
+    return Event(
+        Step(told["step"]),
+        Phase(told["phase"]),
+        AgentName(told["agent"]),
+        ReplicaId(told["replica"]),
+        tuple(map(TaskId, told["task_ids"])),
+        told["detail"],
+    )
+
+
+async def _reader(descriptor: int) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader(limit=_LONGEST_LINE)
+    pipe = os.fdopen(descriptor, "rb", buffering=0)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    return reader

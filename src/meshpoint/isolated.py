@@ -1,0 +1,156 @@
+"""The process of an isolated run: one segment of one task, with connections of its own.
+
+`adapters.child_process` starts it, and says what goes through its pipes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from meshpoint import event_loop, wiring
+from meshpoint.adapters.logging_observer import logging_to
+from meshpoint.errors import ConfigurationError, Unavailable
+from meshpoint.model.checkpoint import Run
+from meshpoint.model.events import Event
+from meshpoint.ports.isolation import Ending, Word
+from meshpoint.settings import Settings
+
+log = logging.getLogger("meshpoint.isolated")
+
+_BEAT = 1.0
+"""Seconds between signs of life."""
+_ATOMIC = 4096
+"""Bytes that a pipe takes whole or not at all."""
+_LET_DIE_FIRST = "1000"
+_PR_SET_PDEATHSIG = 1
+
+
+def main(given: Mapping[str, Any]) -> NoReturn:
+    """Run the segment that `given` names, then end this process, whatever agent code has left running."""
+    _end_with_parent()
+    tells = Tells(int(given["tells"]))
+    code = 1
+    with logging_to(sys.stderr, given["style"]["level"], as_json=given["style"]["as_json"]):
+        try:
+            event_loop.run(_run(given, tells))
+            code = 0
+        except ConfigurationError as error:
+            tells.exit(Ending.IMPOSSIBLE, f"cannot run it: {error}")
+        except Unavailable as error:
+            tells.exit(Ending.UNSTARTED, f"could not begin: {error}")
+        except BaseException:
+            log.exception("an isolated run failed")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+async def _run(given: Mapping[str, Any], tells: Tells) -> None:
+    settings, run = Settings.model_validate(given["settings"]), Run(**given["run"])
+    (agent,) = settings.agents
+    options, loop = agent.options(), asyncio.get_running_loop()
+    stop, cancel = asyncio.Event(), asyncio.Event()
+    # Some platforms signal every process of a service: the segment has as long as those of our parent.
+    loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(options.drain_timeout.total_seconds(), stop.set))
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    told = {Word.CANCEL: cancel, Word.DRAIN: stop}
+    _listen(lambda word: loop.call_soon_threadsafe(told[word].set))
+    beating = asyncio.create_task(_beat(tells))
+    broker = wiring.make_broker(settings.mesh)
+    worker = wiring.make_worker(agent, settings.mesh.namespace, broker, tells, wiring.isolated_options(options))
+    try:
+        await broker.open()
+        settled = await worker.run_one(run, started=tells.started, stop=stop, cancel=cancel)
+    finally:
+        await broker.close()
+        beating.cancel()
+    if settled:
+        tells.exit(Ending.SETTLED)
+
+
+async def _beat(tells: Tells) -> None:
+    while True:
+        tells.alive()
+        await asyncio.sleep(_BEAT)
+
+
+class Tells:
+    """What the parent hears: events, signs of life, how the run went. An observer."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._lock = descriptor, threading.Lock()
+        os.set_inheritable(descriptor, False)  # not for the processes that agent code starts
+        os.set_blocking(descriptor, False)
+
+    def emit(self, event: Event) -> None:
+        """Send an event; lost when the parent does not read."""
+        told = {
+            "step": event.step,
+            "phase": event.phase,
+            "agent": event.agent,
+            "replica": event.replica,
+            "task_ids": event.task_ids,
+            "detail": dict(event.detail),
+        }
+        if not self._write({"event": told}):
+            self._write({"event": {**told, "detail": {}}})
+
+    def alive(self) -> None:
+        """The event loop runs."""
+        self._write({"alive": True})
+
+    def started(self) -> None:
+        """The lease is renewed here from now on."""
+        self._write({"started": True}, must=True)
+
+    def exit(self, ending: Ending, reason: str = "") -> None:
+        """How the run went."""
+        self._write({"exit": ending.name, "reason": reason[:1000]}, must=True)
+
+    def _write(self, value: Mapping[str, Any], *, must: bool = False) -> bool:
+        line = json.dumps(value, default=str).encode() + b"\n"
+        if len(line) > _ATOMIC:
+            return False
+        with self._lock, suppress(BrokenPipeError):
+            while True:
+                try:
+                    os.write(self._descriptor, line)
+                except BlockingIOError:
+                    if not must:
+                        return True
+                    select.select([], [self._descriptor], [])
+                else:
+                    return True
+        return True
+
+
+def _listen(act: Callable[[Word], object]) -> None:
+    """Do what the parent says, from a thread: agent code may block the event loop. Without a parent, end at once."""
+
+    def listen() -> None:
+        for line in sys.stdin.buffer:
+            act(Word(json.loads(line)))
+        os._exit(1)
+
+    threading.Thread(target=listen, name="meshpoint parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Die with the parent also while agent code holds the interpreter; be the first to go when memory runs out."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text(_LET_DIE_FIRST)
