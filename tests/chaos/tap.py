@@ -58,6 +58,13 @@ class DoublingBroker:
     def connected(self) -> bool:
         return self._broker.connected
 
+    @property
+    def can_publish(self) -> bool:
+        return self._broker.can_publish
+
+    def consuming(self, address: Address) -> bool:
+        return self._broker.consuming(address)
+
     async def open(self) -> None:
         await self._broker.open()
 

@@ -51,6 +51,7 @@ from meshpoint.conformance.build import (
     saved,
 )
 from meshpoint.conformance.build_memory import remembering, remembering_pause
+from meshpoint.conformance.store_replies import a_kept_reply
 from meshpoint.model.calls import Join
 from meshpoint.model.checkpoint import (
     AllArrived,
@@ -248,6 +249,7 @@ class Life:
         if not self._beside_a_lock:
             await self._answer_beside_another()
         await self._expire()
+        await self._keep_replies()
         await self._take_over()
         await self._cancel()
         await self._send()
@@ -297,9 +299,16 @@ class Life:
         over = {"call_id": "a", "timeout": _NOW}
         await self._pause(over, {"call_id": "b"}, requester=requester)
         await self._pause(over, requester=requester)
+        assert (await self._store.due(HERE, 1)).expired == 1
         assert len(await self._store.expire(HERE, 2 * self._batch, self._batch // 2)) == 2 * self._batch
         assert await self._store.keep_alives(HERE, 100)
         assert await self._store.take(HERE, 100)
+
+    async def _keep_replies(self) -> None:
+        wishes = [a_kept_reply() for _ in range(self._batch)]
+        for again in (False, True):
+            kept = await self._store.keep_replies([replace(wish, again=again) for wish in wishes])
+            assert kept == [True] * self._batch
 
     async def _take_over(self) -> None:
         await self._store.begin([a_begin(replica=_IMPATIENT) for _ in range(self._batch)])

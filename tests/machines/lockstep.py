@@ -18,11 +18,13 @@ from meshpoint.model.checkpoint import (
     CancelledNow,
     CancelResult,
     Claim,
+    Due,
     End,
     Ended,
     EndResult,
     Expired,
     KeepAlive,
+    KeepReply,
     Known,
     Pause,
     PauseResult,
@@ -114,6 +116,16 @@ class Lockstep:
         return _agree(await self._store.progress(updates), await self._reference.progress(updates))
 
     # ── due work ───────────────────────────────────────────────────────────────────────────────────
+
+    async def due(self, replica: Replica, limit: int) -> Due:
+        """See the port. What is due to be sent, or to be looked at, may be counted too high, but never too low."""
+        ours, theirs = await self._store.due(replica, limit), await self._reference.due(replica, limit)
+        _agree((ours.ready, ours.lapsed, ours.keep_alives), (theirs.ready, theirs.lapsed, theirs.keep_alives))
+        return ours
+
+    async def keep_replies(self, wishes: Sequence[KeepReply]) -> list[bool]:
+        """See the port."""
+        return _agree(await self._store.keep_replies(wishes), await self._reference.keep_replies(wishes))
 
     async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
         """See the port. Give slots for all of the tasks or for none: stores may choose differently."""

@@ -289,6 +289,8 @@ class StoreMachine(Stage):
         self.wait(after)
         due = [story.task_id for story in self.stories if story.late(self.clock.now())]
         slots = PLENTY if 0 < slots < len(due) else slots
+        counted = self.do(self.store.due(replica, PLENTY))
+        assert counted.expired >= len(due), "a count that misses what is due would leave it there"
         results = self.do(self.store.expire(replica, PLENTY, slots))
         self.tell(due, passing.expired, self.ledger, replica, slots, results)
         self.sends += [notice for result in results for notice in result.cancels]
@@ -300,6 +302,7 @@ class StoreMachine(Stage):
         """Ready tasks find a slot."""
         due = passing.takeable(self.ledger, replica, suspects)
         limit = passing.untied(due, limit)
+        assert self.do(self.store.due(replica, PLENTY)).ready >= len(due)
         tasks = self.do(self.store.take(replica, limit, suspects))
         touched = [story.task_id for story in due]
         self.tell(touched, passing.taken, self.ledger, replica, limit, suspects, tasks)
@@ -316,6 +319,7 @@ class StoreMachine(Stage):
         self.wait(after)
         due = passing.runnable(self.ledger, replica, TaskState.RUNNING)
         limit = passing.untied(due, limit)
+        assert self.do(self.store.due(replica, PLENTY)).lapsed == len(due)
         tasks = self.do(self.store.take_over(replica, limit, suspects))
         touched = [story.task_id for story in due]
         self.tell(touched, passing.rescued, self.ledger, replica, limit, suspects, tasks)

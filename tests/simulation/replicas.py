@@ -33,6 +33,10 @@ class VirtualClock:
         """The present instant."""
         return EPOCH + timedelta(seconds=self._loop.time() + self._skew)
 
+    def monotonic(self) -> float:
+        """Seconds of virtual time."""
+        return self._loop.time()
+
     async def sleep(self, duration: timedelta) -> None:
         """Return after `duration` of virtual time."""
         await asyncio.sleep(duration.total_seconds())

@@ -61,7 +61,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def test_a_signal_drains(start: Start, number: signal.Signals) -> None:
     process = start()
     process.send_signal(number)
-    assert process.communicate(timeout=30) == ("draining\n", "")
+    told, logged = process.communicate(timeout=30)
+    assert told == "draining\n"
+    assert f"{number.name} received: draining" in logged
     assert process.returncode == 0
 
 
@@ -80,7 +82,9 @@ def test_a_second_signal_ends_the_drain(start: Start, number: signal.Signals, co
 def test_a_replica_drains_when_its_supervisor_is_gone(start: Start) -> None:
     process = start("--supervised")
     assert process.stdin is not None
-    assert process.communicate(timeout=30) == ("draining\n", "")  # closes its standard input
+    told, logged = process.communicate(timeout=30)  # closes its standard input
+    assert told == "draining\n"
+    assert "the supervisor is gone: draining" in logged
     assert process.returncode == 0
 
 

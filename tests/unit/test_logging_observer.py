@@ -51,7 +51,12 @@ def logs(stream: io.StringIO, level: str = "info", *, as_json: bool = False) -> 
         (event(Step.TAKE_OVER, Phase.AFTER, "t"), logging.INFO),
         (event(Step.CHECKPOINT, Phase.BEFORE, "t"), logging.DEBUG),
         (event(Step.DUPLICATE, Phase.NOTED, "t"), logging.DEBUG),
-        (event(Step.CLAIM, Phase.FAILED, "t", error="StoreUnavailable: away"), logging.WARNING),
+        (event(Step.CLAIM, Phase.FAILED, "t", error="ValueError: a defect"), logging.WARNING),
+        (event(Step.CLAIM, Phase.FAILED, "t", error="StoreUnavailable: away"), logging.DEBUG),  # told once, apart
+        (event(Step.REPLY, Phase.FAILED, "t", error="BrokerUnavailable: away"), logging.DEBUG),
+        (event(Step.REPLY_DROPPED, Phase.NOTED, "t"), logging.WARNING),
+        (event(Step.MESSAGE_REJECTED, Phase.NOTED, "t"), logging.WARNING),
+        (event(Step.BROKER_BACK, Phase.NOTED), logging.INFO),
         (event(Step.SEGMENT, Phase.FAILED, "t", error="CancelledError: "), logging.DEBUG),
     ],
     ids=str,

@@ -20,10 +20,14 @@ class Heard:
     """Notes what it is told."""
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.events: list[Event] = []
+
+    @property
+    def steps(self) -> list[Step]:
+        return [event.step for event in self.events]
 
     def emit(self, event: Event) -> None:
-        self.steps.append(event.step)
+        self.events.append(event)
 
 
 @pytest.fixture
@@ -64,7 +68,38 @@ async def test_what_is_away_is_asked_again_after_a_while(patience: Patience, hea
     assert made == [1, 2]
     clock.advance(timedelta(seconds=2))
     assert await coming == "done"
-    assert heard.steps == [Step.BROKER_AWAY, Step.BROKER_AWAY]
+    assert heard.steps == [Step.BROKER_AWAY]
+
+
+async def test_an_outage_is_reported_less_and_less_often_until_its_end(
+    patience: Patience, heard: Heard, clock: FakeClock
+) -> None:
+    for _ in range(600):
+        patience.note_away(StoreUnavailable("gone"))
+        patience.note_away(BrokerUnavailable("gone"))
+        clock.advance(timedelta(seconds=1))
+    for away in (Step.STORE_AWAY, Step.BROKER_AWAY):
+        assert heard.steps.count(away) == 4  # at once, after 1, 3 and 7 minutes
+    assert patience.note_back()
+    assert patience.note_broker_back()
+    assert not patience.note_back()
+    assert heard.events[-2].step is Step.STORE_BACK
+    assert heard.events[-2].detail == {"seconds": 600}
+    assert heard.events[-1].step is Step.BROKER_BACK
+
+
+async def test_a_broker_that_comes_and_goes_is_not_reported_each_time(
+    patience: Patience, heard: Heard, clock: FakeClock
+) -> None:
+    for _ in range(50):
+        patience.note_away(BrokerUnavailable("gone"))
+        clock.advance(timedelta(seconds=1))
+        patience.note_broker_back()
+        clock.advance(timedelta(seconds=1))
+    assert heard.steps.count(Step.BROKER_AWAY) == 2
+    clock.advance(timedelta(minutes=10))
+    patience.note_away(BrokerUnavailable("gone"))
+    assert heard.steps.count(Step.BROKER_AWAY) == 3
 
 
 async def test_at_the_limit_the_last_failure_is_raised(patience: Patience, heard: Heard) -> None:

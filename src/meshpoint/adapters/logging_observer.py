@@ -27,6 +27,8 @@ _WARNINGS = frozenset(
         Step.ROW_LOCKED,
         Step.REPLY_UNROUTABLE,
         Step.STATUS_DROPPED,
+        Step.REPLY_DROPPED,
+        Step.MESSAGE_REJECTED,
         Step.CODE_CANCELLED,
         Step.LEASE_LOST,
         Step.OWNER_LOST,
@@ -38,7 +40,7 @@ _WARNINGS = frozenset(
         Step.MEMORY_TROUBLE,
     }
 )
-_NEWS = frozenset({Step.STARTED, Step.DRAINING, Step.DRAINED, Step.STORE_BACK})
+_NEWS = frozenset({Step.STARTED, Step.DRAINING, Step.DRAINED, Step.STORE_BACK, Step.BROKER_BACK})
 _NEWS_OF_TASKS = frozenset(
     {
         Step.CHECKPOINT,
@@ -58,6 +60,8 @@ _NEWS_OF_TASKS = frozenset(
 _BENEATH_DEBUG = logging.DEBUG // 2
 """The level of looks that found nothing: several in each sweep, which is told anyway."""
 _CHATTY = ("aio_pika", "aiormq", "aiosqlite", "sqlalchemy")
+_KNOWN_CAUSES = ("CancelledError", "StoreUnavailable", "CommitInDoubt", "BrokerUnavailable")
+"""Draining cancels what still runs; an outage has events of its own, which are not repeated with each failed step."""
 _LONGEST = 200
 """Characters of a string in a line. Details tell what happened; what passes through is not theirs to tell."""
 _IDS_SHOWN = 3
@@ -100,8 +104,7 @@ def level_of(event: Event) -> int:
     if event.step in LOOKS and event.phase is not Phase.AFTER:
         return _BENEATH_DEBUG  # the sweep around it tells that it failed
     if event.phase is Phase.FAILED:
-        # Draining cancels whatever still runs; that is no news.
-        return logging.DEBUG if str(event.detail.get("error")).startswith("CancelledError") else logging.WARNING
+        return logging.DEBUG if str(event.detail.get("error")).startswith(_KNOWN_CAUSES) else logging.WARNING
     if event.step in _WARNINGS and event.phase is Phase.NOTED:
         return logging.WARNING
     if event.step in _NEWS and event.phase is Phase.NOTED:

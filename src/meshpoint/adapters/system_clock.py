@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from datetime import UTC, datetime, timedelta
 
 
@@ -12,6 +13,10 @@ class SystemClock:
     def now(self) -> datetime:
         """The present instant, in UTC."""
         return datetime.now(UTC)
+
+    def monotonic(self) -> float:
+        """Seconds that no change of the wall clock touches."""
+        return time.monotonic()
 
     async def sleep(self, duration: timedelta) -> None:
         """Return after `duration`."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +22,8 @@ from meshpoint.errors import ConfigurationError
 if TYPE_CHECKING:
     from meshpoint.cli.exits import ExitCode
     from meshpoint.settings import Settings
+
+log = logging.getLogger("meshpoint.run")
 
 EXAMPLES = """\b
 Examples:
@@ -69,9 +73,14 @@ async def _serve(settings: Settings, supervised: bool) -> None:
 
     stop = asyncio.Event()
     if supervised:
-        _when_stdin_closes(stop.set)
-    with _on_signal(stop.set, once=True, one_wish=_ONE_WISH if supervised else 0):
+        _when_stdin_closes(partial(_supervisor_gone, stop))
+    with _on_signal(stop.set, once=True, one_wish=_ONE_WISH if supervised else 0, what="draining"):
         await wiring.serve(settings, observer=LoggingObserver(), stop=stop)
+
+
+def _supervisor_gone(stop: asyncio.Event) -> None:
+    log.info("the supervisor is gone: draining")
+    stop.set()
 
 
 async def _supervise(command: list[str], replicas: int) -> ExitCode:
@@ -84,7 +93,7 @@ async def _supervise(command: list[str], replicas: int) -> ExitCode:
         return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)
 
     supervisor = Supervisor(spawn, replicas, SystemClock())
-    with _on_signal(supervisor.stop):
+    with _on_signal(supervisor.stop, what="stopping the replicas"):
         return await supervisor.run()
 
 
@@ -94,10 +103,11 @@ def _command(configs: list[Path], level: str, log_json: bool) -> list[str]:
 
 
 @contextmanager
-def _on_signal(act: Callable[[], None], *, once: bool = False, one_wish: float = 0) -> Iterator[None]:
-    """Call `act` on SIGTERM and SIGINT; with `once`, a second signal has its usual effect: it ends the process.
+def _on_signal(act: Callable[[], None], *, once: bool = False, one_wish: float = 0, what: str) -> Iterator[None]:
+    """Call `act` on SIGTERM and SIGINT, and log `what` it does.
 
-    Signals that come within `one_wish` seconds are one.
+    With `once`, a second signal has its usual effect: it ends the process. Signals within `one_wish` seconds
+    are one.
     """
     loop = asyncio.get_running_loop()
 
@@ -105,7 +115,8 @@ def _on_signal(act: Callable[[], None], *, once: bool = False, one_wish: float =
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
-    def heard() -> None:
+    def heard(number: signal.Signals) -> None:
+        log.info("%s received: %s", number.name, what)
         if once and one_wish:
             loop.call_later(one_wish, restore)
         elif once:
@@ -113,7 +124,7 @@ def _on_signal(act: Callable[[], None], *, once: bool = False, one_wish: float =
         act()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, heard)
+        loop.add_signal_handler(number, heard, number)
     try:
         yield
     finally:

@@ -243,11 +243,27 @@ class LossSuite(BrokerCase):
         await broker.close()
 
     async def test_a_closed_broker_is_unavailable(self, broker: Broker) -> None:
+        await broker.consume(REQUESTS, 1, Inbox())
         assert broker.connected
+        assert broker.can_publish
+        assert broker.consuming(REQUESTS)
         await broker.close()
         assert not broker.connected
+        assert not broker.can_publish
+        assert not broker.consuming(REQUESTS)
         with pytest.raises(BrokerUnavailable):
             await broker.publish([(REQUESTS, a_message())])
+
+    async def test_only_an_attached_consumer_is_consuming(self, broker: Broker) -> None:
+        assert not broker.consuming(REQUESTS)
+        first, second = [await broker.consume(REQUESTS, 1, Inbox()) for _ in range(2)]
+        assert broker.consuming(REQUESTS)
+        assert not broker.consuming(responses_of(AGENT))
+        await first.cancel()
+        assert broker.consuming(REQUESTS)
+        await second.cancel()
+        assert not broker.consuming(REQUESTS)
+        assert broker.connected
 
     async def test_after_a_lost_connection_the_message_comes_again(self, broker: Broker) -> None:
         inbox, message = Inbox(), a_message()

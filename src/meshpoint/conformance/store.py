@@ -40,6 +40,7 @@ SECTIONS = (
     "revivals",
     "again",
     "replicas",
+    "replies",
 )
 pytest.register_assert_rewrite(*(f"meshpoint.conformance.store_{section}" for section in SECTIONS))
 
@@ -56,6 +57,7 @@ from meshpoint.conformance.store_operations import ChildrenSuite, SaveSuite, Sum
 from meshpoint.conformance.store_outbox import CatalogSuite, OutboxSuite  # noqa: E402
 from meshpoint.conformance.store_pauses import PauseSuite  # noqa: E402
 from meshpoint.conformance.store_replicas import ReplicasSuite  # noqa: E402
+from meshpoint.conformance.store_replies import DueSuite, RepliesSuite  # noqa: E402
 from meshpoint.conformance.store_revivals import RefusalSuite, ReviveSuite, TokenSuite  # noqa: E402
 from meshpoint.conformance.store_runs import BeginSuite, EndSuite, LookupSuite, ReleaseSuite  # noqa: E402
 from meshpoint.ports.store import CheckpointStore  # noqa: E402
@@ -94,6 +96,8 @@ class CheckpointStoreSuite(
     OrderSuite,
     AdoptSuite,
     ReplicasSuite,
+    RepliesSuite,
+    DueSuite,
 ):
     """Subclass it, and provide `store`: open, empty, driven by `clock`, with the durations of `TIMINGS`."""
 

@@ -17,8 +17,9 @@ async def claim(home: Home, claims: Sequence[Claim], site: Site) -> list[Arrival
     """Record `claims`, however long the database is away. Each `AllArrived` holds a slot."""
 
     async def attempt() -> list[Arrival]:
-        # Slots are taken for one attempt at a time: in an outage, tasks in memory need them.
-        granted = site.slots.take(len(claims))
+        # Slots are taken for one attempt at a time: in an outage, tasks in memory need them. A task takes one slot,
+        # however many of its responses came together.
+        granted = site.slots.take(len({claim.task_id for claim in claims}))
         used = 0
         try:
             arrivals = await home.store.claim(claims, site.replica, granted)
@@ -31,9 +32,12 @@ async def claim(home: Home, claims: Sequence[Claim], site: Site) -> list[Arrival
         return await site.patience.until_answered(attempt)
 
 
-async def expire(home: Home, site: Site) -> list[Expired]:
-    """End calls and joins whose deadline has passed. Each `AllArrived` holds a slot."""
-    granted = site.slots.take(site.options.sweep_batch)
+async def expire(home: Home, site: Site, count: int) -> list[Expired]:
+    """End calls and joins whose deadline has passed. Each `AllArrived` holds a slot.
+
+    `count`: how many tasks are due, as far as is known. A slot is reserved for each, and none for a look in vain.
+    """
+    granted = site.slots.take(count)
     used = 0
     try:
         with site.steps.look(Step.EXPIRE) as found:
@@ -45,20 +49,20 @@ async def expire(home: Home, site: Site) -> list[Expired]:
     return expired
 
 
-async def take_ready(home: Home, site: Site) -> list[Resumable]:
-    """Own ready tasks, one for each free slot. A suspect also holds `site.apart`."""
-    return await _take(home.store.take, Step.TAKE, site)
+async def take_ready(home: Home, site: Site, count: int) -> list[Resumable]:
+    """Own up to `count` ready tasks, one for each free slot. A suspect also holds `site.apart`."""
+    return await _take(home.store.take, Step.TAKE, site, count)
 
 
-async def take_over(home: Home, site: Site) -> list[Resumable]:
-    """Own tasks whose replica let its lease expire, one for each free slot. A suspect also holds `site.apart`."""
-    return await _take(home.store.take_over, Step.TAKE_OVER, site)
+async def take_over(home: Home, site: Site, count: int) -> list[Resumable]:
+    """Own up to `count` tasks whose lease has expired, one for each free slot. A suspect also holds `site.apart`."""
+    return await _take(home.store.take_over, Step.TAKE_OVER, site, count)
 
 
 async def _take(
-    take: Callable[[Replica, int, int], Awaitable[list[Resumable]]], step: Step, site: Site
+    take: Callable[[Replica, int, int], Awaitable[list[Resumable]]], step: Step, site: Site, count: int
 ) -> list[Resumable]:
-    granted = site.slots.take(site.slots.free)
+    granted = site.slots.take(count)
     if not granted:
         return []
     apart = site.apart.take(1)

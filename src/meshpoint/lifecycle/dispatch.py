@@ -2,79 +2,160 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from itertools import chain
+from typing import TypeVar
 
 from pydantic import JsonValue
 
-from meshpoint.errors import NO_DEFECT, Unavailable
+from meshpoint.errors import NO_DEFECT, BrokerUnavailable, Unavailable
+from meshpoint.lifecycle.addresses import Addresses
 from meshpoint.lifecycle.nested import NestedRoutes
 from meshpoint.lifecycle.site import Site
-from meshpoint.model.checkpoint import CancelNotice, Claim, Dispatch, Reply, Requester, Send
+from meshpoint.model.checkpoint import (
+    CancelNotice,
+    Claim,
+    Dispatch,
+    KeepReply,
+    Reply,
+    Requester,
+    Send,
+    TaskState,
+)
 from meshpoint.model.context import Report
 from meshpoint.model.events import Step
 from meshpoint.model.ids import RunId, TaskId, new_id
-from meshpoint.model.letters import Letter, cancel_letter, reply_letter, request_letter, status_letter, wake_message
-from meshpoint.model.messages import Address
+from meshpoint.model.letters import (
+    Letter,
+    cancel_letter,
+    reply_bytes,
+    reply_letter,
+    request_letter,
+    status_letter,
+    wake_message,
+)
+from meshpoint.model.messages import Address, Message
 from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.ports.broker import Published
 from meshpoint.ports.home import Home
 
+T = TypeVar("T")
+
 log = logging.getLogger("meshpoint.dispatch")
 
-_NOT_TAKEN_YET = timedelta(seconds=1)
-"""Before a reply is tried again whose queue is full, or not there (yet)."""
-_MOST_GONE = 10_000
-"""Addresses that are remembered as gone."""
+_PUBLISHED_AT_ONCE = 32
+"""Addresses that one batch publishes to at a time."""
 _STEP = {Dispatch: Step.DISPATCH, CancelNotice: Step.CANCEL_NOTICE, Reply: Step.REPLY}
 
 
 class Outgoing:
     """Sends committed requests, cancels and replies, and marks them.
 
-    Whatever fails here stays due in its home: the sweeper sends it again, under the same ids.
+    What fails here stays due in its home: the sweeper sends it again, under the same ids. Each address is published
+    to on its own, so that one that is full, gone or silent delays only what goes to it.
     """
 
     def __init__(self, site: Site) -> None:
         self._site = site
-        self._gone: set[Address] = set()
+        self._addresses = Addresses(site.clock)
         self._routes = NestedRoutes()
+        self._kept_in_memory: set[TaskId] = set()
 
-    async def send(self, home: Home, sends: Sequence[Send]) -> tuple[list[Claim], list[TaskId]]:
-        """Publish and mark; the calls that turned out undeliverable, and the tasks whose reply is settled."""
+    async def send(
+        self, home: Home, sends: Sequence[Send], *, again: bool = False
+    ) -> tuple[list[Claim], list[TaskId]]:
+        """Publish and mark; the calls that turned out undeliverable, and the tasks whose reply is settled.
+
+        `again`: the sends were due. They skip addresses in back-off: their rows have a next turn.
+        """
         settled: list[Send] = []
         undeliverable: list[Claim] = []
-        for kind, step in _STEP.items():
-            of_kind = [send for send in sends if isinstance(send, kind)]
-            if of_kind:
-                for send, published in await self._publish(home, of_kind, step):
-                    match send, published:
-                        case (_, Published.ACCEPTED) | (CancelNotice(), Published.UNROUTABLE):
-                            settled.append(send)
-                        case Dispatch(), Published.UNROUTABLE:
-                            undeliverable.append(_undeliverable(send))
-                        case Reply(), Published.UNROUTABLE if self._give_up(send):
-                            settled.append(send)
-                        case _:
-                            pass  # still due: the sweeper tries again
+        kinds = [[send for send in sends if isinstance(send, kind)] for kind in _STEP]
+        published = [self._publish(home, of_kind, again=again) for of_kind in kinds if of_kind]
+        for send, word in chain.from_iterable(await _together(published)):
+            if isinstance(send, Dispatch) and word in {Published.UNROUTABLE, Published.REJECTED}:
+                undeliverable.append(self._undeliverable(send, word))
+            elif self._is_settled(send, word):
+                settled.append(send)
         await self._mark(home, settled)
-        return undeliverable, [send.task_id for send in settled if isinstance(send, Reply)]
+        replied = [send.task_id for send in settled if isinstance(send, Reply)]
+        self._kept_in_memory.difference_update(replied)
+        return undeliverable, replied
 
-    async def _publish(self, home: Home, sends: Sequence[Send], step: Step) -> list[tuple[Send, Published]]:
+    def _is_settled(self, send: Send, word: Published | None) -> bool:
+        """Whether nothing is left to be sent; otherwise it stays due, and the sweeper tries again."""
+        match send, word:
+            case _, Published.ACCEPTED:
+                return True
+            case _, Published.REJECTED:
+                self._note_rejected(send)
+                return True
+            case CancelNotice(), Published.UNROUTABLE:
+                return True
+            case Reply(), Published.UNROUTABLE:
+                return self._give_up(send)
+            case _:
+                return False
+
+    def _note_rejected(self, send: Send) -> None:
+        reason = "the broker never takes it: too large, or it cannot be encoded"
+        self._site.steps.note(Step.MESSAGE_REJECTED, send.task_id, type=type(send).__name__.lower(), reason=reason)
+
+    async def _publish(
+        self, home: Home, sends: Sequence[Send], *, again: bool
+    ) -> list[tuple[Send, Published | None]]:
+        """The broker's word on each of `sends`, all of one kind; None: it was not sent, or that is not known."""
         addressed = [(send, self._letter(home, send)) for send in sends]
-        nobody_asked = [(send, Published.ACCEPTED) for send, letter in addressed if letter is None]
-        letters = [(send, letter) for send, letter in addressed if letter is not None]
-        if not letters:
-            return nobody_asked
+        words: list[tuple[Send, Published | None]] = []
+        letters: list[tuple[Send, Letter]] = []
+        for send, letter in addressed:
+            if letter is None:  # its requester asked for no answer
+                words.append((send, Published.ACCEPTED))
+            elif self._waits(send, letter[0], again=again):
+                words.append((send, Published.UNROUTABLE if self._addresses.gone(letter[0]) else None))
+            else:
+                letters.append((send, letter))
+        if letters:
+            try:
+                with self._site.steps.step(_STEP[type(sends[0])], [send.task_id for send, _ in letters]):
+                    published = await self._words([letter for _, letter in letters])
+            except Unavailable:
+                return words  # noted for each address
+            words += [(send, word) for (send, _), word in zip(letters, published, strict=True)]
+            await self._explain_rejected(words)
+        return words
+
+    def _waits(self, send: Send, address: Address, *, again: bool) -> bool:
+        """Whether `send` is left for its row's next turn: a peer's queue is worth a first try, however it was."""
+        return (again or isinstance(send, Reply)) and self._addresses.blocked(address, fresh=not again)
+
+    async def _explain_rejected(self, words: list[tuple[Send, Published | None]]) -> None:
+        """Put a small failure in the place of each reply that the broker can never take, under its message id."""
+        for place, (send, word) in enumerate(words):
+            if isinstance(send, Reply) and word is Published.REJECTED:
+                words[place] = (send, await self._instead(send))
+
+    async def _instead(self, reply: Reply) -> Published | None:
+        failed = Failed(FailureKind.ERROR, self._too_large("result", len(reply.body)))
+        body = reply_bytes(reply.task_id, None, failed)
+        letter = reply_letter(replace(reply, body=body, state=TaskState.FAILED))
+        if letter is None or len(body) >= len(reply.body):  # it is not the body that the broker refuses
+            return Published.REJECTED
+        self._site.steps.note(Step.MESSAGE_REJECTED, reply.task_id, type="reply", reason=failed.message)
         try:
-            with self._site.steps.step(step, [send.task_id for send, _ in letters]):
-                published = await self._routes.publish([letter for _, letter in letters], self._words)
-        except Unavailable as error:
-            self._site.patience.note_away(error)
-            return nobody_asked
-        return nobody_asked + [(send, word) for (send, _), word in zip(letters, published, strict=True)]
+            return (await self._words([letter]))[0]
+        except Unavailable:
+            return None
+
+    def _too_large(self, what: str, size: int) -> str:
+        limit = getattr(self._site.broker, "max_message_bytes", None)
+        accepts = f"the broker accepts at most {limit}" if limit else "the broker does not accept that many"
+        return f"the {what} has {size} bytes; {accepts}"
 
     def _letter(self, home: Home, send: Send) -> Letter | None:
         match send:
@@ -100,40 +181,104 @@ class Outgoing:
         except Unavailable as error:  # losing a mark only sends again
             self._site.patience.note_away(error)
 
-    async def deliver(self, letter: Letter | None, task_id: TaskId) -> None:
-        """Publish a reply that no row keeps: repeat until the broker has it, or give up on its address."""
+    async def answer(self, reply: Reply, run_id: RunId, *, again: bool = False) -> None:
+        """Publish a reply that no run commits. One that cannot be delivered at once is kept, and sent later.
+
+        When this returns, the request may be acked: the reply is with the broker, in a row, or its loss is reported.
+        `again`: the request of an ended task arrived once more.
+        """
+        letter = reply_letter(reply)
         if letter is None:
             return
-        clock, publish = self._site.clock, partial(self._words, [letter])
-        give_up_at = clock.now() + self._site.options.reply_retry_time
-        with self._site.steps.step(Step.REPLY, [task_id]):
-            while (word := (await self._site.patience.until_answered(publish))[0]) is not Published.ACCEPTED:
-                if word is Published.UNROUTABLE and (letter[0] in self._gone or clock.now() >= give_up_at):
-                    self._site.steps.note(Step.REPLY_UNROUTABLE, task_id, reply_to=letter[0])
-                    self._remember_as_gone(letter[0])
-                    return
-                await clock.sleep(_NOT_TAKEN_YET)
-        self._gone.discard(letter[0])
+        word = Published.UNROUTABLE if self._addresses.gone(letter[0]) else Published.OVERLOADED
+        if not self._addresses.blocked(letter[0], fresh=True):
+            with self._site.steps.step(Step.REPLY, [reply.task_id]):
+                word = await self._site.patience.until_answered(partial(self._word_on_reply, reply, letter))
+        if word is Published.REJECTED:
+            self._note_rejected(reply)
+        elif word is not Published.ACCEPTED:
+            await self._keep(reply, run_id, gone=word is Published.UNROUTABLE, again=again)
 
-    def _remember_as_gone(self, address: Address) -> None:
-        # Each further reply would hold an un-acked request, and so a place in the prefetch, for the whole time.
-        if len(self._gone) >= _MOST_GONE:
-            self._gone.clear()
-        self._gone.add(address)
+    async def _word_on_reply(self, reply: Reply, letter: Letter) -> Published:
+        word = (await self._words([letter]))[0]
+        if word is Published.REJECTED:
+            word = await self._instead(reply)
+        if word is None:
+            raise BrokerUnavailable("publishing a reply: the broker did not confirm it")
+        return word
 
-    async def tell(self, letter: Letter | None) -> None:
-        """Publish something advisory: lost when the broker is away."""
-        if letter is not None:
+    async def _keep(self, reply: Reply, run_id: RunId, *, gone: bool, again: bool) -> None:
+        home = self._site.homes[0]
+        if not home.durable and len(self._kept_in_memory) >= self._site.options.max_in_memory:
+            self._drop(reply, "as many replies as max_in_memory allows wait already")
+            return
+        wish = KeepReply(run_id, reply, self._site.options.reply_retry_time if gone else None, again)
+        with self._site.steps.step(Step.END, [reply.task_id], state=reply.state.value):
+            (kept,) = await self._site.patience.until_answered(lambda: home.store.keep_replies([wish]))
+        if not kept:
+            self._drop(reply, "the id has the row of another run")
+        elif not home.durable:
+            self._kept_in_memory.add(reply.task_id)
+
+    def _drop(self, reply: Reply, why: str) -> None:
+        self._site.steps.note(Step.REPLY_DROPPED, reply.task_id, reply_to=reply.requester.reply_to, reason=why)
+
+    def is_refused(self, reply: Reply) -> bool:
+        """Whether its address did not take the last message, while the broker answered."""
+        return reply.requester.reply_to is not None and self._addresses.troubled(reply.requester.reply_to)
+
+    async def put_away(self, home: Home, reply: Reply) -> bool:
+        """Let a reply wait that could not be delivered, of a task in memory; whether its request may be acked.
+
+        Where there is a database it keeps the reply. Otherwise this process does, up to a limit.
+        """
+        if self._site.durable is None:
+            if len(self._kept_in_memory) < self._site.options.max_in_memory:
+                self._kept_in_memory.add(reply.task_id)
+                return True
+            self._drop(reply, "as many replies as max_in_memory allows wait already")
+        else:
+            gone = reply.requester.reply_to is not None and self._addresses.gone(reply.requester.reply_to)
+            wish = KeepReply(RunId(new_id()), reply, self._site.options.reply_retry_time if gone else None)
             try:
-                await self._words([letter])
+                (kept,) = await self._site.durable.store.keep_replies([wish])
             except Unavailable as error:
                 self._site.patience.note_away(error)
+                return False
+            if not kept:
+                self._drop(reply, "the id has the row of another run")
+        await home.store.mark_sent([reply])
+        return True
+
+    async def refuse(self, reply: Reply) -> None:
+        """Publish, once, the answer to a request that nothing can read."""
+        letter = reply_letter(reply)
+        if letter is None:
+            return
+        word: Published | None = None
+        if not self._addresses.blocked(letter[0], fresh=True):
+            word = (await self._site.patience.until_answered(partial(self._words, [letter])))[0]
+        if word is not Published.ACCEPTED:
+            self._drop(reply, "its address did not take it")
+
+    def drop_kept(self) -> None:
+        """Report the replies that end with this process."""
+        for task_id in self._kept_in_memory:
+            self._site.steps.note(Step.REPLY_DROPPED, task_id, reason="the process ends")
+        self._kept_in_memory.clear()
+
+    async def tell(self, letters: Sequence[Letter | None]) -> None:
+        """Publish what is advisory: lost when the broker is unavailable, or an address does not take it."""
+        wanted = [each for each in letters if each is not None and not self._addresses.blocked(each[0])]
+        if wanted:
+            with suppress(Unavailable):  # noted already
+                await self._words(wanted)
 
     def report_to(self, task_id: TaskId, requester: Requester) -> Report:
         """What `ctx.status` calls: a status update to the requester, lost when the broker is away."""
 
         async def report(data: JsonValue) -> None:
-            await self.tell(status_letter(self._site.agent, task_id, requester, data))
+            await self.tell([status_letter(self._site.agent, task_id, requester, data)])
 
         return report
 
@@ -144,20 +289,72 @@ class Outgoing:
         except Unavailable as error:
             self._site.patience.note_away(error)
 
-    async def _words(self, letters: Sequence[Letter]) -> list[Published]:
-        """The broker's word on each letter. One that cannot be put on the wire goes nowhere, but takes none along."""
+    async def _words(self, letters: Sequence[Letter]) -> list[Published | None]:
+        """The broker's word on each letter, each address apart; None where it is in doubt.
+
+        Raises:
+            BrokerUnavailable: it is in doubt for all of them.
+        """
+        places: dict[Address, list[int]] = {}
+        for place, (address, _) in enumerate(letters):
+            places.setdefault(address, []).append(place)
+        if len(places) == 1:
+            return [*await self._words_of_one(letters[0][0], [message for _, message in letters])]
+        words: list[Published | None] = [None] * len(letters)
+        at_once = asyncio.Semaphore(_PUBLISHED_AT_ONCE)
+        errors: list[Unavailable] = []
+
+        async def publish(address: Address, numbers: list[int]) -> None:
+            async with at_once:
+                try:
+                    of_one = await self._words_of_one(address, [letters[number][1] for number in numbers])
+                except Unavailable as error:
+                    errors.append(error)
+                    return
+            for number, word in zip(numbers, of_one, strict=True):
+                words[number] = word
+
+        await asyncio.gather(*(publish(address, numbers) for address, numbers in places.items()))
+        if len(errors) == len(places):
+            raise errors[0]
+        return words
+
+    async def _words_of_one(self, address: Address, messages: Sequence[Message]) -> list[Published]:
+        began = self._site.clock.monotonic()
         try:
-            return await self._site.broker.publish(letters)
+            words = await self._published([(address, message) for message in messages])
+        except Unavailable as error:
+            self._site.patience.note_away(error)
+            raise
+        if Published.UNROUTABLE in words or Published.OVERLOADED in words:
+            self._addresses.failed(address, began=began, gone=Published.UNROUTABLE in words)
+        elif Published.ACCEPTED in words:
+            self._addresses.worked(address)
+            self._site.patience.note_broker_back()
+        return words
+
+    async def _published(self, letters: Sequence[Letter]) -> list[Published]:
+        """The broker's word. A letter that cannot be put on the wire goes nowhere, but takes none along."""
+        try:
+            return await self._routes.publish(letters, self._site.broker.publish)
         except NO_DEFECT:
             raise
         except Exception:
             if len(letters) > 1:
-                return [word for letter in letters for word in await self._words([letter])]
+                return [word for letter in letters for word in await self._published([letter])]
             address, message = letters[0]
             log.warning("a %s for %s cannot be sent: %s", message.type, address, message.message_id, exc_info=True)
-            return [Published.UNROUTABLE]
+            return [Published.REJECTED]
+
+    def _undeliverable(self, call: Dispatch, word: Published) -> Claim:
+        message = f"no replica of agent {call.peer!r} ever declared its queue"
+        if word is Published.REJECTED:
+            message = self._too_large("request", len(call.body))
+        return Claim(
+            RunId(new_id()), call.task_id, call.sub_task_id, Failed(FailureKind.UNDELIVERABLE, message), None
+        )
 
 
-def _undeliverable(call: Dispatch) -> Claim:
-    message = f"no replica of agent {call.peer!r} ever declared its queue"
-    return Claim(RunId(new_id()), call.task_id, call.sub_task_id, Failed(FailureKind.UNDELIVERABLE, message), None)
+async def _together(steps: Sequence[Awaitable[T]]) -> list[T]:
+    """The results of `steps`, run at the same time. One alone, as there mostly is, needs no task."""
+    return [await steps[0]] if len(steps) == 1 else await asyncio.gather(*steps)

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 from meshpoint.ports.clock import Clock
 
 
 class Grace:
-    """Two waits that begin at a start and again after each outage."""
+    """Two waits that begin at a start and again after an outage. A step of the wall clock changes neither."""
 
     def __init__(self, clock: Clock, settle_time: timedelta, lease: timedelta) -> None:
         self._clock = clock
-        self._settle_time = settle_time
-        self._lease = lease
-        self._since: datetime = clock.now()
+        self._settle_time = settle_time.total_seconds()
+        self._lease = lease.total_seconds()
+        self._settling_since = self._renewing_since = clock.monotonic()
 
     def begin(self) -> None:
-        """Start both waits again."""
-        self._since = self._clock.now()
+        """Start both waits again: no answer could be recorded, and no lease renewed."""
+        self._settling_since = self._renewing_since = self._clock.monotonic()
+
+    def begin_settling(self) -> None:
+        """Start the wait for answers again: none could arrive, but leases were renewed."""
+        self._settling_since = self._clock.monotonic()
 
     @property
     def may_expire(self) -> bool:
         """Whether queued responses have had their time to arrive before deadlines are enforced."""
-        return self._clock.now() >= self._since + self._settle_time
+        return self._clock.monotonic() >= self._settling_since + self._settle_time
 
     @property
     def may_take_over(self) -> bool:
         """Whether owners have had their time to renew before their tasks are taken."""
-        return self._clock.now() >= self._since + self._lease
+        return self._clock.monotonic() >= self._renewing_since + self._lease

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
@@ -13,6 +14,7 @@ from meshpoint.errors import Unavailable
 from meshpoint.model.checkpoint import Replica, Run
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
+from meshpoint.model.outage import Outage
 from meshpoint.ports.observer import Steps
 from meshpoint.ports.store import CheckpointStore
 
@@ -38,6 +40,7 @@ class LeaseKeeper:
         self._interval = interval.total_seconds()
         self._steps = steps
         self._on_lost = on_lost
+        self._outage = Outage(time.monotonic)
         self._runs: dict[TaskId, Run] = {}
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -106,7 +109,8 @@ class LeaseKeeper:
             try:
                 await self._renew_with(self._open_store(), worker_loop)
             except Exception:  # if this ended, every lease of the replica would run out
-                log.exception("replica %s: its leases could not be renewed", self._replica.id)
+                if (seconds := self._outage.failed()) is not None:
+                    log.exception("replica %s: its leases could not be renewed for %.0f s", self._replica.id, seconds)
                 await asyncio.sleep(self._interval)
 
     async def _renew_with(self, store: CheckpointStore, worker_loop: asyncio.AbstractEventLoop) -> None:
@@ -129,6 +133,12 @@ class LeaseKeeper:
             return []
         try:
             with self._steps.step(Step.RENEW, [run.task_id for run in runs]):
-                return await store.renew(runs, self._replica)
-        except Unavailable:
-            return []  # told as a failed step; the next turn tries again, the fence decides in the end
+                lost = await store.renew(runs, self._replica)
+        except Unavailable as error:
+            if (seconds := self._outage.failed()) is not None:
+                log.warning("replica %s: leases not renewed for %.0f s: %s", self._replica.id, seconds, error)
+            return []  # the next turn tries again, the fence decides in the end
+        seconds, reported = self._outage.over()
+        if reported:
+            log.warning("replica %s: leases are renewed again after %.0f s", self._replica.id, seconds)
+        return lost

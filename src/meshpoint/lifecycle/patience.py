@@ -10,6 +10,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 
 from meshpoint.errors import BrokerUnavailable, CommitInDoubt, RowLocked, StoreUnavailable, Unavailable
 from meshpoint.model.events import Step
+from meshpoint.model.outage import Outage
 from meshpoint.ports.clock import Clock
 from meshpoint.ports.observer import Steps
 
@@ -28,7 +29,12 @@ class Patience:
     def __init__(self, clock: Clock, steps: Steps) -> None:
         self._clock = clock
         self._steps = steps
-        self.store_away = False
+        self._store, self._broker = Outage(clock.monotonic), Outage(clock.monotonic)
+
+    @property
+    def store_away(self) -> bool:
+        """Whether the last attempt at the database failed."""
+        return self._store.active
 
     async def until_answered(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """The result of `attempt`, however long the outage."""
@@ -36,8 +42,8 @@ class Patience:
 
     async def for_a_while(self, attempt: Callable[[], Awaitable[T]], limit: timedelta) -> T:
         """The result of `attempt`, or its last `Unavailable` after about `limit`."""
-        give_up_at = self._clock.now() + limit
-        return await self._repeat(attempt, lambda _: self._clock.now() >= give_up_at)
+        give_up_at = self._clock.monotonic() + limit.total_seconds()
+        return await self._repeat(attempt, lambda _: self._clock.monotonic() >= give_up_at)
 
     async def unless_away(self, attempt: Callable[[], Awaitable[T]], limit: timedelta) -> T:
         """The result of `attempt`, or a `StoreUnavailable` after about `limit`: then certainly nothing was written.
@@ -94,20 +100,27 @@ class Patience:
         return await retrying(trial)
 
     def note_away(self, error: Unavailable) -> None:
-        """Tell that something is away: of the database once per outage, of the broker at each attempt."""
+        """Report that the database or the broker is unavailable: once, then at growing intervals."""
         if isinstance(error, RowLocked):
             return  # the database works, but for one row
         if isinstance(error, StoreUnavailable):
-            if not self.store_away:
-                self._steps.note(Step.STORE_AWAY, error=str(error))
-            self.store_away = True
-        elif isinstance(error, BrokerUnavailable):
-            self._steps.note(Step.BROKER_AWAY, error=str(error))
+            if (seconds := self._store.failed()) is not None:
+                self._steps.note(Step.STORE_AWAY, error=str(error), seconds=round(seconds))
+        elif isinstance(error, BrokerUnavailable) and (seconds := self._broker.failed()) is not None:
+            self._steps.note(Step.BROKER_AWAY, error=str(error), seconds=round(seconds))
 
     def note_back(self) -> bool:
-        """Tell that the database answers again; whether it had been away."""
-        if not self.store_away:
+        """Report that the database answers again; whether it had been unavailable."""
+        return self._over(self._store, Step.STORE_BACK)
+
+    def note_broker_back(self) -> bool:
+        """Report that the broker takes messages again; whether it had been unavailable."""
+        return self._over(self._broker, Step.BROKER_BACK)
+
+    def _over(self, outage: Outage, step: Step) -> bool:
+        if not outage.active:
             return False
-        self.store_away = False
-        self._steps.note(Step.STORE_BACK)
+        seconds, reported = outage.over()
+        if reported:
+            self._steps.note(step, seconds=round(seconds))
         return True

@@ -7,6 +7,7 @@ from datetime import datetime
 from functools import partial
 
 from meshpoint.errors import NO_DEFECT
+from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.receive import Request
 from meshpoint.lifecycle.senders import may_be_answered
 from meshpoint.lifecycle.site import Site
@@ -14,7 +15,7 @@ from meshpoint.model.checkpoint import Reply, Requester, TaskState
 from meshpoint.model.error_text import described
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
-from meshpoint.model.letters import reply_bytes, reply_letter
+from meshpoint.model.letters import reply_bytes
 from meshpoint.model.messages import Header, Message, MessageType
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind
@@ -43,8 +44,9 @@ def refusal(request: Request, options: Options, now: datetime) -> Failed | None:
 class Refusals:
     """Dead-letters unreadable deliveries."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, outgoing: Outgoing) -> None:
         self._site = site
+        self._outgoing = outgoing
 
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
         """Move `delivery` to the dead letters. The sender of an unreadable request gets an error reply.
@@ -81,11 +83,4 @@ class Refusals:
         parent = message.headers.get(Header.PARENT_TASK)
         requester = Requester(message.reply_to, parent_task_id=None if parent is None else str(parent))
         body = reply_bytes(task_id, None, Failed(FailureKind.INVALID, reason))
-        letter = reply_letter(Reply(self._site.agent, task_id, TaskState.FAILED, body, requester))
-        if letter is not None:  # once is enough: an address that nobody has will not get one soon
-            try:
-                await self._site.patience.until_answered(partial(self._site.broker.publish, [letter]))
-            except NO_DEFECT:
-                raise
-            except Exception:  # its address is of the requester's making
-                log.warning("task %s: its refusal cannot be published", task_id, exc_info=True)
+        await self._outgoing.refuse(Reply(self._site.agent, task_id, TaskState.FAILED, body, requester))

@@ -221,6 +221,20 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepReply:
+    """Keep a reply that could not be delivered at once, in a tombstone, if its task has no row.
+
+    `keep` is how long the row stays after now; None: as long as any tombstone. With `again`, the request of an ended
+    task was delivered once more: the reply in its row becomes due again, for the requester of `reply`.
+    """
+
+    run_id: RunId
+    reply: Reply
+    keep: timedelta | None = None
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """A peer's status update for one call."""
 
@@ -283,6 +297,17 @@ class KeepAlive:
 
 
 Send: TypeAlias = Dispatch | CancelNotice | Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """How much of each kind time has made due, each counted up to a limit. Locked rows count."""
+
+    ready: int = 0
+    lapsed: int = 0  # running tasks whose lease has expired
+    expired: int = 0
+    keep_alives: int = 0
+    unsent: int = 0
 
 
 # ── results ────────────────────────────────────────────────────────────────────────────────────────

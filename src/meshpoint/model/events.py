@@ -59,8 +59,11 @@ class Step(StrEnum):
     STORE_BACK = "store_back"
     BROKER_AWAY = "broker_away"
     ROW_LOCKED = "row_locked"  # another session of the database holds a task's row: what needs it waits
+    BROKER_BACK = "broker_back"
     REPLY_UNROUTABLE = "reply_unroutable"
     STATUS_DROPPED = "status_dropped"  # a peer sent more news than are forwarded
+    REPLY_DROPPED = "reply_dropped"  # it could neither be delivered nor kept
+    MESSAGE_REJECTED = "message_rejected"  # the broker can never take it: too large, or not encodable
     CODE_CANCELLED = "code_cancelled"  # running agent code was cancelled
     LEASE_LOST = "lease_lost"
     SUBTASK_REUSED = "subtask_reused"  # its deliverable is recorded: it does not run
@@ -93,8 +96,11 @@ ONLY_TOLD = frozenset(
         Step.STORE_BACK,
         Step.BROKER_AWAY,
         Step.ROW_LOCKED,
+        Step.BROKER_BACK,
         Step.REPLY_UNROUTABLE,
         Step.STATUS_DROPPED,
+        Step.REPLY_DROPPED,
+        Step.MESSAGE_REJECTED,
         Step.CODE_CANCELLED,
         Step.LEASE_LOST,
         Step.SUBTASK_REUSED,

@@ -65,7 +65,17 @@ class Broker(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether it can be reached now, as far as is known. While not, no deadline is enforced."""
+        """Whether it can be reached now and every consumer is attached, as far as is known."""
+
+    @property
+    def can_publish(self) -> bool:
+        """Whether messages can be sent now, as far as is known."""
+
+    def consuming(self, address: Address) -> bool:
+        """Whether a consumer of this process is attached to `address` now, as far as is known.
+
+        While it is not, responses may be stuck there, and no deadline that depends on them is enforced.
+        """
 
     async def open(self) -> None:
         """Connect."""

@@ -12,5 +12,8 @@ class Clock(Protocol):
     def now(self) -> datetime:
         """The present instant, aware, in UTC."""
 
+    def monotonic(self) -> float:
+        """Seconds since some start. Never steps: for measuring how long something takes."""
+
     async def sleep(self, duration: timedelta) -> None:
         """Return after `duration`."""

@@ -25,10 +25,12 @@ from meshpoint.model.checkpoint import (
     Cancel,
     CancelResult,
     Claim,
+    Due,
     End,
     EndResult,
     Expired,
     KeepAlive,
+    KeepReply,
     Known,
     Pause,
     PauseResult,
@@ -116,6 +118,9 @@ class Transitions(Protocol):
 class DueWork(Protocol):
     """What time alone makes due. Rows locked by others are skipped."""
 
+    async def due(self, replica: Replica, limit: int) -> Due:
+        """How much of each kind is due for `replica`, counted up to `limit`: one read that changes nothing."""
+
     async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
         """Waiting tasks with calls or a join past their deadline: close those calls, count them, take the task.
 
@@ -159,6 +164,14 @@ class Outbox(Protocol):
 
     async def unsent(self, agent: AgentName, limit: int) -> list[Send]:
         """Dispatches, cancel notices and replies that are due; each is leased to the caller with back-off."""
+
+    async def keep_replies(self, wishes: Sequence[KeepReply]) -> list[bool]:
+        """Keep replies that could not be delivered, of tasks without a row; whether each will be sent from here.
+
+        A task without a row becomes a tombstone (generation 0, fence 0) whose reply is due after the dispatch lease.
+        False: another run's row has the id, and nothing changed. With `KeepReply.again`, an ended task of this agent
+        has its reply due again, to the address in `KeepReply.reply`; one that is still due there keeps its turn.
+        """
 
     async def mark_sent(self, sent: Sequence[Send]) -> None:
         """The broker confirmed them. May be lost: they are sent again under the same ids.

@@ -31,7 +31,7 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.events import Step
 from meshpoint.model.ids import RunId, TaskId, new_id
-from meshpoint.model.letters import cancel_message, status_letter
+from meshpoint.model.letters import Letter, cancel_message, status_letter
 from meshpoint.model.messages import Message, MessageType
 from meshpoint.ports.broker import Delivery
 from meshpoint.ports.home import Home
@@ -165,21 +165,21 @@ class Letters:
             return
         updates = [each.progress for each in news]
         noted = await self._site.patience.until_answered(lambda: home.store.progress(updates))
-        for each, forward in zip(news, noted, strict=True):
-            if forward is not None:
-                await self._forward(forward, each.data)
+        forwards = zip(news, noted, strict=True)
+        await self._outgoing.tell([self._forward(to, each.data) for each, to in forwards if to is not None])
 
-    async def _forward(self, to: ProgressNoted, data: JsonValue) -> None:
-        """Pass a peer's news on to the requester, who is not to drown in them."""
+    def _forward(self, to: ProgressNoted, data: JsonValue) -> Letter | None:
+        """A peer's news for the requester, who is not to drown in them; None: it is dropped."""
         letter = status_letter(self._site.agent, to.task_id, to.requester, data)
         if letter is None:
-            return
+            return None
         too_long = len(letter[1].body) > _LONGEST_STATUS
         if not too_long and self._forwarded.lets_through(to.task_id):
-            await self._outgoing.tell(letter)
-        elif dropped := self._forwarded.drop(to.task_id):
+            return letter
+        if dropped := self._forwarded.drop(to.task_id):
             reason = f"more than {_LONGEST_STATUS} bytes" if too_long else f"more than {_STATUS_RATE} a second"
             self._site.steps.note(Step.STATUS_DROPPED, to.task_id, reason=reason, dropped=dropped)
+        return None
 
     async def on_cancels(self, cancels: Sequence[Received], home: Home, *, shared: bool) -> None:
         """Cancel tasks: in the database when the wish came by the shared queue, in memory when by broadcast."""

@@ -21,7 +21,7 @@ from meshpoint.lifecycle.site import Site, Spawn
 from meshpoint.model.checkpoint import Begun, CancelFound, Fenced, Known, Run, TaskState
 from meshpoint.model.events import Step
 from meshpoint.model.ids import RunId, TaskId, new_id
-from meshpoint.model.letters import pack, reply_letter
+from meshpoint.model.letters import pack
 from meshpoint.model.operations import Adopted, NotRevived, Refusal, Revive, Revived
 from meshpoint.model.options import AckPolicy
 from meshpoint.model.outcomes import Failed, FailureKind
@@ -293,12 +293,12 @@ class Requests:
         assert known.reply is not None
         # The tombstone of a cancel that came first does not know the requester; this request does.
         reply = replace(known.reply, requester=segment.requester)
-        await self._outgoing.deliver(reply_letter(reply), known.task_id)
+        await self._outgoing.answer(reply, segment.run.id, again=True)
         await self._settled(segment)
 
     async def _refuse(self, segment: Segment, refused: Failed) -> None:
         reply = finish.reply_for(segment, refused, self._site.options)
-        await self._outgoing.deliver(reply_letter(reply), segment.run.task_id)
+        await self._outgoing.answer(reply, segment.run.id, again=refused.kind is FailureKind.CANCELLED)
         await self._settled(segment)
 
     async def _settled(self, segment: Segment) -> None:

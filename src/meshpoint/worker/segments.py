@@ -56,7 +56,7 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
-from meshpoint.model.letters import reply_letter, unpack
+from meshpoint.model.letters import unpack
 from meshpoint.model.options import OnLostOwner
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 from meshpoint.model.subtasks import Child, Operation
@@ -526,8 +526,8 @@ class Segments:
         await segment.memory.paused()
 
     async def _answer(self, segment: Segment, reply: Reply) -> None:
-        """Answer a task that has no row of its own: the broker confirms the reply, then the request is acked."""
-        await self._outgoing.deliver(reply_letter(reply), segment.run.task_id)
+        """Answer a task that has no row: its reply is with the broker or kept, then its request is acked."""
+        await self._outgoing.answer(reply, segment.run.id)
         await self.ack(segment)
 
     async def ack(self, segment: Segment) -> None:
@@ -551,16 +551,31 @@ class Segments:
 
     # ── around it ──────────────────────────────────────────────────────────────────────────────────
 
-    async def send(self, home: Home, sends: Sequence[Send]) -> None:
-        """Send what a home committed. A call that nobody can receive is claimed as undeliverable at once."""
-        undeliverable, settled = await self._outgoing.send(home, sends)
-        for task_id in settled:
+    async def send(self, home: Home, sends: Sequence[Send], *, again: bool = False) -> None:
+        """Send what a home committed. A call that nobody can receive is claimed as undeliverable at once.
+
+        `again`: it was due, so what goes to an address in back-off may wait for its next turn.
+        """
+        undeliverable, settled = await self._outgoing.send(home, sends, again=again)
+        for task_id in [*settled, *await self._put_away(home, sends, settled)]:
             if deliveries := self.held.let_go(task_id):
                 await self._settle_requests(task_id, deliveries)
                 self._make_room()
         self._tell_if_none_left()
         if undeliverable:
             await self.claim(home, undeliverable)
+
+    async def _put_away(self, home: Home, sends: Sequence[Send], settled: Sequence[TaskId]) -> list[TaskId]:
+        """Tasks in memory whose reply waits for its address: it must not hold up their requests, nor the prefetch."""
+        if home.durable:
+            return []
+        put_away: list[TaskId] = []
+        for send in sends:
+            if not isinstance(send, Reply) or send.task_id in settled or send.task_id not in self.held:
+                continue
+            if self._outgoing.is_refused(send) and await self._outgoing.put_away(home, send):
+                put_away.append(send.task_id)
+        return put_away
 
     async def claim(self, home: Home, claims: Sequence[Claim]) -> list[Arrival]:
         """Record outcomes, and go on with the tasks whose join they meet."""

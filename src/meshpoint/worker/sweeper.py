@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from meshpoint.lifecycle import claim
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.grace import Grace
 from meshpoint.lifecycle.site import Site, Spawn
-from meshpoint.model.checkpoint import Arrival, Send, StillWaiting
+from meshpoint.model.checkpoint import Arrival, Due, Resumable, Send, StillWaiting
 from meshpoint.model.events import Step
 from meshpoint.model.letters import status_letter
 from meshpoint.ports.home import Home
@@ -21,6 +22,11 @@ log = logging.getLogger("meshpoint.sweeper")
 
 _PURGE_EVERY = 60  # looks
 _PURGE_BATCHES = 10  # in one transaction: deleting is cheap
+_MOST_LOOKS_AT_ONCE = 200
+"""After so many full batches in a row, a pause of one interval: rows that stay due must not keep a core busy."""
+_MOST_SENDING = 8
+"""Batches on their way to the broker at a time, of what is due and of keep-alives each."""
+_FEW_SLOTS = 2
 
 
 class Sweeper:
@@ -41,62 +47,110 @@ class Sweeper:
         self._graces = {
             durable: Grace(site.clock, site.options.settle_time, site.options.lease) for durable in (True, False)
         }
-        self._looks = 0
+        self._looks = self._looks_at_once = 0
+        self._sending: set[asyncio.Task[None]] = set()
+        self._telling: set[asyncio.Task[None]] = set()
+        self.by_hand = False
+        """Whether nothing is consumed here, so that expiry waits for no response."""
 
     def begin_grace(self) -> None:
         """Begin both waits: answers that are queued come first, and owners get a lease's time to renew."""
         for grace in self._graces.values():
             grace.begin()
 
-    async def look(self, homes: Sequence[Home]) -> None:
-        """Look once, at each home that can be reached."""
+    async def look(self, homes: Sequence[Home]) -> bool:
+        """Look once, at each home that can be reached. True: there was more than one batch, so look again now."""
         self._looks += 1
+        more = False
         for home in homes:
             try:
                 with self._site.steps.step(Step.SWEEP, durable=home.durable):
-                    await self.on_due(home)
+                    more |= await self.on_due(home)
             except Unavailable as error:
                 self._site.patience.note_away(error)
+        if self._site.broker.can_publish:
+            self._site.patience.note_broker_back()
+        self._looks_at_once = (self._looks_at_once + 1) % _MOST_LOOKS_AT_ONCE if more else 0
+        return self._looks_at_once > 0
 
-    async def on_due(self, home: Home) -> None:
-        """One look at one home. A step that meets a defect does not keep the others from theirs."""
-        for step in (self._take_ready, self._expire, self._take_over, self._send, self._keep_alive, self._clean):
+    async def on_due(self, home: Home) -> bool:
+        """One batch of each kind that is due in one home; whether there is more of one.
+
+        A step that meets a defect does not keep the others from theirs.
+        """
+        due = await self._due(home)
+        more = False
+        for step, count in (
+            (self._take_ready, due.ready),
+            (self._expire, due.expired),
+            (self._take_over, due.lapsed),
+            (self._send, due.unsent),
+            (self._keep_alive, due.keep_alives),
+            (self._clean, 0),
+        ):
             try:
-                await step(home)
+                more |= await step(home, count)
             except NO_DEFECT:
                 raise
             except Exception:
                 log.exception("agent %s: a step of the sweeper failed", self._site.agent)
+        return more
 
-    async def _take_over(self, home: Home) -> None:
-        if home.durable and self._graces[True].may_take_over:
-            for task in await claim.take_over(home, self._site):
-                self._segments.resume(home, task, taken_over=True, apart=task.suspect)
-
-    async def _send(self, home: Home) -> None:
-        if not self._site.broker.connected:
-            return  # an attempt in vain would put off the next one, for longer each time
-        if unsent := await home.store.unsent(self._site.agent, self._site.options.sweep_batch):
-            self._spawn(self._send_all(home, unsent))  # a claim that waits for the database must not hold up the rest
-
-    async def _send_all(self, home: Home, sends: Sequence[Send]) -> None:
+    async def _due(self, home: Home) -> Due:
+        limit = self._site.options.sweep_batch
         try:
-            await self._segments.send(home, sends)
+            due = await home.store.due(self._site.replica, limit)
         except NO_DEFECT:
             raise
         except Exception:
+            log.exception("agent %s: what is due could not be counted", self._site.agent)
+            return Due(limit, limit, limit, limit, limit)
+        if home.durable and self._site.patience.note_back():
+            self._graces[True].begin()
+        return due
+
+    async def _take_over(self, home: Home, count: int) -> bool:
+        if count and home.durable and self._graces[True].may_take_over:
+            taken = await claim.take_over(home, self._site, count)
+            self._resume(home, taken, taken_over=True)
+            return self._is_full(len(taken))
+        return False
+
+    async def _send(self, home: Home, count: int) -> bool:
+        if not count or not self._site.broker.can_publish:
+            return False  # an attempt in vain would put off the next one, for longer each time
+        if len(self._sending) >= _MOST_SENDING:
+            return False  # the next look comes soon enough
+        unsent = await home.store.unsent(self._site.agent, self._site.options.sweep_batch)
+        if unsent:
+            sending = self._spawn(self._send_all(home, unsent))  # a slow broker or claim must not hold up the rest
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
+        return self._is_full(len(unsent))
+
+    async def _send_all(self, home: Home, sends: Sequence[Send]) -> None:
+        try:
+            await self._segments.send(home, sends, again=True)
+        except NO_DEFECT as error:
+            self._note(error)
+        except Exception:
             log.exception("agent %s: what was due is sent again later", self._site.agent)
 
-    async def _keep_alive(self, home: Home) -> None:
-        if not self._site.broker.connected:
-            return
-        for alive in await home.store.keep_alives(self._site.replica, self._site.options.sweep_batch):
-            letter = status_letter(self._site.agent, alive.task_id, alive.requester, {"alive": True})
-            await self._outgoing.tell(letter)
+    async def _keep_alive(self, home: Home, count: int) -> bool:
+        if not count or not self._site.broker.can_publish or len(self._telling) >= _MOST_SENDING:
+            return False
+        alive = await home.store.keep_alives(self._site.replica, self._site.options.sweep_batch)
+        letters = [status_letter(self._site.agent, each.task_id, each.requester, {"alive": True}) for each in alive]
+        if letters:
+            telling = self._spawn(self._outgoing.tell(letters))
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
+        return self._is_full(len(alive))
 
-    async def _clean(self, home: Home) -> None:
+    async def _clean(self, home: Home, _: int) -> bool:
         if self._looks % _PURGE_EVERY == 0:
             await self.purge(home)
+        return False
 
     async def purge(self, home: Home) -> None:
         """Delete tombstones whose time has come: all of them, since as many come again until the next time."""
@@ -107,18 +161,32 @@ class Sweeper:
                 purged = await home.store.purge(self._site.agent, limit)
                 found.detail = {"purged": purged} if purged else {}
 
-    async def _expire(self, home: Home) -> None:
-        if not self._site.broker.connected or (home.durable and self._site.patience.note_back()):
-            self._graces[home.durable].begin()
-        if not self._graces[home.durable].may_expire:
-            return
+    async def _expire(self, home: Home, count: int) -> bool:
+        grace = self._graces[home.durable]
+        if not (self.by_hand or self._site.broker.consuming(home.reply_to)):
+            grace.begin_settling()
+        if not count or not grace.may_expire:
+            return False
         arrivals: list[Arrival] = []
-        for expired in await claim.expire(home, self._site):
-            if isinstance(expired.then, StillWaiting):
-                self._spawn(self._send_all(home, expired.cancels))
+        expired = await claim.expire(home, self._site, count)
+        for each in expired:
+            if isinstance(each.then, StillWaiting):
+                if each.cancels:
+                    self._spawn(self._send_all(home, each.cancels))
             else:
-                arrivals.append(replace(expired.then, cancels=expired.cancels))
+                arrivals.append(replace(each.then, cancels=each.cancels))
         self._segments.all_arrived(home, arrivals)
+        # A full batch may hold only tasks whose calls were extended meanwhile: those behind it are due as well.
+        return self._is_full(count)
+
+    def _is_full(self, count: int) -> bool:
+        return count >= self._site.options.sweep_batch
+
+    def _note(self, error: Exception) -> None:
+        if isinstance(error, Unavailable):
+            self._site.patience.note_away(error)
+        else:
+            log.error("agent %s: %s", self._site.agent, error)
 
     async def take_ready(self) -> None:
         """Go on with tasks that waited for a slot, if there may be any."""
@@ -127,14 +195,29 @@ class Sweeper:
         self._segments.ready_somewhere.clear()
         for home in self._site.homes:
             try:
-                await self._take_ready(home)
+                await self._take_ready(home, await self._ready(home))
             except Unavailable as error:
                 self._site.patience.note_away(error)
 
-    async def _take_ready(self, home: Home) -> None:
-        slots = self._site.slots.free
-        taken = await claim.take_ready(home, self._site)
-        for task in taken:
-            self._segments.resume(home, task, apart=task.suspect)
-        if len(taken) >= slots:  # there may be more than there were slots
+    async def _ready(self, home: Home) -> int:
+        """How many slots to reserve for ready tasks: only a few where it is not known whether there are any."""
+        free = self._site.slots.free
+        return free if free <= _FEW_SLOTS else (await home.store.due(self._site.replica, free)).ready
+
+    async def _take_ready(self, home: Home, count: int) -> bool:
+        count = min(count, self._site.slots.free)
+        taken = await claim.take_ready(home, self._site, count)
+        self._resume(home, taken)
+        if count and len(taken) >= count:  # there may be more than there were slots
             self._segments.ready_somewhere.set()
+        return False
+
+    def _resume(self, home: Home, tasks: Sequence[Resumable], *, taken_over: bool = False) -> None:
+        """Run the next segment of each task. A defect in one leaves it to its lease, and frees its slot."""
+        for task in tasks:
+            try:
+                self._segments.resume(home, task, taken_over=taken_over, apart=task.suspect)
+            except Exception:
+                self._site.slots.give_back()
+                self._site.apart.give_back(task.suspect)
+                log.exception("task %s: left to its lease", task.run.task_id)

@@ -11,6 +11,7 @@ One rule orders everything: commit, publish, ack.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from datetime import timedelta
 from functools import partial
@@ -19,7 +20,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from meshpoint.errors import Unavailable
+from meshpoint.errors import ConfigurationError, Unavailable
 from meshpoint.lifecycle.containment import contained
 from meshpoint.lifecycle.crew import Crew, Defects, bounded
 from meshpoint.lifecycle.dispatch import Outgoing
@@ -53,6 +54,9 @@ from meshpoint.worker.requests import Requests
 from meshpoint.worker.segments import Agent, Segments
 from meshpoint.worker.sweeper import Sweeper
 
+log = logging.getLogger("meshpoint.worker")
+
+_PRIVATE_RETRY = timedelta(seconds=5)
 _BATCH = 1024
 """Responses that are claimed together at most. Those of one pause best all come together."""
 _AFTER_DEFECT = timedelta(seconds=1)
@@ -116,8 +120,8 @@ class Worker:
             if lease_store
             else None
         )
-        outgoing = Outgoing(site)
-        refusals = Refusals(site)
+        self._outgoing = outgoing = Outgoing(site)
+        refusals = Refusals(site, outgoing)
         self.segments = Segments(site, agent, outgoing, self._leases, self._spawn, self._make_room, isolation)
         self._intake = Intake(site, self.segments, self._spawn, self._before_requests)
         self._requests = Requests(site, self.segments, outgoing, refusals, self._spawn, self._poke, self._intake)
@@ -129,7 +133,7 @@ class Worker:
         self._subscriptions: dict[str, Subscription] = {}
         self._poked = asyncio.Event()
         self._letter_room = 0
-        self._draining = False
+        self._draining = self._private_later = False
         self._defects = Defects(steps)
         self._crew = Crew(self._defects, patience)
         self._ends_at = inf  # of the event loop's clock: when a drain must be over
@@ -161,6 +165,8 @@ class Worker:
                 governor = self._serve("intake of requests", self._intake.govern)
                 private = partial(self._serve_letters, self._private_inbox, self.site.memory, shared=False)
                 self._serve("private letters", private)
+                if self._private_later:
+                    self._spawn(self._keep_attaching_private())
                 await stop.wait()
                 governor.cancel()
                 await self._drain(entrances)
@@ -180,7 +186,9 @@ class Worker:
         try:
             for home in self.site.homes:
                 await home.store.open()
-            await self._sweeper.look(self.site.homes)
+            self._sweeper.by_hand = True
+            while await self._sweeper.look(self.site.homes):
+                pass
             await self._sweeper.purge(self.site.homes[0])
             await self._crew.done()
         finally:
@@ -236,14 +244,17 @@ class Worker:
         async def open_all() -> None:
             for home in self.site.homes:
                 await home.store.open()
-            await self.site.broker.declare(self.site.agent, self.site.replica.id)
+            await self.site.broker.declare(self.site.agent)
 
         await self.site.patience.for_a_while(open_all, self.site.options.startup_timeout)
         self._sweeper.begin_grace()
         agent, options = self.site.agent, self.site.options
+        if self.site.durable is None:
+            await self.site.patience.for_a_while(self._attach_private, options.startup_timeout)
+        else:
+            await self._attach_private_soon()
         for name, address, inbox, prefetch in (
             ("shared", responses_of(agent), self._shared_inbox, options.response_prefetch),
-            ("private", self.site.memory.reply_to, self._private_inbox, options.response_prefetch),
         ):
             self._subscriptions[name] = await self.site.broker.consume(address, prefetch, inbox.put)
         self._subscriptions |= await self._intake.start()
@@ -266,6 +277,32 @@ class Worker:
             else:
                 return
             await self.site.clock.sleep(_AFTER_DEFECT)
+
+    async def _attach_private(self) -> None:
+        """Declare and consume the queue of this replica: replies to tasks in its memory, and broadcasts."""
+        broker, address = self.site.broker, self.site.memory.reply_to
+        await broker.declare(self.site.agent, self.site.replica.id)
+        prefetch = self.site.options.response_prefetch
+        self._subscriptions["private"] = await broker.consume(address, prefetch, self._private_inbox.put)
+
+    async def _attach_private_soon(self) -> None:
+        """Durable tasks do without it: where it cannot be attached, they are served all the same."""
+        try:
+            await self._attach_private()
+        except Unavailable as error:
+            log.warning("agent %s: serves without its private queue for now: %s", self.site.agent, error)
+            self._private_later = True
+
+    async def _keep_attaching_private(self) -> None:
+        while not self._draining:
+            try:
+                await self.site.clock.sleep(_PRIVATE_RETRY)
+                await self._attach_private()
+            except (Unavailable, ConfigurationError) as error:
+                log.debug("agent %s: its private queue cannot be attached yet: %s", self.site.agent, error)
+            else:
+                log.warning("agent %s: its private queue is attached", self.site.agent)
+                return
 
     async def _serve_requests(self) -> None:
         inbox = self._intake.inbox
@@ -302,13 +339,16 @@ class Worker:
     async def _serve_due(self) -> None:
         while not self._draining:
             self._poked.clear()
-            await self._sweeper.look(self.site.homes)
-            await self._poked_or_interval()
+            if await self._sweeper.look(self.site.homes):
+                await asyncio.sleep(0)
+            else:
+                await self._poked_or_interval()
 
     async def _serve_due_in_memory(self) -> None:
         while True:
-            await self._sweeper.look([self.site.memory])
-            await self.site.clock.sleep(self.site.options.sweep_interval)
+            if not await self._sweeper.look([self.site.memory]):
+                await self.site.clock.sleep(self.site.options.sweep_interval)
+            await asyncio.sleep(0)
 
     async def _poked_or_interval(self) -> None:
         poked = asyncio.ensure_future(self._poked.wait())
@@ -356,6 +396,7 @@ class Worker:
                 entrance.cancel()
             await _within(self._left() - self._closing_time, self._give_back())
         await _within(self._left() - self._closing_time, self._unsubscribe("private", self._private_inbox))
+        self._outgoing.drop_kept()
 
     async def _stop_consuming(self) -> None:
         for name in self._intake.names:
@@ -400,7 +441,8 @@ class Worker:
 
     async def _unsubscribe(self, name: str, inbox: Inbox) -> None:
         try:
-            await self._subscriptions[name].cancel()
+            if name in self._subscriptions:
+                await self._subscriptions[name].cancel()
             for delivery in inbox.close():
                 await delivery.requeue()
         except Unavailable as error:  # what is un-acked is given back when the connection closes

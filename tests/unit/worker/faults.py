@@ -93,10 +93,15 @@ class FaultyBroker(MemoryBroker):
         self._script: deque[Publication] = deque()
         self.published: list[tuple[Address, Message]] = []
         self.prefetches: list[int] = []
+        self.locked: set[str] = set()
+        """Parts of addresses whose queues can neither be declared nor consumed."""
 
     @property
     def connected(self) -> bool:
         return super().connected and not self.away
+
+    def consuming(self, address: Address) -> bool:
+        return super().consuming(address) and not any(part in address for part in self.locked)
 
     def fail(self, *faults: str | Published, type: str | None = None) -> None:
         """Let the next publishes (of messages of `type`) fail like this, in turn."""
@@ -123,6 +128,8 @@ class FaultyBroker(MemoryBroker):
     async def declare(self, agent: Any, replica: Any = None) -> None:
         if self.away:
             raise BrokerUnavailable("the broker is away")
+        if replica is not None and "private" in self.locked:
+            raise BrokerUnavailable("the private queue is locked")
         await super().declare(agent, replica)
 
     async def broadcast(self, agent: Any, message: Message) -> None:

@@ -32,7 +32,7 @@ asked = Peer("peer", int, int)
 def writes(running: Running, durable: bool = True) -> list[str]:
     """What a worker asked its store to write, without looks for what is due."""
     store = running.store if durable else running.memory
-    looks = {"open", "take", "expire", "take_over", "unsent", "keep_alives", "renew", "purge", "close"}
+    looks = {"open", "due", "take", "expire", "take_over", "unsent", "keep_alives", "renew", "purge", "close"}
     return [name for name in store.calls if name not in looks]
 
 

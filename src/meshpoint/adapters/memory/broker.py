@@ -25,6 +25,16 @@ class MemoryBroker:
         """Whether it is open."""
         return self._open
 
+    @property
+    def can_publish(self) -> bool:
+        """Whether it is open."""
+        return self.connected
+
+    def consuming(self, address: Address) -> bool:
+        """Whether a consumer of `address` was started here and not cancelled."""
+        attached = any(each.queue.address == address and not each.cancelled for each in self._consumers)
+        return self.connected and attached
+
     async def open(self) -> None:
         """Connect."""
         self._open = True

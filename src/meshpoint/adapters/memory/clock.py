@@ -10,13 +10,17 @@ class FakeClock:
     """Stands still until `advance`."""
 
     def __init__(self, start: datetime = datetime(2026, 1, 1, tzinfo=UTC)) -> None:
-        self._now = start
+        self._now = self._start = start
         self._sleepers: dict[asyncio.Future[None], datetime] = {}
         self._someone_sleeps = asyncio.Condition()
 
     def now(self) -> datetime:
         """The instant it was moved to."""
         return self._now
+
+    def monotonic(self) -> float:
+        """Seconds that it was moved by."""
+        return (self._now - self._start).total_seconds()
 
     async def sleep(self, duration: timedelta) -> None:
         """Return when `advance` has moved the clock by `duration`."""

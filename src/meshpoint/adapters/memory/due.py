@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
+from itertools import repeat
 
 from meshpoint.adapters.memory.joins import go_on
+from meshpoint.adapters.memory.outbox import sends_due
 from meshpoint.adapters.memory.rows import CallRow, Tables, TaskRow, keep_alive_at
 from meshpoint.model.checkpoint import (
     SUSPECT_FROM,
     AllArrived,
+    Due,
     Expired,
     KeepAlive,
     Replica,
@@ -28,6 +31,20 @@ class MemoryDueWork:
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
+
+    async def due(self, replica: Replica, limit: int) -> Due:
+        """How much of each kind is due."""
+        now, mine = self._tables.clock.now(), [row for row in self._live() if row.agent == replica.agent]
+        readable = [row for row in mine if row.readable_by(replica)]
+        asleep = [row for row in mine if row.state in {TaskState.WAITING, TaskState.READY}]
+        sending = [row for row in self._tables.sending.values() if row.agent == replica.agent]
+        return Due(
+            ready=len(self._due(TaskState.READY, limit, readable)),
+            lapsed=len(self._due(TaskState.RUNNING, limit, readable)),
+            expired=len(self._due(TaskState.WAITING, limit, mine)),
+            keep_alives=min(limit, sum(bool(row.keep_alive_at and row.keep_alive_at <= now) for row in asleep)),
+            unsent=min(limit, sum(map(sends_due, sending, repeat(now)))),
+        )
 
     async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
         """Close calls and joins past their deadline, and take the tasks that may go on."""
@@ -87,7 +104,7 @@ class MemoryDueWork:
         for row in self._live():
             asleep = row.agent == replica.agent and row.state in {TaskState.WAITING, TaskState.READY}
             if len(notes) < limit and asleep and row.keep_alive_at and row.keep_alive_at <= now:
-                row.keep_alive_at = keep_alive_at(row.requester, now)
+                row.keep_alive_at = max(keep_alive_at(row.requester, now) or now, now + timedelta(seconds=1))
                 notes.append(KeepAlive(row.agent, row.task_id, row.requester))
         return notes
 

@@ -12,6 +12,7 @@ from meshpoint.model.checkpoint import (
     CallSummary,
     CancelNotice,
     Dispatch,
+    KeepReply,
     Reply,
     Send,
     TaskState,
@@ -35,6 +36,22 @@ class MemoryOutbox:
             if row.agent == agent and len(sends) < limit:
                 sends += _offers(row, now, lease, limit - len(sends))
         return sends
+
+    async def keep_replies(self, wishes: Sequence[KeepReply]) -> list[bool]:
+        """Keep replies of tasks without a row."""
+        return [self._keep(wish) for wish in wishes]
+
+    def _keep(self, wish: KeepReply) -> bool:
+        reply, tables = wish.reply, self._tables
+        row = tables.tasks.get(reply.task_id)
+        if row is None:
+            tables.keep_reply(wish)
+            return True
+        if wish.again and row.state.ended and row.agent == reply.agent:
+            if row.reply_sent or row.requester.reply_to != reply.requester.reply_to:
+                tables.reply_again(row, reply.requester)
+            return True
+        return row.state.ended and (row.run_id, row.fence) == (wish.run_id, 0)
 
     async def mark_sent(self, sent: Sequence[Send]) -> None:
         """The broker confirmed them."""
@@ -69,16 +86,29 @@ class MemoryCatalog:
         return None if row is None else (_summary(row), [_call_summary(call) for call in row.calls.values()])
 
 
+def sends_due(row: TaskRow, now: datetime) -> int:
+    """How many requests, cancels and replies of `row` are due to be sent."""
+    calls = sum(_call_due(call, now) for call in row.calls.values())
+    return calls + _reply_due(row, now)
+
+
+def _call_due(call: CallRow, now: datetime) -> bool:
+    # A request past its deadline is not worth sending: it is about to expire.
+    expired = call.state is CallState.PENDING and call.due_at <= now
+    return call.unsent and not expired and call.send_at <= now
+
+
+def _reply_due(row: TaskRow, now: datetime) -> bool:
+    return row.state.ended and not row.reply_sent and row.send_at is not None and row.send_at <= now
+
+
 def _offers(row: TaskRow, now: datetime, lease: timedelta, limit: int) -> list[Send]:
     offers: list[Send] = []
     for call in row.calls.values():
-        # A request past its deadline is not worth sending: it is about to expire.
-        expired = call.state is CallState.PENDING and call.due_at <= now
-        if call.unsent and not expired and call.send_at <= now and len(offers) < limit:
+        if _call_due(call, now) and len(offers) < limit:
             call.postpone(now, lease)
             offers.append(row.dispatch(call) if call.state is CallState.PENDING else row.notice(call))
-    owes_reply = row.state.ended and not row.reply_sent and row.send_at is not None and row.send_at <= now
-    if owes_reply and len(offers) < limit:
+    if _reply_due(row, now) and len(offers) < limit:
         row.send_at = now + lease * min(2**row.sends, MAX_BACK_OFF)
         row.sends += 1
         offers.append(row.reply_at(now))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from meshpoint.model.calls import ALL, Join
@@ -14,6 +14,7 @@ from meshpoint.model.checkpoint import (
     CancelNotice,
     Checkpoint,
     Dispatch,
+    KeepReply,
     Replica,
     Reply,
     Requester,
@@ -298,6 +299,23 @@ class Tables:
         row.completed = row.succeeded = row.expected = 0
         row.forget_done_calls()
         heapq.heappush(self.tombstones, (row.due_at, row.task_id))
+        self.put(row)
+
+    def keep_reply(self, wish: KeepReply) -> None:
+        """Write a tombstone whose reply is due, for a task that has no row."""
+        now, reply = self.clock.now(), wish.reply
+        row = TaskRow(reply.task_id, reply.agent, wish.run_id, reply.requester, reply.state, now, now)
+        row.fence, row.reply, row.ended_at = 0, reply.body, now
+        row.send_at = now + self.timings.dispatch_lease
+        row.due_at = self.expiry(row) if wish.keep is None else now + wish.keep
+        heapq.heappush(self.tombstones, (row.due_at, row.task_id))
+        self.put(row)
+
+    def reply_again(self, row: TaskRow, requester: Requester) -> None:
+        """Make the reply of an ended task due again, for `requester`."""
+        known = row.requester
+        row.requester = replace(requester, deadline=known.deadline, idle_timeout=known.idle_timeout)
+        row.reply_sent, row.sends, row.send_at = False, 1, self.clock.now() + self.timings.dispatch_lease
         self.put(row)
 
     def expiry(self, row: TaskRow) -> datetime:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 
 from aiormq.abc import AbstractConnection, DeliveredMessage
 from aiormq.exceptions import AuthenticationError, ChannelNotFoundEntity, ProbableAuthenticationError
@@ -17,7 +18,7 @@ from meshpoint.adapters.rabbitmq.subscription import RabbitSubscription
 from meshpoint.adapters.rabbitmq.topology import Topology, declare_agent, declare_exchange, declare_private
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
-from meshpoint.model.messages import Address, Message, dead_letters_of
+from meshpoint.model.messages import Address, Message, dead_letters_of, private_of
 from meshpoint.ports.broker import OnDelivery, Published
 
 
@@ -64,6 +65,15 @@ class RabbitMqBroker:
         """Whether both connections stand and every consumer is at its queue, as far as is known here."""
         attached = all(subscription.attached for subscription in self._subscriptions)
         return self._consuming.up and self._publishing.up and attached
+
+    @property
+    def can_publish(self) -> bool:
+        """Whether the publishing connection is open, as far as is known here."""
+        return self._publishing.up
+
+    def consuming(self, address: Address) -> bool:
+        """Whether a consumer of `address` is attached to its queue, as far as is known here."""
+        return self._consuming.up and any(each.address == address and each.taking for each in self._subscriptions)
 
     async def open(self) -> None:
         """Connect.
@@ -131,7 +141,7 @@ class RabbitMqBroker:
             on_delivery,
             prefetch=prefetch,
             timeout=self._timeout,
-            restore=self._redeclare,
+            restore=partial(self._redeclare, address),
             bury=self._bury,
         )
         await subscription.start()
@@ -155,10 +165,16 @@ class RabbitMqBroker:
     def _parcel(self, key: str, message: Message) -> Parcel:
         return Parcel(key, to_properties(message, self._user_id), message.body)
 
-    async def _redeclare(self, anew: bool) -> None:
+    async def _redeclare(self, address: Address, anew: bool) -> None:
+        """Declare what `address` needs again, and no more: one queue that cannot be declared keeps no other away."""
         if anew:
             self._declared_on = None
-        await self._restore(list(self._wanted))
+        await self._restore([each for each in self._wanted if self._declares(*each, address)])
+
+    def _declares(self, agent: AgentName, replica: ReplicaId | None, address: Address) -> bool:
+        if replica is not None:
+            return address == private_of(agent, replica)
+        return address in self._topology.queues(agent)
 
     async def _restore(self, wanted: Sequence[tuple[AgentName, ReplicaId | None]]) -> None:
         async with self._declaring:
@@ -189,7 +205,7 @@ class RabbitMqBroker:
         )
         (word,) = await self._publisher.publish([parcel])
         if word is Published.UNROUTABLE:
-            await self._redeclare(True)
+            await self._redeclare(dead_letters_of(agent), True)
             (word,) = await self._publisher.publish([parcel])
         if word is not Published.ACCEPTED:
             raise BrokerUnavailable(f"the dead letters of {agent} do not take a message: {word.name}")

@@ -38,7 +38,7 @@ class RabbitSubscription:
     ) -> None:
         self._link = link
         self._queue = queue
-        self._address = address
+        self.address = address
         self._on_delivery = on_delivery
         self._limit = prefetch
         self._timeout = timeout
@@ -71,6 +71,11 @@ class RabbitSubscription:
     def attached(self) -> bool:
         """Whether it takes what it should: attached to its queue, or cancelled."""
         return self._cancelled or (self._intake is not None and not self._intake.lost)
+
+    @property
+    def taking(self) -> bool:
+        """Whether it is attached to its queue and not cancelled."""
+        return self.attached and not self._cancelled
 
     @property
     def over(self) -> bool:
@@ -162,13 +167,13 @@ class RabbitSubscription:
             self._buryings.add(burying)
             burying.add_done_callback(self._buryings.discard)
             return
-        self._on_delivery(RabbitDelivery(message, delivered, self._address, intake, self._bury))
+        self._on_delivery(RabbitDelivery(message, delivered, self.address, intake, self._bury))
 
     async def _bury_unreadable(self, delivered: DeliveredMessage, intake: Intake, reason: str) -> None:
         log.warning("unreadable message in %s: %s", self._queue, reason)
         tag = delivered.delivery_tag or 0
         try:
-            await self._bury(self._address, delivered, reason)
+            await self._bury(self.address, delivered, reason)
             intake.ack(tag)
         except BrokerUnavailable:
             with suppress(BrokerUnavailable):

@@ -17,8 +17,16 @@ from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import Terms, held_below
 from meshpoint.adapters.sql.owning import OwnedTasks, given_to, made_ready, read_owned
 from meshpoint.adapters.sql.rows import Columns, requester_of
-from meshpoint.model.checkpoint import SUSPECT_FROM, KeepAlive, Replica, Run, TaskState
+from meshpoint.model.checkpoint import SUSPECT_FROM, Due, KeepAlive, Replica, Run, TaskState
 from meshpoint.model.ids import TaskId, new_id
+
+
+async def due(tx: Transaction, replica: Replica, limit: int, terms: Terms) -> Due:
+    """How much of each kind is due."""
+    (row,) = await tx.rows(
+        sql.COUNT_DUE, agent=terms.names.qualified(replica.agent), formats=sorted(replica.formats), limit=limit
+    )
+    return Due(row.ready, row.lapsed, row.expired, row.keep_alives, min(row.unsent, limit))
 
 
 async def take(tx: Transaction, replica: Replica, limit: int, suspects: int, terms: Terms) -> OwnedTasks:
@@ -120,7 +128,8 @@ async def keep_alives(tx: Transaction, replica: Replica, limit: int, terms: Term
         [
             {
                 "task_id": row.logical_task_id,
-                "keep_alive_at": row.now + row.idle_timeout / KEEP_ALIVES_PER_TIMEOUT,
+                # A requester that asks for more than one a second must not keep the sweeper busy with itself.
+                "keep_alive_at": row.now + max(row.idle_timeout / KEEP_ALIVES_PER_TIMEOUT, 1.0),
             }
             for row in rows
         ],

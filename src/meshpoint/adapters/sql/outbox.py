@@ -12,14 +12,16 @@ from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.locking import Terms, lock_tasks
-from meshpoint.adapters.sql.rows import Columns, Names, by_task, dispatch_of, notice_of, reply_of
+from meshpoint.adapters.sql.locking import LockedTasks, Terms, in_rounds, lock_tasks
+from meshpoint.adapters.sql.rows import Columns, Names, by_task, dispatch_of, notice_of, reply_of, requester_columns
 from meshpoint.model.checkpoint import (
     CallState,
     CancelNotice,
     Dispatch,
+    KeepReply,
     Reply,
     Send,
+    TaskState,
 )
 from meshpoint.model.ids import AgentName
 
@@ -95,6 +97,54 @@ def _join_lease(join: Row[Any], unsent: bool, terms: Terms) -> Columns:
 
 def _lease(row: Row[Any], attempts: int, terms: Terms) -> dict[str, Any]:
     return {"task_id": row.logical_task_id, "due_at": row.now + terms.backoff(attempts), "attempts": attempts}
+
+
+async def keep_replies(tx: Transaction, wishes: Sequence[tuple[KeepReply, bytes | None]], terms: Terms) -> list[bool]:
+    """Write tombstones with replies, given packed, for tasks that have no row."""
+
+    async def turn(each: list[tuple[KeepReply, bytes | None]]) -> list[bool]:
+        locked = await lock_tasks(tx, [wish.reply.task_id for wish, _ in each])
+        absent = [(wish, body) for wish, body in each if wish.reply.task_id not in locked.rows]
+        absent.sort(key=lambda pair: pair[0].reply.task_id)  # an insert waits for another of its key
+        await tx.each(sql.INSERT_KEPT_REPLY, [_kept(wish, body, locked.now, terms) for wish, body in absent])
+        again = [wish for wish, _ in each if wish.again and _ended_here(wish, locked, terms)]
+        await tx.each(sql.UPDATE_REPLY_DUE, [_due_again(wish, locked.now, terms) for wish in again])
+        return [
+            wish.reply.task_id not in locked.rows or wish in again or _found_itself(wish, locked) for wish, _ in each
+        ]
+
+    return await in_rounds(wishes, lambda pair: pair[0].reply.task_id, turn)
+
+
+def _kept(wish: KeepReply, body: bytes | None, now: float, terms: Terms) -> Columns:
+    reply, deadline = wish.reply, wish.reply.requester.deadline
+    as_others = max(now, deadline.timestamp() if deadline else now) + terms.tombstone_ttl
+    return {
+        **_due_again(wish, now, terms),
+        "agent": terms.names.qualified(reply.agent),
+        "status": reply.state.value,
+        "run_id": wish.run_id,
+        "reply": body,
+        "now": now,
+        "expires_at": as_others if wish.keep is None else now + wish.keep.total_seconds(),
+    }
+
+
+def _due_again(wish: KeepReply, now: float, terms: Terms) -> Columns:
+    requester = requester_columns(wish.reply.requester)
+    return {"task_id": wish.reply.task_id, "wake_at": now + terms.backoff(1), **requester}
+
+
+def _ended_here(wish: KeepReply, locked: LockedTasks, terms: Terms) -> bool:
+    row = locked.rows.get(wish.reply.task_id)
+    return (
+        row is not None and TaskState(row.status).ended and row.agent_name == terms.names.qualified(wish.reply.agent)
+    )
+
+
+def _found_itself(wish: KeepReply, locked: LockedTasks) -> bool:
+    row = locked.rows[wish.reply.task_id]
+    return row.run_id == wish.run_id and row.fence == 0 and TaskState(row.status).ended
 
 
 async def mark_sent(tx: Transaction, sent: Sequence[Send]) -> None:

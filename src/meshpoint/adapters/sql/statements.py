@@ -169,6 +169,25 @@ INSERT INTO agent_paused_tasks (
 VALUES (:task_id, :agent, 'cancelled', 0, 0, :run_id, 0, :expires_at, :reply, true, :now, :now, :expires_at)
 """
 
+# Keep the reply of a task that has no row, because its requester's queue did not take it.
+INSERT_KEPT_REPLY = """
+INSERT INTO agent_paused_tasks (
+  logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, reply, reply_sent, reply_attempts,
+  reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, checkpointed_at, ended_at, expires_at)
+VALUES (:task_id, :agent, :status, 0, 0, :run_id, 0, :wake_at, :reply, false, 1,
+  :reply_to, :requester_app_id, :parent_task_id, :task_deadline, :idle_timeout, :now, :now, :expires_at)
+"""
+
+# Make the reply of an ended task due again, for the requester who asked once more. One that is still due to the same
+# address keeps its turn.
+UPDATE_REPLY_DUE = """
+UPDATE agent_paused_tasks SET
+  reply_sent = false, reply_attempts = 1, wake_at = :wake_at, reply_to = :reply_to,
+  requester_app_id = :requester_app_id, parent_task_id = :parent_task_id
+WHERE logical_task_id = :task_id AND ended_at IS NOT NULL
+  AND (reply_sent OR coalesce(reply_to, '') <> CAST(:reply_to AS text))
+"""
+
 # Tell a running task that it is to end.
 RAISE_CANCEL_FLAG = """
 UPDATE agent_paused_tasks SET cancel_requested = true WHERE logical_task_id {one_of:ids}
@@ -180,6 +199,37 @@ UPDATE agent_paused_tasks SET wake_at = :wake_at WHERE logical_task_id {one_of:i
 """
 
 # ── what time makes due ────────────────────────────────────────────────────────────────────────────
+
+# Count what is due, each kind up to a limit, without a lock. Each part asks as the statement that picks its rows.
+COUNT_DUE = """
+SELECT
+  (SELECT count(*) FROM (
+     SELECT 1 FROM agent_paused_tasks
+      WHERE agent_name = :agent AND status = 'ready' AND wake_at <= {instant}
+        AND (generation = 0 OR state_format {one_of:formats}) ORDER BY wake_at LIMIT :limit) AS r) AS ready,
+  (SELECT count(*) FROM (
+     SELECT 1 FROM agent_paused_tasks
+      WHERE agent_name = :agent AND status = 'running' AND wake_at <= {instant}
+        AND (generation = 0 OR state_format {one_of:formats}) ORDER BY wake_at LIMIT :limit) AS l) AS lapsed,
+  (SELECT count(*) FROM (
+     SELECT 1 FROM agent_paused_tasks
+      WHERE agent_name = :agent AND status = 'waiting' AND wake_at <= {instant}
+      ORDER BY wake_at LIMIT :limit) AS e) AS expired,
+  (SELECT count(*) FROM (
+     SELECT 1 FROM agent_paused_tasks
+      WHERE agent_name = :agent AND keep_alive_at <= {instant} AND status IN ('waiting', 'ready')
+      ORDER BY keep_alive_at LIMIT :limit) AS k) AS keep_alives,
+  (SELECT count(*) FROM (
+     SELECT 1 FROM agent_paused_tasks
+      WHERE agent_name = :agent AND status IN ('completed', 'failed', 'cancelled') AND wake_at <= {instant}
+        AND NOT reply_sent ORDER BY wake_at LIMIT :limit) AS p)
+  + (SELECT count(*) FROM (
+     SELECT 1 FROM agent_peer_sub_tasks
+      WHERE agent_name = :agent AND send_due_at <= {instant} ORDER BY send_due_at LIMIT :limit) AS c)
+  + (SELECT count(*) FROM (
+     SELECT 1 FROM agent_parallel_invocations
+      WHERE agent_name = :agent AND send_due_at <= {instant} ORDER BY send_due_at LIMIT :limit) AS j) AS unsent
+"""
 
 # Waiting tasks one of whose deadlines may have passed.
 PICK_EXPIRED = """

@@ -47,11 +47,13 @@ from meshpoint.model.checkpoint import (
     CancelResult,
     Claim,
     Dispatch,
+    Due,
     Duplicate,
     End,
     EndResult,
     Expired,
     KeepAlive,
+    KeepReply,
     Known,
     Locked,
     Pause,
@@ -389,6 +391,10 @@ class SqlCheckpointStore(SqlOperations):
 
     # ── due work ───────────────────────────────────────────────────────────────────────────────────
 
+    async def due(self, replica: Replica, limit: int) -> Due:
+        """How much of each kind is due."""
+        return await self._database.read(lambda tx: due.due(tx, replica, limit, self._terms))
+
     async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
         """Close calls and joins past their deadline."""
         expiries = await self._write(lambda tx: expiring.expire(tx, replica, limit, slots, self._terms))
@@ -454,6 +460,13 @@ class SqlCheckpointStore(SqlOperations):
         """What is due for sending, leased to the caller."""
         leased = await self._write(lambda tx: outbox.unsent(tx, agent, limit, self._terms))
         return await leased.decoded(self._terms.names)
+
+    async def keep_replies(self, wishes: Sequence[KeepReply]) -> list[bool]:
+        """Keep replies of tasks without a row."""
+        if not wishes:
+            return []
+        packed = [(wish, await pack(wish.reply.body)) for wish in wishes]
+        return await self._database.write(lambda tx: outbox.keep_replies(tx, packed, self._terms))
 
     async def mark_sent(self, sent: Sequence[Send]) -> None:
         """The broker has them."""

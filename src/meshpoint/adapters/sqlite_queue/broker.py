@@ -65,11 +65,25 @@ class SqliteBroker:
         )
         self._thread: QueueThread | None = None
         self._session: Session | None = None
+        self._subscriptions: list[SqliteSubscription] = []
 
     @property
     def connected(self) -> bool:
         """Whether the last transaction worked."""
         return self._thread is not None and self._thread.connected
+
+    @property
+    def can_publish(self) -> bool:
+        """Whether the last transaction worked."""
+        return self.connected
+
+    def consuming(self, address: Address) -> bool:
+        """Whether a consumer of `address` was started here and not cancelled, and the last transaction worked."""
+        return self.connected and any(each.consumer.address == address for each in self._attached)
+
+    @property
+    def _attached(self) -> list[SqliteSubscription]:
+        return [each for each in self._subscriptions if not each.cancelled]
 
     async def open(self) -> None:
         """Open the file and begin to beat.
@@ -86,6 +100,7 @@ class SqliteBroker:
     async def close(self) -> None:
         """Settle what was asked before, give the rest back, close the file."""
         thread, self._thread = self._thread, None
+        self._subscriptions = []
         if thread is not None:
             await thread.stop()
 
@@ -126,6 +141,7 @@ class SqliteBroker:
         thread = self._reach()
         subscription = SqliteSubscription(thread, address, prefetch, on_delivery)
         await thread.attach(subscription.consumer)
+        self._subscriptions = [*self._attached, subscription]
         return subscription
 
     async def depth(self, address: Address) -> int | None:
@@ -159,6 +175,11 @@ class SqliteSubscription:
         self._thread, self._on_delivery, self._cancelled = thread, on_delivery, False
         self._returning: set[asyncio.Task[bool]] = set()
         self.consumer = Consumer(address, prefetch, self._deliver)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it takes no more deliveries."""
+        return self._cancelled
 
     async def resize(self, prefetch: int) -> None:
         """Let up to `prefetch` deliveries be unsettled at a time."""
