@@ -260,7 +260,7 @@ def test_send_prints_text_as_it_is(cli: Cli, mesh: Mesh) -> None:
 
 
 def test_send_reads_standard_input(cli: Cli, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("[1, 2]"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"[1, 2]")))
     cli("send", "travel", "-")
     assert mesh.seen["sent"][1] == [1, 2]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -369,6 +370,69 @@ agents:
     assert [agent.lease_seconds for agent in load([path], env={}).agents] == [20, 30]
 
 
+BOMB = "x: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"x-{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
+)
+MERGED = "x: &a0 {k: 1, l: 2}\n" + "".join(
+    f"x-{n}: &a{n}\n  <<: [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (BOMB, "its aliases stand for more than"),
+        (MERGED, "its aliases stand for more than"),
+        ("mesh: &a [*a]\n", "an alias contains itself"),
+        ("mesh: " + "[" * 10_000, "is nested too deep"),
+        ("mesh: 2026-99-99\n", "has a value that cannot be read"),
+        ("mesh: " + "9" * 10_000 + "\n", "has a value that cannot be read"),
+    ],
+    ids=["aliases", "merges", "recursion", "nesting", "date", "number"],
+)
+def test_yaml_that_explodes_is_refused_in_one_line(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "mesh.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=problem) as refused:
+        load([path], env={})
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_configuration_without_an_end_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="/dev/zero: has more than 16 mib"):
+        load([Path("/dev/zero")], env={})
+
+
+SECRET = "hunter2"
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        f"u:{SECRET}@h:99999/x",
+        f"u:{SECRET}@h:abc/x",
+        f"u:{SECRET}@h:-1/x",
+        f"u:{SECRET}@h:0/x",
+        f"u:{SECRET}@[::1/x",
+        f"u:{SECRET}@..:1/x",
+        f"u:{SECRET}@xn--:1/x",
+        f"u:{SECRET}@{'a' * 300}/x",
+        f"u:{SECRET}@a b/x",
+        f"u:{SECRET}@a\nb/x",
+        f"u:{SECRET}@h/{'x' * 5000}",
+    ],
+)
+@pytest.mark.parametrize("key", ["mesh.broker_url", "agent.session_db_url"])
+def test_a_malformed_url_is_one_line_without_its_password(key: str, rest: str) -> None:
+    check, scheme = (urls.broker_url, "amqp") if key == "mesh.broker_url" else (urls.database_url, "postgresql")
+    with pytest.raises(ConfigurationError, match=rf"^{key}: ") as refused:
+        check(f"{scheme}://{rest}", key)
+    assert "\n" not in str(refused.value)
+    assert SECRET not in str(refused.value)
+
+
 @pytest.mark.parametrize("url", ["sqlite:////data/mesh.db", "sqlite+aiosqlite:////data/mesh.db?timeout=3"])
 def test_an_absolute_file_stays_as_it_is(url: str) -> None:
     assert AgentSettings(name="a", entrypoint="m:a", session_db_url=url).session_db_url == url
@@ -378,3 +442,30 @@ def test_settings_made_in_code_are_checked_too() -> None:
     agent = AgentSettings(name="a", entrypoint="m:a")
     with pytest.raises(ConfigurationError, match="two agents are called 'a'"):
         Settings(agents=(agent, agent))
+
+
+SQL = {"stateless_checkpointing": True, "session_service": "sql"}
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({**SQL, "checkpoint_ttl_seconds": 60}, "checkpoint_ttl_seconds"),
+        ({**SQL, "checkpoint_ttl_seconds": 60, "tombstone_ttl_seconds": 61}, "checkpoint_ttl_seconds"),
+        ({"checkpoint_cache_url": "redis://127.0.0.1/"}, "checkpoint_cache_url"),
+    ],
+)
+def test_a_key_that_would_do_nothing_is_refused(given: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^agent\.{key}: "):
+        AgentSettings(name="a", entrypoint="m:a", **given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"checkpoint_ttl_seconds": 60, "tombstone_ttl_seconds": 60},
+        {"tombstone_ttl_seconds": 315_000_000},  # and so is each operation kept
+    ],
+)
+def test_checkpoints_may_stay_as_long_as_tombstones(given: dict[str, Any]) -> None:
+    AgentSettings(name="a", entrypoint="m:a", **SQL, **given)

@@ -143,6 +143,7 @@ def export_checkpoint(
 ) -> None:
     """Export an operation's last checkpoint, for `meshpoint exec --resume-from`."""
     from meshpoint.exec.checkpoint_file import exported, written
+    from meshpoint.exec.files import write_whole
 
     async def last(operations: Operations) -> AgentCheckpoint:
         operation = await operations.get(operation_id)
@@ -160,7 +161,7 @@ def export_checkpoint(
         print(written(document))
     else:
         try:
-            file.write_text(written(document) + "\n", encoding="utf-8")
+            write_whole(file, written(document) + "\n")
         except OSError as error:
             fix = "name a file in a folder that is there"
             raise ConfigurationError("--output", f"{file} cannot be written: {error.strerror}", fix) from error

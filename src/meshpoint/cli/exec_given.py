@@ -9,8 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshpoint.cli.send import parse_input
+from meshpoint.cli.send import LARGEST_INPUT, parse_input
 from meshpoint.errors import ConfigurationError, NotJson
+from meshpoint.input_files import read_bounded
 
 if TYPE_CHECKING:
     from meshpoint.exec.session import Input
@@ -33,7 +34,7 @@ def input_of(text: str | None) -> Input | None:
     if text is None:
         return None
     try:
-        given = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
+        given = read_bounded(Path(text[1:]), LARGEST_INPUT).decode() if text.startswith("@") else text
         return Input(check_json(parse_input(given), "input"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(

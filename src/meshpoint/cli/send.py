@@ -14,6 +14,7 @@ from meshpoint.cli import sources
 from meshpoint.cli.exits import ExitCode
 from meshpoint.cli.output import print_error, print_json, print_note, print_text, span
 from meshpoint.errors import ConfigurationError
+from meshpoint.input_files import read_stream
 
 if TYPE_CHECKING:
     from meshpoint.model.outcomes import Outcome
@@ -26,6 +27,9 @@ Examples:
   meshpoint send travel - --config travel.yaml --wait 300 --json < trip.json
   meshpoint send travel '{"city": "Rome"}' --config travel.yaml --timeout 3600 --no-wait
 """
+
+LARGEST_INPUT = 64 * 1024 * 1024
+"""Bytes that a file or standard input may have."""
 
 _DEFAULT_WAIT = 60.0
 _REPLY_TIME = 5.0
@@ -64,7 +68,7 @@ def send(
     mesh = sources.named_mesh_of(config, broker, namespace)
     patience = wait if wait is not None else _DEFAULT_WAIT if timeout is None else timeout + _REPLY_TIME
     deadline = None if timeout is None else timedelta(seconds=timeout)
-    value = parse_input(sys.stdin.read() if text == "-" else text)
+    value = parse_input(_standard_input() if text == "-" else text)
     task_id = new_id()
     outcome = asyncio.run(_send(mesh, agent, value, task_id, deadline, None if no_wait else patience))
     if outcome is not None:
@@ -93,6 +97,14 @@ async def _send(
             return None
         done, _ = await asyncio.wait({reply}, timeout=patience)
         return (await reply).outcome if done else None
+
+
+def _standard_input() -> str:
+    try:
+        return read_stream(sys.stdin.buffer, LARGEST_INPUT).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"standard input cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}"
+        raise ConfigurationError("INPUT", problem, "send a smaller JSON text") from error
 
 
 def parse_input(text: str) -> Any:

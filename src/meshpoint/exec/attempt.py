@@ -120,6 +120,7 @@ async def _served(
         namespace=session.namespace,
         observer=log,
         checkpoint_ttl_seconds=run.kept_seconds,
+        tombstone_ttl_seconds=run.kept_seconds,
         secret_keys=list(run.secret_keys),
         **_QUICK,
     ):

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from meshpoint.errors import ConfigurationError
 from meshpoint.exec.canonical import digest_of
+from meshpoint.input_files import read_bounded
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.secrets import without_secrets
 from meshpoint.model.subtasks import AgentCheckpoint, SubtaskRecord, SubtaskStatus
@@ -27,6 +28,7 @@ from meshpoint.model.typed import first_problem
 FORMAT = "meshpoint-checkpoint/1"
 _FORMAT = re.compile(r"meshpoint-checkpoint/([1-9][0-9]*)")
 _KEY = "--resume-from"
+_LARGEST = 256 * 1024 * 1024  # bytes
 _EXPORT_AGAIN = "export it again"
 
 
@@ -155,10 +157,12 @@ def read(path: Path, agent: AgentName) -> Document:
 
 def _loaded(path: Path) -> dict[str, JsonValue]:
     try:
-        loaded = json.loads(path.read_bytes())
+        loaded = json.loads(read_bounded(path, _LARGEST))
     except OSError as error:
         raise _refused(
-            path, f"cannot be read: {error.strerror}", "name a file that `--export` has written"
+            path,
+            f"cannot be read: {error.strerror}",
+            "name a file that `--export` has written",
         ) from error
     except (ValueError, RecursionError) as error:
         raise _refused(path, f"is not JSON, or cut off: {error}", _EXPORT_AGAIN) from error

@@ -84,6 +84,7 @@ async def embedded_store(run: Exec, namespace: str) -> AsyncIterator[CheckpointS
         session_service="sql",
         session_db_url=run.url,
         checkpoint_ttl_seconds=run.kept_seconds,
+        tombstone_ttl_seconds=run.kept_seconds,
     )
     store = open_store(settings, namespace)
     try:

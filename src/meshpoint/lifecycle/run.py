@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -116,7 +116,14 @@ async def _run(begin: Begin, segment: Segment, steps: Steps, secret_keys: Sequen
             origin.close()
             if running.done():
                 segment.code = None
-        return _result_of(running, exits, segment)
+        return _without_secrets(_result_of(running, exits, segment), secret_keys)
+
+
+def _without_secrets(result: SegmentResult, secret_keys: Sequence[str]) -> SegmentResult:
+    """`result` as others may read it: requesters, logs and checkpoints see the same text."""
+    if isinstance(result, Failed):
+        return replace(result, message=masked(result.message, secret_keys))
+    return result
 
 
 def _origin(segment: Segment) -> tuple[Origin, list[str]]:

@@ -41,10 +41,9 @@ _SHAPES = re.compile(
     r"(?<![A-Za-z0-9])(?:"
     r"sk-[A-Za-z0-9_-]{16,}|[sr]k_(?:live|test)_\w{10,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
     r"|glpat-[\w-]{16,}|xox[a-z]-[\w-]{10,}|(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{30,}|hf_[A-Za-z0-9]{20,}"
-    r"|pypi-[\w-]{16,}|eyJ[\w-]{5,}\.[\w-]{5,}(?:\.[\w-]*)?)"
-    r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.{0,10000}?-----END [A-Z ]{0,30}PRIVATE KEY-----",
-    re.DOTALL,
+    r"|pypi-[\w-]{16,}|eyJ[\w-]{5,400}+\.[\w-]{5,}(?:\.[\w-]*)?)"
 )
+_KEY_EDGE = re.compile(r"-----(?P<edge>BEGIN|END) [A-Z ]{0,30}PRIVATE KEY-----")
 _USER_INFO = re.compile(r"(?<=://)([^\s/?#:@\"']{0,256}):[^\s/\"']{1,1024}@")
 _SCHEME = re.compile(r"\b(bearer|basic)(\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
 _VALUE = (
@@ -75,11 +74,28 @@ def masked(text: str, keys: Collection[str] = ()) -> str:
     That is: the value after a name that `is_secret_key` (`name=…`, `name: …`, `"name": "…"`, also in escaped JSON),
     the password in a URL, what follows `Bearer`, private keys, and tokens of well-known shapes.
     """
-    text = _SHAPES.sub(MASK, text)
+    text = _SHAPES.sub(MASK, _without_private_keys(text))
     text = _USER_INFO.sub(rf"\1:{MASK}@", text)
     text = _SCHEME.sub(rf"\1\2{MASK}", text)
     named, validation = _patterns(tuple(keys))
     return named.sub(_hidden, validation.sub(rf"\1{MASK}", text))
+
+
+def _without_private_keys(text: str) -> str:
+    """`text` with `***` for each private key. One without an end is cut off, and everything behind it may be key.
+
+    A single pass, as a pattern that looked for the end from each beginning would take quadratic time.
+    """
+    kept: list[str] = []
+    end = 0
+    inside = False
+    for found in _KEY_EDGE.finditer(text):
+        if found["edge"] == "BEGIN" and not inside:
+            kept += [text[end : found.start()], MASK]
+            inside = True
+        elif found["edge"] == "END" and inside:
+            end, inside = found.end(), False
+    return "".join(kept) if inside else "".join([*kept, text[end:]])
 
 
 def without_secrets(

@@ -22,6 +22,13 @@ class WorkingMemory(Protocol):
     def survives(self) -> bool:
         """Whether a memory outlives its process. If not, every checkpoint in SQL carries the snapshot."""
 
+    async def open(self) -> None:
+        """Check that it answers.
+
+        Raises:
+            MemoryUnavailable: it does not; the message names the setting with its address.
+        """
+
     async def execute(self, owner: Owner, commands: Sequence[Command], *, seen: int = 0) -> tuple[int, list[Answer]]:
         """Do commands together, in order, with nothing of anybody else between them; the version then, and answers.
 

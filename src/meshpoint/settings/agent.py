@@ -228,6 +228,18 @@ class AgentSettings(Section):
         if self.memory_snapshot_url is not None and self.memory_url is None:
             problem = "there would be no working memory in Redis to take snapshots of"
             raise ConfigurationError("agent.memory_snapshot_url", problem, "add memory_url: redis://…")
+        if self.checkpoint_cache_url is not None and not self.stateless_checkpointing:
+            problem = "without stateless_checkpointing there are no checkpoints in a database to copy"
+            fix = "add stateless_checkpointing: true and session_service: sql, or leave checkpoint_cache_url out"
+            raise ConfigurationError("agent.checkpoint_cache_url", problem, fix)
+        if "checkpoint_ttl_seconds" in self.model_fields_set and (
+            self.checkpoint_ttl_seconds < self.tombstone_ttl_seconds
+        ):
+            problem = (
+                f"is below tombstone_ttl_seconds, which keeps an ended task {self.tombstone_ttl_seconds:g} s anyway"
+            )
+            fix = f"use at least {self.tombstone_ttl_seconds:g}, or lower tombstone_ttl_seconds"
+            raise ConfigurationError("agent.checkpoint_ttl_seconds", problem, fix)
         if self.ack_policy is AckPolicy.ON_RECEIPT and not self.stateless_checkpointing:
             problem = "on_receipt without stateless_checkpointing would lose requests with their process"
             raise ConfigurationError("agent.ack_policy", problem, "add stateless_checkpointing: true")

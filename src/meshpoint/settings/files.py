@@ -10,6 +10,11 @@ from typing import Any
 import yaml
 
 from meshpoint.errors import ConfigurationError
+from meshpoint.input_files import read_bounded
+
+_LARGEST = 16 * 1024 * 1024  # bytes
+_MOST_VALUES = 100_000
+_TOO_MANY = f"its aliases stand for more than {_MOST_VALUES} values"
 
 _REFERENCE = re.compile(
     r"(?P<escaped>\$\$\{)|\$\{\s*(?P<name>[A-Za-z_]\w*)\s*(?:,\s*(?P<default>[^}]*?)\s*)?\}|(?P<broken>\$\{)"
@@ -26,7 +31,9 @@ def read(path: Path, env: Mapping[str, str]) -> dict[str, Any]:
             that is not set.
     """
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+        text = read_bounded(path, _LARGEST).decode()
+        content = yaml.load(text, Loader=_UniqueKeys)
+        refuse_expansion(content)
     except OSError as error:
         problem = (error.strerror or type(error).__name__).lower()
         raise ConfigurationError(str(path), problem, "name a readable YAML file") from error
@@ -34,6 +41,12 @@ def read(path: Path, env: Mapping[str, str]) -> dict[str, Any]:
         raise ConfigurationError(str(path), "is not UTF-8", "save it as UTF-8") from error
     except yaml.YAMLError as error:
         raise ConfigurationError(str(path), _yaml_problem(error), "correct the YAML there") from error
+    except RecursionError as error:
+        raise ConfigurationError(str(path), "is nested too deep", "flatten it") from error
+    except (ValueError, OverflowError, AttributeError, TypeError) as error:  # of a date or a number that is none
+        raise ConfigurationError(
+            str(path), f"has a value that cannot be read: {error}", "put it in quotes"
+        ) from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -75,6 +88,30 @@ def _replacement(reference: re.Match[str], env: Mapping[str, str], key: str) -> 
     return value
 
 
+def refuse_expansion(content: object) -> None:
+    """Refuse YAML whose aliases multiply: a few lines of them can stand for gigabytes.
+
+    Raises:
+        yaml.YAMLError: `content` has too many values when each alias counts, or contains itself.
+    """
+    if _expanded(content, {}) > _MOST_VALUES:
+        raise yaml.YAMLError(_TOO_MANY)
+
+
+def _expanded(value: object, sizes: dict[int, int]) -> int:
+    """How many values `value` has, with each alias counted wherever it stands. `sizes` remembers by identity."""
+    if not isinstance(value, dict | list):
+        return 1
+    known = sizes.get(id(value))
+    if known == 0:
+        raise yaml.YAMLError("an alias contains itself")
+    if known is None:
+        sizes[id(value)] = 0
+        inner = value.values() if isinstance(value, dict) else value
+        known = sizes[id(value)] = 1 + sum(_expanded(each, sizes) for each in inner)
+    return known
+
+
 class _UniqueKeys(yaml.SafeLoader):
     """Refuses a key that stands twice in one mapping; plain YAML would keep the last one in silence."""
 
@@ -89,9 +126,14 @@ class _UniqueKeys(yaml.SafeLoader):
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)  # copies what '<<' names
+        if len(node.value) > _MOST_VALUES:
+            raise yaml.YAMLError(_TOO_MANY)
+
 
 def _yaml_problem(error: yaml.YAMLError) -> str:
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or problem is None:
-        return "is not YAML"
+        return str(error.args[0]) if type(error) is yaml.YAMLError else "is not YAML"
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"

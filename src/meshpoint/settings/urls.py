@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from meshpoint.errors import ConfigurationError
 
 _DATABASE_FIX = "use postgresql://user@host/name, or sqlite:///meshpoint.db on one host"
 _BROKER_FIX = "use amqp://user:password@host/ (RabbitMQ), or sqlite:///meshpoint.db on one host"
+_LONGEST = 4096  # characters
 _DATABASES = ("postgresql", "postgresql+asyncpg", "sqlite", "sqlite+aiosqlite")
 _BROKERS = ("amqp", "amqps", "sqlite", "memory")
 _NAMES = {"mysql": "MySQL", "mariadb": "MariaDB", "mssql": "SQL Server", "oracle": "Oracle", "redis": "Redis"}
@@ -54,15 +56,39 @@ def _scheme(url: str, key: str, accepted: tuple[str, ...], fix: str) -> str:
     scheme, colon, _ = url.partition("://")
     if not colon:
         raise ConfigurationError(key, "is not a URL", fix)
+    if not url.isprintable() or len(url) > _LONGEST:
+        problem = f"has characters that cannot be printed, or more than {_LONGEST}"
+        raise ConfigurationError(key, problem, fix)
     if scheme not in accepted:
         name = _NAMES.get(scheme.partition("+")[0], f"the scheme {scheme!r}")
         raise ConfigurationError(key, f"{name} is not supported", fix)
+    if not scheme.startswith(("sqlite", "memory")):
+        _check_server(url, key, fix)
     return scheme
+
+
+def _check_server(url: str, key: str, fix: str) -> None:
+    """Check host and port, which drivers parse late and complain about in their own words."""
+    if " " in url:
+        raise ConfigurationError(key, "has a space", "write %20 for it")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:  # its text may quote the password
+        raise ConfigurationError(key, "has a host or a port that cannot be read", fix) from error
+    if port == 0:
+        raise ConfigurationError(key, "has the port 0", fix)
+    try:
+        (parts.hostname or "").encode("idna").decode("idna")
+    except UnicodeError as error:
+        raise ConfigurationError(key, f"{parts.hostname!r:.80} is no host name", fix) from error
 
 
 def _with_absolute_file(url: str, key: str) -> str:
     scheme, _, rest = url.partition("://")
     file, mark, query = rest.partition("?")
+    if "%00" in file:
+        raise ConfigurationError(key, "names a file with a zero character", f"write {scheme}:///meshpoint.db")
     if not file.startswith("/"):
         problem = "takes three slashes before its file" if file else "names no file"
         raise ConfigurationError(key, problem, f"write {scheme}:///{file or 'meshpoint.db'}")

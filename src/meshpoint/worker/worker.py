@@ -114,6 +114,7 @@ class Worker:
                 True: _memories(l1 or local, snapshots, options, steps),
             },
         )
+        self._l1 = l1
         self._beside = [each for each in (cache, l1, snapshots) if each is not None]
         self._leases = (
             LeaseKeeper(lease_store, replica, options.renew_interval, steps, self._lease_lost)
@@ -244,6 +245,8 @@ class Worker:
         async def open_all() -> None:
             for home in self.site.homes:
                 await home.store.open()
+            if self._l1 is not None:  # its tasks could not run without it
+                await self._l1.open()
             await self.site.broker.declare(self.site.agent)
 
         await self.site.patience.for_a_while(open_all, self.site.options.startup_timeout)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from meshpoint.errors import ConfigurationError
+from meshpoint.exec import checkpoint_file
 from meshpoint.exec.canonical import digest_of
 from meshpoint.exec.checkpoint_file import Document, exported, plain, read, written
 from meshpoint.exec.importing import NOT_IN_FILE, WITHOUT_SECRETS, recovered
@@ -204,6 +205,12 @@ def test_a_well_made_file_of_another_shape_is_refused(file: Path) -> None:
 def test_a_checkpoint_of_another_agent_is_refused(file: Path) -> None:
     with pytest.raises(ConfigurationError, match="is a checkpoint of agent 'flow'; name one of 'other'"):
         read(file, AgentName("other"))
+
+
+def test_a_file_without_an_end_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_file, "_LARGEST", 1024 * 1024)
+    with pytest.raises(ConfigurationError, match="/dev/zero cannot be read: has more than 1 MiB"):
+        read(Path("/dev/zero"), AgentName("flow"))
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:

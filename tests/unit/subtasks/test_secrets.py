@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, JsonValue, ValidationError
 
-from meshpoint.model.secrets import is_secret_key, masked, pointer, traceback_of, without_secrets
+from meshpoint.model.secrets import MASK, is_secret_key, masked, pointer, traceback_of, without_secrets
 
 # ── names ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -244,3 +244,20 @@ def test_an_error_that_cannot_be_told_is_told_by_its_class() -> None:
 def test_an_error_that_was_never_raised_has_no_frames() -> None:
     error: Any = ValueError("token=hunter2")
     assert traceback_of(error) == "ValueError: token=***"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a -----BEGIN PRIVATE KEY-----\nx\n-----END PRIVATE KEY----- b", f"a {MASK} b"),
+        ("a -----BEGIN RSA PRIVATE KEY-----\nx", f"a {MASK}"),  # cut off
+        ("-----END PRIVATE KEY----- b", "-----END PRIVATE KEY----- b"),
+        (
+            "-----BEGIN PRIVATE KEY-----1-----BEGIN PRIVATE KEY-----2-----END PRIVATE KEY-----3",
+            f"{MASK}3",
+        ),
+        ("-----BEGIN PRIVATE KEY-----1-----END PRIVATE KEY-----b" * 2, f"{MASK}b{MASK}b"),
+    ],
+)
+def test_private_keys_are_masked(text: str, expected: str) -> None:
+    assert masked(text) == expected

@@ -460,3 +460,18 @@ async def test_one_broken_task_does_not_disturb_another(mesh: Mesh, boss: Puppet
     assert [await boss.reply(task_id) for task_id in fine] == [Ok(2 * number) for number in range(20)]
     for task_id in broken:
         assert isinstance(await boss.reply(task_id), Failed)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, AgentFailed, InvalidInput])
+async def test_a_secret_in_an_error_stays_with_its_task(
+    mesh: Mesh, kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    secret, own = "sk-abcdefghijklmnopqrstuvwx", "0123-4567"
+    error = kind(f"login failed: password={secret} badge: {own}")
+    await mesh.replica(Scripted("agent", raising(error)), secret_keys=("badge",))
+    outcome = await mesh.ask("agent", 1)
+    assert isinstance(outcome, Failed)
+    assert "login failed" in outcome.message
+    for text in (outcome.message, caplog.text):
+        assert secret not in text
+        assert own not in text

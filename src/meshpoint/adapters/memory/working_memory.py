@@ -42,6 +42,9 @@ class LocalWorkingMemory:
         """False: it is gone with the process."""
         return False
 
+    async def open(self) -> None:
+        """Nothing to check: it is in this process."""
+
     async def execute(self, owner: Owner, commands: Sequence[Command], *, seen: int = 0) -> tuple[int, list[Answer]]:
         """Do commands in order; the version then, and what each answered.
 

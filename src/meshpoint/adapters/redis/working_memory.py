@@ -106,6 +106,10 @@ class RedisWorkingMemory:
         """True: it outlives the process."""
         return True
 
+    async def open(self) -> None:
+        """Check that Redis answers."""
+        await self._connection.ask("agent.memory_url", lambda redis: redis.ping())
+
     async def execute(self, owner: Owner, commands: Sequence[Command], *, seen: int = 0) -> tuple[int, list[Answer]]:
         """Do commands in one round trip; the version then, and what each answered.
 

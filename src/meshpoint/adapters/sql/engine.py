@@ -26,6 +26,9 @@ LOCK_TIMEOUT = timedelta(seconds=1)
 transaction, and the step is then repeated without the locked rows."""
 
 _FIX = "use postgresql://user@host/name, or sqlite:///meshpoint.db on one host"
+_OPTIONS = frozenset({"host", "port", "ssl", "sslmode", "passfile", "target_session_attrs", "krbsrvname", "gsslib"})
+_SQLITE_OPTIONS = frozenset({"timeout"})
+_SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
 _DRIVERS = {"postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg", "sqlite": "sqlite+aiosqlite"}
 
 
@@ -44,9 +47,23 @@ def async_url(url: str) -> URL:
         raise ConfigurationError("session_db_url", f"{name!r} is not supported", _FIX)
     if name.startswith("sqlite") and (parsed.database or ":memory:") == ":memory:":
         raise ConfigurationError("session_db_url", "names no file", _FIX)
+    _check_options(parsed, _SQLITE_OPTIONS if name.startswith("sqlite") else _OPTIONS)
     if "sslmode" in parsed.query:  # as libpq spells it
         parsed = parsed.difference_update_query(["sslmode"]).update_query_dict({"ssl": parsed.query["sslmode"]})
     return parsed.set(drivername=_DRIVERS.get(name, name))
+
+
+def _check_options(url: URL, known: frozenset[str]) -> None:
+    """Refuse options that the driver does not know: it would raise a `TypeError` for each connection."""
+    for name, value in url.query.items():
+        if name not in known:
+            problem = f"has the unknown option {name!r:.80}"
+            raise ConfigurationError("session_db_url", problem, f"use {', '.join(sorted(known))}")
+        if name in {"ssl", "sslmode"} and value not in _SSL_MODES:
+            raise ConfigurationError("session_db_url", f"has no such {name}", f"use {', '.join(_SSL_MODES)}")
+        numbers = [value] if isinstance(value, str) else value
+        if name in {"port", "timeout"} and not all(each.isdecimal() for each in numbers):
+            raise ConfigurationError("session_db_url", f"has a {name} that is not a whole number", _FIX)
 
 
 def engine_for(
@@ -118,6 +135,13 @@ def _sqlite(url: URL, command_timeout: timedelta) -> AsyncEngine:
     return engine
 
 
+def _refuse_other_kinds(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise ConfigurationError("session_db_url", f"there is no folder {path.parent}", "create it")
+    if path.exists() and not path.is_file():
+        raise ConfigurationError("session_db_url", f"{path} is not a regular file", "name another file")
+
+
 def keep_private(engine: AsyncEngine) -> None:
     """Let a SQLite file that `engine` creates, and the two next to it, be its owner's alone."""
 
@@ -125,6 +149,7 @@ def keep_private(engine: AsyncEngine) -> None:
     def create(dialect: object, record: object, arguments: list[Any], options: dict[str, Any]) -> None:
         path = str(arguments[0] if arguments else options.get("database", ""))
         if not path.startswith("file:"):
+            _refuse_other_kinds(Path(path))
             try:
                 create_private(Path(path))
             except FileExistsError as error:

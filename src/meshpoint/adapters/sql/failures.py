@@ -87,6 +87,8 @@ def refused(error: BaseException | None) -> ConfigurationError | None:
         return ConfigurationError(
             "session_db_url", "the file is there and is no SQLite database", "name another file"
         )
+    if isinstance(_of_driver(error), asyncpg.exceptions.ClientConfigurationError) or _is_misconfigured(error):
+        return ConfigurationError("session_db_url", f"cannot be used: {brief(_of_driver(error))}", "correct the URL")
     if _sqlstate(error).startswith(_REFUSED):
         return ConfigurationError("session_db_url", f"the database refused: {_of_driver(error)}", "correct the URL")
     return None
@@ -96,6 +98,11 @@ def brief(error: BaseException) -> str:
     """The driver's own words, on one line."""
     cause = _of_driver(error)
     return f"{type(cause).__name__}: {cause}".splitlines()[0]
+
+
+def _is_misconfigured(error: BaseException) -> bool:
+    # SQLAlchemy puts an error of its own between.
+    return isinstance(_of_driver(error).__cause__, asyncpg.exceptions.ClientConfigurationError)
 
 
 def _is_misuse(error: BaseException) -> bool:
