@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from meshpoint.errors import StoreUnavailable
 from meshpoint.lifecycle.segment import Segment
 from meshpoint.lifecycle.site import Site
-from meshpoint.model.checkpoint import Begin, BeginResult
+from meshpoint.model.checkpoint import Begin, BeginResult, Begun
 from meshpoint.model.events import Step
 from meshpoint.model.letters import pack
 from meshpoint.model.options import OnCheckpointFailure
@@ -36,6 +37,40 @@ async def begin(
         except StoreUnavailable as error:
             site.steps.note(Step.DEGRADED, segment.run.task_id, error=str(error))
             return site.memory, await _write(wish, site.memory, site)
+
+
+async def begin_redelivered(
+    redelivered: Sequence[tuple[Segment, str | None]], site: Site
+) -> list[tuple[BeginResult, bool]]:
+    """Commit the rows of tasks that have none, each with its order, in one transaction.
+
+    As many as there are free slots are running, and hold one each: those come with `True`. The others are ready.
+    """
+    home = site.durable
+    assert home is not None
+
+    async def attempt() -> list[tuple[BeginResult, bool]]:
+        # Slots are taken for one attempt at a time: in an outage, tasks in memory need them.
+        granted = site.slots.take(len(redelivered))
+        used = 0
+        try:
+            results = await home.store.begin(
+                [_wish(each, order, site, queued=place >= granted) for place, (each, order) in enumerate(redelivered)]
+            )
+            begun = [(result, isinstance(result, Begun) and place < granted) for place, result in enumerate(results)]
+            used = sum(runs for _, runs in begun)
+        finally:
+            site.slots.give_back(granted - used)
+        return begun
+
+    with site.steps.step(Step.BEGIN, [segment.run.task_id for segment, _ in redelivered]):
+        return await site.patience.until_answered(attempt)
+
+
+def _wish(segment: Segment, order: str | None, site: Site, *, queued: bool) -> Begin:
+    assert segment.request is not None
+    request = pack(segment.request)
+    return Begin(segment.run, site.replica, segment.requester, request, order=order, queued=queued)
 
 
 async def _write(wish: Begin, home: Home, site: Site) -> BeginResult:

@@ -11,7 +11,7 @@ from typing import assert_never
 
 from meshpoint.errors import NO_DEFECT, PoisonMessage
 from meshpoint.lifecycle import finish, receive
-from meshpoint.lifecycle.begin import begin
+from meshpoint.lifecycle.begin import begin, begin_redelivered
 from meshpoint.lifecycle.cancel import CANCELLED
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.refuse import Refusals, refusal
@@ -87,6 +87,14 @@ class Requests:
                 else:
                     left.remove(delivery)
             known = await self._lookup([request.task_id for _, request, _ in arrived])
+            redelivered = [
+                each for each in arrived if self._often_redelivered(*each) and each[0].run.task_id not in known
+            ]
+            if redelivered:
+                await self._write_redelivered(redelivered)
+                for each in redelivered:
+                    arrived.remove(each)
+                    left.remove(each[2])
             busy = False
             while arrived:
                 segment, request, delivery = arrived[0]
@@ -155,6 +163,39 @@ class Requests:
                     found.update({task_id: (home, row) for task_id, row in rows.items()})
         return found
 
+    def _often_redelivered(self, segment: Segment, request: receive.Request, delivery: Delivery) -> bool:
+        """Whether a request lost its replicas often enough to be kept by a row from now on."""
+        often = self._site.durable is not None and delivery.count >= self._site.options.begin_at_delivery
+        return often and self._refusal(segment, request, delivery.count) is None
+
+    async def _write_redelivered(self, arrived: Sequence[tuple[Segment, receive.Request, Delivery]]) -> None:
+        """Write the tasks and ack their requests, all before any of them runs: one may end this process.
+
+        From here on the broker counts no deliveries. Those without a slot are ready, for any replica.
+        """
+        home = self._site.durable
+        assert home is not None
+        results = await begin_redelivered([(segment, request.resume) for segment, request, _ in arrived], self._site)
+        running: list[tuple[Segment, receive.Request]] = []
+        for (segment, request, _), (result, runs) in zip(arrived, results, strict=True):
+            if runs and isinstance(result, Begun):
+                segment.run, segment.home = result.run, home
+                self._segments.own(segment)
+                running.append((segment, request))
+            elif isinstance(result, Begun):
+                self._follow_up(segment, partial(self._queued, segment))
+            else:
+                self._not_begun(segment, request, result)
+        for segment, _ in running:
+            await self._segments.ack(segment)
+        for segment, request in running:
+            self._segments.start(segment, request)
+
+    async def _queued(self, segment: Segment) -> None:
+        await self._settled(segment)
+        self._segments.ready_somewhere.set()
+        await self._outgoing.wake_others()
+
     async def _admit(
         self, segment: Segment, request: receive.Request, delivery: Delivery, known: tuple[Home, Known] | None
     ) -> bool:
@@ -168,7 +209,6 @@ class Requests:
         if self._site.durable is None or (
             self._site.options.ack_policy is AckPolicy.AT_CHECKPOINT
             and request.resume is None  # another replica may run it for who had asked before: the row decides
-            and delivery.count < self._site.options.begin_at_delivery
         ):
             return True
         return await self._write_first(segment, request)
@@ -183,12 +223,17 @@ class Requests:
     async def _write_first(self, segment: Segment, request: receive.Request) -> bool:
         """Write the task as running and ack its request: from here on the lease owns the run, not the broker."""
         home, result = await begin(segment, self._site, order=request.resume)
+        if isinstance(result, Begun):
+            segment.run, segment.home = result.run, home
+            self._segments.own(segment)
+            await self._segments.ack(segment)
+            return True
+        self._not_begun(segment, request, result)
+        return False
+
+    def _not_begun(self, segment: Segment, request: receive.Request, result: Fenced | CancelFound) -> None:
+        """Settle a request whose task has a row by now."""
         match result:
-            case Begun(run=run):
-                segment.run, segment.home = run, home
-                self._segments.own(segment)
-                await self._segments.ack(segment)
-                return True
             case Fenced() if request.resume is not None:  # there is a row now, which is to know whom to answer
                 self._follow_up(segment, partial(self._come_again, segment))
             case Fenced():
@@ -197,7 +242,6 @@ class Requests:
                 self._follow_up(segment, partial(self._refuse, segment, CANCELLED))
             case _:
                 assert_never(result)
-        return False
 
     def _follow_up(self, segment: Segment, step: Callable[[], Awaitable[None]]) -> None:
         """Settle a request that does not run here. One that meets a defect is requeued after a pause."""
