@@ -23,6 +23,7 @@ from meshpoint.model.messages import Header, Message, dead_letters_of, nested_of
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Outcome
 from meshpoint.ports.checkpoint_cache import CheckpointCache
+from meshpoint.ports.isolation import Isolation
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.worker import Worker
 
@@ -145,6 +146,7 @@ class Mesh:
         cache: CheckpointCache | None = None,
         l1: WorkingMemory | None = None,
         snapshots: SnapshotStore | None = None,
+        isolation: Isolation | None = None,
         **options: Any,
     ) -> Running:
         """Begin to run `agent`, with its database ("store") or its "broker" away."""
@@ -165,6 +167,7 @@ class Mesh:
             local=LocalWorkingMemory(self.clock),
             l1=l1,
             snapshots=snapshots,
+            isolation=isolation,
         )
         running = Running(worker, broker, store, memory)
         self.replicas.append(running)
