@@ -51,6 +51,8 @@ def _lasting(loop_class: Any) -> Callable[[], asyncio.AbstractEventLoop]:
 
     class LastingLoop(loop_class):  # type: ignore[misc]
         _awaited: asyncio.Future[Any] | None = None
+        begun_again: Callable[[], object] | None = None
+        """Called when the loop goes on after an exit. uvloop resets the signals' wake-up file descriptor then."""
 
         def run_until_complete(self, future: Any) -> Any:
             self._awaited = main = asyncio.ensure_future(future, loop=self)
@@ -64,6 +66,8 @@ def _lasting(loop_class: Any) -> Callable[[], asyncio.AbstractEventLoop]:
                     if from_outside(error) or self._awaited is None or self._awaited.done():
                         raise
                     log.warning("a callback raised %s", described(error), exc_info=True)
+                    if self.begun_again is not None:
+                        self.call_soon(self.begun_again)
 
         def stop(self) -> None:
             if in_agent_code():

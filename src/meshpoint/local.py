@@ -15,7 +15,7 @@ from meshpoint.model.ids import AgentName, new_id
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.observer import Observer
 from meshpoint.settings import AgentSettings, MeshSettings
-from meshpoint.wiring import first_of, make_broker, worker_of
+from meshpoint.wiring import close_broker, first_of, make_broker, worker_of
 from meshpoint.worker import Worker
 
 
@@ -33,7 +33,8 @@ async def local_mesh(
         async with local_mesh(travel, flights) as mesh:
             outcome = await mesh.ask("travel", {"city": "Rome"})
 
-    Pausing is the real thing: a paused task is a row, not an object.
+    Pausing is the real thing: a paused task is a row, not an object. Code that swallows its cancellation at the end
+    is left behind after `release_timeout_seconds`, with a warning.
 
     Args:
         agents: what to serve: functions under `@agent`, instances of `StatefulAgent`.
@@ -74,7 +75,7 @@ async def local_mesh(
         except BaseExceptionGroup as group:
             raise first_of(group) from group
         finally:
-            await broker.close()
+            await close_broker(broker, workers)
         if raised is not None:
             raise raised
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -21,6 +21,7 @@ from meshpoint.adapters.sqlite_queue import SqliteBroker
 from meshpoint.adapters.system_clock import SystemClock
 from meshpoint.agents.entrypoint import load_agent
 from meshpoint.errors import ConfigurationError
+from meshpoint.lifecycle.crew import bounded
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.options import Options
 from meshpoint.ports.agent import DurableAgent
@@ -35,6 +36,8 @@ from meshpoint.worker import Worker
 
 _CLOCK = SystemClock()
 _EXCHANGES: dict[str, MemoryExchange] = {}
+_CLOSING, _LEAST = 10.0, 0.25
+"""Seconds that closing the broker's connection may take, and that it gets when a drain took all its time."""
 
 
 def make_broker(mesh: MeshSettings) -> Broker:
@@ -185,6 +188,9 @@ def isolated_options(options: Options) -> Options:
 async def serve(settings: Settings, *, observer: Observer | None = None, stop: asyncio.Event | None = None) -> None:
     """Run all agents of `settings` until `stop` is set; then drain.
 
+    It returns within the longest `drain_timeout + release_timeout` after that. Agent code that does not stop by then
+    is left behind on the event loop, with a warning that names its tasks. Their leases are renewed until it ends.
+
     Raises:
         ConfigurationError: something in `settings` cannot work; names the key and the fix.
         Unavailable: the broker or a database did not answer within `startup_timeout`.
@@ -203,7 +209,13 @@ async def serve(settings: Settings, *, observer: Observer | None = None, stop: a
     except BaseExceptionGroup as group:
         raise first_of(group) from group
     finally:
-        await broker.close()
+        await close_broker(broker, workers)
+
+
+async def close_broker(broker: Broker, workers: Sequence[Worker]) -> None:
+    """Close the connection of `workers` that have ended, in the time that their drains have left."""
+    within = max((worker.seconds_left for worker in workers), default=_CLOSING)
+    await bounded(broker.close(), min(max(within, _LEAST), _CLOSING), "closing the broker's connection")
 
 
 def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -7,6 +7,7 @@ import ctypes
 import os
 import resource
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -178,3 +179,85 @@ async def fatal() -> None:
 async def selfish(ctx: TaskExecutionContext, below: int) -> int:
     """Calls itself."""
     return 0 if below == 0 else 1 + await ctx.call(Peer("selfish", int, int)(below - 1))
+
+
+class Stubborn(BaseModel):
+    """How `stubborn` resists its replica's end; `trace` collects what it does, by process."""
+
+    how: str
+    trace: str
+
+
+def _for_ever() -> None:
+    threading.Event().wait()
+
+
+def _goes_on(trace: str) -> None:
+    time.sleep(0.02)
+    note(trace, "lives")
+
+
+@agent("stubborn", version="1")
+async def stubborn(ctx: TaskExecutionContext, work: Stubborn) -> str:
+    """Resists in the first process that runs it; in the next one it ends."""
+    begun = Path(work.trace).exists()
+    note(work.trace, "begins")
+    if begun:
+        return "elsewhere"
+    match work.how:
+        case "swallows":
+            while True:
+                try:
+                    await asyncio.sleep(0.02)
+                    note(work.trace, "lives")
+                except asyncio.CancelledError:
+                    note(work.trace, "was cancelled")
+        case "blocks":
+            await asyncio.sleep(0)
+            while True:
+                _goes_on(work.trace)
+        case "leaves a thread":
+            threading.Thread(target=_for_ever).start()
+        case "waits for a thread":
+            await asyncio.to_thread(_for_ever)
+        case "leaves a task":
+            task = asyncio.create_task(_swallows_all())
+            await asyncio.Event().wait()
+            del task
+    await asyncio.Event().wait()
+    return "never"
+
+
+async def _swallows_all() -> None:
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            continue
+
+
+@agent("outrageous", version="1")
+async def outrageous(ctx: TaskExecutionContext, what: str) -> str:
+    """Does what would end its process: at once, or after a pause."""
+    error = {"KeyboardInterrupt": KeyboardInterrupt, "SystemExit": SystemExit, "GeneratorExit": GeneratorExit}
+    kind, _, where = what.partition(" ")
+    if where.endswith("after a pause"):
+        await ctx.call(peer(1))
+    raised = error[kind](what)
+
+    async def background() -> None:
+        raise raised
+
+    def callback() -> None:
+        raise raised
+
+    if where.startswith("in a task"):
+        left = asyncio.create_task(background())
+        await asyncio.Event().wait()
+        del left
+    if where.startswith("in a callback"):
+        asyncio.get_running_loop().call_soon(callback)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return "lived on"
+    raise raised

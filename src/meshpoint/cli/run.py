@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,7 +31,6 @@ Examples:
   meshpoint run travel.yaml --log-json --log-level warning
 """
 
-_STDIN = 0
 _ONE_WISH = 1.0
 """Seconds. A platform may signal the supervisor and its replicas, and the supervisor signals them once more."""
 
@@ -52,7 +49,9 @@ def run(
 ) -> None:
     """Serve agents until SIGTERM or Ctrl-C, then drain.
 
-    A second signal ends it at once. With several replicas, one that dies is started again.
+    The drain takes no longer than drain_timeout_seconds and release_timeout_seconds together. Then the process ends
+    with exit code 8, whatever agent code does. A second signal ends it at once. With several replicas, one that dies
+    is started again.
     """
     from meshpoint.adapters.logging_observer import logging_to
 
@@ -69,18 +68,22 @@ def run(
 
 async def _serve(settings: Settings, supervised: bool) -> None:
     from meshpoint import wiring
-    from meshpoint.adapters.logging_observer import LoggingObserver
+    from meshpoint.cli.watchdog import Ending, Watchdog
+    from meshpoint.lifecycle.stopping import StopRequest
 
-    stop = asyncio.Event()
-    if supervised:
-        _when_stdin_closes(partial(_supervisor_gone, stop))
-    with _on_signal(stop.set, once=True, one_wish=_ONE_WISH if supervised else 0, what="draining"):
-        await wiring.serve(settings, observer=LoggingObserver(), stop=stop)
+    stop, loop = StopRequest(), asyncio.get_running_loop()
+    options = [agent.options() for agent in settings.agents]
 
+    def stop_because(why: str) -> None:
+        with suppress(RuntimeError):  # the event loop has ended already
+            loop.call_soon_threadsafe(stop.because, why)
 
-def _supervisor_gone(stop: asyncio.Event) -> None:
-    log.info("the supervisor is gone: draining")
-    stop.set()
+    limit = max((each.drain_timeout + each.release_timeout).total_seconds() for each in options)
+    one_wish = _ONE_WISH if supervised else 0
+    with Watchdog(stop_because, limit=limit, supervised=supervised, one_wish=one_wish) as watchdog:
+        if hasattr(loop, "begun_again"):
+            loop.begun_again = watchdog.listen
+        await wiring.serve(settings, observer=Ending(len(options), watchdog.exit_now), stop=stop)
 
 
 async def _supervise(command: list[str], replicas: int) -> ExitCode:
@@ -103,24 +106,12 @@ def _command(configs: list[Path], level: str, log_json: bool) -> list[str]:
 
 
 @contextmanager
-def _on_signal(act: Callable[[], None], *, once: bool = False, one_wish: float = 0, what: str) -> Iterator[None]:
-    """Call `act` on SIGTERM and SIGINT, and log `what` it does.
-
-    With `once`, a second signal has its usual effect: it ends the process. Signals within `one_wish` seconds
-    are one.
-    """
+def _on_signal(act: Callable[[], None], *, what: str) -> Iterator[None]:
+    """Call `act` on SIGTERM and SIGINT, and log `what` it does."""
     loop = asyncio.get_running_loop()
-
-    def restore() -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
 
     def heard(number: signal.Signals) -> None:
         log.info("%s received: %s", number.name, what)
-        if once and one_wish:
-            loop.call_later(one_wish, restore)
-        elif once:
-            restore()
         act()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -128,15 +119,5 @@ def _on_signal(act: Callable[[], None], *, once: bool = False, one_wish: float =
     try:
         yield
     finally:
-        restore()
-
-
-def _when_stdin_closes(act: Callable[[], None]) -> None:
-    loop = asyncio.get_running_loop()
-
-    def readable() -> None:
-        if not os.read(_STDIN, 1024):
-            loop.remove_reader(_STDIN)
-            act()
-
-    loop.add_reader(_STDIN, readable)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

@@ -54,14 +54,17 @@ class Supervisor:
             _terminate(process)
 
     async def run(self) -> ExitCode:
-        """Return when all replicas have ended after `stop`: OK when each drained.
+        """Return when all replicas have ended after `stop`: OK when each drained, ABANDONED when one took too long.
 
         A replica that refuses its configuration on its first start stops the others: none of them could serve.
         """
         codes = await asyncio.gather(*(self._keep(number) for number in range(1, self.replicas + 1)))
         if ExitCode.CONFIGURATION in codes:
             return ExitCode.CONFIGURATION
-        return ExitCode.OK if all(map(self._drained, codes)) else ExitCode.ERROR
+        if all(map(self._drained, codes)):
+            return ExitCode.OK
+        abandoned = all(code == ExitCode.ABANDONED or self._drained(code) for code in codes)
+        return ExitCode.ABANDONED if abandoned else ExitCode.ERROR
 
     async def _keep(self, number: int) -> int:
         pause, first, code = FIRST_PAUSE, True, 0

@@ -30,6 +30,7 @@ from meshpoint.lifecycle.patience import Patience
 from meshpoint.lifecycle.refuse import Refusals
 from meshpoint.lifecycle.site import Site
 from meshpoint.lifecycle.slots import Slots
+from meshpoint.lifecycle.stopping import reason_of
 from meshpoint.memory.task_memory import Memories
 from meshpoint.model.agent_memory import MemoryRecovery
 from meshpoint.model.checkpoint import Replica, Resumable, Run
@@ -170,7 +171,7 @@ class Worker:
                     self._spawn(self._keep_attaching_private())
                 await stop.wait()
                 governor.cancel()
-                await self._drain(entrances)
+                await self._drain(entrances, stop)
             finally:
                 await self._close()
                 if self.abandoned:
@@ -181,6 +182,11 @@ class Worker:
     def abandoned(self) -> Sequence[TaskId]:
         """The tasks whose code still runs after the drain. Their leases are renewed for as long as it does."""
         return [run.task_id for run in self.segments.unfinished.values()]
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the drain's time: for closing what the agents of a process share."""
+        return min(self._left(), self.site.options.release_timeout.total_seconds())
 
     async def look_once(self) -> None:
         """Look once for what is due, and end when what was found is seen to."""
@@ -387,12 +393,13 @@ class Worker:
 
     # ── draining ───────────────────────────────────────────────────────────────────────────────────
 
-    async def _drain(self, entrances: Sequence[asyncio.Task[None]]) -> None:
+    async def _drain(self, entrances: Sequence[asyncio.Task[None]], stop: asyncio.Event) -> None:
         """Stop consuming, let segments come to a pause or an end, give the rest back."""
         options = self.site.options
         self._draining = True
         self._ends_at = _now() + (options.drain_timeout + options.release_timeout).total_seconds()
-        self.site.steps.note(Step.DRAINING, *self.segments.live, held=len(self.segments.held))
+        held = len(self.segments.held)
+        self.site.steps.note(Step.DRAINING, *self.segments.live, held=held, **reason_of(stop))
         closed = self._spawn(self._stop_consuming())
         if not await _within(options.drain_timeout.total_seconds(), self._rest(closed, entrances)):
             for entrance in entrances:
@@ -435,7 +442,7 @@ class Worker:
             await asyncio.wait(self.segments.unfinished, timeout=third)
         if abandoned := self.abandoned:
             self.site.steps.note(Step.ABANDONED, *abandoned)
-        within = max(self._left(), _LEAST)
+        within = max(self._left() - third / 3, _LEAST)
         closing = [bounded(home.store.close(), within, "closing a store") for home in self.site.homes]
         closing += [bounded(each.close(), within, "closing a connection") for each in self._beside]
         if self._leases is not None:

@@ -1,0 +1,146 @@
+"""Agent code that resists the end of its replica, or would end it: `meshpoint run` on real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshpoint.cli.exits import ExitCode
+from meshpoint.model.outcomes import Failed, Ok
+
+from .kit import HERE, PATIENCE, Mesh, within
+
+pytestmark = pytest.mark.slow
+
+
+class Command:
+    """`meshpoint run CONFIG` and its log."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[dict[str, Any]] = []
+
+    async def line(self, step: str, key: str = "step") -> dict[str, Any]:
+        """The next line of that step, or with that beginning of its message."""
+        assert self.process.stderr is not None
+        async with asyncio.timeout(PATIENCE):
+            while line := await self.process.stderr.readline():
+                self.lines.append(json.loads(line))
+                if str(self.lines[-1].get(key)).startswith(step):
+                    return self.lines[-1]
+        raise AssertionError(f"it ended before {step}")
+
+    async def ended(self) -> int:
+        """Its exit code."""
+        assert self.process.stderr is not None
+        async with asyncio.timeout(PATIENCE):
+            rest = await self.process.stderr.read()
+            self.lines += [json.loads(line) for line in rest.splitlines()]
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def running(config: Path, *arguments: str, agents: int = 1) -> AsyncIterator[Command]:
+    command = [sys.executable, "-m", "meshpoint.cli", "run", "--log-json", "--log-level", "debug", *arguments]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        str(config),
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(HERE)},
+        limit=1 << 24,
+    )
+    try:
+        started = Command(process)
+        for _ in range(agents):
+            await started.line("started")
+        yield started
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+RESISTS = {"swallows": ExitCode.ABANDONED, "blocks": ExitCode.ABANDONED}
+LEAVES = dict.fromkeys(["leaves a thread", "waits for a thread", "leaves a task"], ExitCode.OK)
+QUICK = {"drain_timeout_seconds": 0.5, "release_timeout_seconds": 2, "ack_policy": "on_receipt"}
+
+
+@pytest.mark.parametrize(("how", "code"), [*RESISTS.items(), *LEAVES.items()])
+async def test_the_process_ends_all_the_same(mesh: Mesh, how: str, code: ExitCode, tmp_path: Path) -> None:
+    config = mesh.rung.config("stubborn", **QUICK)
+    async with running(config) as replica:
+        client = await mesh.client()
+        asked = await client.send("stubborn", {"how": how, "trace": str(tmp_path / "trace")})
+        await replica.line("segment")
+        replica.process.send_signal(signal.SIGTERM)
+        assert await replica.ended() == code
+        assert any(line["step"] == "draining" for line in replica.lines if "step" in line) or how == "blocks"
+    await mesh.replica(config)
+    assert (await within(asked)).outcome == Ok("elsewhere")
+
+
+@pytest.mark.parametrize("how", RESISTS)
+async def test_no_other_replica_runs_its_task_meanwhile(mesh: Mesh, how: str, tmp_path: Path) -> None:
+    """Its lease is renewed until the process ends, far longer than a lease lasts."""
+    trace = tmp_path / "trace"
+    slow = {**QUICK, "lease_seconds": 1, "renew_interval_seconds": 0.2, "release_timeout_seconds": 5}
+    config = mesh.rung.config("stubborn", **slow)
+    async with running(config) as replica:
+        client = await mesh.client()
+        asked = await client.send("stubborn", {"how": how, "trace": str(trace)})
+        await replica.line("segment")
+        await mesh.replica(config)
+        replica.process.send_signal(signal.SIGTERM)
+        assert await replica.ended() == ExitCode.ABANDONED
+        assert (await within(asked)).outcome == Ok("elsewhere")
+    pids = [line.split()[0] for line in trace.read_text().splitlines()]
+    assert len(set(pids)) == 2
+    assert set(pids[: pids.index(pids[-1])]) == {pids[0]}, "the second begins when the first has ended"
+    assert pids.count(pids[-1]) == 1
+
+
+async def test_a_second_signal_ends_it_at_once(mesh: Mesh, tmp_path: Path) -> None:
+    config = mesh.rung.config("stubborn", drain_timeout_seconds=3600)
+    async with running(config) as replica:
+        client = await mesh.client()
+        await client.send("stubborn", {"how": "blocks", "trace": str(tmp_path / "trace")})
+        await replica.line("segment")
+        replica.process.send_signal(signal.SIGINT)
+        await replica.line("SIGINT received", "message")
+        replica.process.send_signal(signal.SIGINT)
+        assert await replica.ended() in {ExitCode.INTERRUPTED, 128 + signal.SIGINT}
+
+
+WHERE = ["at once", "at once after a pause", "in a task", "in a task after a pause"]
+CALLBACK = ["in a callback", "in a callback after a pause"]
+OUTRAGES = [f"{kind} {where}" for kind in ("KeyboardInterrupt", "SystemExit") for where in [*WHERE, *CALLBACK]]
+OUTRAGES += ["GeneratorExit at once", "GeneratorExit at once after a pause"]
+
+
+async def test_an_exit_is_a_failure_of_its_task_alone(mesh: Mesh) -> None:
+    async with running(mesh.rung.config("outrageous", "root"), agents=2) as replica:
+        client, peer = await mesh.client(), await mesh.peer()
+        answering = asyncio.create_task(peer.answer_all())
+        honest = [await client.send("root", {"numbers": [number], "rounds": 3}) for number in range(20)]
+        asked = {what: await client.send("outrageous", what) for what in OUTRAGES}
+        for what, each in asked.items():
+            outcome = (await within(each)).outcome
+            if "callback" in what:
+                assert outcome == Ok("lived on")
+            else:
+                assert isinstance(outcome, Failed)
+                assert outcome.message == f"{what.split()[0]}: {what}"
+        for number, each in enumerate(honest):
+            assert (await within(each)).outcome == Ok([10 * number])
+        answering.cancel()
+        replica.process.send_signal(signal.SIGTERM)
+        assert await replica.ended() == ExitCode.OK
