@@ -67,8 +67,8 @@ class Puppet:
 
     # ── as a requester ─────────────────────────────────────────────────────────────────────────────
 
-    async def send(self, agent: str, message: Message) -> Published:
-        (word,) = await self._broker.publish([(requests_of(AgentName(agent)), message)])
+    async def send(self, agent: str, message: Message, address: Address | None = None) -> Published:
+        (word,) = await self._broker.publish([(address or requests_of(AgentName(agent)), message)])
         return word
 
     async def ask(self, agent: str, input_: JsonValue, task_id: str | None = None, **headers: Any) -> TaskId:
