@@ -14,9 +14,23 @@ from meshpoint.errors import BrokerUnavailable, MeshpointError, PoisonMessage
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody, ResponseBody, parse
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, agent_name, new_id
 from meshpoint.model.letters import cancel_message
-from meshpoint.model.messages import Header, HeaderValue, Message, MessageType, private_of, requests_of, responses_of
+from meshpoint.model.messages import (
+    MOST_SHARDS,
+    Header,
+    HeaderValue,
+    Message,
+    MessageType,
+    private_of,
+    requests_of,
+    responses_of,
+    shard_for,
+    shard_of,
+)
 from meshpoint.model.outcomes import Outcome
 from meshpoint.ports.broker import Broker, Delivery, Published, Subscription
+
+_SHARDS_REMEMBERED = 60.0
+"""Seconds."""
 
 
 class UnknownAgent(MeshpointError):
@@ -32,8 +46,43 @@ class Reply:
     agent: str
 
 
+class Shards:
+    """How many request queues each agent has, asked of the broker once a minute."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._asking = asyncio.Lock()
+        self._counts: dict[AgentName, tuple[int, float]] = {}
+
+    async def count(self, agent: AgentName) -> int:
+        """The request queues of `agent`, at least 1."""
+        if (known := self._known(agent)) is None:
+            async with self._asking:
+                if (known := self._known(agent)) is None:
+                    known = await self._found(agent)
+                    self._counts[agent] = known, asyncio.get_running_loop().time() + _SHARDS_REMEMBERED
+        return known
+
+    def _known(self, agent: AgentName) -> int | None:
+        count, until = self._counts.get(agent, (None, 0.0))
+        return count if until > asyncio.get_running_loop().time() else None
+
+    def forget(self, agent: AgentName) -> None:
+        """Ask again before the next request."""
+        self._counts.pop(agent, None)
+
+    async def _found(self, agent: AgentName) -> int:
+        number = 1
+        while number < MOST_SHARDS and await self._broker.depth(shard_of(agent, number)) is not None:
+            number += 1
+        return number
+
+
 class Client:
     """Sends requests and waits for their replies, on a broker that it opens and closes.
+
+    The broker's queues are shared out by the name of the sender: give clients that should not wait behind each other
+    names of their own.
 
     Replies come to a queue of this client's own; a reply to a client that is gone is dropped by the agent after
     `reply_retry_time`. Replies are matched by task id; the first one counts. A further one is dropped, and
@@ -46,6 +95,7 @@ class Client:
         self._id = ReplicaId(new_id())
         self._waiting: dict[TaskId, asyncio.Future[Reply]] = {}
         self._agents: dict[TaskId, str] = {}
+        self._shards = Shards(broker)
         self._subscription: Subscription | None = None
         self._settling: set[asyncio.Task[bool]] = set()
         self.duplicates = 0
@@ -82,16 +132,24 @@ class Client:
         task_id = task_id or TaskId(new_id())
         reply = self.expect(agent, task_id)
         request = self.request(input_, task_id, timeout=timeout, context_id=context_id)
-        (word,) = await self._broker.publish([(requests_of(name), request)])
-        match word:
+        match await self._publish(name, request):
             case Published.ACCEPTED:
                 return reply
             case Published.UNROUTABLE:
                 raise UnknownAgent(f"no agent {agent!r} in this mesh: start one with `meshpoint run`")
             case Published.OVERLOADED:
-                raise BrokerUnavailable(f"the queue of agent {agent!r} is full")
+                raise BrokerUnavailable(f"the request queue of agent {agent!r} is full; try again later")
             case Published.REJECTED:
                 raise ValueError(f"the request to agent {agent!r} is larger than the broker accepts")
+
+    async def _publish(self, agent: AgentName, request: Message) -> Published:
+        """Publish to the one of the agent's request queues that is for this client."""
+        address = shard_for(agent, self._name, await self._shards.count(agent))
+        (word,) = await self._broker.publish([(address, request)])
+        if word is Published.UNROUTABLE and address != requests_of(agent):
+            self._shards.forget(agent)
+            (word,) = await self._broker.publish([(requests_of(agent), request)])
+        return word
 
     async def ask(self, agent: str, input_: JsonValue, *, timeout: timedelta | None = None) -> Outcome:
         """Send a request and wait for its outcome.

@@ -44,12 +44,13 @@ def make_broker(mesh: MeshSettings) -> Broker:
     """The broker of a mesh, not yet open."""
     scheme = urlsplit(mesh.broker_url).scheme
     if scheme == "memory":
-        return MemoryBroker(_EXCHANGES.setdefault(mesh.namespace, MemoryExchange()))
+        return MemoryBroker(_EXCHANGES.setdefault(mesh.namespace, MemoryExchange(max_length=mesh.max_queue_length)))
     if scheme == "sqlite":
         return SqliteBroker(
             mesh.broker_url.removeprefix("sqlite:///"),
             namespace=mesh.namespace,
             delivery_limit=mesh.delivery_limit,
+            max_length=mesh.max_queue_length,
             private_ttl=mesh.private_queue_ttl,
         )
     from meshpoint.adapters.rabbitmq import RabbitMqBroker

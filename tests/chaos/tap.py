@@ -73,8 +73,8 @@ class DoublingBroker:
             task.cancel()
         await self._broker.close()
 
-    async def declare(self, agent: AgentName, replica: ReplicaId | None = None) -> None:
-        await self._broker.declare(agent, replica)
+    async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
+        await self._broker.declare(agent, replica, shards=shards)
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
         """Send `messages`, and copies of some; the broker's word on the originals."""

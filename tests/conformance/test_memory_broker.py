@@ -11,7 +11,7 @@ from meshpoint.adapters.memory.broker import MemoryBroker
 from meshpoint.adapters.memory.exchange import MemoryExchange
 from meshpoint.conformance.broker import AGENT, REQUESTS, BrokerSuite, Inbox, a_message, send, until_depth
 from meshpoint.model.ids import ReplicaId
-from meshpoint.model.messages import Header, dead_letters_of, private_of
+from meshpoint.model.messages import Address, Header, dead_letters_of, nested_of, private_of, responses_of, shard_of
 from meshpoint.ports.broker import Broker, Published
 
 
@@ -102,6 +102,16 @@ async def test_a_full_private_queue_refuses() -> None:
     assert words == [Published.ACCEPTED, Published.ACCEPTED, Published.OVERLOADED]
     await broker.broadcast(AGENT, a_message())
     assert await broker.depth(private) == 2
+
+
+@pytest.mark.parametrize("address", [shard_of(AGENT, 0), shard_of(AGENT, 1), nested_of(AGENT)])
+async def test_a_full_queue_of_requests_refuses(address: Address) -> None:
+    broker = MemoryBroker(MemoryExchange(max_length=2))
+    await broker.open()
+    await broker.declare(AGENT, shards=2)
+    words = [(await broker.publish([(address, a_message())]))[0] for _ in range(3)]
+    assert words == [Published.ACCEPTED, Published.ACCEPTED, Published.OVERLOADED]
+    assert await broker.publish([(responses_of(AGENT), a_message())] * 3) == [Published.ACCEPTED] * 3
 
 
 async def test_the_oldest_dead_letters_go_first() -> None:

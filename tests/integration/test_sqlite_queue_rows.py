@@ -16,7 +16,7 @@ from meshpoint.adapters.sqlite_queue import SqliteBroker, content, queues
 from meshpoint.adapters.sqlite_queue.schema import connect, transaction
 from meshpoint.conformance.broker import AGENT, REQUESTS, Inbox, a_message, send, until_depth
 from meshpoint.model.ids import ReplicaId
-from meshpoint.model.messages import dead_letters_of, private_of
+from meshpoint.model.messages import Address, dead_letters_of, nested_of, private_of, responses_of, shard_of
 from meshpoint.ports.broker import Published
 
 DEAD = dead_letters_of(AGENT)
@@ -205,6 +205,17 @@ async def test_a_full_private_queue_refuses(broker: SqliteBroker) -> None:
     assert words == [Published.ACCEPTED] * 8 + [Published.OVERLOADED] * 4
     await broker.broadcast(AGENT, a_message())
     assert await broker.depth(PRIVATE) == 8
+
+
+@pytest.mark.parametrize("address", [shard_of(AGENT, 0), shard_of(AGENT, 1), nested_of(AGENT)])
+async def test_a_full_queue_of_requests_refuses(path: Path, address: Address) -> None:
+    broker = SqliteBroker(path, namespace="full", max_length=2)
+    await broker.open()
+    await broker.declare(AGENT, shards=2)
+    words = [(await broker.publish([(address, a_message())]))[0] for _ in range(3)]
+    assert words == [Published.ACCEPTED, Published.ACCEPTED, Published.OVERLOADED]
+    assert await broker.publish([(responses_of(AGENT), a_message())] * 3) == [Published.ACCEPTED] * 3
+    await broker.close()
 
 
 async def test_the_oldest_dead_letters_go_first(broker: SqliteBroker, bystander: sqlite3.Connection) -> None:

@@ -84,10 +84,10 @@ class SimulatedBroker(MemoryBroker):
         fate = self._weather.fate(BROKER, "broadcast")
         await call(partial(self._spread, agent, message), fate, _away)
 
-    async def declare(self, agent: AgentName, replica: ReplicaId | None = None) -> None:
+    async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
         """Make queues exist."""
         fate = self._weather.fate(BROKER, "declare")
-        await call(partial(self._declare, agent, replica), fate, _away)
+        await call(partial(self._declare, agent, replica, shards), fate, _away)
 
     async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> MemorySubscription:
         """Deliver; what is settled reaches the server after a while."""
@@ -115,8 +115,8 @@ class SimulatedBroker(MemoryBroker):
             at_close.send(None)  # it closes at once, and then gives the loop a turn
         at_close.close()
 
-    def _declare(self, agent: AgentName, replica: ReplicaId | None) -> None:
-        self._server.declare(agent, replica, self)
+    def _declare(self, agent: AgentName, replica: ReplicaId | None, shards: int) -> None:
+        self._server.declare(agent, replica, self, shards)
         if not self._open:  # who asked is gone by now: its private queue will expire
             self._server.leave(self)
 

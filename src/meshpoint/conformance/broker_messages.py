@@ -23,9 +23,11 @@ from meshpoint.model.messages import (
     Message,
     MessageType,
     dead_letters_of,
+    nested_of,
     private_of,
     requests_of,
     responses_of,
+    shard_of,
 )
 from meshpoint.ports.broker import Broker, Published
 
@@ -100,6 +102,29 @@ class DeclareSuite(BrokerCase):
         assert delivery.message == self.received(message)
         assert delivery.address == private_of(AGENT, replica)
         assert await delivery.ack()
+
+    async def test_nested_requests_have_a_queue(self, broker: Broker, other: Broker) -> None:
+        message, inbox = a_message(), Inbox()
+        await send(other, nested_of(AGENT), message)
+        await broker.consume(nested_of(AGENT), 1, inbox)
+        delivery = await inbox.next()
+        assert (delivery.message, delivery.address) == (self.received(message), nested_of(AGENT))
+        assert await delivery.dead_letter("unreadable")
+        await until_depth(broker, dead_letters_of(AGENT), 1)
+
+    async def test_requests_can_have_several_queues(self, broker: Broker, other: Broker) -> None:
+        """More of them with each greater number, and never fewer."""
+        for asked, there in ((1, 1), (3, 3), (2, 3)):
+            await broker.declare(AGENT, shards=asked)
+            depths = [await other.depth(shard_of(AGENT, number)) for number in range(5)]
+            assert depths == [0] * there + [None] * (5 - there)
+        message, inbox = a_message(), Inbox()
+        await send(other, shard_of(AGENT, 2), message)
+        await broker.consume(shard_of(AGENT, 2), 1, inbox)
+        delivery = await inbox.next()
+        assert delivery.address == shard_of(AGENT, 2)
+        assert await delivery.dead_letter("unreadable")
+        await until_depth(broker, dead_letters_of(AGENT), 1)
 
 
 class ContentSuite(BrokerCase):

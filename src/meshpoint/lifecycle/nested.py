@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
+from meshpoint.errors import Unavailable
 from meshpoint.model.letters import Letter
 from meshpoint.model.messages import Address, instead_of_nested
 from meshpoint.ports.broker import Published
 
+_AT_ONCE = 200
+"""Letters that are published together. Between them, those of other tasks are."""
 _REMEMBERED = 60.0
 """Seconds until a peer without a queue of nested requests is tried again: it may have been upgraded."""
 _MOST_REMEMBERED = 10_000
@@ -24,6 +27,17 @@ class NestedRoutes:
 
     async def publish(self, letters: Sequence[Letter], publish: Publish) -> list[Published]:
         """The broker's word on each letter. A call without a queue of nested requests goes to the other queue."""
+        words: list[Published] = []
+        for start in range(0, len(letters), _AT_ONCE):
+            try:
+                words += await self._publish(letters[start : start + _AT_ONCE], publish)
+            except Unavailable:
+                if not words:
+                    raise
+                return words + [Published.OVERLOADED] * (len(letters) - len(words))  # these stay due
+        return words
+
+    async def _publish(self, letters: Sequence[Letter], publish: Publish) -> list[Published]:
         now = asyncio.get_running_loop().time()
         letters = [(self._route(address, now), message) for address, message in letters]
         words = await publish(letters)

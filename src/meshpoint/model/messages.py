@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+import zlib
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -19,6 +21,26 @@ Address = NewType("Address", str)
 def requests_of(agent: AgentName) -> Address:
     """The request queue of `agent`, shared by its replicas."""
     return Address(f"{agent}.req")
+
+
+MOST_SHARDS = 64
+"""Request queues that one agent may have."""
+_TAKES_REQUESTS = re.compile(r"[.](req([.][0-9]+)?|nested)$")
+
+
+def shard_of(agent: AgentName, number: int) -> Address:
+    """The request queue of `agent` with that number. The first, 0, is the one that every agent has."""
+    return Address(f"{agent}.req.{number}") if number else requests_of(agent)
+
+
+def shard_for(agent: AgentName, sender: str, shards: int) -> Address:
+    """The request queue of `agent` for the requests of `sender`: the same for all that it sends."""
+    return shard_of(agent, zlib.crc32(sender.encode()) % shards)
+
+
+def takes_requests(address: str) -> bool:
+    """Whether requests go to `address`: its queue has a limit, so that a flood is refused."""
+    return _TAKES_REQUESTS.search(address) is not None
 
 
 def nested_of(agent: AgentName) -> Address:

@@ -37,6 +37,8 @@ class Options:
     max_concurrency: int = 10  # segments that run at a time in one replica
     max_in_memory: int = 100  # paused tasks that one replica holds in memory
     max_call_depth: int = 10
+    max_fan_out: int = 1000  # calls of one pause
+    request_shards: int = 1  # queues over which requests are spread by their senders
     max_attempts: int = 5  # runs of one segment that may end in the death of their process
     max_message_bytes: int = 10_000_000
     peer_timeout: timedelta = timedelta(minutes=10)

@@ -83,11 +83,11 @@ class Broker(Protocol):
     async def close(self) -> None:
         """Cancel consumers, give unsettled deliveries back, disconnect."""
 
-    async def declare(self, agent: AgentName, replica: ReplicaId | None = None) -> None:
+    async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
         """Make the queues of `agent` (requests, nested requests, responses, dead letters) exist, for good.
 
         With `replica`, also that incarnation's private queue, which gets the agent's broadcasts and
-        disappears when unused for a while.
+        disappears when unused for a while. With `shards` above 1, as many queues for requests.
         """
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.ids import agent_name
+from meshpoint.model.messages import MOST_SHARDS
 from meshpoint.model.options import AckPolicy, OnCheckpointFailure, OnLostOwner, Options
 from meshpoint.settings import urls
 from meshpoint.settings.section import DEFAULT, EMBEDDED, Bytes, Count, Seconds, SecondsOrZero, Section
@@ -53,6 +54,16 @@ class AgentSettings(Section):
     )
     max_call_depth: Count = Field(
         default=DEFAULT.max_call_depth, description="agents that may call one another in a chain"
+    )
+    max_fan_out: Count = Field(
+        default=DEFAULT.max_fan_out, description="calls that an agent may make at once, in one pause"
+    )
+    request_shards: int = Field(
+        default=DEFAULT.request_shards,
+        ge=1,
+        le=MOST_SHARDS,
+        description="queues over which requests are spread by their senders, so that a flood of one leaves the "
+        "others their share; 1 to 64",
     )
     max_attempts: Count = Field(
         default=DEFAULT.max_attempts, description="runs of one segment that may end in the death of their process"

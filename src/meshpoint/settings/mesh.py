@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from meshpoint.errors import ConfigurationError
 from meshpoint.settings import urls
-from meshpoint.settings.section import DEFAULT, EMBEDDED, Bytes, Seconds, Section
+from meshpoint.settings.section import DEFAULT, EMBEDDED, Bytes, Count, Seconds, Section
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
@@ -35,6 +35,9 @@ class MeshSettings(Section):
         ge=10,
         le=1000,
         description="deliveries of one message before it goes to the dead letters, at least 10",
+    )
+    max_queue_length: Count = Field(
+        default=100_000, description="requests that wait in one queue; the broker refuses more, and senders try later"
     )
     private_queue_ttl_seconds: Seconds = Field(
         default=3600, description="how long the private queue of a replica outlives its last use"

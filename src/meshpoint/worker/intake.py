@@ -23,12 +23,14 @@ from meshpoint.lifecycle.inbox import Inbox, Turns
 from meshpoint.lifecycle.segment import Segment
 from meshpoint.lifecycle.site import Site, Spawn
 from meshpoint.model.events import Step
-from meshpoint.model.messages import Address, nested_of, requests_of
+from meshpoint.model.messages import MOST_SHARDS, Address, nested_of, shard_of
 from meshpoint.ports.broker import Delivery, Subscription
 from meshpoint.worker.segments import Segments
 
 _BUSY_FOR = timedelta(milliseconds=100)
 """How long all slots stay taken, or a request waits for one, before requests are left to other replicas."""
+_BETWEEN_LOOKS = timedelta(seconds=60)
+"""For queues of requests that other replicas have declared."""
 _BETWEEN_RESIZES = timedelta(milliseconds=20)
 
 
@@ -44,7 +46,7 @@ class _Lane:
 
 
 class Intake:
-    """The consumers of an agent's requests. `inbox` has what they brought, by turns.
+    """The consumers of an agent's requests, and their `subscriptions`. `inbox` has what they brought, by turns.
 
     `before_requests` serves what has a slot before any request.
     """
@@ -57,7 +59,9 @@ class Intake:
         self._spawn = spawn
         self._before_requests = before_requests
         self.inbox = Inbox(Turns())
+        self.subscriptions: dict[str, Subscription] = {}
         self._lanes: dict[str, _Lane] = {}
+        self._shards = 0
         self._busy = False
         self._full = False
         self._turned_away = asyncio.Event()
@@ -71,14 +75,36 @@ class Intake:
 
     # ── consuming ──────────────────────────────────────────────────────────────────────────────────
 
-    async def start(self) -> dict[str, Subscription]:
-        """Begin to consume; the subscriptions by name."""
-        agent = self._site.agent
-        for name, address in (("requests", requests_of(agent)), ("nested", nested_of(agent))):
-            limit = self._site.options.max_concurrency
-            subscription = await self._site.broker.consume(address, limit, self.inbox.put)
-            self._lanes[name] = _Lane(address, subscription, limit)
-        return {name: lane.subscription for name, lane in self._lanes.items()}
+    async def start(self) -> None:
+        """Begin to consume."""
+        await self._consume("nested", nested_of(self._site.agent))
+        for number in range(self._site.options.request_shards):
+            await self._consume_shard(number)
+        await self.find_shards()
+
+    async def find_shards(self) -> None:
+        """Consume the queues of requests that replicas with a larger `request_shards` have declared."""
+        while self._shards < MOST_SHARDS:
+            if await self._site.broker.depth(shard_of(self._site.agent, self._shards)) is None:
+                return
+            await self._consume_shard(self._shards)
+
+    async def watch_shards(self) -> None:
+        """Look for further queues of requests now and then, until cancelled."""
+        while True:
+            await self._site.clock.sleep(_BETWEEN_LOOKS)
+            await self.find_shards()
+
+    async def _consume_shard(self, number: int) -> None:
+        name = f"requests {number}" if number else "requests"
+        await self._consume(name, shard_of(self._site.agent, number))
+        self._shards = number + 1
+
+    async def _consume(self, name: str, address: Address) -> None:
+        limit = self._site.options.max_concurrency
+        subscription = await self._site.broker.consume(address, limit, self.inbox.put)
+        self._lanes[name] = _Lane(address, subscription, limit)
+        self.subscriptions[name] = subscription
 
     def make_room(self) -> None:
         """Adapt prefetch to the tasks that wait in memory."""

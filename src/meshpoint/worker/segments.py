@@ -392,6 +392,9 @@ class Segments:
                 assert_never(why)
 
     async def _pause(self, segment: Segment, paused: Paused) -> Afterwards:
+        if len(paused.calls) > self._site.options.max_fan_out:
+            too_many = f"it makes {len(paused.calls)} calls at once; max_fan_out is {self._site.options.max_fan_out}"
+            return await self._end(segment, Failed(FailureKind.ERROR, too_many))
         try:
             last = await checkpoint.last(segment)
         except MemoryLost as error:

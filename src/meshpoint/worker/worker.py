@@ -132,7 +132,7 @@ class Worker:
         )
         self._sweeper = Sweeper(site, self.segments, outgoing, self._spawn)
         self._shared_inbox, self._private_inbox = Inbox(), Inbox()
-        self._subscriptions: dict[str, Subscription] = {}
+        self._subscriptions: dict[str, Subscription] = self._intake.subscriptions
         self._poked = asyncio.Event()
         self._letter_room = 0
         self._draining = self._private_later = False
@@ -164,13 +164,17 @@ class Worker:
                     ),
                     self._serve("what is due", self._serve_due),
                 ]
-                governor = self._serve("intake of requests", self._intake.govern)
+                governors = [
+                    self._serve("intake of requests", self._intake.govern),
+                    self._serve("queues of requests", self._intake.watch_shards),
+                ]
                 private = partial(self._serve_letters, self._private_inbox, self.site.memory, shared=False)
                 self._serve("private letters", private)
                 if self._private_later:
                     self._spawn(self._keep_attaching_private())
                 await stop.wait()
-                governor.cancel()
+                for governor in governors:
+                    governor.cancel()
                 await self._drain(entrances, stop)
             finally:
                 await self._close()
@@ -253,7 +257,7 @@ class Worker:
                 await home.store.open()
             if self._l1 is not None:  # its tasks could not run without it
                 await self._l1.open()
-            await self.site.broker.declare(self.site.agent)
+            await self.site.broker.declare(self.site.agent, shards=self.site.options.request_shards)
 
         await self.site.patience.for_a_while(open_all, self.site.options.startup_timeout)
         self._sweeper.begin_grace()
@@ -266,7 +270,7 @@ class Worker:
             ("shared", responses_of(agent), self._shared_inbox, options.response_prefetch),
         ):
             self._subscriptions[name] = await self.site.broker.consume(address, prefetch, inbox.put)
-        self._subscriptions |= await self._intake.start()
+        await self._intake.start()
         if self._leases is not None:
             self._leases.start()
         self.site.steps.note(Step.STARTED)

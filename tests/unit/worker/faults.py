@@ -125,12 +125,12 @@ class FaultyBroker(MemoryBroker):
             raise BrokerUnavailable("the confirm was lost")
         return words
 
-    async def declare(self, agent: Any, replica: Any = None) -> None:
+    async def declare(self, agent: Any, replica: Any = None, *, shards: int = 1) -> None:
         if self.away:
             raise BrokerUnavailable("the broker is away")
         if replica is not None and "private" in self.locked:
             raise BrokerUnavailable("the private queue is locked")
-        await super().declare(agent, replica)
+        await super().declare(agent, replica, shards=shards)
 
     async def broadcast(self, agent: Any, message: Message) -> None:
         if self.away:

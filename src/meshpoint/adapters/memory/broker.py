@@ -56,10 +56,10 @@ class MemoryBroker:
         """For tests: as if the connection broke and came back; what is unsettled is delivered again."""
         self._exchange.lose(self._consumers)
 
-    async def declare(self, agent: AgentName, replica: ReplicaId | None = None) -> None:
+    async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
         """Make the queues of `agent`, and the private one of `replica`, exist."""
         await self._reach()
-        self._exchange.declare(agent, replica, self)
+        self._exchange.declare(agent, replica, self, shards)
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
         """Append each message to its queue, if the queue exists and has room."""

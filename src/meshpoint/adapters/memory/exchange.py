@@ -22,8 +22,9 @@ from meshpoint.model.messages import (
     dead_letters_of,
     nested_of,
     private_of,
-    requests_of,
     responses_of,
+    shard_of,
+    takes_requests,
 )
 from meshpoint.ports.broker import OnDelivery
 
@@ -80,6 +81,7 @@ class MemoryExchange:
 
     A message given back for the `delivery_limit`-th time goes to the dead letters. A private queue disappears
     `private_ttl` after the last broker that used it was closed, and refuses more than `private_max_length` messages.
+    A queue of requests refuses more than `max_length`.
     Beyond `dead_letters_max_length` the oldest dead letters are dropped.
     """
 
@@ -88,19 +90,22 @@ class MemoryExchange:
         *,
         delivery_limit: int = 20,
         private_ttl: timedelta = timedelta(minutes=30),
+        max_length: int = 100_000,
         private_max_length: int = 100_000,
         dead_letters_max_length: int = 10_000,
     ) -> None:
         self._delivery_limit = delivery_limit
         self._private_ttl = private_ttl
+        self._max_length = max_length
         self._private_max_length = private_max_length
         self._dead_letters_max_length = dead_letters_max_length
         self._queues: dict[Address, Queue] = {}
         self._places = count()
 
-    def declare(self, agent: AgentName, replica: ReplicaId | None, user: object) -> None:
+    def declare(self, agent: AgentName, replica: ReplicaId | None, user: object, shards: int = 1) -> None:
         """Make the queues of `agent` exist; `user` is the broker that asks."""
-        for address in (requests_of(agent), nested_of(agent), responses_of(agent), dead_letters_of(agent)):
+        requests = [shard_of(agent, number) for number in range(shards)]
+        for address in (*requests, nested_of(agent), responses_of(agent), dead_letters_of(agent)):
             self._queues.setdefault(address, Queue(address, agent))
         if replica is not None:
             address = private_of(agent, replica)
@@ -116,7 +121,8 @@ class MemoryExchange:
 
     def has_room(self, queue: Queue) -> bool:
         """Whether the queue takes one more message."""
-        return not queue.private or len(queue.ready) < self._private_max_length
+        limit = self._private_max_length if queue.private else self._max_length
+        return len(queue.ready) < limit or not (queue.private or takes_requests(queue.address))
 
     def put(self, queue: Queue, message: Message) -> None:
         """Append `message` and hand out what can be."""

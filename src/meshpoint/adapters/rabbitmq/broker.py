@@ -56,6 +56,7 @@ class RabbitMqBroker:
         self._publisher = Publisher(self._publishing, self._topology, publish_timeout)
         self._subscriptions: list[RabbitSubscription] = []
         self._wanted: dict[tuple[AgentName, ReplicaId | None], None] = {}
+        self._shards: dict[AgentName, int] = {}
         self._declared: set[tuple[AgentName, ReplicaId | None]] = set()
         self._declared_on: AbstractConnection | None = None
         self._declaring = asyncio.Lock()
@@ -100,7 +101,7 @@ class RabbitMqBroker:
         await self._publisher.close()
         await asyncio.gather(self._consuming.close(), self._publishing.close())
 
-    async def declare(self, agent: AgentName, replica: ReplicaId | None = None) -> None:
+    async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
         """Make the queues of `agent` exist, and the private queue of `replica`.
 
         They are declared again when the connection was lost, as private queues may have expired meanwhile.
@@ -108,6 +109,9 @@ class RabbitMqBroker:
         Raises:
             ConfigurationError: a queue exists with other settings, or may not be declared; names it.
         """
+        if shards > self._shards.get(agent, 1):
+            self._shards[agent] = shards
+            self._declared.discard((agent, None))
         await self._restore(wanted=[(agent, None), *([(agent, replica)] if replica else [])])
         self._wanted[agent, None] = None
         if replica:
@@ -192,7 +196,7 @@ class RabbitMqBroker:
             async with asyncio.timeout(self._timeout), self._consuming.channel() as channel:
                 for agent, replica in missing:
                     if replica is None:
-                        await declare_agent(channel, self._topology, agent)
+                        await declare_agent(channel, self._topology, agent, self._shards.get(agent, 1))
                     else:
                         await declare_private(channel, self._topology, agent, replica)
                     self._declared.add((agent, replica))

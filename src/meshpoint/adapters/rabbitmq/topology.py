@@ -17,7 +17,7 @@ from pamqp.common import FieldTable
 from meshpoint.adapters.rabbitmq.link import Link, translated
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
-from meshpoint.model.messages import Address, dead_letters_of, nested_of, private_of, requests_of, responses_of
+from meshpoint.model.messages import Address, dead_letters_of, nested_of, private_of, responses_of, shard_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class Topology:
         """The routing key that reaches all private queues of `agent`."""
         return f"{agent}.broadcast"
 
-    def queues(self, agent: AgentName) -> dict[Address, FieldTable]:
+    def queues(self, agent: AgentName, shards: int = 1) -> dict[Address, FieldTable]:
         """The shared queues of `agent` with their arguments; the dead letters first, as the others need them."""
         consumed = self._consumed(agent)
         bounded: FieldTable = {"x-max-length": self.max_length} if self.max_length else {}
         return {
             dead_letters_of(agent): {"x-queue-type": "quorum"},
             responses_of(agent): consumed,
-            requests_of(agent): {**consumed, **bounded},
+            **{shard_of(agent, number): {**consumed, **bounded} for number in range(shards)},
             nested_of(agent): {**consumed, **bounded},
         }
 
@@ -101,13 +101,13 @@ async def _create_exchange(link: Link, topology: Topology) -> None:
                 ) from error
 
 
-async def declare_agent(channel: AbstractChannel, topology: Topology, agent: AgentName) -> None:
-    """Make the shared queues of `agent` exist.
+async def declare_agent(channel: AbstractChannel, topology: Topology, agent: AgentName, shards: int) -> None:
+    """Make the shared queues of `agent` exist, with so many for requests.
 
     Raises:
         ConfigurationError: a queue is there with other arguments, or the login may not declare it.
     """
-    for address, arguments in topology.queues(agent).items():
+    for address, arguments in topology.queues(agent, shards).items():
         await _declare_queue(channel, topology, address, arguments)
 
 

@@ -35,7 +35,7 @@ class SqliteBroker:
         private_ttl: how long a private queue outlives its broker.
         poll_interval: how long a message from another process may lie unseen.
         busy_timeout: how long to wait for other writers before `BrokerUnavailable`.
-        max_length: messages in a request queue from which on it refuses more; None is no limit.
+        max_length: messages in a queue of requests from which on it refuses more; None is no limit.
         private_max_length: the same for the private queues of this namespace.
         dead_letters_max_length: dead letters of one agent from which on the oldest are dropped.
     """
@@ -50,7 +50,7 @@ class SqliteBroker:
         private_ttl: timedelta = timedelta(minutes=30),
         poll_interval: timedelta = timedelta(milliseconds=10),
         busy_timeout: timedelta = timedelta(seconds=5),
-        max_length: int | None = None,
+        max_length: int | None = 100_000,
         private_max_length: int | None = 100_000,
         dead_letters_max_length: int | None = 10_000,
     ) -> None:
@@ -104,12 +104,12 @@ class SqliteBroker:
         if thread is not None:
             await thread.stop()
 
-    async def declare(self, agent: AgentName, replica: ReplicaId | None = None) -> None:
+    async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
         """Make the queues of `agent`, and the private one of `replica`, exist."""
         session = self._session
 
         def declare(queues: Queues, holder: int) -> None:
-            queues.declare(agent)
+            queues.declare(agent, shards)
             if replica is not None and session is not None:
                 queues.declare_private(agent, replica, holder)
                 session.own(agent, replica)

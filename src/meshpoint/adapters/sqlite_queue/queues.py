@@ -18,8 +18,9 @@ from meshpoint.model.messages import (
     dead_letters_of,
     nested_of,
     private_of,
-    requests_of,
     responses_of,
+    shard_of,
+    takes_requests,
 )
 from meshpoint.ports.broker import Published
 
@@ -85,9 +86,10 @@ class Queues:
 
     # Queues
 
-    def declare(self, agent: AgentName) -> None:
+    def declare(self, agent: AgentName, shards: int = 1) -> None:
         """Make the shared queues of `agent` exist."""
-        for address in (requests_of(agent), nested_of(agent), responses_of(agent), dead_letters_of(agent)):
+        requests = [shard_of(agent, number) for number in range(shards)]
+        for address in (*requests, nested_of(agent), responses_of(agent), dead_letters_of(agent)):
             self._db.execute(
                 "INSERT INTO meshpoint_queue (name, agent, dead_letters, private) VALUES (?, ?, ?, 0)"
                 " ON CONFLICT DO NOTHING",
@@ -262,7 +264,7 @@ class Queues:
 
     def _has_room(self, name: str, *, private: bool) -> bool:
         """Whether the queue takes one more. It is not counted each time, so it may grow somewhat over its limit."""
-        limit = self._limits.private if private else self._limits.requests if name.endswith(".req") else None
+        limit = self._limits.private if private else self._limits.requests if takes_requests(name) else None
         if limit is None:
             return True
         if self._room.get(name, 0) <= 0:
