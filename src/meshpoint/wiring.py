@@ -79,6 +79,7 @@ def open_store(agent: AgentSettings, namespace: str) -> CheckpointStore:
         checkpoint_history=timings.checkpoint_history,
         checkpoint_archive=timings.checkpoint_archive,
         pool_size=agent.db_pool_size,
+        max_join_bytes=agent.max_join_bytes,
         mark_within=timings.dispatch_lease / 25,
     )
 

@@ -380,7 +380,8 @@ class Resumable:
     to be run from the start. `attempt` counts the runs of this segment that may have killed their process, this one
     included; `rescues` counts the owners that were lost since the last pause, whatever ended them, and `death` says
     how the task's own process died last. `checkpoint` is the number of an operation's last checkpoint, 0 before the
-    first, None for a task that is none; `retry_count` how often it was resumed.
+    first, None for a task that is none; `retry_count` how often it was resumed. `refused` says why its outcomes are
+    not here: they are too large for one replica, and the task can only fail.
     """
 
     run: Run
@@ -396,6 +397,7 @@ class Resumable:
     retry_count: int = 0
     rescues: int = 0
     death: str | None = None
+    refused: str | None = None
 
     @property
     def suspect(self) -> bool:

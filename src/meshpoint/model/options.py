@@ -41,6 +41,7 @@ class Options:
     request_shards: int = 1  # queues over which requests are spread by their senders
     max_attempts: int = 5  # runs of one segment that may end in the death of their process
     max_message_bytes: int = 10_000_000
+    max_join_bytes: int = 2_000_000_000  # of all outcomes of one pause; a task with more fails
     peer_timeout: timedelta = timedelta(minutes=10)
     deadline_margin: timedelta = timedelta(milliseconds=500)  # a peer's deadline is this much before its caller's
     lease: timedelta = timedelta(seconds=15)

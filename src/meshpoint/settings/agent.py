@@ -72,6 +72,10 @@ class AgentSettings(Section):
         default=DEFAULT.max_message_bytes,
         description="bytes of the largest body that this agent sends or accepts; a file may leave it to the mesh",
     )
+    max_join_bytes: Bytes = Field(
+        default=DEFAULT.max_join_bytes,
+        description="bytes of all outcomes of one pause, which its task has in memory together; with more it fails",
+    )
     peer_timeout_seconds: Seconds = Field(
         default=DEFAULT.peer_timeout.total_seconds(),
         description="how long a peer may take when its call names no timeout",

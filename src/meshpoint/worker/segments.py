@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, assert_never
 
 from pydantic import JsonValue
 
-from meshpoint.errors import IncompatibleState, MemoryLost, MemoryRefused
+from meshpoint.errors import AgentMisbehaved, IncompatibleState, MemoryLost, MemoryRefused
 from meshpoint.lifecycle import checkpoint, claim, finish, receive, run
 from meshpoint.lifecycle.apart import Impossible, run_apart
 from meshpoint.lifecycle.begin import begin
@@ -157,6 +157,8 @@ class Segments:
     def _next(self, segment: Segment, task: Resumable, *, taken_over: bool, apart: bool) -> Code:
         if task.cancel_requested:
             return partial(_already, run.Stopped(Stop.CANCELLED))
+        if task.refused is not None:
+            return partial(_already, Failed(FailureKind.ERROR, task.refused))
         if exhausted := self._exhausted(task):
             segment.dead_reason = exhausted + _advice(task)
             return partial(_already, Failed(FailureKind.ERROR, segment.dead_reason))
@@ -403,7 +405,10 @@ class Segments:
             return await self._end(segment, Failed(FailureKind.ERROR, str(error)))
         earlier = await self._earlier_children(segment)
         pause = checkpoint.plan(segment, paused, self._agent.state_format, self._site.options, earlier, last)
-        home, saved = await checkpoint.save(pause, segment.home, self._site)
+        try:
+            home, saved = await checkpoint.save(pause, segment.home, self._site)
+        except AgentMisbehaved as error:
+            return await self._end(segment, Failed(FailureKind.ERROR, str(error)))
         match saved:
             case Committed():
                 return partial(self._after_pause, segment, home, saved, last)

@@ -194,6 +194,7 @@ met_joins AS (
 # Record outcomes of calls that every call of a join must have; give the tasks whose join that meets to `$2`, or make
 # them ready. Returns the outcomes recorded, for each task, by their place in the arrays; if the task goes on, whether
 # it does here; if so, its row, and the outcomes that it had before, as far as this statement sees them.
+# More than `$15` bytes of earlier outcomes are left to `READ_OWNED`: no row of a result may have 1 GiB.
 CLAIM = f"""/* commits: claim */
 WITH locked AS MATERIALIZED (
   SELECT t.logical_task_id, t.generation, t.state_format
@@ -251,7 +252,10 @@ SELECT counted.places, met.here, met.total_expected, before.*, owned.*,
            array_agg(c.peer_agent) AS peers_before, array_agg(c.outcome) AS outcomes_before
       FROM agent_peer_sub_tasks AS c
      WHERE c.logical_task_id = counted.logical_task_id AND c.invocation_id = counted.generation
-       AND c.status <> 'pending' AND met.here AND counted.outcomes < met.total_expected) AS before ON true
+       AND c.status <> 'pending' AND met.here AND counted.outcomes < met.total_expected
+       AND (SELECT coalesce(sum(octet_length(s.outcome)), 0) FROM agent_peer_sub_tasks AS s
+             WHERE s.logical_task_id = counted.logical_task_id AND s.invocation_id = counted.generation
+               AND s.status <> 'pending') <= $15::bigint) AS before ON true
 """
 
 # The same for tasks that nobody else holds; the others are left to the general transaction.
@@ -260,14 +264,17 @@ CLAIM_FREE = CLAIM.replace("commits: claim", "commits: claim free").replace(
 )
 
 # Read tasks that these runs of this replica own, and no later run that has taken them over: whole, with the outcomes
-# of their pause in call order.
+# of their pause in call order, unless they have more than `$4` bytes.
 READ_OWNED = f"""/* reads: owned */
-SELECT {_RESUMED}, calls.*
+SELECT {_RESUMED}, sizes.outcome_bytes, calls.*
   FROM agent_paused_tasks AS t,
+       LATERAL (SELECT coalesce(sum(octet_length(outcome)), 0) AS outcome_bytes FROM agent_peer_sub_tasks
+                 WHERE logical_task_id = t.logical_task_id AND invocation_id = t.generation) AS sizes,
        LATERAL (SELECT array_agg(c.call_id) AS call_ids, array_agg(c.peer_agent) AS peers,
                        array_agg(c.outcome) AS outcomes
                   FROM (SELECT call_id, peer_agent, outcome FROM agent_peer_sub_tasks
                          WHERE logical_task_id = t.logical_task_id AND invocation_id = t.generation
+                           AND sizes.outcome_bytes <= $4::bigint
                          ORDER BY seq) AS c) AS calls
  WHERE t.logical_task_id = ANY($1::text[]) AND t.owner = $2::text AND t.status = 'running'
    AND t.run_id = ANY($3::text[])

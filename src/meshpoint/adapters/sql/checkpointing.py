@@ -12,6 +12,7 @@ from sqlalchemy import Row
 
 from meshpoint.adapters.sql import operation_statements
 from meshpoint.adapters.sql import statements as sql
+from meshpoint.adapters.sql.batcher import PART_BYTES, in_parts
 from meshpoint.adapters.sql.codec import pack, pack_all
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import LockedTasks, Terms, in_rounds, lock_tasks, seconds_of
@@ -27,6 +28,7 @@ from meshpoint.adapters.sql.rows import (
     seconds,
 )
 from meshpoint.adapters.sql.subtasking import save_with_pauses
+from meshpoint.errors import AgentMisbehaved
 from meshpoint.model.checkpoint import (
     Begin,
     BeginResult,
@@ -49,6 +51,8 @@ from meshpoint.model.outcomes import Failed, FailureKind
 
 NOT_NEEDED = Failed(FailureKind.CANCELLED, "the join no longer needed it")
 
+MOST_OF_A_ROW = 256 * 1024 * 1024
+"""Bytes of a state with its context, packed: a row of PostgreSQL can be written with 1 GiB, but not read again."""
 KEEP_ALIVES_PER_TIMEOUT = 3  # so that a requester misses two before it gives up
 
 
@@ -135,6 +139,8 @@ class PackedPause:
             "app_version": pause.app_version,
             "framework": pause.framework,
         }
+        if (size := sum(len(value) for value in columns.values() if isinstance(value, str | bytes))) > MOST_OF_A_ROW:
+            raise AgentMisbehaved(f"the task's state has {size} bytes; a checkpoint keeps {MOST_OF_A_ROW} at most")
         sendable = [call for call in pause.calls if call.outcome is None]
         failed = len(pause.calls) - len(sendable)
         met = pause.join.met(total=len(pause.calls), completed=failed, succeeded=0)
@@ -153,7 +159,7 @@ class PackedPause:
     @property
     def ordinary(self) -> bool:
         """Whether it writes a task, its calls, all of them to be sent, and their join: no more."""
-        return not (self.failed or self.pause.children or self.checkpoint)
+        return not (self.failed or self.pause.children or self.checkpoint or self.size > PART_BYTES)
 
     @property
     def size(self) -> int:
@@ -224,7 +230,9 @@ async def _write(
         await tx.each(sql.UPDATE_PAUSED, [_task_columns(packed, locked.now, terms) for packed in known])
         await tx.run(sql.DELETE_DONE_CALLS, ids=ids)
         await tx.run(sql.DELETE_JOINS, ids=ids)
-    await tx.each(sql.INSERT_CALL, [row for packed, _ in each for row in _call_columns(packed, locked.now, terms)])
+    calls = [row for packed, _ in each for row in _call_columns(packed, locked.now, terms)]
+    for part in in_parts(calls, lambda row: len(row["request"] or b"") + len(row["outcome"] or b"")):
+        await tx.each(sql.INSERT_CALL, part)
     await tx.each(sql.INSERT_JOIN, [_join_columns(packed, locked.now, terms) for packed, _ in each])
     pauses = [packed.pause for packed, _ in each if packed.pause.children]
     await tx.each(

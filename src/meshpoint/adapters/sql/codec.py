@@ -63,13 +63,11 @@ async def unpack(stored: bytes | None) -> bytes | None:
     return await asyncio.to_thread(_decompress, rest)
 
 
-async def unpack_all(stored: Iterable[bytes | None]) -> list[bytes | None]:
-    """Several values of which `pack` or `pack_all` made `stored`.
-
-    Raises:
-        ValueError: as `unpack`.
-    """
-    return [value[1:] if value is not None and value[:1] == RAW else await unpack(value) for value in stored]
+def unpacked_size(stored: bytes) -> int:
+    """How many bytes `unpack` will make of `stored`."""
+    if stored[:1] != ZSTD:
+        return len(stored) - 1
+    return max(int(zstandard.frame_content_size(stored[1:])), 0)
 
 
 def _compress(value: bytes) -> bytes:

@@ -14,6 +14,7 @@ from pydantic_core import to_json
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from meshpoint.adapters.sql import arrays as sql
+from meshpoint.adapters.sql.batcher import PART_BYTES
 from meshpoint.adapters.sql.checkpointing import (
     KEEP_ALIVES_PER_TIMEOUT,
     PackedPause,
@@ -133,6 +134,7 @@ class HotPath:
             sorted(replica.formats),
             slots,
             replica.lease.total_seconds(),
+            PART_BYTES,
         )
         in_place = [0, *places.values()]  # an array of SQL begins at 1
         arrivals: dict[int, Arrival | Taken] = {}
@@ -159,12 +161,16 @@ class HotPath:
             return OwnedTasks()
         task_ids, run_ids = [wish.task_id for wish in met_by], [wish.id for wish in met_by]
         try:
-            rows = await self._claims.read(sql.READ_OWNED, task_ids, replica.id, run_ids)
+            rows = await self._reads.read(sql.READ_OWNED, task_ids, replica.id, run_ids, PART_BYTES)
         except StoreUnavailable as error:
             raise CommitInDoubt(f"claimed, but not read: {error}") from error
         return OwnedTasks(
             {row.logical_task_id: row for row in rows},
-            {row.logical_task_id: list(zip(row.call_ids, row.peers, row.outcomes, strict=True)) for row in rows},
+            {
+                row.logical_task_id: list(zip(row.call_ids, row.peers, row.outcomes, strict=True))
+                for row in rows
+                if row.outcome_bytes <= PART_BYTES
+            },
         )
 
     # ── end ────────────────────────────────────────────────────────────────────────────────────────

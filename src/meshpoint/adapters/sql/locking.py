@@ -29,6 +29,7 @@ class Terms:
     checkpoint_ttl: float
     checkpoint_history: int
     checkpoint_archive: bool
+    max_join_bytes: int
 
     def backoff(self, attempts: int) -> float:
         """How long whoever sends something for the `attempts`-th time has it for itself."""

@@ -6,12 +6,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
-from meshpoint.adapters.sql.database import Transaction
+from meshpoint.adapters.sql.batcher import PART_BYTES, in_parts
+from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.adapters.sql.rows import Columns, Names, StoredOutcome, by_task, resumable_of, run_of
 from meshpoint.model.checkpoint import Release, Replica, Resumable, Run, TaskState
 
@@ -46,7 +48,10 @@ def made_ready(row: Row[Any], run_id: str, now: float) -> Columns:
 
 @dataclass(frozen=True, slots=True)
 class OwnedTasks:
-    """Rows of tasks that a replica owns, read after their locks were held. Decoded when no lock is held any more."""
+    """Rows of tasks that a replica owns, read after their locks were held. Decoded when no lock is held any more.
+
+    A task that is not in `calls` has more outcomes than are read at once: see `read_large`.
+    """
 
     tasks: dict[str, Any] = field(default_factory=dict)
     calls: dict[str, list[StoredOutcome]] = field(default_factory=dict)
@@ -55,13 +60,20 @@ class OwnedTasks:
         """These and `others`."""
         return OwnedTasks(self.tasks | others.tasks, self.calls | others.calls)
 
-    async def decoded(self, names: Names, offer_again: timedelta) -> tuple[dict[str, Resumable], list[Release]]:
+    @property
+    def large(self) -> list[Any]:
+        """The rows of tasks whose outcomes are still to be read."""
+        return [row for task_id, row in self.tasks.items() if task_id not in self.calls]
+
+    async def decoded(
+        self, names: Names, offer_again: timedelta, max_join_bytes: int
+    ) -> tuple[dict[str, Resumable], list[Release]]:
         """Those that can be decoded, by id, and how to give the others back: another release may read them."""
         readable: dict[str, Resumable] = {}
         unreadable: list[Release] = []
         for task_id, row in self.tasks.items():
             try:
-                readable[task_id] = await resumable_of(row, self.calls.get(task_id, []), names)
+                readable[task_id] = await resumable_of(row, self.calls.get(task_id), names, max_join_bytes)
             except Exception as error:  # whatever is wrong with one row, the others must go on
                 log.exception("task %s: its row cannot be read here", task_id)
                 unreadable.append(Release(run_of(row, names), offer_again, f"the row cannot be read: {error}"))
@@ -74,9 +86,28 @@ async def read_owned(tx: Transaction, task_ids: Sequence[str]) -> OwnedTasks:
         return OwnedTasks()
     ids = sorted(task_ids)
     rows = await tx.rows(sql.READ_TASKS, ids=ids)
-    calls = by_task(await tx.rows(sql.READ_OUTCOMES, ids=ids))
-    outcomes = {id_: [(row.call_id, row.peer_agent, row.outcome) for row in of] for id_, of in calls.items()}
+    small = [row.logical_task_id for row in rows if row.outcome_bytes <= PART_BYTES]
+    outcomes: dict[str, list[StoredOutcome]] = {task_id: [] for task_id in small}
+    if small:
+        for task_id, calls in by_task(await tx.rows(sql.READ_OUTCOMES, ids=small)).items():
+            outcomes[task_id] = [(row.call_id, row.peer_agent, row.outcome) for row in calls]
     return OwnedTasks({row.logical_task_id: row for row in rows}, outcomes)
+
+
+async def read_large(database: Database, row: Any) -> list[StoredOutcome]:
+    """The outcomes of an owned task, in call order, read in parts. Nobody changes them while the task is owned.
+
+    Raises:
+        LookupError: they are not all there, since another run owns the task by now.
+    """
+    task_id = row.logical_task_id
+    sizes = await database.read(lambda tx: tx.rows(sql.READ_SIZES, task_id=task_id, generation=row.generation))
+    found: dict[str, bytes | None] = {}
+    for part in in_parts(sizes, lambda call: int(call.bytes)):
+        ids = [call.sub_task_id for call in part]
+        some = partial(Transaction.rows, template=sql.READ_SOME_OUTCOMES, task_id=task_id, ids=ids)
+        found.update({call.sub_task_id: call.outcome for call in await database.read(some)})
+    return [(call.call_id, call.peer_agent, found[call.sub_task_id]) for call in sizes]
 
 
 async def read_run(tx: Transaction, run: Run) -> OwnedTasks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, TypeAlias
 from pydantic_core import from_json, to_json
 from sqlalchemy import Row
 
-from meshpoint.adapters.sql.codec import pack, pack_all, unpack, unpack_all
+from meshpoint.adapters.sql.codec import RAW, pack, pack_all, unpack, unpacked_size
 from meshpoint.model.checkpoint import (
     CancelNotice,
     Checkpoint,
@@ -29,6 +30,8 @@ from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, decode_ou
 
 FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 """When a parked task is due: it waits for a person, not for time."""
+
+_TAKES_LONG = 1_000_000
 
 _JSON_COLUMNS = (
     "a2a_context",
@@ -222,11 +225,20 @@ def run_of(row: Any, names: Names) -> Run:
     )
 
 
-async def resumable_of(row: Any, calls: Sequence[StoredOutcome], names: Names) -> Resumable:
-    """A running task's row, and its calls in call order, as what its next segment needs."""
-    stored = iter(await unpack_all(found for _, _, found in calls if not isinstance(found, Ok | Failed)))
+async def resumable_of(
+    row: Any, calls: Sequence[StoredOutcome] | None, names: Names, max_join_bytes: int
+) -> Resumable:
+    """A running task's row, and its calls in call order, as what its next segment needs.
+
+    Without `calls`, their outcomes are too large to be read.
+    """
+    refused = None
+    size = row.outcome_bytes if calls is None else _unpacked_size(calls)
+    if calls is None or size > max_join_bytes:
+        refused = f"the outcomes of its peer calls have {size} bytes; max_join_bytes is {max_join_bytes}"
+        calls = ()
     outcomes = [
-        (call_id, peer, found if isinstance(found, Ok | Failed) else _decoded(next(stored)))
+        (call_id, peer, found if isinstance(found, Ok | Failed) else await _outcome(found))
         for call_id, peer, found in calls
     ]
     return Resumable(
@@ -243,7 +255,19 @@ async def resumable_of(row: Any, calls: Sequence[StoredOutcome], names: Names) -
         retry_count=row.retry_count,
         rescues=row.rescues,
         death=row.dead_reason,
+        refused=refused,
     )
+
+
+async def _outcome(found: bytes | None) -> Outcome:
+    stored = found[1:] if found is not None and found[:1] == RAW else await unpack(found)
+    if stored is not None and len(stored) > _TAKES_LONG:
+        await asyncio.sleep(0)  # each takes milliseconds to decode, and a lease may have to be renewed meanwhile
+    return _decoded(stored)
+
+
+def _unpacked_size(calls: Sequence[StoredOutcome]) -> int:
+    return sum(unpacked_size(found) for _, _, found in calls if isinstance(found, bytes))
 
 
 def by_task(rows: Sequence[Row[Any]]) -> dict[str, list[Row[Any]]]:

@@ -74,9 +74,11 @@ LOOKUP = f"""
 SELECT {_REPLY}, {{instant}} AS now FROM agent_paused_tasks WHERE logical_task_id {{one_of:ids}}
 """
 
-# Read tasks whole, to resume them.
+# Read tasks whole, to resume them, and how large the outcomes of their pause are.
 READ_TASKS = """
-SELECT * FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
+SELECT t.*, (SELECT coalesce(sum(length(c.outcome)), 0) FROM agent_peer_sub_tasks AS c
+              WHERE c.logical_task_id = t.logical_task_id AND c.invocation_id = t.generation) AS outcome_bytes
+  FROM agent_paused_tasks AS t WHERE t.logical_task_id {one_of:ids}
 """
 
 # Write a task as running, before its first segment, or as ready for it.
@@ -349,6 +351,18 @@ SELECT c.logical_task_id, c.call_id, c.peer_agent, c.outcome
   FROM agent_peer_sub_tasks AS c JOIN agent_paused_tasks AS t
     ON t.logical_task_id = c.logical_task_id AND t.generation = c.invocation_id
  WHERE c.logical_task_id {one_of:ids} ORDER BY c.logical_task_id, c.seq
+"""
+
+# The outcomes of one pause, in call order: how large each is.
+READ_SIZES = """
+SELECT sub_task_id, call_id, peer_agent, coalesce(length(outcome), 0) AS bytes FROM agent_peer_sub_tasks
+ WHERE logical_task_id = :task_id AND invocation_id = :generation ORDER BY seq
+"""
+
+# Some of them.
+READ_SOME_OUTCOMES = """
+SELECT sub_task_id, outcome FROM agent_peer_sub_tasks
+ WHERE logical_task_id = :task_id AND sub_task_id {one_of:ids}
 """
 
 # Read the calls of tasks that are pending and not themselves marked as sent, in call order, with what their join

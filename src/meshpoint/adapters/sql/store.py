@@ -35,7 +35,7 @@ from meshpoint.adapters.sql.hot import LANES, HotPath
 from meshpoint.adapters.sql.locking import Terms
 from meshpoint.adapters.sql.operations import SqlOperations
 from meshpoint.adapters.sql.owning import OwnedTasks
-from meshpoint.adapters.sql.rows import Names, known_of, outcome_columns
+from meshpoint.adapters.sql.rows import Names, known_of, outcome_columns, run_of
 from meshpoint.errors import CommitInDoubt, ConfigurationError, RowLocked, StoreUnavailable
 from meshpoint.model.checkpoint import (
     Arrival,
@@ -105,6 +105,7 @@ class SqlCheckpointStore(SqlOperations):
         mark_within: how long marks may wait for others; whoever brings them does not. A crash loses them, and what
             they mark is sent again.
         hot_path: False sends everything through the general transactions, as on SQLite.
+        max_join_bytes: of the outcomes of one join, unpacked; a task with more is handed over without them, to fail.
         lock_timeout: how long a statement on PostgreSQL waits for a lock. Then rows that others hold are skipped.
 
     Raises:
@@ -128,6 +129,7 @@ class SqlCheckpointStore(SqlOperations):
         hot_path: bool = True,
         mark_within: timedelta = timedelta(),
         lock_timeout: timedelta = LOCK_TIMEOUT,
+        max_join_bytes: int = 2_000_000_000,
     ) -> None:
         self._database = Database(
             url,
@@ -144,6 +146,7 @@ class SqlCheckpointStore(SqlOperations):
             checkpoint_ttl=checkpoint_ttl.total_seconds(),
             checkpoint_history=checkpoint_history,
             checkpoint_archive=checkpoint_archive,
+            max_join_bytes=max_join_bytes,
         )
         self._held = HeldRows()
         self._renewing: dict[Run, asyncio.Task[None]] = {}
@@ -280,7 +283,15 @@ class SqlCheckpointStore(SqlOperations):
             moved.get(place) or Duplicate(wish.task_id, wish.sub_task_id) for place, wish in enumerate(claims)
         ]
         self._held.note(each.task_id for each in in_order if isinstance(each, Locked))
-        return claiming.with_tasks(in_order, await self._read(owned))
+        return claiming.with_tasks(in_order, await self._read_claimed(owned, replica))
+
+    async def _read_claimed(self, owned: OwnedTasks, replica: Replica) -> dict[str, Resumable]:
+        try:
+            return await self._read(owned, replica)
+        except CommitInDoubt:
+            raise
+        except StoreUnavailable as error:
+            raise CommitInDoubt(f"claimed, but not read: {error}") from error
 
     async def _claim_part(
         self, packed: Sequence[tuple[Claim, bytes | None]], replica: Replica, slots: int
@@ -398,27 +409,57 @@ class SqlCheckpointStore(SqlOperations):
     async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
         """Close calls and joins past their deadline."""
         expiries = await self._write(lambda tx: expiring.expire(tx, replica, limit, slots, self._terms))
-        return expiries.with_tasks(await self._read(expiries.owned))
+        return expiries.with_tasks(await self._read(expiries.owned, replica))
 
     async def take(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
         """Own ready tasks."""
         owned = await self._write(lambda tx: due.take(tx, replica, limit, suspects, self._terms))
-        return list((await self._read(owned)).values())
+        return list((await self._read(owned, replica)).values())
 
     async def take_over(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
         """Own running tasks whose lease is over."""
         owned = await self._write(lambda tx: due.take_over(tx, replica, limit, suspects, self._terms))
-        return list((await self._read(owned)).values())
+        return list((await self._read(owned, replica)).values())
 
     async def owned(self, run: Run) -> Resumable | None:
         """The task that exactly this run owns."""
         owned = await self._database.read(lambda tx: owning.read_run(tx, run))
-        return (await self._read(owned)).get(run.task_id)
+        return (await self._read(owned)).get(run.task_id)  # its owner renews the lease
 
-    async def _read(self, owned: OwnedTasks) -> dict[str, Resumable]:
-        """Owned tasks, decoded; what cannot be is given back for another replica."""
+    async def _read(self, owned: OwnedTasks, replica: Replica | None = None) -> dict[str, Resumable]:
+        """Owned tasks, decoded; what cannot be is given back for another replica. `replica` keeps the leases."""
+        if not owned.large:
+            return await self._decoded(owned)
+        if replica is None:
+            return await self._decoded(await self._read_large(owned))
+        runs = [run_of(row, self._terms.names) for row in owned.tasks.values()]
+        keeping = asyncio.create_task(self._keep(runs, replica))
+        try:
+            return await self._decoded(await self._read_large(owned))
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+    async def _read_large(self, owned: OwnedTasks) -> OwnedTasks:
+        tasks, calls = dict(owned.tasks), dict(owned.calls)
+        for row in owned.large:
+            if row.outcome_bytes <= self._terms.max_join_bytes:
+                try:
+                    calls[row.logical_task_id] = await owning.read_large(self._database, row)
+                except LookupError:  # another run owns the task by now
+                    del tasks[row.logical_task_id]
+        return OwnedTasks(tasks, calls)
+
+    async def _keep(self, runs: Sequence[Run], replica: Replica) -> None:
+        """Extend the leases of tasks that take long to be read."""
+        while True:
+            await asyncio.sleep(replica.lease.total_seconds() / 3)
+            with suppress(StoreUnavailable):
+                await self.renew(runs, replica)
+
+    async def _decoded(self, owned: OwnedTasks) -> dict[str, Resumable]:
         again = timedelta(seconds=self._terms.dispatch_lease)
-        readable, unreadable = await owned.decoded(self._terms.names, again)
+        readable, unreadable = await owned.decoded(self._terms.names, again, self._terms.max_join_bytes)
         with suppress(StoreUnavailable):  # then their leases run out
             await self.release(unreadable)
         return readable

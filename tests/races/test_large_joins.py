@@ -1,0 +1,175 @@
+"""Outcomes that are too large to be written or read at once, one statement of PostgreSQL having at most 1 GiB."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from meshpoint.adapters.memory.clock import FakeClock
+from meshpoint.adapters.sql import SqlCheckpointStore, batcher, hot, owning
+from meshpoint.adapters.sql.database import Database
+from meshpoint.conformance.build import (
+    AGENT,
+    HERE,
+    LEASE,
+    SECOND,
+    THERE,
+    a_call,
+    a_claim,
+    a_pause,
+    one,
+    paused,
+    ready,
+)
+from meshpoint.errors import AgentMisbehaved
+from meshpoint.model.checkpoint import AllArrived, Committed, MadeReady, Pause, Replica, Resumable, Run, StillWaiting
+from meshpoint.model.outcomes import Ok
+
+SIZE = 300_000
+CALLS = "abcdefgh"
+
+
+def large(size: int = SIZE) -> Ok[str]:
+    """An outcome that no compression makes small."""
+    return Ok(base64.b85encode(os.urandom(size)).decode())
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+async def store(
+    database_url: str, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[SqlCheckpointStore]:
+    for module in (batcher, hot, owning):
+        monkeypatch.setattr(module, "PART_BYTES", 2 * SIZE)
+    monkeypatch.setattr(batcher.in_parts, "__defaults__", (2 * SIZE,))
+    store = SqlCheckpointStore(database_url, namespace="test", clock=clock, max_join_bytes=20 * SIZE)
+    await store.open()
+    yield store
+    await store.close()
+
+
+def results(task: Resumable) -> dict[str, object]:
+    return {call_id: outcome.value for call_id, _, outcome in task.outcomes if isinstance(outcome, Ok)}
+
+
+async def test_all_in_one_batch(store: SqlCheckpointStore) -> None:
+    pause = await paused(store, *CALLS)
+    answers = {call_id: large() for call_id in CALLS}
+    arrivals = await store.claim([a_claim(pause, each, answers[each]) for each in CALLS], HERE, 1)
+    assert [type(each) for each in arrivals] == [StillWaiting] * 7 + [AllArrived]
+    assert isinstance(arrivals[-1], AllArrived)
+    assert results(arrivals[-1].task) == {call_id: answers[call_id].value for call_id in CALLS}
+
+
+async def test_one_by_one_and_the_last_one_again(store: SqlCheckpointStore) -> None:
+    pause = await paused(store, *CALLS)
+    answers = {call_id: large() for call_id in CALLS}
+    claims = [a_claim(pause, each, answers[each]) for each in CALLS]
+    for claim in claims[:-1]:
+        assert isinstance(one(await store.claim([claim], HERE, 1)), StillWaiting)
+    for _ in range(2):
+        arrival = one(await store.claim(claims[-1:], HERE, 1))
+        assert isinstance(arrival, AllArrived)
+        assert list(results(arrival.task)) == list(CALLS)
+        assert results(arrival.task) == {call_id: answers[call_id].value for call_id in CALLS}
+
+
+async def _ready(store: SqlCheckpointStore) -> Pause:
+    pause = await paused(store, *CALLS)
+    for call_id in CALLS:
+        await store.claim([a_claim(pause, call_id, large())], HERE, 0)
+    return pause
+
+
+async def test_a_ready_task_and_one_that_lost_its_owner(store: SqlCheckpointStore, clock: FakeClock) -> None:
+    pause, small = await _ready(store), await ready(store)
+    taken = {task.run.task_id: task for task in await store.take(HERE, 10)}
+    assert taken.keys() == {pause.run.task_id, small.run.task_id}
+    assert list(results(taken[pause.run.task_id])) == list(CALLS)
+    assert list(results(taken[small.run.task_id])) == ["a"]
+    clock.advance(LEASE + SECOND)
+    again = {task.run.task_id: task for task in await store.take_over(THERE, 10)}
+    assert results(again[pause.run.task_id]) == results(taken[pause.run.task_id])
+
+
+async def test_a_join_that_expires(store: SqlCheckpointStore, clock: FakeClock) -> None:
+    pause = await paused(store, *CALLS, a_call("last", timeout=SECOND))
+    for call_id in CALLS:
+        await store.claim([a_claim(pause, call_id, large())], HERE, 1)
+    clock.advance(2 * SECOND)
+    expired = one(await store.expire(HERE, 10, 1))
+    assert isinstance(expired.then, AllArrived)
+    assert list(results(expired.then.task)) == list(CALLS)
+
+
+async def test_a_join_above_the_limit_is_handed_over_to_fail(store: SqlCheckpointStore) -> None:
+    pause, other = await paused(store, *CALLS), await paused(store)
+    for call_id in CALLS[:-1]:
+        await store.claim([a_claim(pause, call_id, large(3 * SIZE))], HERE, 1)
+    arrivals = await store.claim([a_claim(pause, CALLS[-1]), a_claim(other)], HERE, 2)
+    too_large, fine = (each.task for each in arrivals if isinstance(each, AllArrived))
+    assert "max_join_bytes is 6000000" in str(too_large.refused)
+    assert too_large.outcomes == ()
+    assert fine.refused is None
+
+
+async def test_compressed_outcomes_count_with_their_size(store: SqlCheckpointStore) -> None:
+    pause = await paused(store, *CALLS)
+    claims = [a_claim(pause, call_id, Ok("a" * 10_000_000)) for call_id in CALLS]
+    arrival = (await store.claim(claims[:-1], HERE, 1))[-1]
+    assert isinstance(arrival, StillWaiting)
+    assert isinstance(one(await store.claim(claims[-1:], HERE, 0)), MadeReady)
+    assert "max_join_bytes" in str(one(await store.take(HERE, 1)).refused)
+
+
+async def test_the_lease_is_kept_while_outcomes_are_read(
+    store: SqlCheckpointStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await _ready(store)
+    read, renew, renewed = owning.read_large, store.renew, asyncio.Event()
+
+    async def noticed(runs: Sequence[Run], replica: Replica) -> list[Run]:
+        lost = await renew(runs, replica)
+        renewed.set()
+        return lost
+
+    async def slowly(database: Database, row: Any) -> Any:
+        clock.advance(SECOND)
+        await renewed.wait()
+        return await read(database, row)
+
+    monkeypatch.setattr(store, "renew", noticed)
+    monkeypatch.setattr(owning, "read_large", slowly)
+    brief = replace(HERE, lease=timedelta(milliseconds=50))  # renewed after a third of it
+    assert len(await store.take(brief, 1)) == 1
+    assert await store.take_over(THERE, 1) == []
+
+
+async def test_large_requests_of_a_pause(store: SqlCheckpointStore, clock: FakeClock) -> None:
+    bodies = {call_id: os.urandom(SIZE) for call_id in CALLS}
+    pause = a_pause(*(replace(a_call(call_id), body=body) for call_id, body in bodies.items()))
+    assert isinstance(one(await store.pause([pause])), Committed)
+    clock.advance(10 * SECOND)
+    sent = await store.unsent(AGENT, 100)
+    assert [send.body for send in sent] == list(bodies.values())  # type: ignore[union-attr]
+
+
+async def test_a_state_that_could_not_be_read_again_is_refused(
+    store: SqlCheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshpoint.adapters.sql.checkpointing.MOST_OF_A_ROW", 1_000_000)
+    pause, other = a_pause(state=os.urandom(2_000_000)), a_pause()
+    with pytest.raises(AgentMisbehaved, match="bytes"):
+        await store.pause([pause])
+    assert isinstance(one(await store.pause([other])), Committed)
