@@ -61,6 +61,7 @@ def make_broker(mesh: MeshSettings) -> Broker:
         publish_timeout=mesh.publish_timeout,
         private_ttl=mesh.private_queue_ttl,
         delivery_limit=mesh.delivery_limit,
+        max_length=mesh.max_queue_length,
     )
 
 

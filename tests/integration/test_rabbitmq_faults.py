@@ -251,10 +251,18 @@ async def test_a_deleted_queue_is_declared_and_consumed_again(
     await inbox.next()
 
 
-async def test_a_queue_of_other_settings_is_refused_by_name(connect: Connect, namespace: str) -> None:
+async def test_a_queue_of_other_settings_is_used_as_it_is(
+    connect: Connect, caplog: pytest.LogCaptureFixture, namespace: str
+) -> None:
+    """An upgrade with other arguments never stops on a queue."""
     await connect(delivery_limit=20)
-    with pytest.raises(ConfigurationError, match=f"{namespace}.travel.resp.* exists with other settings"):
-        await connect(delivery_limit=30)
+    broker, inbox = await connect(delivery_limit=30, max_length=7), Inbox()
+    await broker.declare(AGENT)
+    await broker.consume(REQUESTS, 1, inbox)
+    await send(broker, REQUESTS, a_message())
+    await inbox.next()
+    told = [record.getMessage() for record in caplog.records if "used as it is" in record.getMessage()]
+    assert sum(f"{namespace}.travel.resp" in each for each in told) == 1
 
 
 async def test_a_refused_login_is_a_matter_of_configuration(own_rabbit: RabbitServer, namespace: str) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import struct
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiormq.exceptions import AMQPConnectionError
 
+from meshpoint.adapters.rabbitmq.confirming import Parcel
+from meshpoint.adapters.rabbitmq.frames import Arrived
 from meshpoint.adapters.rabbitmq.intake import Intake
-from meshpoint.adapters.rabbitmq.publisher import Parcel, Publisher
+from meshpoint.adapters.rabbitmq.link import WiredChannel
+from meshpoint.adapters.rabbitmq.publisher import Publisher
 from meshpoint.adapters.rabbitmq.wire import _GatheringWriter
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.ports.broker import Published
@@ -90,12 +94,12 @@ async def test_a_lost_connection_swallows_the_rest(wire: tuple[_GatheringWriter,
 
 
 class Channel:
-    """Takes acks."""
+    """Stands for the library's channel."""
 
     is_closed = False
+    number = 7
 
     def __init__(self) -> None:
-        self.acks: list[tuple[int, bool]] = []
         self.on_consumer_cancel_callbacks: set[object] = set()
         self.closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -103,21 +107,34 @@ class Channel:
         pass
 
     async def basic_consume(self, queue: str, take: object, consumer_tag: str) -> None:
-        self.tag = consumer_tag
-
-    async def basic_ack(self, delivery_tag: int, multiple: bool = False, wait: bool = True) -> None:
-        self.acks.append((delivery_tag, multiple))
+        self.tag = consumer_tag.encode()
 
 
-async def taking(count: int, prefetch: int) -> tuple[Intake, Channel]:
+class Acks:
+    """Stands for the wire: reads the acks that are written."""
+
+    def __init__(self) -> None:
+        self.acks: list[tuple[int, bool]] = []
+        self.taker: Any = None
+
+    def take(self, channel: int, taker: object) -> None:
+        self.taker = taker
+
+    def write(self, frame: bytes) -> None:
+        kind, channel, size, which, tag, bits, end = struct.unpack(">BHIIQBB", frame)
+        assert (kind, channel, size, which, end) == (1, 7, 13, 60 << 16 | 80, 0xCE)
+        self.acks.append((tag, bool(bits)))
+
+
+async def taking(count: int, prefetch: int) -> tuple[Intake, Acks]:
     """An intake that took `count` deliveries."""
     channel: Any = Channel()
-    intake = Intake(channel, "queue", lambda delivered: None, lambda: None)
+    wire: Any = Acks()
+    intake = Intake(WiredChannel(channel, wire), "queue", lambda arrived: None, lambda: None)
     await intake.adjust(prefetch)
     for tag in range(1, count + 1):
-        delivered: Any = SimpleNamespace(consumer_tag=channel.tag, delivery_tag=tag)
-        await intake._receive(delivered)
-    return intake, channel
+        intake._arrived(Arrived(channel.tag, tag, False, b"key", b"", b""))
+    return intake, wire
 
 
 @pytest.fixture
@@ -128,52 +145,60 @@ def no_delay_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_delay_ends")
 async def test_acks_of_half_the_prefetch_leave_at_once_as_one() -> None:
-    intake, channel = await taking(4, prefetch=8)
+    intake, wire = await taking(4, prefetch=8)
     for tag in (1, 3, 2):
         intake.ack(tag)
         await asyncio.sleep(0)
-    assert channel.acks == []
+    assert wire.acks == []
     intake.ack(4)
-    assert intake._acking is not None
-    await intake._acking
-    assert channel.acks == [(4, True)]
+    assert wire.acks == [(4, True)]
     assert intake.idle
 
 
 @pytest.mark.usefixtures("no_delay_ends")
 async def test_one_at_a_time_is_acked_at_once() -> None:
-    intake, channel = await taking(1, prefetch=1)
+    intake, wire = await taking(1, prefetch=1)
     intake.ack(1)
-    assert intake._acking is not None
-    await intake._acking
-    assert channel.acks == [(1, True)]
+    assert wire.acks == [(1, True)]
 
 
 @pytest.mark.usefixtures("no_delay_ends")
 async def test_deliveries_that_are_held_keep_no_ack_waiting() -> None:
-    intake, channel = await taking(10, prefetch=10)  # eight of them are held by segments that run
+    intake, wire = await taking(10, prefetch=10)  # eight of them are held by segments that run
     intake.ack(9)
-    assert intake._acking is not None
-    await intake._acking
-    assert channel.acks == [(9, False)]
+    assert wire.acks == [(9, False)]
 
 
 @pytest.mark.usefixtures("no_delay_ends")
 async def test_the_end_does_not_wait_for_more_acks() -> None:
-    intake, channel = await taking(3, prefetch=100)
+    intake, wire = await taking(3, prefetch=100)
     intake.ack(2)
     intake.ack(3)
-    await intake.acks_sent()
-    assert channel.acks == [(2, False), (3, False)]
+    intake.send_acks()
+    assert wire.acks == [(2, False), (3, False)]
     assert not intake.idle
 
 
-async def test_few_acks_leave_after_a_moment() -> None:
-    intake, channel = await taking(2, prefetch=100)
+async def test_few_acks_leave_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshpoint.adapters.rabbitmq.intake._ACK_DELAY", 0)
+    intake, wire = await taking(2, prefetch=100)
     intake.ack(1)
-    assert intake._acking is not None
-    await intake._acking
-    assert channel.acks == [(1, True)]
+    assert wire.acks == []
+    async with asyncio.timeout(30):
+        while not wire.acks:
+            await asyncio.sleep(0)
+    assert wire.acks == [(1, True)]
+
+
+async def test_nothing_is_written_to_a_channel_that_the_broker_has_closed() -> None:
+    """The library answers at once, and a frame after that ends the connection of all agents."""
+    intake, wire = await taking(2, prefetch=2)
+    assert not wire.taker(1, struct.pack(">HH", 20, 40))
+    assert intake.lost
+    intake.ack(1)
+    intake.give_back(2)
+    intake.send_acks()
+    assert wire.acks == []
 
 
 class Wanting(Publisher):
@@ -181,48 +206,47 @@ class Wanting(Publisher):
 
     def __init__(self) -> None:
         link: Any = None
-        super().__init__(link, link, timedelta(seconds=0.04))
+        super().__init__(link, link, timedelta(seconds=0.04), link)
         self.left = 0
 
-    def _usable(self) -> Any:
-        return "channel"
+    async def _ready(self) -> Any:
+        return self
 
-    async def _send_one(self, channel: object, parcel: Parcel) -> Published:
-        match parcel.key:
-            case "silent":
-                await asyncio.Event().wait()
-            case "lost":
-                raise BrokerUnavailable("the channel is gone")
-        return Published.ACCEPTED
+    def send(self, parcel: Parcel) -> asyncio.Future[Published]:
+        word: asyncio.Future[Published] = asyncio.get_running_loop().create_future()
+        if parcel.key == b"lost":
+            word.set_exception(AMQPConnectionError("the channel is gone"))
+        elif parcel.key != b"silent":
+            word.set_result(Published.ACCEPTED)
+        return word
 
     async def _leave(self, channel: object) -> None:
         self.left += 1
 
 
-def parcels(*keys: str) -> list[Parcel]:
-    properties: Any = None
-    return [Parcel(key, properties, b"") for key in keys]
+def parcels(*keys: bytes) -> list[Parcel]:
+    return [Parcel(key, None, b"", b"") for key in keys]
 
 
 async def test_a_batch_that_is_lost_as_a_whole_says_so_once() -> None:
     complaints: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
     with pytest.raises(BrokerUnavailable):
-        await Wanting().publish(parcels("lost", "lost", "lost"))
+        await Wanting().publish(parcels(b"lost", b"lost", b"lost"))
     gc.collect()
     assert complaints == []
 
 
-@pytest.mark.parametrize("keys", [["silent"], ["taken", "silent", "taken"]])
-async def test_a_channel_that_is_silent_is_left(keys: list[str]) -> None:
+@pytest.mark.parametrize("keys", [[b"silent"], [b"taken", b"silent", b"taken"]])
+async def test_a_channel_that_is_silent_is_left(keys: list[bytes]) -> None:
     publisher = Wanting()
     words = await publisher.publish(parcels(*keys))
-    assert words == [Published.OVERLOADED if key == "silent" else Published.ACCEPTED for key in keys]
+    assert words == [Published.OVERLOADED if key == b"silent" else Published.ACCEPTED for key in keys]
     assert publisher.left == 1
 
 
 async def test_a_channel_that_is_silent_is_left_also_when_others_fail() -> None:
     publisher = Wanting()
     with pytest.raises(BrokerUnavailable):
-        await publisher.publish(parcels("lost", "silent"))
+        await publisher.publish(parcels(b"lost", b"silent"))
     assert publisher.left == 1

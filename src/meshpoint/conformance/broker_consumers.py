@@ -92,6 +92,37 @@ class SettleSuite(BrokerCase):
         assert await delivery.ack()
         await self.nothing_is_left(broker, inbox)
 
+    @pytest.mark.parametrize("reason", ["r" * 501, "é" * 100_000, "\ud800" * 501], ids=["long", "huge", "no UTF-8"])
+    async def test_a_reason_is_cut_at_500_characters(self, broker: Broker, other: Broker, reason: str) -> None:
+        inbox, dead = Inbox(), Inbox()
+        await broker.consume(REQUESTS, 1, inbox)
+        await send(broker, REQUESTS, a_message())
+        assert await (await inbox.next()).dead_letter(reason)
+        await other.consume(dead_letters_of(AGENT), 1, dead)
+        told = str((await dead.next()).message.headers[Header.DEAD_REASON])
+        assert len(told) == 500
+        assert told.endswith("…")
+        await self.nothing_is_left(broker, inbox)
+
+    async def test_a_reason_of_500_characters_is_whole(self, broker: Broker) -> None:
+        inbox, dead = Inbox(), Inbox()
+        await broker.consume(REQUESTS, 1, inbox)
+        await broker.consume(dead_letters_of(AGENT), 1, dead)
+        await send(broker, REQUESTS, a_message())
+        assert await (await inbox.next()).dead_letter("é" * 500)
+        assert (await dead.next()).message.headers[Header.DEAD_REASON] == "é" * 500
+
+    async def test_a_message_that_just_fits_can_be_dead_lettered(self, broker: Broker) -> None:
+        message, inbox, dead = a_message(b"body", headers={"x-some": "x" * 119_000}), Inbox(), Inbox()
+        await broker.consume(REQUESTS, 1, inbox)
+        await broker.consume(dead_letters_of(AGENT), 1, dead)
+        await send(broker, REQUESTS, message)
+        assert await (await inbox.next()).dead_letter("é" * 1000)
+        buried = (await dead.next()).message
+        assert (buried.body, buried.correlation_id) == (b"body", message.correlation_id)
+        assert str(buried.headers[Header.DEAD_REASON]).startswith("éé")
+        await self.nothing_is_left(broker, inbox)
+
     async def test_dead_letters_of_a_private_queue_are_those_of_its_agent(self, broker: Broker) -> None:
         replica, message, inbox, dead = ReplicaId(new_id()), a_message(), Inbox(), Inbox()
         await broker.declare(AGENT, replica)

@@ -31,6 +31,18 @@ from meshpoint.model.messages import (
 )
 from meshpoint.ports.broker import Broker, Published
 
+NEVER_SENT: dict[str, dict[str, object]] = {
+    "long id": {"correlation_id": "é" * 128},
+    "long address": {"reply_to": "x" * 256},
+    "no UTF-8": {"app_id": "\ud800"},
+    "no UTF-8 in a header": {"headers": {"x-some": "\ud800"}},
+    "long header": {"headers": {"x-some": "x" * 140_000}},
+    "many headers": {"headers": {f"x-{place}": "x" * 1000 for place in range(140)}},
+    "long name of a header": {"headers": {"x" * 256: 1}},
+    "other value": {"headers": {"x-some": b"bytes"}},
+}
+"""Changes that make a message one that no broker can carry."""
+
 
 class PublishSuite(BrokerCase):
     """The word on each message comes in the order of the arguments."""
@@ -57,6 +69,22 @@ class PublishSuite(BrokerCase):
 
     async def test_nothing_to_publish(self, broker: Broker) -> None:
         assert await broker.publish([]) == []
+
+    @pytest.mark.parametrize("changes", list(NEVER_SENT.values()), ids=list(NEVER_SENT))
+    async def test_what_can_never_be_sent_is_rejected_alone(self, broker: Broker, changes: dict[str, object]) -> None:
+        bad, good, inbox = a_message(b"{}", **changes), a_message(), Inbox()
+        words = await broker.publish([(REQUESTS, bad), (REQUESTS, good), (requests_of(STRANGER), a_message())])
+        assert words == [Published.REJECTED, Published.ACCEPTED, Published.UNROUTABLE]
+        assert await broker.publish([(REQUESTS, bad)]) == [Published.REJECTED]
+        await broker.consume(REQUESTS, 10, inbox)
+        assert (await inbox.next()).message == self.received(good)
+        assert broker.connected
+
+    async def test_texts_of_the_greatest_length_are_sent(self, broker: Broker) -> None:
+        message, inbox = a_message(correlation_id="é" * 127, headers={"x-some": "x" * 100_000}), Inbox()
+        await broker.consume(REQUESTS, 1, inbox)
+        await send(broker, REQUESTS, message)
+        assert (await inbox.next()).message == self.received(message)
 
     async def test_concurrent_publishes_each_get_their_own_results(self, broker: Broker) -> None:
         addresses = [REQUESTS, requests_of(STRANGER)] * 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
@@ -15,10 +16,11 @@ from meshpoint.model.checkpoint import Claim, Progress, Requester
 from meshpoint.model.context import A2AContext, Report, TaskExecutionContext
 from meshpoint.model.ids import RunId, TaskId, new_id, plain_id, resumed_id
 from meshpoint.model.json_values import JsonDict
-from meshpoint.model.messages import Address, Header, Message, MessageType
+from meshpoint.model.messages import Address, Header, Message, MessageType, bounded_reason
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind
 
+_TRACEPARENT = re.compile(r"[0-9a-z-]{1,55}")  # W3C: 55 characters
 _LONGEST_PARENT = 280  # bytes: a task id, and in which attempt it was resumed
 _QUOTED = 100  # characters of what a stranger wrote
 _LONGEST_NAME = 248  # bytes: AMQP carries 255 in a property, and message ids are made of a task id and a few more
@@ -118,7 +120,7 @@ def request(message: Message, options: Options) -> Request:
         requester=requester,
         a2a_context=a2a_context,
         security_context=security_context,
-        trace_context={k: v for k, v in message.headers.items() if k == Header.TRACEPARENT.value},
+        trace_context=_trace(message),
         message=message,
         resume=_name(Header.RESUME, resume) if (resume := message.headers.get(Header.RESUME)) else None,
     )
@@ -155,7 +157,7 @@ def unreadable_claim(message: Message, reason: str, options: Options) -> Claim |
         task_id, sub_task_id = _parent_task(message), _sub_task(message)
     except PoisonMessage:
         return None
-    failed = Failed(FailureKind.INVALID, f"the response cannot be read: {reason}")
+    failed = Failed(FailureKind.INVALID, f"the response cannot be read: {bounded_reason(reason)}")
     return Claim(RunId(new_id()), task_id, sub_task_id, failed, message.app_id) if message.app_id else None
 
 
@@ -247,6 +249,14 @@ def _dict(body: RequestBody, key: str) -> dict[str, JsonValue]:
     if value is not None and not isinstance(value, dict):
         raise PoisonMessage(f"metadata.{key}: must be an object")
     return value or {}
+
+
+def _trace(message: Message) -> dict[str, JsonValue]:
+    """The trace context to hand on to calls. A text that is no `traceparent` is left out."""
+    value = message.headers.get(Header.TRACEPARENT)
+    if value is None or (isinstance(value, str) and not _TRACEPARENT.fullmatch(value)):
+        return {}
+    return {Header.TRACEPARENT.value: value}
 
 
 def _number(message: Message, header: Header) -> float | None:

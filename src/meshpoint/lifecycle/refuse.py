@@ -16,7 +16,7 @@ from meshpoint.model.error_text import described
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
 from meshpoint.model.letters import reply_bytes
-from meshpoint.model.messages import Header, Message, MessageType
+from meshpoint.model.messages import Header, Message, MessageType, bounded_reason
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.ports.broker import Delivery
@@ -53,6 +53,7 @@ class Refusals:
 
         Nobody else does: an impostor's message, and one that names another sender's address, is not answered.
         """
+        reason = bounded_reason(reason)
         message = delivery.message
         answered = may_be_answered(message, self._site.options)
         if message.type is MessageType.REQUEST and message.correlation_id and answered:
@@ -61,6 +62,7 @@ class Refusals:
 
     async def bury(self, delivery: Delivery, reason: str) -> None:
         """Move `delivery`, whose sender has its answer or waits for none, to the dead letters."""
+        reason = bounded_reason(reason)
         message = delivery.message
         self._site.steps.note(
             Step.DEAD_LETTER, TaskId(message.correlation_id), type=message.type.value, reason=reason

@@ -72,6 +72,26 @@ def dead_letters_of(agent: AgentName) -> Address:
     return Address(f"{agent}.dlq")
 
 
+def is_private(address: Address) -> bool:
+    """Whether `address` is the queue of one incarnation."""
+    return ".private." in address
+
+
+def is_dead_letters(address: Address) -> bool:
+    """Whether `address` is a queue of dead letters."""
+    return address.endswith(".dlq")
+
+
+LONGEST_REASON = 500
+"""Characters of a reason that is kept with a dead letter."""
+
+
+def bounded_reason(reason: str) -> str:
+    """`reason` as it can be sent: valid UTF-8, and at most 500 characters."""
+    text = reason[:LONGEST_REASON].encode("utf-8", "backslashreplace").decode()
+    return text if len(reason) <= LONGEST_REASON >= len(text) else f"{text[: LONGEST_REASON - 1]}…"
+
+
 class MessageType(StrEnum):
     """What a message asks for. WAKE is a broadcast within one agent: a ready task waits for a slot."""
 
@@ -124,3 +144,31 @@ class Message:
             return float(self.headers.get(Header.CALL_DEPTH.value, 0)) > 0
         except (TypeError, ValueError, OverflowError):
             return False
+
+
+LONGEST_TEXT = 255
+"""Bytes of an id, a name or an address in a message."""
+LONGEST_HEADERS = 120_000
+"""Bytes of all headers together: a little less than what fits into one frame of AMQP."""
+
+
+def is_sendable(message: Message) -> bool:
+    """Whether a broker can carry the envelope of `message`. Bodies have limits of their own."""
+    texts = message.message_id, message.correlation_id, message.app_id, message.reply_to, message.user_id
+    try:
+        if any(len(text.encode()) > LONGEST_TEXT for text in texts if text):
+            return False
+        return sum(_header_bytes(str(key), value) for key, value in message.headers.items()) <= LONGEST_HEADERS
+    except ValueError:  # not writable in UTF-8, or of another type
+        return False
+
+
+def _header_bytes(key: str, value: HeaderValue) -> int:
+    name = len(key.encode())
+    if name > LONGEST_TEXT:
+        raise ValueError(key)
+    if isinstance(value, str):
+        return name + len(value.encode())
+    if not isinstance(value, int | float):
+        raise ValueError(key)
+    return name + 8

@@ -43,7 +43,7 @@ class Delivery(Protocol):
         """Give it back for another consumer; raises its count."""
 
     async def dead_letter(self, reason: str) -> bool:
-        """Move it to its agent's dead letters, with `reason` in the `x-dead-reason` header."""
+        """Move it to its agent's dead letters, with the first 500 characters of `reason` in `x-dead-reason`."""
 
 
 class Subscription(Protocol):
@@ -76,6 +76,10 @@ class Broker(Protocol):
 
         While it is not, responses may be stuck there, and no deadline that depends on them is enforced.
         """
+
+    @property
+    def max_message_bytes(self) -> int | None:
+        """Bytes of the largest body that the broker takes, as far as is known. A larger one is `REJECTED`."""
 
     async def open(self) -> None:
         """Connect."""

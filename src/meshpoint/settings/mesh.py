@@ -37,7 +37,8 @@ class MeshSettings(Section):
         description="deliveries of one message before it goes to the dead letters, at least 10",
     )
     max_queue_length: Count = Field(
-        default=100_000, description="requests that wait in one queue; the broker refuses more, and senders try later"
+        default=100_000,
+        description="messages that wait in one queue; the broker refuses more requests, and senders try later",
     )
     private_queue_ttl_seconds: Seconds = Field(
         default=3600, description="how long the private queue of a replica outlives its last use"

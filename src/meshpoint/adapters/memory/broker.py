@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from meshpoint.adapters.memory.exchange import Consumer, MemoryExchange, Queue
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
-from meshpoint.model.messages import Address, Message
+from meshpoint.model.messages import Address, Message, is_sendable
 from meshpoint.ports.broker import OnDelivery, Published
 
 
@@ -34,6 +34,11 @@ class MemoryBroker:
         """Whether a consumer of `address` was started here and not cancelled."""
         attached = any(each.queue.address == address and not each.cancelled for each in self._consumers)
         return self.connected and attached
+
+    @property
+    def max_message_bytes(self) -> int | None:
+        """There is no limit."""
+        return None
 
     async def open(self) -> None:
         """Connect."""
@@ -95,6 +100,8 @@ class MemoryBroker:
 
     def _publish(self, address: Address, message: Message) -> Published:
         queue = self._exchange.queue(address)
+        if not is_sendable(message):
+            return Published.REJECTED
         if queue is None:
             return Published.UNROUTABLE
         if not self._exchange.has_room(queue):

@@ -19,6 +19,7 @@ from meshpoint.model.messages import (
     Address,
     Header,
     Message,
+    bounded_reason,
     dead_letters_of,
     nested_of,
     private_of,
@@ -160,7 +161,7 @@ class MemoryExchange:
 
     def bury(self, queue: Queue, message: Message, reason: str) -> None:
         """Put `message` among the dead letters of the queue's agent."""
-        headers = {**message.headers, Header.DEAD_REASON.value: reason}
+        headers = {**message.headers, Header.DEAD_REASON.value: bounded_reason(reason)}
         self.put(self._queues[dead_letters_of(queue.agent)], replace(message, headers=headers))
 
     def lose(self, consumers: Sequence[Consumer]) -> None:

@@ -7,5 +7,6 @@ from consumers, and its message objects cost a quarter of the throughput.
 """
 
 from meshpoint.adapters.rabbitmq.broker import RabbitMqBroker
+from meshpoint.adapters.rabbitmq.link import connect
 
-__all__ = ["RabbitMqBroker"]
+__all__ = ["RabbitMqBroker", "connect"]

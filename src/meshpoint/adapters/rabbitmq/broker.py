@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
+from collections import OrderedDict
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 
-from aiormq.abc import AbstractConnection, DeliveredMessage
 from aiormq.exceptions import AuthenticationError, ChannelNotFoundEntity, ProbableAuthenticationError
 from yarl import URL
 
-from meshpoint.adapters.rabbitmq.envelope import to_dead_letter, to_properties
-from meshpoint.adapters.rabbitmq.link import Link, translated
-from meshpoint.adapters.rabbitmq.publisher import Parcel, Publisher
+from meshpoint.adapters.rabbitmq.confirming import Parcel
+from meshpoint.adapters.rabbitmq.content import Content
+from meshpoint.adapters.rabbitmq.envelope import Unsendable, bare_dead_letter, to_dead_letter, to_properties
+from meshpoint.adapters.rabbitmq.frames import Arrived, short_string
+from meshpoint.adapters.rabbitmq.link import Link, MakeConnection, Wired, translated
+from meshpoint.adapters.rabbitmq.publisher import Publisher
 from meshpoint.adapters.rabbitmq.subscription import RabbitSubscription
-from meshpoint.adapters.rabbitmq.topology import Topology, declare_agent, declare_exchange, declare_private
+from meshpoint.adapters.rabbitmq.topology import MAX_LENGTH, Declaring, Topology, declare_exchange
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
-from meshpoint.model.messages import Address, Message, dead_letters_of, private_of
+from meshpoint.model.messages import Address, Message, bounded_reason, dead_letters_of, private_of
 from meshpoint.ports.broker import OnDelivery, Published
+
+log = logging.getLogger(__name__)
+
+_LOOK_EVERY = 60.0
+"""Seconds between looks whether exchange, queues and bindings are still there."""
+_RETURN_WITHIN = 30.0
+"""Seconds in which the consumers of a queue that was deleted declare it again."""
+_REMEMBERED = 10_000
+_LOOKS_AT_ONCE = 8
+_LOOKED_LATELY = 1.0
+"""Seconds in which a queue that was not there is not looked for again."""
 
 
 class RabbitMqBroker:
@@ -32,9 +48,12 @@ class RabbitMqBroker:
         publish_timeout: how long the broker may take to connect, to confirm, or to answer.
         private_ttl: how long a private queue outlives its last consumer.
         delivery_limit: deliveries of one message before the broker moves it to the dead letters.
-        max_length: messages in a request queue from which on it refuses more; None is no limit.
+        max_length: messages in a new queue before it refuses more; the dead letters drop their oldest instead.
+            None is no limit.
         user_id: the name under which the broker knows the login, which it verifies on each message; by default
             the user of `url`.
+        make_connection: makes an aio-pika connection for a URL, not connected yet; by default
+            `aio_pika.Connection`. Not a robust one, as those hide that deliveries were lost.
     """
 
     def __init__(
@@ -45,20 +64,25 @@ class RabbitMqBroker:
         publish_timeout: timedelta = timedelta(seconds=10),
         private_ttl: timedelta = timedelta(hours=1),
         delivery_limit: int = 20,
-        max_length: int | None = None,
+        max_length: int | None = MAX_LENGTH,
         user_id: str | None = None,
+        make_connection: MakeConnection | None = None,
     ) -> None:
         self._topology = Topology(namespace, private_ttl, delivery_limit, max_length)
         self._user_id = user_id or URL(url).user or "guest"
         self._timeout = publish_timeout.total_seconds()
-        self._consuming = Link(url, f"{namespace} consuming", publish_timeout)
-        self._publishing = Link(url, f"{namespace} publishing", publish_timeout)
-        self._publisher = Publisher(self._publishing, self._topology, publish_timeout)
+        self._consuming = Link(url, f"{namespace} consuming", publish_timeout, make_connection)
+        self._publishing = Link(url, f"{namespace} publishing", publish_timeout, make_connection)
+        self._publisher = Publisher(self._publishing, self._topology, publish_timeout, self._redeclare_all)
+        self._declaring_queues = Declaring(self._consuming, self._topology)
+        self._missing = _Missing()
+        self._looking = asyncio.Semaphore(_LOOKS_AT_ONCE)
+        self._watching: asyncio.Task[None] | None = None
         self._subscriptions: list[RabbitSubscription] = []
         self._wanted: dict[tuple[AgentName, ReplicaId | None], None] = {}
         self._shards: dict[AgentName, int] = {}
         self._declared: set[tuple[AgentName, ReplicaId | None]] = set()
-        self._declared_on: AbstractConnection | None = None
+        self._declared_on: Wired | None = None
         self._declaring = asyncio.Lock()
 
     @property
@@ -75,6 +99,11 @@ class RabbitMqBroker:
     def consuming(self, address: Address) -> bool:
         """Whether a consumer of `address` is attached to its queue, as far as is known here."""
         return self._consuming.up and any(each.address == address and each.taking for each in self._subscriptions)
+
+    @property
+    def max_message_bytes(self) -> int | None:
+        """Bytes of the largest body that the broker takes, once it has refused a larger one."""
+        return self._publisher.max_body
 
     async def open(self) -> None:
         """Connect.
@@ -93,9 +122,14 @@ class RabbitMqBroker:
                     "mesh.broker_url", "the broker refuses the login", "check user, password and virtual host"
                 ) from error
             raise
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
         """Cancel consumers, give unsettled deliveries back, disconnect."""
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
         subscriptions, self._subscriptions = self._subscriptions, []
         await asyncio.gather(*(subscription.close() for subscription in subscriptions))
         await self._publisher.close()
@@ -119,18 +153,21 @@ class RabbitMqBroker:
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
         """Send messages and wait for the broker's word on each, in the order of the arguments."""
-        words = await self._publisher.publish([self._parcel(address, message) for address, message in messages])
+        words = await self._publish(messages)
         gone = {address for (address, _), word in zip(messages, words, strict=True) if word is Published.UNROUTABLE}
-        # A broker that is shutting down returns messages as if their queues had never been: ask for the queue itself.
-        there = {address for address in gone if await self.depth(address) is not None}
-        return [
-            Published.OVERLOADED if word is Published.UNROUTABLE and address in there else word
-            for (address, _), word in zip(messages, words, strict=True)
-        ]
+        if gone:
+            why = dict(zip(gone, await asyncio.gather(*map(self._look, gone)), strict=True))
+            returned = [place for place, word in enumerate(words) if word is Published.UNROUTABLE]
+            again = [place for place in returned if why[messages[place][0]] is Published.ACCEPTED]
+            for place in returned:
+                words[place] = why[messages[place][0]]
+            for place, word in zip(again, await self._publish([messages[place] for place in again]), strict=True):
+                words[place] = Published.OVERLOADED if word is Published.UNROUTABLE else word
+        return words
 
     async def broadcast(self, agent: AgentName, message: Message) -> None:
         """Send `message` to the private queue of every live replica of `agent`."""
-        await self._publisher.publish([self._parcel(self._topology.broadcast_key(agent), message)])
+        await self._publish([(Address(self._topology.broadcast_key(agent)), message)])
 
     async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> RabbitSubscription:
         """Deliver messages of `address` until cancelled, through lost connections.
@@ -147,6 +184,7 @@ class RabbitMqBroker:
             timeout=self._timeout,
             restore=partial(self._redeclare, address),
             bury=self._bury,
+            delivery_limit=self._topology.delivery_limit,
         )
         await subscription.start()
         self._subscriptions = [each for each in self._subscriptions if not each.over]
@@ -155,19 +193,65 @@ class RabbitMqBroker:
 
     async def depth(self, address: Address) -> int | None:
         """Messages in the queue that no consumer holds; None when there is no such queue."""
-        async with self._consuming.channel() as channel:
+        name = self._topology.queue(address)
+        try:
+            short_string(name)
+        except ValueError:
+            return None
+        async with self._looking, self._consuming.channel() as channel:
             try:
-                with translated(f"looking at {address}"):
+                with translated(f"looking at {address[:100]}"):
                     async with asyncio.timeout(self._timeout):
-                        found = await channel.queue_declare(self._topology.queue(address), passive=True)
+                        found = await channel.queue_declare(name, passive=True)
             except BrokerUnavailable as error:
                 if isinstance(error.__cause__, ChannelNotFoundEntity):
                     return None
                 raise
         return found.message_count
 
-    def _parcel(self, key: str, message: Message) -> Parcel:
-        return Parcel(key, to_properties(message, self._user_id), message.body)
+    async def _publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+        words: dict[int, Published] = {}
+        parcels: dict[int, Parcel] = {}
+        for place, (address, message) in enumerate(messages):
+            try:
+                key = short_string(address)
+            except ValueError:  # no queue can have such a name
+                words[place] = Published.UNROUTABLE
+                continue
+            try:
+                properties = to_properties(message, self._user_id)
+            except Unsendable as error:
+                log.error("message %.100s cannot be sent: %s", message.message_id, error)
+                words[place] = Published.REJECTED
+                continue
+            parcels[place] = Parcel(key, message.message_id, properties, message.body)
+        words |= zip(parcels, await self._publisher.publish(list(parcels.values())), strict=True)
+        for place, (address, _) in enumerate(messages):
+            if words[place] is Published.ACCEPTED:
+                self._missing.seen(address)
+        return [words[place] for place in range(len(messages))]
+
+    async def _look(self, address: Address) -> Published:
+        """What a returned message to `address` is told. ACCEPTED: the way there is mended, and it is sent again.
+
+        A broker that is shutting down returns messages as if their queues had never been: then they wait.
+        """
+        if self._missing.just_looked(address):
+            return Published.UNROUTABLE
+        there = await self.depth(address) is not None
+        try:
+            if any(self._declares(*each, address) for each in self._wanted):
+                await self._redeclare(address, True)
+                return Published.OVERLOADED if there else Published.ACCEPTED
+            if there:
+                await self._declaring_queues.bind(address)
+                return Published.ACCEPTED
+        except (BrokerUnavailable, ConfigurationError) as error:
+            log.warning("cannot mend the way to %s: %s", address, error)
+        if there or self._missing.will_return(address):
+            return Published.OVERLOADED
+        self._missing.looked(address)
+        return Published.UNROUTABLE
 
     async def _redeclare(self, address: Address, anew: bool) -> None:
         """Declare what `address` needs again, and no more: one queue that cannot be declared keeps no other away."""
@@ -175,10 +259,19 @@ class RabbitMqBroker:
             self._declared_on = None
         await self._restore([each for each in self._wanted if self._declares(*each, address)])
 
+    async def _redeclare_all(self) -> None:
+        """Declare everything again, each by itself: the exchange is gone, or may be."""
+        self._declared_on = None
+        for each in list(self._wanted):
+            try:
+                await self._restore([each])
+            except (BrokerUnavailable, ConfigurationError) as error:
+                log.warning("cannot declare the queues of %s again: %s", each[0], error)
+
     def _declares(self, agent: AgentName, replica: ReplicaId | None, address: Address) -> bool:
         if replica is not None:
             return address == private_of(agent, replica)
-        return address in self._topology.queues(agent)
+        return address in self._topology.queues(agent, self._shards.get(agent, 1))
 
     async def _restore(self, wanted: Sequence[tuple[AgentName, ReplicaId | None]]) -> None:
         async with self._declaring:
@@ -187,29 +280,86 @@ class RabbitMqBroker:
                 self._declared.clear()
                 await declare_exchange(self._consuming, self._topology)
                 self._declared_on = connection
-            missing = [each for each in wanted if each not in self._declared]
-            if missing:
-                await self._declare(missing)
+            for agent, replica in [each for each in wanted if each not in self._declared]:
+                with translated("declaring queues"):
+                    async with asyncio.timeout(self._timeout):
+                        if replica is None:
+                            await self._declaring_queues.agent(agent, self._shards.get(agent, 1))
+                        else:
+                            await self._declaring_queues.private(agent, replica)
+                self._declared.add((agent, replica))
 
-    async def _declare(self, missing: Sequence[tuple[AgentName, ReplicaId | None]]) -> None:
-        with translated("declaring queues"):
-            async with asyncio.timeout(self._timeout), self._consuming.channel() as channel:
-                for agent, replica in missing:
-                    if replica is None:
-                        await declare_agent(channel, self._topology, agent, self._shards.get(agent, 1))
-                    else:
-                        await declare_private(channel, self._topology, agent, replica)
-                    self._declared.add((agent, replica))
+    async def _watch(self) -> None:
+        """Look now and then whether all is still there: nobody is told that an exchange or a binding was deleted."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY * random.uniform(0.75, 1.25))
+            if self._consuming.up:
+                await self._redeclare_all()
 
-    async def _bury(self, address: Address, delivered: DeliveredMessage, reason: str) -> None:
-        """Copy `delivered` to the dead letters of the agent of `address`."""
+    async def _bury(self, address: Address, arrived: Arrived, content: Content, reason: str) -> bool:
+        """Copy what arrived to the dead letters of the agent of `address`, with as much of it as can be sent."""
         agent = AgentName(address.partition(".")[0])
-        parcel = Parcel(
-            dead_letters_of(agent), to_dead_letter(delivered, reason, self._user_id), bytes(delivered.body)
-        )
+        key, bare = dead_letters_of(agent), bare_dead_letter(reason, self._user_id)
+        whole = to_dead_letter(arrived, content, reason, self._user_id, self._publisher.room)
+        word = Published.REJECTED
+        for properties, body in ((whole, arrived.body), (bare, arrived.body), (bare, b"")):
+            word = await self._publish_copy(key, content.message_id, properties, body)
+            if word is not Published.REJECTED:
+                break
+            log.error("a dead letter of %s cannot be copied whole: %s", address, bounded_reason(reason))
+        if word is Published.ACCEPTED:
+            return True
+        log.error("the dead letters of %s do not take a message (%s): %s", agent, word.name, bounded_reason(reason))
+        return False
+
+    async def _publish_copy(self, key: Address, id_: str | None, properties: bytes, body: bytes) -> Published:
+        parcel = Parcel(short_string(key), id_, properties, body)
         (word,) = await self._publisher.publish([parcel])
         if word is Published.UNROUTABLE:
-            await self._redeclare(dead_letters_of(agent), True)
+            await self._redeclare(key, True)
             (word,) = await self._publisher.publish([parcel])
-        if word is not Published.ACCEPTED:
-            raise BrokerUnavailable(f"the dead letters of {agent} do not take a message: {word.name}")
+        return word
+
+
+class _Missing:
+    """Queues that were there a while ago. Their consumers declare them again, so a message may wait for them."""
+
+    def __init__(self) -> None:
+        self._there: OrderedDict[Address, float | None] = OrderedDict()  # since when it is missing
+        self._looked: OrderedDict[Address, float] = OrderedDict()  # when it was not there
+
+    def looked(self, address: Address) -> None:
+        """There is no queue of `address`."""
+        self._looked[address] = asyncio.get_running_loop().time()
+        if len(self._looked) > _REMEMBERED:
+            self._looked.popitem(last=False)
+
+    def just_looked(self, address: Address) -> bool:
+        """Whether there was no such queue a moment ago."""
+        at = self._looked.pop(address, None)
+        if at is None or asyncio.get_running_loop().time() - at > _LOOKED_LATELY:
+            return False
+        self._looked[address] = at
+        return True
+
+    def seen(self, address: Address) -> None:
+        """A message went to `address`."""
+        if address in self._there:
+            self._there[address] = None
+            return
+        self._there[address] = None
+        if len(self._there) > _REMEMBERED:
+            self._there.popitem(last=False)
+
+    def will_return(self, address: Address) -> bool:
+        """Whether a queue that is not there now may come back."""
+        if address not in self._there:
+            return False
+        now = asyncio.get_running_loop().time()
+        since = self._there[address]
+        if since is None:
+            since = self._there[address] = now
+        if now - since < _RETURN_WITHIN:
+            return True
+        del self._there[address]
+        return False

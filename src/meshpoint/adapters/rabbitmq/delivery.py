@@ -4,29 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from aiormq.abc import DeliveredMessage
-
-from meshpoint.adapters.rabbitmq.envelope import delivery_count
+from meshpoint.adapters.rabbitmq.content import Content
+from meshpoint.adapters.rabbitmq.frames import Arrived
 from meshpoint.adapters.rabbitmq.intake import Intake
-from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.messages import Address, Message
 
-Bury = Callable[[Address, DeliveredMessage, str], Awaitable[None]]
+Bury = Callable[[Address, Arrived, Content, str], Awaitable[bool]]
+"""Copies a message to the dead letters of its agent; False: nothing of it can be copied there, now or ever."""
 
 
 class RabbitDelivery:
     """A `Delivery` that can be settled once, on the channel that brought it."""
 
-    __slots__ = ("_address", "_bury", "_delivered", "_intake", "_message", "_settled")
+    __slots__ = ("_address", "_arrived", "_bury", "_content", "_count", "_intake", "_message", "_settled")
 
     def __init__(
-        self, message: Message, delivered: DeliveredMessage, address: Address, intake: Intake, bury: Bury
+        self,
+        message: Message,
+        arrived: Arrived,
+        content: Content,
+        address: Address,
+        intake: Intake,
+        bury: Bury,
+        count: int,
     ) -> None:
         self._message = message
-        self._delivered = delivered
+        self._arrived = arrived
+        self._content = content
         self._address = address
         self._intake = intake
         self._bury = bury
+        self._count = count
         self._settled = False
 
     @property
@@ -40,31 +48,32 @@ class RabbitDelivery:
     @property
     def count(self) -> int:
         """The how-manieth delivery this is; 1 is the first."""
-        return delivery_count(self._delivered)
+        return self._count
 
     async def ack(self) -> bool:
         """Settle it: done. The word is on the wire a moment later."""
         if not self._begin_to_settle():
             return False
-        self._intake.ack(self._delivered.delivery_tag or 0)
+        self._intake.ack(self._arrived.delivery_tag)
         return True
 
     async def requeue(self) -> bool:
         """Give it back for another consumer; raises its count."""
         if not self._begin_to_settle():
             return False
-        try:
-            await self._intake.requeue(self._delivered.delivery_tag or 0)
-        except BrokerUnavailable:
-            return False
+        self._intake.give_back(self._arrived.delivery_tag)
         return True
 
     async def dead_letter(self, reason: str) -> bool:
         """Move it to its agent's dead letters. A crash between copy and ack leaves it in both places."""
         if self._settled or self._intake.lost:
             return False
-        await self._bury(self._address, self._delivered, reason)
-        return await self.ack()
+        if await self._bury(self._address, self._arrived, self._content, reason):
+            return await self.ack()
+        if not self._begin_to_settle():
+            return False
+        self._intake.give_back(self._arrived.delivery_tag, requeue=False)
+        return True
 
     def _begin_to_settle(self) -> bool:
         if self._settled or self._intake.lost:

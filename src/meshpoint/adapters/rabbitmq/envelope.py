@@ -1,121 +1,243 @@
-"""Messages as AMQP properties and back."""
+"""Messages as AMQP content, and back."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from typing import Any
+import struct
+from collections.abc import Mapping
+from datetime import datetime
 
-from aiormq.abc import DeliveredMessage
-from pamqp import encode
-from pamqp.commands import Basic
-from pamqp.common import FieldValue
-
+from meshpoint.adapters.rabbitmq.content import Content
+from meshpoint.adapters.rabbitmq.frames import Arrived, short_string
 from meshpoint.errors import PoisonMessage
-from meshpoint.model.messages import Address, Header, HeaderValue, Message, MessageType
+from meshpoint.model.messages import (
+    Address,
+    Header,
+    HeaderValue,
+    Message,
+    MessageType,
+    bounded_reason,
+)
 
 _COUNT = "x-delivery-count"
 _FIRST_DEATH = "x-first-death-reason"
 _OF_THE_BROKER = ("x-delivery-count", "x-acquired-count", "x-first-death-", "x-last-death-", "x-death")
+_HIGHEST_COUNT = 1_000_000
+_ODD_TYPE = "x-dead-type"
+_ODD_KEY = "x-dead-routing-key"
+_DROPPED = "x-dead-headers-dropped"
+_LONGEST_ID = 255
+
+_u32, _u64, _i64, _double = (struct.Struct(format).pack for format in (">I", ">Q", ">q", ">d"))
+_OCTET_PERSISTENT = b"\x02"
 
 
-class Properties(Basic.Properties):
-    """AMQP properties whose headers keep a float as it is.
+class Unsendable(ValueError):
+    """This message has no form that AMQP can carry."""
 
-    pamqp writes floats with 32 bits, which moves a deadline by up to a minute.
+
+def to_properties(message: Message, user_id: str | None) -> bytes:
+    """The properties of `message`; `user_id` is the login, which the broker verifies.
+
+    Raises:
+        Unsendable: a text is too long, or a value cannot be written.
     """
+    try:
+        return _properties(
+            content_type="application/json",
+            headers=_table(message.headers),
+            correlation_id=message.correlation_id,
+            reply_to=message.reply_to,
+            message_id=message.message_id,
+            timestamp=message.timestamp,
+            message_type=message.type.value,
+            user_id=user_id,
+            app_id=message.app_id,
+        )
+    except (ValueError, TypeError, OverflowError, struct.error, OSError) as error:
+        raise Unsendable(str(error)) from error
 
-    def encode_property(self, name: str, value: FieldValue) -> bytes:
-        """Encode one property."""
-        if name != "headers" or not isinstance(value, dict):
-            return super().encode_property(name, value)
-        table = b"".join(encode.short_string(key) + _encoded(item) for key, item in value.items())
-        return encode.long_uint(len(table)) + table
 
+def to_dead_letter(arrived: Arrived, content: Content, reason: str, user_id: str | None, room: int) -> bytes:
+    """The properties of a copy of `arrived` for the dead letters, in at most `room` bytes.
 
-def _encoded(value: FieldValue) -> bytes:
-    return b"d" + encode.double(value) if isinstance(value, float) else encode.encode_table_value(value)
-
-
-def to_properties(message: Message, user_id: str | None) -> Properties:
-    """The properties of `message`; `user_id` is the login, which the broker verifies."""
-    return Properties(
-        content_type="application/json",
-        delivery_mode=2,
-        message_id=message.message_id,
-        correlation_id=message.correlation_id,
-        reply_to=message.reply_to,
-        app_id=message.app_id,
+    It works on whatever arrived. Of headers that leave no room for the rest, the largest are dropped.
+    """
+    headers = _headers(content)
+    headers[Header.DEAD_REASON.value] = bounded_reason(reason)
+    if content.defect is not None:
+        headers[_ODD_KEY] = arrived.routing_key.decode("utf-8", "backslashreplace")
+    entries = {key: entry for key, value in headers.items() if (entry := _entry(key, value)) is not None}
+    kept = _fitting(entries, room)
+    return _properties(
+        content_type=_short(content.content_type),
+        headers=b"".join(kept.values()),
+        correlation_id=_short(content.correlation_id),
+        reply_to=_short(content.reply_to),
+        message_id=_short(content.message_id),
+        timestamp=content.timestamp,
+        message_type=_short(content.message_type),
         user_id=user_id,
-        message_type=message.type.value,
-        timestamp=message.timestamp,
-        headers={str(key): value for key, value in message.headers.items()},
+        app_id=_short(content.app_id),
     )
 
 
-def to_message(delivered: DeliveredMessage) -> Message:
+def bare_dead_letter(reason: str, user_id: str | None) -> bytes:
+    """The properties of a dead letter for a message of which nothing else can be copied."""
+    entry = _entry(Header.DEAD_REASON.value, bounded_reason(reason))
+    return _properties(headers=entry or b"", user_id=user_id)
+
+
+def to_message(arrived: Arrived, content: Content) -> Message:
     """What was sent.
 
     Raises:
-        PoisonMessage: a property that every message has is missing or unknown; names it.
+        PoisonMessage: it cannot be decoded, or a property that every message has is missing or unknown; names it.
     """
-    properties = delivered.header.properties
+    if content.defect is not None:
+        raise PoisonMessage(content.defect)
     try:
-        kind = MessageType(properties.message_type or "")
+        kind = MessageType(content.message_type or "")
     except ValueError as error:
-        raise PoisonMessage(f"property type: {properties.message_type!r} is not known") from error
+        raise PoisonMessage(f"property type: {content.message_type!r} is not known") from error
     return Message(
         type=kind,
-        body=delivered.body,
-        message_id=_required(properties, "message_id"),
-        correlation_id=_required(properties, "correlation_id"),
-        app_id=_required(properties, "app_id"),
-        reply_to=Address(properties.reply_to) if properties.reply_to else None,
-        user_id=properties.user_id or None,
-        headers=_headers(properties.headers or {}),
-        timestamp=_instant(properties.timestamp),
+        body=arrived.body,
+        message_id=_required(content.message_id, "message_id"),
+        correlation_id=_required(content.correlation_id, "correlation_id"),
+        app_id=_required(content.app_id, "app_id"),
+        reply_to=Address(content.reply_to) if content.reply_to else None,
+        user_id=content.user_id or None,
+        headers=_headers(content),
+        timestamp=content.timestamp,
     )
 
 
-def to_dead_letter(delivered: DeliveredMessage, reason: str, user_id: str | None) -> Properties:
-    """The properties of a copy of `delivered` for the dead letters; works on what `to_message` refuses."""
-    old = delivered.header.properties
-    return Properties(
-        content_type=old.content_type,
-        delivery_mode=2,
-        message_id=old.message_id,
-        correlation_id=old.correlation_id,
-        reply_to=old.reply_to,
-        app_id=old.app_id,
-        user_id=user_id,
-        message_type=old.message_type,
-        timestamp=old.timestamp,
-        headers={**_headers(old.headers or {}), Header.DEAD_REASON.value: reason},
+def to_dead_message(arrived: Arrived, content: Content) -> Message:
+    """What lies among the dead letters, as far as it can be read; `x-dead-type` keeps a type that is not known."""
+    headers = _headers(content)
+    try:
+        kind = MessageType(content.message_type or "")
+    except ValueError:
+        kind = MessageType.REQUEST
+        headers[_ODD_TYPE] = content.message_type or ""
+    if content.defect is not None:
+        headers.setdefault(Header.DEAD_REASON.value, content.defect)
+    return Message(
+        type=kind,
+        body=arrived.body,
+        message_id=content.message_id or "",
+        correlation_id=content.correlation_id or "",
+        app_id=content.app_id or "",
+        reply_to=Address(content.reply_to) if content.reply_to else None,
+        user_id=content.user_id or None,
+        headers=headers,
+        timestamp=content.timestamp,
     )
 
 
-def delivery_count(delivered: DeliveredMessage) -> int:
-    """The how-manieth delivery this is. Quorum queues count; of others it is known whether it is the first."""
-    again = (delivered.header.properties.headers or {}).get(_COUNT)
-    return 1 + (again if isinstance(again, int) else int(bool(delivered.redelivered)))
+def quorum_count(content: Content) -> int | None:
+    """Deliveries so far as a quorum queue counted them, this one included; None if it did not.
+
+    Only to be asked of a message that was delivered before: of others it is the sender's word.
+    """
+    again = content.headers.get(_COUNT)
+    return 1 + again if isinstance(again, int) and 0 < again < _HIGHEST_COUNT else None
 
 
-def _headers(table: dict[str, Any]) -> dict[str, HeaderValue]:
-    headers: dict[str, HeaderValue] = {
-        key: value
-        for key, value in table.items()
-        if isinstance(value, str | int | float) and not key.startswith(_OF_THE_BROKER)
-    }
+def _headers(content: Content) -> dict[str, HeaderValue]:
+    table = content.headers
+    headers: dict[str, HeaderValue] = {k: v for k, v in table.items() if not k.startswith(_OF_THE_BROKER)}
     if _FIRST_DEATH in table:
-        headers.setdefault(Header.DEAD_REASON.value, f"broker: {table[_FIRST_DEATH]}")
+        headers.setdefault(Header.DEAD_REASON.value, bounded_reason(f"broker: {table[_FIRST_DEATH]}"))
     return headers
 
 
-def _required(properties: Basic.Properties, name: str) -> str:
-    value = getattr(properties, name)
+def _required(value: str | None, name: str) -> str:
     if not value:
         raise PoisonMessage(f"property {name} is missing")
-    return str(value)
+    return value
 
 
-def _instant(value: datetime | None) -> datetime | None:
-    return value.astimezone(UTC) if value else None
+# Encoding
+
+
+def _properties(
+    *,
+    content_type: str | None = None,
+    headers: bytes = b"",
+    correlation_id: str | None = None,
+    reply_to: str | None = None,
+    message_id: str | None = None,
+    timestamp: datetime | None = None,
+    message_type: str | None = None,
+    user_id: str | None = None,
+    app_id: str | None = None,
+) -> bytes:
+    flags, parts = 0x3000, [b""]
+    if content_type is not None:
+        flags |= 0x8000
+        parts.append(short_string(content_type))
+    parts += (_u32(len(headers)), headers, _OCTET_PERSISTENT)
+    for flag, text in ((0x0400, correlation_id), (0x0200, reply_to), (0x0080, message_id)):
+        if text is not None:
+            flags |= flag
+            parts.append(short_string(text))
+    if timestamp is not None:
+        flags |= 0x0040
+        parts.append(_u64(int(timestamp.timestamp())))
+    for flag, text in ((0x0020, message_type), (0x0010, user_id), (0x0008, app_id)):
+        if text is not None:
+            flags |= flag
+            parts.append(short_string(text))
+    parts[0] = struct.pack(">H", flags)
+    return b"".join(parts)
+
+
+def _table(headers: Mapping[str, HeaderValue]) -> bytes:
+    return b"".join([short_string(str(key)) + _value(value) for key, value in headers.items()])
+
+
+def _value(value: HeaderValue) -> bytes:
+    if isinstance(value, str):
+        raw = value.encode()
+        return b"S" + _u32(len(raw)) + raw
+    if isinstance(value, float):
+        return b"d" + _double(value)
+    if isinstance(value, bool):
+        return b"t\x01" if value else b"t\x00"
+    if isinstance(value, int):
+        return b"l" + _i64(value)
+    raise TypeError(f"a header cannot be a {type(value).__name__}")
+
+
+def _entry(key: str, value: HeaderValue) -> bytes | None:
+    """One header of a dead letter, or None if it cannot be written."""
+    try:
+        return short_string(key) + _value(value)
+    except (ValueError, struct.error):
+        return None
+
+
+def _fitting(entries: dict[str, bytes], room: int) -> dict[str, bytes]:
+    """As many of `entries` as fit with the other properties; the reason is always among them."""
+    left = room - 12 - 2 - 4 - 1 - 8 - 7 * (1 + _LONGEST_ID) - 64
+    total = sum(map(len, entries.values()))
+    if total <= left:
+        return entries
+    dropped = 0
+    for key in sorted(entries, key=lambda each: len(entries[each]), reverse=True):
+        if key == Header.DEAD_REASON.value:
+            continue
+        total -= len(entries.pop(key))
+        dropped += 1
+        if total <= left:
+            break
+    entries[_DROPPED] = _entry(_DROPPED, dropped) or b""
+    return entries
+
+
+def _short(text: str | None) -> str | None:
+    """At most 255 bytes of `text`: escapes make an undecodable text longer than it was."""
+    if text is None or len(text) <= _LONGEST_ID // 4:
+        return text
+    return text.encode("utf-8", "backslashreplace")[:_LONGEST_ID].decode("utf-8", "ignore")

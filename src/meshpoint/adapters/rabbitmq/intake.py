@@ -9,20 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Callable
+from typing import Any
 from uuid import uuid4
 
-from aiormq import Channel
-from aiormq.abc import DeliveredMessage
+from meshpoint.adapters.rabbitmq.frames import Arrived, Deliveries, acked, nacked
+from meshpoint.adapters.rabbitmq.link import WiredChannel, close_quietly
 
-from meshpoint.adapters.rabbitmq.link import translated
-from meshpoint.errors import BrokerUnavailable
-
-OnDelivered = Callable[[DeliveredMessage], None]
-
-_PATIENCE = 10.0
-"""Seconds to wait for room on the wire. After them the connection is as good as lost."""
 _ADD_DELAY = 0.02
 """Seconds in which a small consumer may become a larger one before it is added."""
 _ACK_DELAY = 0.01
@@ -30,29 +23,35 @@ _ACK_DELAY = 0.01
 
 
 class Intake:
-    """Takes deliveries from `queue` over `channel`; dies with the channel."""
+    """Takes deliveries from `queue` over a channel; dies with the channel."""
 
-    def __init__(self, channel: Channel, queue: str, on_delivered: OnDelivered, wake: Callable[[], None]) -> None:
-        self.channel = channel
+    def __init__(
+        self, wired: WiredChannel, queue: str, on_arrived: Callable[[Arrived], None], wake: Callable[[], None]
+    ) -> None:
+        self.channel = wired.channel
+        self._wire = wired.wire
         self._queue = queue
-        self._on_delivered = on_delivered
+        self._on_arrived = on_arrived
         self._wake = wake
-        self._sizes: dict[str, int] = {}  # prefetch by consumer tag, oldest first
-        self._unsettled: Counter[str] = Counter()  # by consumer tag, cancelled ones too
-        self._outstanding: dict[int, str] = {}  # consumer tags of what is not acked yet, oldest delivery first
+        self._sizes: dict[bytes, int] = {}  # prefetch by consumer tag, oldest first
+        self._unsettled: Counter[bytes] = Counter()  # by consumer tag, cancelled ones too
+        self._outstanding: dict[int, bytes] = {}  # consumer tags of what is not acked yet, oldest delivery first
         self._acked: set[int] = set()  # and not on the wire yet
-        self._acking: asyncio.Task[None] | None = None
-        self._enough_acked = asyncio.Event()
+        self._acking: asyncio.TimerHandle | None = None
         self._adjusting = asyncio.Lock()
         self._short = False  # fewer may come than are allowed
         self._given_up = False
-        channel.on_consumer_cancel_callbacks.add(lambda _: self.give_up())
-        channel.closing.add_done_callback(lambda _: wake())
+        self._shut = False
+        self.cancelled_by_broker = False
+        self._deliveries = Deliveries(self._arrived)
+        self._wire.take(self.channel.number, self._deliveries)
+        self.channel.on_consumer_cancel_callbacks.add(self._on_cancelled)
+        self.channel.closing.add_done_callback(self._on_closed)
 
     @property
     def lost(self) -> bool:
         """Whether nothing will come any more, and nothing can be settled."""
-        return self._given_up or self.channel.is_closed
+        return self._given_up or self._shut or self._deliveries.closed or self.channel.is_closed
 
     def give_up(self) -> None:
         """Count it as lost: the broker cancelled a consumer, or does not answer."""
@@ -69,7 +68,7 @@ class Intake:
         async with self._adjusting:
             while self._size > limit:
                 tag, _ = self._sizes.popitem()
-                await self.channel.basic_cancel(tag)
+                await self.channel.basic_cancel(tag.decode())
             # Few and large consumers: while cancelled ones drain, add only what at least doubles the flow,
             # or a little later whatever there is, as what was delivered to them may stay unsettled for long.
             if self._retired and self._full and 0 < self._room(limit) < self._size:
@@ -85,67 +84,52 @@ class Intake:
         Of the deliveries that nobody holds, half are not kept waiting: the consumer is not to run dry for it.
         """
         self._acked.add(delivery_tag)
-        if self._acking is None:
-            self._acking = asyncio.create_task(self._send_acks())
         held = len(self._outstanding) - len(self._acked)
         if 2 * len(self._acked) >= self._size - held:
-            self._enough_acked.set()
+            self.send_acks()
+        elif self._acking is None:
+            self._acking = asyncio.get_running_loop().call_later(_ACK_DELAY, self.send_acks)
 
-    async def acks_sent(self) -> None:
-        """Return when all acks are on the wire."""
+    def send_acks(self) -> None:
+        """Put all acks on the wire."""
         if self._acking is not None:
-            self._enough_acked.set()
-            await asyncio.gather(self._acking, return_exceptions=True)
-
-    async def requeue(self, delivery_tag: int) -> None:
-        """Give a delivery back.
-
-        Raises:
-            BrokerUnavailable: the connection is lost, which gives it back too.
-        """
-        try:
-            await self._on_the_wire(self.channel.basic_nack(delivery_tag, requeue=True, wait=False))
-        except BrokerUnavailable:
-            self.give_up()  # or it would be unsettled for as long as the channel lives
-            raise
-        self._settled(delivery_tag)
-
-    async def _send_acks(self) -> None:
-        try:
-            while self._acked:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_ACK_DELAY):
-                        await self._enough_acked.wait()
-                self._enough_acked.clear()
-                acked, self._acked = self._acked, set()
-                await self._on_the_wire(self._ack_all(acked))
-        except BrokerUnavailable:
-            self.give_up()
-        finally:
+            self._acking.cancel()
             self._acking = None
-
-    async def _ack_all(self, acked: set[int]) -> None:
-        up_to = self._all_before(acked)
+        acked_, self._acked = self._acked, set()
+        if not acked_ or not self._writable:
+            return
+        up_to = self._all_before(acked_)
         if up_to is not None:
-            await self.channel.basic_ack(up_to, multiple=True, wait=False)
-        for tag in sorted(acked):
+            self._wire.write(acked(self.channel.number, up_to, multiple=True))
+        for tag in sorted(acked_):
             if up_to is None or tag > up_to:
-                await self.channel.basic_ack(tag, wait=False)
+                self._wire.write(acked(self.channel.number, tag, multiple=False))
             self._settled(tag)
 
-    def _all_before(self, acked: set[int]) -> int | None:
+    def give_back(self, delivery_tag: int, *, requeue: bool = True) -> None:
+        """Give a delivery back, or leave it to the broker's own dead-lettering. A lost channel gives all back."""
+        if self._writable:
+            self._wire.write(nacked(self.channel.number, delivery_tag, requeue))
+        self._settled(delivery_tag)
+
+    async def close(self) -> None:
+        """Give back what is not settled. What was settled before is on the wire when this returns."""
+        self.send_acks()
+        self._shut = True
+        await close_quietly(self.channel)
+
+    @property
+    def _writable(self) -> bool:
+        return not (self._shut or self._deliveries.closed or self.channel.is_closed)
+
+    def _all_before(self, acked_: set[int]) -> int | None:
         """The last delivery before which none is left that is not acked."""
         last = None
         for tag in self._outstanding:
-            if tag not in acked:
+            if tag not in acked_:
                 break
             last = tag
         return last
-
-    async def _on_the_wire(self, sending: Awaitable[None]) -> None:
-        with translated("settling"):
-            async with asyncio.timeout(_PATIENCE):
-                await sending
 
     def _settled(self, delivery_tag: int) -> None:
         consumer = self._outstanding.pop(delivery_tag, None)
@@ -172,13 +156,25 @@ class Intake:
 
     async def _add(self, size: int) -> None:
         tag = uuid4().hex
-        self._sizes[tag] = size
+        self._sizes[tag.encode()] = size
         await self.channel.basic_qos(prefetch_count=size)
-        await self.channel.basic_consume(self._queue, self._receive, consumer_tag=tag)
+        await self.channel.basic_consume(self._queue, _passed_by, consumer_tag=tag)
 
-    async def _receive(self, delivered: DeliveredMessage) -> None:
-        self._unsettled[str(delivered.consumer_tag)] += 1
-        self._outstanding[delivered.delivery_tag or 0] = str(delivered.consumer_tag)
+    def _arrived(self, arrived: Arrived) -> None:
+        self._unsettled[arrived.consumer_tag] += 1
+        self._outstanding[arrived.delivery_tag] = arrived.consumer_tag
         if self._short and self._full:
             self._wake()
-        self._on_delivered(delivered)
+        self._on_arrived(arrived)
+
+    def _on_cancelled(self, _: Any) -> None:
+        self.cancelled_by_broker = True
+        self.give_up()
+
+    def _on_closed(self, _: Any) -> None:
+        self._wire.leave(self.channel.number, self._deliveries)
+        self._wake()
+
+
+async def _passed_by(_: Any) -> None:
+    """Stands for the consumer in the library, which sees no delivery."""

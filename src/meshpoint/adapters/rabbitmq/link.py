@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import aio_pika
 import aiormq
-from aiormq.abc import AbstractConnection
 from aiormq.exceptions import AMQPError, ChannelInvalidStateError
 from yarl import URL
 
-from meshpoint.adapters.rabbitmq.wire import WiredConnection
+from meshpoint.adapters.rabbitmq.wire import Wire
 from meshpoint.errors import BrokerUnavailable
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,9 @@ _HEARTBEAT = "30"
 
 _FAREWELL = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+
+MakeConnection = Callable[[URL], aio_pika.Connection]
+"""Makes an aio-pika connection that is not connected yet. Not a robust one: those hide that deliveries were lost."""
 
 
 @contextmanager
@@ -50,18 +54,85 @@ def translated(doing: str) -> Iterator[None]:
         raise BrokerUnavailable(f"{doing}: the connection was closed") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Wired:
+    """An open connection: aio-pika's object, the aiormq connection under it, and the wire under that."""
+
+    connection: aio_pika.Connection
+    underlay: aiormq.Connection
+    wire: Wire
+
+    @property
+    def is_opened(self) -> bool:
+        """Whether it stands, as far as is known here."""
+        return self.underlay.is_opened
+
+    async def open_channel(self, timeout: float, *, confirms: bool = False) -> WiredChannel:
+        """A new aiormq channel.
+
+        Raises:
+            BrokerUnavailable: the connection is lost.
+        """
+        with translated("opening a channel"):
+            try:
+                channel = await self.underlay.channel(publisher_confirms=confirms, timeout=timeout)
+            except RuntimeError as error:  # closed between two awaits
+                raise BrokerUnavailable(f"opening a channel: {error}") from error
+        assert isinstance(channel, aiormq.Channel)
+        return WiredChannel(channel, self.wire)
+
+    async def close(self) -> None:
+        """Close it; that it is lost already does not matter."""
+        with suppress(BrokerUnavailable), translated("closing"):
+            async with asyncio.timeout(_FAREWELL):
+                await self.connection.close(BrokerUnavailable("closed"))
+
+
+@dataclass(frozen=True, slots=True)
+class WiredChannel:
+    """An aiormq channel and its way around the library."""
+
+    channel: aiormq.Channel
+    wire: Wire
+
+    @property
+    def usable(self) -> bool:
+        """Whether nothing is known to be wrong with it."""
+        return not self.channel.is_closed and self.channel.connection.is_opened
+
+
+async def connect(url: str | URL, make: MakeConnection | None = None) -> Wired:
+    """Connect to `url` so that no content, however odd, ends the connection.
+
+    A message that the library could not decode arrives with what can be read of its properties, and with the header
+    `x-dead-reason`.
+    """
+    wire = Wire()
+    connection = (make or aio_pika.Connection)(URL(url))
+    connection.kwargs["transport_factory"] = wire
+    try:
+        await connection.connect()
+        underlay = connection.transport and connection.transport.connection
+        assert isinstance(underlay, aiormq.Connection)
+        return Wired(connection, underlay, wire)
+    except BaseException:
+        await connection.close()
+        raise
+
+
 class Link:
     """A connection that is made again, with growing pauses, as long as the link is not closed.
 
     Whoever finds it lost may also ask at once; attempts are shared.
     """
 
-    def __init__(self, url: str, purpose: str, timeout: timedelta) -> None:
+    def __init__(self, url: str, purpose: str, timeout: timedelta, make: MakeConnection | None = None) -> None:
         address = URL(url)
         defaults = {"heartbeat": _HEARTBEAT, "name": f"meshpoint {purpose}"}
         self._url = address.update_query({**defaults, **address.query})
+        self._make = make
         self._timeout = timeout.total_seconds()
-        self._attempt: asyncio.Task[AbstractConnection] | None = None
+        self._attempt: asyncio.Task[Wired] | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._farewells: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -82,7 +153,7 @@ class Link:
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
 
-    async def connection(self) -> AbstractConnection:
+    async def connection(self) -> Wired:
         """The open connection.
 
         Raises:
@@ -90,7 +161,9 @@ class Link:
         """
         if self._closed:
             raise BrokerUnavailable("the broker is closed")
-        if self._attempt is None or _over(self._attempt):
+        if self._attempt is not None and _over(self._attempt):
+            self._forget()
+        if self._attempt is None:
             self._attempt = asyncio.create_task(self._connect())
             self._attempt.add_done_callback(_over)  # whoever asked may have gone: the failure is seen here
         with translated("connecting"):
@@ -98,34 +171,53 @@ class Link:
 
     @asynccontextmanager
     async def channel(self) -> AsyncIterator[aiormq.Channel]:
-        """A channel for one purpose, closed at the end."""
-        channel = await self.open_channel()
+        """An aiormq channel for one purpose, closed at the end."""
+        opened = await self.open_channel()
+        try:
+            yield opened.channel
+        finally:
+            await close_quietly(opened.channel)
+
+    @asynccontextmanager
+    async def topology_channel(self) -> AsyncIterator[aio_pika.abc.AbstractChannel]:
+        """An aio-pika channel to declare on, closed at the end."""
+        wired = await self.connection()
+        with translated("opening a channel"):
+            try:
+                channel = wired.connection.channel(publisher_confirms=False)
+                async with asyncio.timeout(self._timeout):
+                    await channel.initialize()
+            except RuntimeError as error:  # closed between two awaits
+                raise BrokerUnavailable(f"opening a channel: {error}") from error
         try:
             yield channel
         finally:
-            await close_quietly(channel)
+            with suppress(BrokerUnavailable), translated("closing"):
+                async with asyncio.timeout(_FAREWELL):
+                    await channel.close()
 
-    async def open_channel(self, *, confirms: bool = False) -> aiormq.Channel:
-        """A new channel on the open connection.
+    async def open_channel(self, *, confirms: bool = False) -> WiredChannel:
+        """A new aiormq channel on the open connection.
 
         Raises:
             BrokerUnavailable: there is no connection now.
         """
-        connection = await self.connection()
-        with translated("opening a channel"):
-            try:
-                channel = await connection.channel(publisher_confirms=confirms, timeout=self._timeout)
-            except RuntimeError as error:  # closed between two awaits
-                raise BrokerUnavailable(f"opening a channel: {error}") from error
-        assert isinstance(channel, aiormq.Channel)
-        return channel
+        return await (await self.connection()).open_channel(self._timeout, confirms=confirms)
+
+    async def apart(self) -> Wired:
+        """A further connection, for what may end one; the caller closes it.
+
+        Raises:
+            BrokerUnavailable: there is none to be had.
+        """
+        with translated("connecting"):
+            return await self._connect()
 
     def drop(self) -> None:
         """Give up the present connection, which does not answer. It is closed aside; a new one is made."""
-        attempt, self._attempt = self._attempt, None
-        if attempt is None:
+        if self._attempt is None:
             return
-        self._part(_close_result(attempt))
+        self._forget()
         if self._keeper is not None and not self._closed:
             self._keeper.cancel()
             self._keeper = asyncio.create_task(self._keep())
@@ -143,28 +235,31 @@ class Link:
         self.drop()
         await asyncio.gather(*self._farewells)
 
+    def _forget(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            self._part(_close_result(attempt))
+
     def _part(self, farewell: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(farewell)
         self._farewells.add(task)
         task.add_done_callback(self._farewells.discard)
 
-    async def _connect(self) -> AbstractConnection:
+    async def _connect(self) -> Wired:
         async with asyncio.timeout(self._timeout):
-            connection = WiredConnection(self._url)
-            await connection.connect()
-            return connection
+            return await connect(self._url, self._make)
 
     async def _keep(self) -> None:
         pauses = growing_pauses()
         while True:
             try:
-                connection = await self.connection()
+                wired = await self.connection()
             except BrokerUnavailable as error:
                 log.warning("%s", error)
                 await asyncio.sleep(next(pauses))
             else:
                 pauses = growing_pauses()
-                await asyncio.wait([connection.closing])
+                await asyncio.wait([wired.underlay.closing])
 
 
 def growing_pauses() -> Iterator[float]:
@@ -175,22 +270,22 @@ def growing_pauses() -> Iterator[float]:
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _over(attempt: asyncio.Task[AbstractConnection]) -> bool:
+def _over(attempt: asyncio.Task[Wired]) -> bool:
     if not attempt.done():
         return False
     return attempt.cancelled() or attempt.exception() is not None or not attempt.result().is_opened
 
 
-async def _close_result(attempt: asyncio.Task[AbstractConnection]) -> None:
+async def _close_result(attempt: asyncio.Task[Wired]) -> None:
     if not attempt.done():
         attempt.cancel()
-    with suppress(BrokerUnavailable), translated("closing"):
-        await close_quietly(await attempt)
+    with suppress(Exception), translated("closing"):  # whoever asked for the connection has heard why it failed
+        await (await attempt).close()
 
 
-async def close_quietly(closable: aiormq.Channel | AbstractConnection) -> None:
-    """Close it; that it is lost already does not matter. What is queued on a channel is sent first."""
-    if not closable.is_closed:
+async def close_quietly(channel: aiormq.Channel) -> None:
+    """Close it; that it is lost already does not matter. What is queued on it is sent first."""
+    if not channel.is_closed:
         with suppress(BrokerUnavailable), translated("closing"):
             async with asyncio.timeout(_FAREWELL):
-                await closable.close(BrokerUnavailable("closed"))
+                await channel.close(BrokerUnavailable("closed"))

@@ -1,46 +1,83 @@
-"""Confirmed publishing: many messages on the wire at once, the broker's word on each."""
+"""Confirmed publishing: many messages on the wire at once, the broker's word on each.
+
+What one message does to the channel or the connection is its own fault. The others that were on the wire with it are
+sent again, under their ids; the one is `REJECTED` and never sent again.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 
-from aiormq import Channel
-from aiormq.exceptions import ChannelPreconditionFailed, DeliveryError, PublishError
+from aiormq.exceptions import (
+    ChannelNotFoundEntity,
+    ChannelPreconditionFailed,
+    ConnectionCommandInvalid,
+    ConnectionFrameError,
+    ConnectionInternalError,
+    ConnectionSyntaxError,
+    ConnectionUnexpectedFrame,
+)
 
-from meshpoint.adapters.rabbitmq.envelope import Properties
-from meshpoint.adapters.rabbitmq.link import Link, close_quietly, translated
+from meshpoint.adapters.rabbitmq.confirming import ConfirmingChannel, Parcel
+from meshpoint.adapters.rabbitmq.frames import body_room
+from meshpoint.adapters.rabbitmq.link import Link, Wired, close_quietly, translated
 from meshpoint.adapters.rabbitmq.topology import Topology, declare_exchange
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.ports.broker import Published
 
+log = logging.getLogger(__name__)
+
 _LONGEST_PROBE = 2.0
 """Seconds to wait for a broker that did not confirm."""
 
+_TOO_LARGE = re.compile(r"message size \d+ is larger than (?:configured )?max size (\d+)")
+"""What RabbitMQ says of a body beyond its `max_message_size`. The limit is in no other place a client can see."""
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """One message as it goes on the wire."""
+_FAULTS = (
+    ChannelPreconditionFailed,
+    ConnectionInternalError,
+    ConnectionFrameError,
+    ConnectionSyntaxError,
+    ConnectionCommandInvalid,
+    ConnectionUnexpectedFrame,
+)
+"""How a broker answers a message that it does not accept, and no outage."""
 
-    key: str
-    properties: Properties
-    body: bytes
+_TRIES = 3
+"""Times that a message alone ends a connection with an internal error before it counts as its fault: it may be a
+trouble of the broker's own."""
+
+_PAUSE = 0.5
+"""Seconds before it is tried again, and twice as long before the last time."""
+
+_AGAIN = 3
+"""Times that messages which shared a channel with a bad one are sent together before they are sent apart."""
+
+Word = Published | BaseException
 
 
 class Publisher:
     """Publishes on a channel of its own, which it opens again when it is lost."""
 
-    def __init__(self, link: Link, topology: Topology, timeout: timedelta) -> None:
+    def __init__(
+        self, link: Link, topology: Topology, timeout: timedelta, restore: Callable[[], Awaitable[None]]
+    ) -> None:
         self._link = link
         self._topology = topology
+        self._restore = restore
         self._probe_timeout = min(timeout.total_seconds() / 4, _LONGEST_PROBE)
         self._timeout = timeout.total_seconds() - self._probe_timeout
-        self._channel: Channel | None = None
+        self._channel: ConfirmingChannel | None = None
         self._opening = asyncio.Lock()
-        self._on_the_wire: dict[str, asyncio.Event | None] = {}
+        self._apart = asyncio.Lock()
+        self._connection: object = None
+        self.max_body: int | None = None
+        self.room = body_room(0)
 
     async def publish(self, parcels: Sequence[Parcel]) -> list[Published]:
         """Send `parcels` and wait for the broker's word on each, in their order.
@@ -52,55 +89,142 @@ class Publisher:
             BrokerUnavailable: at least one is in doubt; all may be sent again.
             ConfigurationError: the broker knows this login under another name than messages carry.
         """
-        end = asyncio.get_running_loop().time() + self._timeout
+        words: dict[int, Published] = {}
+        left = dict(enumerate(parcels))
         with translated("publishing"):
-            channel = self._usable() or await self._opened(end)
-            if len(parcels) == 1:  # as most come: a task for each would cost as much as all the rest of this
-                return [await self._word(channel, parcels[0], end)]
-            return await self._words(channel, parcels, end)
+            for _ in range(_AGAIN):
+                await self._ready()
+                words |= {place: Published.REJECTED for place, parcel in left.items() if not self._fits(parcel)}
+                left = {place: parcel for place, parcel in left.items() if place not in words}
+                if not left:
+                    break
+                said = await self._send(list(left.values()))
+                words |= {place: word for place, word in zip(left, said, strict=True) if isinstance(word, Published)}
+                left, known = await self._again(left, said)
+                if not known:
+                    break
+            if left:
+                words |= zip(left, await self._send_apart(list(left.values())), strict=True)
+        return [words[place] for place in range(len(parcels))]
 
     async def close(self) -> None:
         """Close the channel."""
         if self._channel is not None:
-            await close_quietly(self._channel)
+            self._channel.shut()
+            await close_quietly(self._channel.wired.channel)
 
-    def _usable(self) -> Channel | None:
+    def _fits(self, parcel: Parcel) -> bool:
+        limit = self.max_body
+        return len(parcel.properties) + 12 <= self.room and (limit is None or len(parcel.body) <= limit)
+
+    async def _again(self, left: dict[int, Parcel], said: Sequence[Word]) -> tuple[dict[int, Parcel], bool]:
+        """What must be sent again, and whether the cause is known and mended, so that it may be sent together.
+
+        Raises:
+            Exception: the channel was lost for another reason than one of its messages.
+        """
+        lost = {place: word for place, word in zip(left, said, strict=True) if not isinstance(word, Published)}
+        again = {place: left[place] for place in lost}
+        for error in lost.values():
+            if isinstance(error, ChannelNotFoundEntity):
+                log.warning("the exchange is gone and is declared again: %s", error)
+                await self._restore()
+            elif isinstance(error, _FAULTS):
+                return again, self._learn(error)
+            else:
+                raise error
+        return again, True
+
+    def _learn(self, error: BaseException) -> bool:
+        """Take from `error` what messages must not be; False if it says nothing of use."""
+        text = str(error)
+        if isinstance(error, ChannelPreconditionFailed) and "user_id" in text:
+            raise ConfigurationError(
+                "mesh.broker_url",
+                f"the broker does not know this login by the name that messages carry ({error})",
+                "name the user in the URL",
+            ) from error
+        found = _TOO_LARGE.search(text)
+        if found is None:
+            log.warning("the broker closed a channel because of one message: %s", text)
+            return False
+        self.max_body = int(found[1])
+        log.warning("the broker takes bodies of at most %d bytes", self.max_body)
+        return True
+
+    async def _send(self, parcels: Sequence[Parcel]) -> list[Word]:
+        end = asyncio.get_running_loop().time() + self._timeout
+        channel = await self._ready()
+        sent = [channel.send(parcel) for parcel in parcels]
+        if not await _answered(sent, end):
+            await self._leave(channel)
+        return [_word(future) for future in sent]
+
+    async def _send_apart(self, parcels: Sequence[Parcel]) -> list[Published]:
+        """The word on each of some messages of which one may have ended a channel: one after the other, aside."""
+        words: list[Published] = []
+        async with self._apart:
+            wired = await self._link.apart()
+            try:
+                channel = await self._confirming(wired)
+                for parcel in parcels:
+                    for tried in range(1, _TRIES + 1):
+                        if not wired.is_opened:
+                            await wired.close()
+                            wired = await self._link.apart()
+                        if not channel.usable:
+                            channel = await self._confirming(wired)
+                        word = await self._alone(channel, parcel)
+                        if not isinstance(word, ConnectionInternalError):
+                            break
+                        await asyncio.sleep(tried * _PAUSE)
+                    words.append(self._verdict(parcel, word))
+            finally:
+                await wired.close()
+        return words
+
+    async def _alone(self, channel: ConfirmingChannel, parcel: Parcel) -> Word:
+        future = channel.send(parcel)
+        await _answered([future], asyncio.get_running_loop().time() + self._timeout)
+        return _word(future)
+
+    def _verdict(self, parcel: Parcel, word: Word) -> Published:
+        if isinstance(word, Published):
+            return word
+        if not isinstance(word, _FAULTS):
+            raise word
+        self._learn(word)
+        log.error("the broker does not take message %s: %s", parcel.message_id, word)
+        return Published.REJECTED
+
+    async def _confirming(self, wired: Wired) -> ConfirmingChannel:
+        return ConfirmingChannel(await wired.open_channel(self._timeout, confirms=True), self._topology.exchange)
+
+    def _usable(self) -> ConfirmingChannel | None:
         """The channel, as long as nothing is known to be wrong with it."""
         channel = self._channel
-        return channel if channel and not channel.is_closed and channel.connection.is_opened else None
+        return channel if channel and channel.usable else None
 
-    async def _opened(self, end: float) -> Channel:
-        async with asyncio.timeout_at(end), self._opening:
+    async def _ready(self) -> ConfirmingChannel:
+        if (channel := self._usable()) is not None:
+            return channel
+        async with asyncio.timeout(self._timeout), self._opening:
             if (channel := self._usable()) is None:
                 await declare_exchange(self._link, self._topology)
-                channel = self._channel = await self._link.open_channel(confirms=True)
+                opened = await self._link.open_channel(confirms=True)
+                channel = self._channel = ConfirmingChannel(opened, self._topology.exchange)
+                self.room = channel.room
+                if opened.channel.connection is not self._connection:  # another node, or one with other settings
+                    self._connection, self.max_body = opened.channel.connection, None
             return channel
 
-    async def _word(self, channel: Channel, parcel: Parcel, end: float) -> Published:
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(end):
-                return await self._send_one(channel, parcel)
-        await self._leave(channel)
-        return Published.OVERLOADED
-
-    async def _words(self, channel: Channel, parcels: Sequence[Parcel], end: float) -> list[Published]:
-        sending = [asyncio.create_task(self._send_one(channel, parcel)) for parcel in parcels]
-        try:
-            if sending:
-                await asyncio.wait(sending, timeout=end - asyncio.get_running_loop().time())
-            silent = {task for task in sending if not task.done()}
-            if silent:
-                await self._leave(channel)
-            return [Published.OVERLOADED if task in silent else task.result() for task in sending]
-        finally:
-            await _abandon(sending)
-
-    async def _leave(self, channel: Channel) -> None:
+    async def _leave(self, channel: ConfirmingChannel) -> None:
         """Give up `channel`, on which a message was not confirmed; its connection too if the broker is silent."""
         answers = await self._answers()
         if self._channel is channel:
             self._channel = None
-            self._link.leave(channel)
+            channel.shut()
+            self._link.leave(channel.wired.channel)
         if not answers:
             self._link.drop()
             raise BrokerUnavailable("publishing: the broker does not answer")
@@ -110,52 +234,25 @@ class Publisher:
         try:
             with translated("probing"):
                 async with asyncio.timeout(self._probe_timeout):
-                    channel = await self._link.open_channel()
+                    opened = await self._link.open_channel()
         except BrokerUnavailable:
             return False
-        await close_quietly(channel)
+        await close_quietly(opened.channel)
         return True
 
-    async def _send_one(self, channel: Channel, parcel: Parcel) -> Published:
-        # aiormq finds a returned message by its message id: two of one id must not be on the wire together.
-        id_ = parcel.properties.message_id or ""
-        while id_ in self._on_the_wire:
-            sooner = self._on_the_wire[id_] = self._on_the_wire[id_] or asyncio.Event()
-            await sooner.wait()
-        self._on_the_wire[id_] = None
-        try:
-            return await self._confirmed(channel, parcel)
-        finally:
-            if (waited_for := self._on_the_wire.pop(id_)) is not None:
-                waited_for.set()
 
-    async def _confirmed(self, channel: Channel, parcel: Parcel) -> Published:
-        try:
-            await channel.basic_publish(
-                parcel.body,
-                exchange=self._topology.exchange,
-                routing_key=parcel.key,
-                properties=parcel.properties,
-                mandatory=True,
-                wait=False,
-            )
-        except PublishError:
-            return Published.UNROUTABLE
-        except DeliveryError:
-            return Published.OVERLOADED
-        except ChannelPreconditionFailed as error:
-            if "user_id" not in str(error):
-                raise
-            raise ConfigurationError(
-                "mesh.broker_url",
-                f"the broker does not know this login by the name that messages carry ({error})",
-                "name the user in the URL",
-            ) from error
-        return Published.ACCEPTED
+async def _answered(sent: Sequence[asyncio.Future[Published]], end: float) -> bool:
+    """Wait for all words until `end`; whether all came."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout_at(end):
+            for future in sent:
+                with suppress(Exception):  # read by the caller
+                    await future
+    return all(future.done() and not future.cancelled() for future in sent)
 
 
-async def _abandon(sending: Sequence[asyncio.Task[Published]]) -> None:
-    """Let no task outlive the call: also when it was cancelled, or when one of many failed."""
-    for task in sending:
-        task.cancel()
-    await asyncio.gather(*sending, return_exceptions=True)
+def _word(future: asyncio.Future[Published]) -> Word:
+    """What the broker said; one that it did not confirm is refused for now."""
+    if not future.done() or future.cancelled():
+        return Published.OVERLOADED
+    return future.exception() or future.result()

@@ -7,15 +7,17 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from aiormq.abc import DeliveredMessage
 from aiormq.exceptions import ChannelNotFoundEntity
 
+from meshpoint.adapters.rabbitmq.content import Content, decode
 from meshpoint.adapters.rabbitmq.delivery import Bury, RabbitDelivery
-from meshpoint.adapters.rabbitmq.envelope import to_message
+from meshpoint.adapters.rabbitmq.envelope import quorum_count, to_dead_message, to_message
+from meshpoint.adapters.rabbitmq.frames import Arrived
 from meshpoint.adapters.rabbitmq.intake import Intake
-from meshpoint.adapters.rabbitmq.link import Link, close_quietly, growing_pauses, translated
+from meshpoint.adapters.rabbitmq.link import Link, growing_pauses, translated
+from meshpoint.adapters.rabbitmq.redelivered import Redelivered
 from meshpoint.errors import BrokerUnavailable, ConfigurationError, PoisonMessage
-from meshpoint.model.messages import Address
+from meshpoint.model.messages import Address, bounded_reason, is_dead_letters, is_private
 from meshpoint.ports.broker import OnDelivery
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ class RabbitSubscription:
         timeout: float,
         restore: Callable[[bool], Awaitable[None]],
         bury: Bury,
+        delivery_limit: int,
     ) -> None:
         self._link = link
         self._queue = queue
@@ -44,6 +47,10 @@ class RabbitSubscription:
         self._timeout = timeout
         self._restore = restore
         self._bury = bury
+        self._delivery_limit = delivery_limit
+        self._private = is_private(address)
+        self._read = to_dead_message if is_dead_letters(address) else to_message
+        self._redelivered = Redelivered()
         self._wake = asyncio.Event()
         self._intake: Intake | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -58,6 +65,7 @@ class RabbitSubscription:
             BrokerUnavailable: the broker does not answer.
         """
         try:
+            await self._restore(False)
             await self._attach()
         except BrokerUnavailable as error:
             if isinstance(error.__cause__, ChannelNotFoundEntity):
@@ -105,8 +113,7 @@ class RabbitSubscription:
                 with suppress(asyncio.CancelledError):
                     await task
         if self._intake is not None:
-            await self._intake.acks_sent()
-            await close_quietly(self._intake.channel)
+            await self._intake.close()
 
     async def _keep(self) -> None:
         while True:
@@ -117,30 +124,28 @@ class RabbitSubscription:
             with suppress(BrokerUnavailable):  # gives the intake up, which wakes this loop
                 await (self._reattach() if self._intake is None or self._intake.lost else self._adjust())
         if self._intake is not None:
-            await close_quietly(self._intake.channel)
+            await self._intake.close()
 
     async def _reattach(self) -> None:
         log.warning("lost the consumer of %s", self._queue)
         pauses = growing_pauses()
+        missing = self._intake is not None and self._intake.cancelled_by_broker
         while not self._cancelled:
             if self._intake is not None:
-                await close_quietly(self._intake.channel)
+                await self._intake.close()
             try:
+                await self._restore(missing)
                 await self._attach()
             except Exception as error:  # whatever it is, a consumer that stays away is worse
                 log.warning("cannot consume %s yet: %r", self._queue, error)
-                if isinstance(error.__cause__, ChannelNotFoundEntity):
-                    with suppress(BrokerUnavailable, ConfigurationError):
-                        await self._restore(True)
+                missing = isinstance(error.__cause__, ChannelNotFoundEntity)
                 await asyncio.sleep(next(pauses))
             else:
                 log.info("consuming %s again", self._queue)
                 return
 
     async def _attach(self) -> None:
-        await self._restore(False)
-        channel = await self._link.open_channel()
-        intake = Intake(channel, self._queue, self._receive, self._wake.set)
+        intake = Intake(await self._link.open_channel(), self._queue, self._receive, self._wake.set)
         self._intake = intake
         await self._adjust()
 
@@ -156,25 +161,49 @@ class RabbitSubscription:
             intake.give_up()
             raise
 
-    def _receive(self, delivered: DeliveredMessage) -> None:
+    def _receive(self, arrived: Arrived) -> None:
         intake = self._intake
-        if intake is None or delivered.channel is not intake.channel:
-            return  # of a channel given up meanwhile; the broker has it back
-        try:
-            message = to_message(delivered)
-        except PoisonMessage as error:
-            burying = asyncio.create_task(self._bury_unreadable(delivered, intake, str(error)))
-            self._buryings.add(burying)
-            burying.add_done_callback(self._buryings.discard)
+        if intake is None:
             return
-        self._on_delivery(RabbitDelivery(message, delivered, self.address, intake, self._bury))
-
-    async def _bury_unreadable(self, delivered: DeliveredMessage, intake: Intake, reason: str) -> None:
-        log.warning("unreadable message in %s: %s", self._queue, reason)
-        tag = delivered.delivery_tag or 0
+        content = decode(arrived.header)
         try:
-            await self._bury(self.address, delivered, reason)
-            intake.ack(tag)
-        except BrokerUnavailable:
-            with suppress(BrokerUnavailable):
-                await intake.requeue(tag)
+            message = self._read(arrived, content)
+            count = self._count(arrived, content)
+            if count > self._delivery_limit and self._private:
+                raise PoisonMessage(f"delivery limit: this is delivery {count}")
+        except PoisonMessage as error:
+            self._set_aside(arrived, content, intake, str(error))
+            return
+        delivery = RabbitDelivery(message, arrived, content, self.address, intake, self._bury, count)
+        try:
+            self._on_delivery(delivery)
+        except Exception as error:  # a defect of the receiver, and not of the connection that all agents share
+            log.exception("message %s could not be handed on", message.message_id)
+            self._set_aside(arrived, content, intake, f"internal error: {type(error).__name__}: {error}")
+
+    def _count(self, arrived: Arrived, content: Content) -> int:
+        if not arrived.redelivered:  # what the headers say of earlier deliveries is then the sender's word
+            return 1
+        counted = None if self._private else quorum_count(content)
+        return self._redelivered.count(arrived) if counted is None else counted
+
+    def _set_aside(self, arrived: Arrived, content: Content, intake: Intake, reason: str) -> None:
+        log.warning("unreadable message in %s: %s", self._queue, bounded_reason(reason))
+        burying = asyncio.create_task(self._bury_unreadable(arrived, content, intake, reason))
+        self._buryings.add(burying)
+        burying.add_done_callback(self._buryings.discard)
+
+    async def _bury_unreadable(self, arrived: Arrived, content: Content, intake: Intake, reason: str) -> None:
+        pauses = growing_pauses()
+        while not intake.lost:
+            try:
+                copied = await self._bury(self.address, arrived, content, reason)
+            except (BrokerUnavailable, ConfigurationError) as error:
+                log.warning("cannot dead-letter a message of %s yet: %s", self._queue, error)
+                await asyncio.sleep(next(pauses))
+                continue
+            if copied:
+                intake.ack(arrived.delivery_tag)
+            else:
+                intake.give_back(arrived.delivery_tag, requeue=False)
+            return

@@ -3,14 +3,17 @@
 One direct exchange per namespace. A queue is bound under its address; private queues also under the broadcast
 key of their agent, so that a broadcast to an agent that nobody declared is a message without a receiver and
 not an error that closes the channel. The exchange carries dead letters as well.
+
+A queue that exists is used with the arguments it has: an upgrade never stops on a queue.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from datetime import timedelta
 
-from aiormq.abc import AbstractChannel
+from aio_pika.abc import AbstractQueue
 from aiormq.exceptions import ChannelAccessRefused, ChannelNotFoundEntity, ChannelPreconditionFailed
 from pamqp.common import FieldTable
 
@@ -18,6 +21,13 @@ from meshpoint.adapters.rabbitmq.link import Link, translated
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import Address, dead_letters_of, nested_of, private_of, responses_of, shard_of
+
+log = logging.getLogger(__name__)
+
+MAX_LENGTH = 100_000
+"""Messages in a new queue before it refuses more, or, for dead letters, drops the oldest."""
+_RESPONSES_PER_REQUEST = 10
+"""How much longer the response queue may be: one task waits for many responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +37,7 @@ class Topology:
     namespace: str
     private_ttl: timedelta
     delivery_limit: int
-    max_length: int | None
+    max_length: int | None = MAX_LENGTH
 
     @property
     def exchange(self) -> str:
@@ -45,23 +55,27 @@ class Topology:
 
     def queues(self, agent: AgentName, shards: int = 1) -> dict[Address, FieldTable]:
         """The shared queues of `agent` with their arguments; the dead letters first, as the others need them."""
-        consumed = self._consumed(agent)
-        bounded: FieldTable = {"x-max-length": self.max_length} if self.max_length else {}
         return {
-            dead_letters_of(agent): {"x-queue-type": "quorum"},
-            responses_of(agent): consumed,
-            **{shard_of(agent, number): {**consumed, **bounded} for number in range(shards)},
-            nested_of(agent): {**consumed, **bounded},
+            dead_letters_of(agent): {"x-queue-type": "quorum", **self._bounded("drop-head")},
+            responses_of(agent): {**self._consumed(agent), **self._bounded(times=_RESPONSES_PER_REQUEST)},
+            **{
+                shard_of(agent, number): {**self._consumed(agent), **self._bounded()} for number in range(shards)
+            },
+            nested_of(agent): {**self._consumed(agent), **self._bounded()},
         }
 
     def private_queue(self) -> FieldTable:
         """The arguments of a private queue.
 
         Classic, as it is made for one incarnation: a quorum queue is without a leader for good when the broker
-        is killed just after making it (seen with 3.10), and then every broadcast waits for it. It needs no
-        delivery limit either: whoever dies of a message does not come back for it.
+        is killed just after making it (seen with 3.10), and then every broadcast waits for it. Its consumer counts
+        deliveries.
         """
-        return {"x-queue-type": "classic", "x-expires": int(self.private_ttl.total_seconds() * 1000)}
+        return {
+            "x-queue-type": "classic",
+            "x-expires": int(self.private_ttl.total_seconds() * 1000),
+            **self._bounded(),
+        }
 
     def _consumed(self, agent: AgentName) -> FieldTable:
         # A dead letter is moved only once the dead-letter queue has it, which RabbitMQ does only for queues
@@ -75,13 +89,16 @@ class Topology:
             "x-overflow": "reject-publish",
         }
 
+    def _bounded(self, overflow: str = "reject-publish", *, times: int = 1) -> FieldTable:
+        return {"x-max-length": times * self.max_length, "x-overflow": overflow} if self.max_length else {}
+
 
 async def declare_exchange(link: Link, topology: Topology) -> None:
     """Make the exchange exist. One that is there is only looked at, which needs no right to configure it."""
     try:
-        async with link.channel() as channel:
+        async with link.topology_channel() as channel:
             with translated("looking for the exchange"):
-                await channel.exchange_declare(topology.exchange, exchange_type="direct", passive=True)
+                await channel.declare_exchange(topology.exchange, passive=True)
     except BrokerUnavailable as error:
         if not isinstance(error.__cause__, ChannelNotFoundEntity):
             raise
@@ -89,10 +106,10 @@ async def declare_exchange(link: Link, topology: Topology) -> None:
 
 
 async def _create_exchange(link: Link, topology: Topology) -> None:
-    async with link.channel() as channel:
+    async with link.topology_channel() as channel:
         with translated("declaring the exchange"):
             try:
-                await channel.exchange_declare(topology.exchange, exchange_type="direct", durable=True)
+                await channel.declare_exchange(topology.exchange, durable=True)
             except ChannelAccessRefused as error:
                 raise ConfigurationError(
                     "mesh.broker_url",
@@ -101,44 +118,84 @@ async def _create_exchange(link: Link, topology: Topology) -> None:
                 ) from error
 
 
-async def declare_agent(channel: AbstractChannel, topology: Topology, agent: AgentName, shards: int) -> None:
-    """Make the shared queues of `agent` exist, with so many for requests.
+class Declaring:
+    """Makes queues exist; remembers those that others made with other arguments, and warns of them once."""
 
-    Raises:
-        ConfigurationError: a queue is there with other arguments, or the login may not declare it.
-    """
-    for address, arguments in topology.queues(agent, shards).items():
-        await _declare_queue(channel, topology, address, arguments)
+    def __init__(self, link: Link, topology: Topology) -> None:
+        self._link, self._topology = link, topology
+        self._as_they_are: set[str] = set()
+
+    async def agent(self, agent: AgentName, shards: int) -> None:
+        """Make the shared queues of `agent` exist, with so many for requests.
+
+        Raises:
+            ConfigurationError: the login may not declare or bind a queue.
+        """
+        for address, arguments in self._topology.queues(agent, shards).items():
+            await self._declare(address, arguments, address)
+
+    async def private(self, agent: AgentName, replica: ReplicaId) -> None:
+        """Make the private queue of `replica` exist, with the broadcasts of its agent.
+
+        Raises:
+            ConfigurationError: as `agent`.
+        """
+        address = private_of(agent, replica)
+        keys = address, self._topology.broadcast_key(agent)
+        await self._declare(address, self._topology.private_queue(), *keys)
+
+    async def bind(self, address: Address) -> None:
+        """Bind the queue of `address`, whoever declared it, under its address.
+
+        Raises:
+            BrokerUnavailable: there is no such queue, or the login may not bind it.
+        """
+        async with self._link.topology_channel() as channel:
+            with translated(f"binding {address}"):
+                queue = await channel.declare_queue(self._topology.queue(address), passive=True)
+                await queue.bind(self._topology.exchange, address)
+
+    async def _declare(self, address: Address, arguments: FieldTable, *keys: str) -> None:
+        name = self._topology.queue(address)
+        if name in self._as_they_are and await self._use(name, *keys):
+            return
+        async with self._link.topology_channel() as channel:
+            with translated(f"declaring {name}"):
+                try:
+                    queue = await channel.declare_queue(name, durable=True, arguments=arguments)
+                    await self._bind(queue, *keys)
+                    return
+                except (ChannelPreconditionFailed, ChannelAccessRefused) as error:
+                    refused = error
+        if not await self._use(name, *keys):
+            raise _not_allowed(name) from refused
+        if name not in self._as_they_are:
+            log.warning("the queue %s is used as it is, with other settings than are configured: %s", name, refused)
+            self._as_they_are.add(name)
+
+    async def _use(self, name: str, *keys: str) -> bool:
+        """Bind the queue `name` as it is; False if there is none."""
+        async with self._link.topology_channel() as channel:
+            with translated(f"looking for {name}"):
+                try:
+                    queue = await channel.declare_queue(name, passive=True)
+                except (ChannelNotFoundEntity, ChannelAccessRefused):
+                    self._as_they_are.discard(name)
+                    return False
+                await self._bind(queue, *keys)
+        return True
+
+    async def _bind(self, queue: AbstractQueue, *keys: str) -> None:
+        for key in keys:
+            try:
+                await queue.bind(self._topology.exchange, key)
+            except ChannelAccessRefused as error:
+                raise _not_allowed(queue.name) from error
 
 
-async def declare_private(channel: AbstractChannel, topology: Topology, agent: AgentName, replica: ReplicaId) -> None:
-    """Make the private queue of `replica` exist, with the broadcasts of its agent.
-
-    Raises:
-        ConfigurationError: as `declare_agent`.
-    """
-    address = private_of(agent, replica)
-    await _declare_queue(channel, topology, address, topology.private_queue())
-    with translated(f"binding {address}"):
-        await channel.queue_bind(topology.queue(address), topology.exchange, topology.broadcast_key(agent))
-
-
-async def _declare_queue(
-    channel: AbstractChannel, topology: Topology, address: Address, arguments: FieldTable
-) -> None:
-    name = topology.queue(address)
-    try:
-        await channel.queue_declare(name, durable=True, arguments=arguments)
-        await channel.queue_bind(name, topology.exchange, address)
-    except ChannelPreconditionFailed as error:
-        raise ConfigurationError(
-            "mesh.broker_url",
-            f"the queue {name!r} exists with other settings ({error})",
-            "give the mesh another namespace, or drain and delete that queue",
-        ) from error
-    except ChannelAccessRefused as error:
-        raise ConfigurationError(
-            "mesh.broker_url",
-            f"the login may not declare or bind the queue {name!r}",
-            "grant it configure and write on the queue and read on the exchange",
-        ) from error
+def _not_allowed(name: str) -> ConfigurationError:
+    return ConfigurationError(
+        "mesh.broker_url",
+        f"the login may not declare or bind the queue {name!r}",
+        "grant it configure and write on the queue and read on the exchange",
+    )

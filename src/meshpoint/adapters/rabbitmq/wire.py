@@ -1,6 +1,7 @@
 """The wire to the broker: what is written in one turn of the event loop leaves in one system call.
 
-aiormq writes each frame by itself, and the broker reads it by itself.
+aiormq writes each frame by itself, and the broker reads it by itself. What arrives is split into frames here, so that
+messages need not pass through the library (`frames.py`).
 """
 
 from __future__ import annotations
@@ -9,34 +10,48 @@ import asyncio
 import ssl
 from typing import Any
 
-from aiormq import Connection, SSLContextProvider, TransportFactory
+from aiormq import SSLContextProvider, TransportFactory
 from aiormq.exceptions import AMQPConnectionError
 from yarl import URL
 
-
-class WiredConnection(Connection):
-    """A connection whose frames leave together."""
-
-    FRAME_BUFFER_SIZE = 256
-    """Frames that wait to be written; with aiormq's own 10, publishers of a large batch wait for each other."""
-
-    def __init__(self, url: URL) -> None:
-        super().__init__(url, transport_factory=_Wire())
+from meshpoint.adapters.rabbitmq.frames import FrameReader, FrameTaker
 
 
-class _Wire(TransportFactory):
+class Wire(TransportFactory):
+    """Both directions of one connection. The library makes it when it connects, and writes and reads through it."""
+
+    def __init__(self) -> None:
+        self._frames: FrameReader | None = None
+        self._writer: _GatheringWriter | None = None
+
     async def create(self, url: URL, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """What `asyncio.open_connection` makes, with a writer that gathers."""
+        """What `asyncio.open_connection` makes, with a reader that splits and a writer that gathers."""
         provider: SSLContextProvider = kwargs["ssl_context_provider"]
         context: ssl.SSLContext | None = await provider.get_context() if url.scheme == "amqps" else None
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(loop=loop)
-        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        self._frames = frames = FrameReader(reader, loop)
         try:
-            transport, _ = await loop.create_connection(lambda: protocol, url.host or "", url.port or 0, ssl=context)
+            transport, _ = await loop.create_connection(lambda: frames, url.host or "", url.port or 0, ssl=context)
         except OSError as error:
             raise AMQPConnectionError(*error.args) from error
-        return reader, _GatheringWriter(transport, protocol, reader, loop)
+        self._writer = _GatheringWriter(transport, frames, reader, loop)
+        return reader, self._writer
+
+    def take(self, channel: int, taker: FrameTaker) -> None:
+        """Hand the frames of `channel` to `taker` from now on."""
+        if self._frames is not None:
+            self._frames.take(channel, taker)
+
+    def leave(self, channel: int, taker: FrameTaker) -> None:
+        """Hand the frames of `channel` to the library again."""
+        if self._frames is not None:
+            self._frames.leave(channel, taker)
+
+    def write(self, frames: bytes) -> None:
+        """Send `frames` with all that is written in this turn. On a lost connection they are lost too."""
+        if self._writer is not None:
+            self._writer.write(frames)
 
 
 class _GatheringWriter(asyncio.StreamWriter):

@@ -16,7 +16,7 @@ from meshpoint.adapters.sqlite_queue.session import Session, Tuning
 from meshpoint.adapters.sqlite_queue.thread import QueueThread
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
-from meshpoint.model.messages import Address, Message
+from meshpoint.model.messages import Address, Message, bounded_reason, is_sendable
 from meshpoint.ports.broker import OnDelivery, Published
 
 _log = logging.getLogger(__name__)
@@ -84,6 +84,11 @@ class SqliteBroker:
     @property
     def _attached(self) -> list[SqliteSubscription]:
         return [each for each in self._subscriptions if not each.cancelled]
+
+    @property
+    def max_message_bytes(self) -> int | None:
+        """There is no limit."""
+        return None
 
     async def open(self) -> None:
         """Open the file and begin to beat.
@@ -161,6 +166,9 @@ class SqliteBroker:
 
 def _row(message: Message) -> Row | None:
     """The row of `message`; None if no queue can take it."""
+    if not is_sendable(message):
+        _log.warning("message %r cannot be sent: its envelope is too large", message.message_id[:300])
+        return None
     try:
         return to_row(message)
     except ValueError as error:
@@ -222,7 +230,7 @@ class SqliteDelivery:
 
     async def dead_letter(self, reason: str) -> bool:
         """Move it to its agent's dead letters."""
-        return await self._settle(lambda queues: queues.dead_letter(self._claimed, reason))
+        return await self._settle(lambda queues: queues.dead_letter(self._claimed, bounded_reason(reason)))
 
     async def _settle(self, how: Callable[[Queues], bool]) -> bool:
         def run(queues: Queues, _: int) -> bool:

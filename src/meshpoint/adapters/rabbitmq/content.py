@@ -1,0 +1,244 @@
+"""Content headers as they lie on the wire, decoded by hand.
+
+RabbitMQ passes on nearly everything that a publisher puts into a content header: bytes that are no UTF-8, timestamps
+beyond any calendar, tables nested without end. The library's decoder raises in its reader for those and so ends the
+connection. This one never raises: it keeps what can be read, and names the first thing that cannot in `defect`.
+"""
+
+from __future__ import annotations
+
+import struct
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import TypeAlias
+
+_FIXED = 12
+"""Bytes before the property flags: class, weight, size of the body."""
+_DEEPEST = 16
+"""Levels of tables and arrays inside a header that are followed. RabbitMQ's own headers have three."""
+_LAST_32_BIT_SECOND = 0xFFFFFFFF
+"""Timestamps above it are milliseconds: many clients write those."""
+_LONGEST_EXCERPT = 40
+
+Scalar: TypeAlias = str | int | float
+
+_u8 = struct.Struct(">B").unpack_from
+_u16 = struct.Struct(">H").unpack_from
+_u32 = struct.Struct(">I").unpack_from
+_u64 = struct.Struct(">Q").unpack_from
+_decimal = struct.Struct(">Bi").unpack_from
+
+_SHORT_STRINGS_BEFORE_HEADERS = ((0x8000, "content_type"), (0x4000, "content_encoding"))
+_OCTETS = ((0x1000, "delivery_mode"), (0x0800, "priority"))
+_SHORT_STRINGS = ((0x0400, "correlation_id"), (0x0200, "reply_to"), (0x0100, "expiration"), (0x0080, "message_id"))
+_LAST_SHORT_STRINGS = ((0x0020, "message_type"), (0x0010, "user_id"), (0x0008, "app_id"), (0x0004, "cluster_id"))
+_HEADERS, _TIMESTAMP, _CONTINUED, _UNUSED = 0x2000, 0x0040, 0x0001, 0x0002
+
+_NUMBERS = {
+    kind[0]: struct.Struct(format)
+    for kind, format in (
+        (b"t", ">?"),
+        (b"b", ">b"),
+        (b"B", ">B"),
+        (b"s", ">h"),
+        (b"u", ">H"),
+        (b"I", ">i"),
+        (b"i", ">I"),
+        (b"l", ">q"),
+        (b"L", ">q"),
+        (b"f", ">f"),
+        (b"d", ">d"),
+    )
+}
+_STRING, _BYTES, _TABLE, _ARRAY, _TIME, _DECIMAL, _VOID, _NOTHING = b"SxFATDV\x00"
+
+
+class Content:
+    """The properties of one message; those that are missing or cannot be read are None.
+
+    `headers` holds the entries that are strings and numbers. Values of other types (void, bytes, tables, arrays) are
+    left out; decimals are floats, timestamps are seconds.
+    """
+
+    __slots__ = (
+        "app_id",
+        "cluster_id",
+        "content_encoding",
+        "content_type",
+        "correlation_id",
+        "defect",
+        "delivery_mode",
+        "expiration",
+        "headers",
+        "message_id",
+        "message_type",
+        "priority",
+        "reply_to",
+        "timestamp",
+        "user_id",
+    )
+
+    def __init__(self) -> None:
+        self.content_type: str | None = None
+        self.content_encoding: str | None = None
+        self.headers: dict[str, Scalar] = {}
+        self.delivery_mode: int | None = None
+        self.priority: int | None = None
+        self.correlation_id: str | None = None
+        self.reply_to: str | None = None
+        self.expiration: str | None = None
+        self.message_id: str | None = None
+        self.timestamp: datetime | None = None
+        self.message_type: str | None = None
+        self.user_id: str | None = None
+        self.app_id: str | None = None
+        self.cluster_id: str | None = None
+        self.defect: str | None = None
+
+
+class _Broken(Exception):
+    """What follows in this part cannot be found."""
+
+
+def body_size(payload: bytes) -> int:
+    """Bytes of the body that follows the content header frame with this payload."""
+    return int(_u64(payload, 4)[0])
+
+
+def decode(payload: bytes) -> Content:
+    """The properties in the payload of a content header frame; never raises."""
+    content = Content()
+    try:
+        _Reader(payload, content).read()
+    except (_Broken, struct.error, IndexError) as error:
+        _note(content, str(error) if isinstance(error, _Broken) else "the content header is cut off")
+    return content
+
+
+def _note(content: Content, defect: str) -> None:
+    if content.defect is None:
+        content.defect = defect
+
+
+class _Reader:
+    __slots__ = ("_at", "_content", "_data")
+
+    def __init__(self, data: bytes, content: Content) -> None:
+        self._data, self._at, self._content = data, _FIXED, content
+
+    def read(self) -> None:
+        (flags,) = _u16(self._data, self._at)
+        self._at += 2
+        if flags & (_CONTINUED | _UNUSED):
+            raise _Broken("the content header has properties that AMQP 0-9-1 does not know")
+        self._short_strings(flags, _SHORT_STRINGS_BEFORE_HEADERS)
+        if flags & _HEADERS:
+            self._headers()
+        for flag, name in _OCTETS:
+            if flags & flag:
+                setattr(self._content, name, self._data[self._at])
+                self._at += 1
+        self._short_strings(flags, _SHORT_STRINGS)
+        if flags & _TIMESTAMP:
+            self._timestamp()
+        self._short_strings(flags, _LAST_SHORT_STRINGS)
+
+    def _short_strings(self, flags: int, names: tuple[tuple[int, str], ...]) -> None:
+        data, at, content = self._data, self._at, self._content
+        for flag, name in names:
+            if flags & flag:
+                start = at + 1
+                at = start + data[at]
+                if at > len(data):
+                    raise _Broken(f"property {name}: is cut off")
+                setattr(content, name, self._text(data[start:at], f"property {name}"))
+        self._at = at
+
+    def _text(self, raw: bytes, where: str) -> str:
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            text = raw.decode("utf-8", "backslashreplace")
+            _note(self._content, f"{where}: is not UTF-8: {text[:_LONGEST_EXCERPT]}")
+            return text
+
+    def _timestamp(self) -> None:
+        (seconds,) = _u64(self._data, self._at)
+        self._at += 8
+        try:
+            exact = seconds / 1000 if seconds > _LAST_32_BIT_SECOND else seconds
+            self._content.timestamp = datetime.fromtimestamp(exact, UTC)
+        except (ValueError, OverflowError, OSError):
+            _note(self._content, f"property timestamp: {seconds} is out of range")
+
+    def _headers(self) -> None:
+        (size,) = _u32(self._data, self._at)
+        at, end = self._at + 4, self._at + 4 + size
+        if end > len(self._data):
+            raise _Broken("headers: are cut off")
+        self._at = end
+        try:
+            self._table(at, end)
+        except (_Broken, struct.error, IndexError) as error:
+            _note(self._content, f"headers: {error if isinstance(error, _Broken) else 'are cut off'}")
+
+    def _table(self, at: int, end: int) -> None:
+        data, headers = self._data, self._content.headers
+        while at < end:
+            start = at + 1
+            at = start + data[at]
+            if at >= end:
+                raise _Broken("a name is cut off")
+            name = self._text(data[start:at], "headers: a name")
+            kind = data[at]
+            at += 1
+            if kind == _STRING:
+                start = at + 4
+                at = start + _u32(data, at)[0]
+                if at > end:
+                    raise _Broken(f"{name[:_LONGEST_EXCERPT]}: is cut off")
+                try:
+                    headers[name] = data[start:at].decode()
+                except UnicodeDecodeError:  # bytes, which AMQP allows here
+                    headers.pop(name, None)
+                continue
+            value, at = _value(data, kind, at, end, _DEEPEST)
+            if value is None:
+                headers.pop(name, None)
+            else:
+                headers[name] = value
+
+
+def _value(data: bytes, kind: int, at: int, end: int, deepest: int) -> tuple[Scalar | None, int]:
+    """The value at `at`, None for one that is no string or number, and where the next entry begins."""
+    value: Scalar | None = None
+    if (number := _NUMBERS.get(kind)) is not None:
+        (value,) = number.unpack_from(data, at)
+        at += number.size
+    elif kind in {_STRING, _BYTES}:
+        at += 4 + _u32(data, at)[0]
+    elif kind == _DECIMAL:
+        places, unscaled = _decimal(data, at)
+        value, at = float(Decimal(unscaled).scaleb(-places)), at + 5
+    elif kind == _TIME:
+        value, at = int(_u64(data, at)[0]), at + 8
+    elif kind in {_TABLE, _ARRAY}:
+        inner_end = at + 4 + _u32(data, at)[0]
+        if inner_end <= end:
+            _check_nested(data, at + 4, inner_end, deepest - 1, named=kind == _TABLE)
+        at = inner_end
+    elif kind not in {_VOID, _NOTHING}:
+        raise _Broken(f"a value of unknown type {bytes([kind])!r}")
+    if at > end:
+        raise _Broken("a value is cut off")
+    return value, at
+
+
+def _check_nested(data: bytes, at: int, end: int, deepest: int, *, named: bool) -> None:
+    if deepest < 0:
+        raise _Broken(f"are nested more than {_DEEPEST} levels deep")
+    while at < end:
+        if named:
+            at += 1 + data[at]
+        kind = data[at]
+        _, at = _value(data, kind, at + 1, end, deepest)

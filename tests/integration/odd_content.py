@@ -1,0 +1,111 @@
+"""Content headers that RabbitMQ passes on and AMQP libraries cannot decode, built by hand."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import aiormq
+from pamqp.commands import Basic
+
+
+def short(text: bytes) -> bytes:
+    return bytes([len(text)]) + text
+
+
+def long(data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + data
+
+
+def entry(name: bytes, kind: bytes, value: bytes) -> bytes:
+    return short(name) + kind + value
+
+
+def nested(depth: int) -> bytes:
+    """A table in a table in a table."""
+    table = long(b"")
+    for _ in range(depth):
+        table = long(entry(b"t", b"F", table))
+    return table
+
+
+def properties(
+    *,
+    headers: bytes = b"",
+    correlation_id: bytes = b"c",
+    message_id: bytes = b"m",
+    timestamp: int | None = None,
+    kind: bytes = b"request",
+    app_id: bytes = b"a",
+) -> bytes:
+    """The flags and values of a content header; whole unless told otherwise."""
+    flags = 0x2000 | 0x0400 | 0x0080 | 0x0020 | 0x0008 | (0x0040 if timestamp is not None else 0)
+    stamp = b"" if timestamp is None else struct.pack(">Q", timestamp)
+    values = (long(headers), short(correlation_id), short(message_id), stamp, short(kind), short(app_id))
+    return struct.pack(">H", flags) + b"".join(values)
+
+
+UNDECODABLE: dict[str, bytes] = {
+    "id without UTF-8": properties(correlation_id=b"\xff\xfe"),
+    "type without UTF-8": properties(kind=b"\xc3("),
+    "sender without UTF-8": properties(app_id=b"\x80" * 255),
+    "message id without UTF-8": properties(message_id=b"\xf5"),
+    "header name without UTF-8": properties(headers=entry(b"x-\xff", b"S", long(b"v"))),
+    "timestamp beyond all calendars": properties(timestamp=2**64 - 1),
+    "timestamp of the year 300,000": properties(timestamp=9_400_000_000_000_000),
+    "nested 900 deep": properties(headers=entry(b"t", b"F", nested(900))),
+    "nested 100 deep in an array": properties(headers=entry(b"a", b"A", long(b"A" + long(b"F" + nested(100))))),
+}
+"""Contents that end with the dead letters, by name."""
+
+EXOTIC = b"".join(
+    (
+        entry(b"void", b"V", b""),
+        entry(b"bytes", b"x", long(b"\x00\xff")),
+        entry(b"no text", b"S", long(b"\xff")),
+        entry(b"table", b"F", long(entry(b"deep", b"F", nested(3)))),
+        entry(b"array", b"A", long(b"I" + struct.pack(">i", 1) + b"V")),
+        entry(b"bool", b"t", b"\x01"),
+        entry(b"decimal", b"D", struct.pack(">Bi", 2, 314)),
+        entry(b"time", b"T", struct.pack(">Q", 1_700_000_000)),
+        entry(b"huge", b"l", struct.pack(">q", -(2**63))),
+        entry(b"short", b"s", struct.pack(">h", -7)),
+        entry(b"float", b"f", struct.pack(">f", 0.5)),
+        entry(b"text", b"S", long("Zürich".encode())),
+    )
+)
+"""One header of each type that may come."""
+
+EXOTIC_READ = {
+    "bool": True,
+    "decimal": 3.14,
+    "time": 1_700_000_000,
+    "huge": -(2**63),
+    "short": -7,
+    "float": 0.5,
+    "text": "Zürich",
+}
+"""What is read of `EXOTIC`."""
+
+
+class Raw(Basic.Properties):
+    """Properties as bytes, which are sent as they are."""
+
+    def __init__(self, encoded: bytes) -> None:
+        super().__init__(message_id="any")
+        self._encoded = encoded
+
+    __slots__ = ("_encoded",)
+
+    def marshal(self) -> bytes:
+        return self._encoded
+
+
+async def publish_raw(url: str, exchange: str, key: str, encoded: bytes, body: bytes = b"{}") -> None:
+    """Publish content with the encoded properties, and wait until the broker has it."""
+    connection = await aiormq.connect(url)
+    try:
+        channel: Any = await connection.channel(publisher_confirms=True)
+        await channel.basic_publish(body, exchange=exchange, routing_key=key, properties=Raw(encoded))
+    finally:
+        await connection.close()

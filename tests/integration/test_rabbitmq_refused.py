@@ -1,0 +1,260 @@
+"""What the broker does not take costs that message alone, and what somebody deleted there is made again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from datetime import timedelta
+
+import aiormq
+import pytest
+
+from meshpoint.adapters.rabbitmq import RabbitMqBroker
+from meshpoint.adapters.rabbitmq import broker as broker_module
+from meshpoint.adapters.rabbitmq.confirming import Parcel
+from meshpoint.adapters.rabbitmq.frames import short_string
+from meshpoint.conformance.broker_case import AGENT, REQUESTS, STRANGER, Inbox, a_message, send, until_depth
+from meshpoint.model.ids import ReplicaId
+from meshpoint.model.messages import Address, dead_letters_of, private_of, requests_of, responses_of
+from meshpoint.ports.broker import Published
+from servers import Proxy, RabbitServer
+
+REPLICA = ReplicaId("r1")
+PRIVATE = private_of(AGENT, REPLICA)
+DEAD = dead_letters_of(AGENT)
+GOOD, NEVER, LATER = Published.ACCEPTED, Published.REJECTED, Published.OVERLOADED
+
+Open = Callable[..., Awaitable[RabbitMqBroker]]
+
+
+@pytest.fixture
+async def proxy(own_rabbit: RabbitServer) -> AsyncIterator[Proxy]:
+    async with Proxy(own_rabbit.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def opened(proxy: Proxy, namespace: str) -> AsyncIterator[Open]:
+    async with AsyncExitStack() as stack:
+
+        async def opened(*declared: object, **options: object) -> RabbitMqBroker:
+            broker = RabbitMqBroker(proxy.url, namespace=namespace, **options)  # type: ignore[arg-type]
+            await broker.open()
+            stack.push_async_callback(broker.close)
+            for agent in declared or (AGENT,):
+                await broker.declare(agent, REPLICA)  # type: ignore[arg-type]
+            return broker
+
+        yield opened
+
+
+@pytest.fixture
+async def small_messages(own_rabbit: RabbitServer) -> AsyncIterator[None]:
+    await own_rabbit.control("eval", "application:set_env(rabbit, max_message_size, 10000).")
+    yield
+    await own_rabbit.control("eval", "application:set_env(rabbit, max_message_size, 134217728).")
+
+
+@pytest.fixture
+async def operator(own_rabbit: RabbitServer) -> AsyncIterator[aiormq.abc.AbstractChannel]:
+    connection = await aiormq.connect(own_rabbit.url)
+    yield await connection.channel()
+    await connection.close()
+
+
+@pytest.mark.usefixtures("small_messages")
+async def test_a_body_beyond_the_limit_is_rejected_alone(opened: Open, proxy: Proxy) -> None:
+    broker, inbox = await opened(), Inbox()
+    await broker.consume(REQUESTS, 100, inbox)
+    connections = proxy.connections
+    assert broker.max_message_bytes is None
+    sizes = [10, 10_001, 20, 50_000, 10_000, 30]
+    messages = [(REQUESTS, a_message(b"x" * size)) for size in sizes]
+    others = [asyncio.create_task(broker.publish([(REQUESTS, a_message(b"o"))])) for _ in range(20)]
+    assert await broker.publish(messages) == [GOOD, NEVER, GOOD, NEVER, GOOD, GOOD]
+    assert await asyncio.gather(*others) == [[GOOD]] * 20
+    assert broker.max_message_bytes == 10_000
+    assert await broker.publish(messages) == [GOOD, NEVER, GOOD, NEVER, GOOD, GOOD]
+    assert proxy.connections == connections
+    seen = set()
+    while messages[0][1].message_id not in seen or len(seen) < 24:
+        delivery = await inbox.next()
+        seen.add(delivery.message.message_id)
+        await delivery.ack()
+    assert {message.message_id for _, message in messages if len(message.body) > 10_000} & seen == set()
+
+
+@pytest.mark.usefixtures("small_messages")
+async def test_a_limit_is_forgotten_with_the_connection(opened: Open, own_rabbit: RabbitServer, proxy: Proxy) -> None:
+    broker, large = await opened(), a_message(b"x" * 10_001)
+    assert await broker.publish([(REQUESTS, large)]) == [NEVER]
+    await own_rabbit.control("eval", "application:set_env(rabbit, max_message_size, 134217728).")
+    assert await broker.publish([(REQUESTS, large)]) == [NEVER]
+    proxy.cut()
+    async with asyncio.timeout(30):
+        while broker.connected:
+            await asyncio.sleep(0)
+    await until_published(broker, REQUESTS, large)
+    assert broker.max_message_bytes is None
+
+
+@pytest.mark.usefixtures("small_messages")
+async def test_a_dead_letter_whose_body_is_too_large_by_now_is_kept_without_it(
+    opened: Open, own_rabbit: RabbitServer
+) -> None:
+    await own_rabbit.control("eval", "application:set_env(rabbit, max_message_size, 134217728).")
+    broker, sender, inbox, dead = await opened(), await opened(), Inbox(), Inbox()
+    await broker.consume(REQUESTS, 1, inbox)
+    await broker.consume(DEAD, 1, dead)
+    await send(sender, REQUESTS, a_message(b"x" * 10_001))
+    delivery = await inbox.next()
+    await own_rabbit.control("eval", "application:set_env(rabbit, max_message_size, 10000).")
+    assert await delivery.dead_letter("why")
+    assert (await dead.next()).message.body == b""
+    await until_depth(broker, REQUESTS, 0)
+
+
+async def test_frames_that_the_broker_refuses_cost_the_connection_once(opened: Open, proxy: Proxy) -> None:
+    """Nothing of ours makes such frames; if something ever does, it must not be repeated for ever."""
+    broker, inbox = await opened(), Inbox()
+    await broker.consume(REQUESTS, 100, inbox)
+    key, fine = short_string(REQUESTS), a_message(b"fine")
+    broken = b"\x20\x00" + b"\x00\x00\x00\x03" + b"\x01x?"  # a header of a type that does not exist
+    from meshpoint.adapters.rabbitmq.envelope import to_properties
+
+    parcels = [Parcel(key, fine.message_id, to_properties(fine, "guest"), b"fine") for _ in range(5)]
+    parcels.insert(2, Parcel(key, "bad", broken, b"bad"))
+    words = await broker._publisher.publish(parcels)
+    assert words == [GOOD, GOOD, NEVER, GOOD, GOOD, GOOD]
+    assert await broker.publish([(REQUESTS, a_message())]) == [GOOD]
+
+
+async def until_published(broker: RabbitMqBroker, address: Address, message: object) -> None:
+    """Return when the broker took it; until then it may say that it will later."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                (word,) = await broker.publish([(address, message)])  # type: ignore[list-item]
+            except broker_module.BrokerUnavailable:
+                continue
+            if word is GOOD:
+                return
+            assert word is LATER
+            await asyncio.sleep(0.01)
+
+
+async def test_an_exchange_that_was_deleted_is_declared_again_by_the_next_publish(
+    opened: Open, operator: aiormq.abc.AbstractChannel, namespace: str
+) -> None:
+    """With everything that was bound to it, also by others."""
+    broker, other, inbox, foreign = await opened(), await opened(STRANGER), Inbox(), Inbox()
+    await broker.consume(REQUESTS, 10, inbox)
+    await other.consume(requests_of(STRANGER), 10, foreign)
+    await send(broker, requests_of(STRANGER), a_message())
+    await foreign.next()
+    await operator.exchange_delete(f"{namespace}.mesh")
+    sent = [(REQUESTS, a_message(b"ours")), (requests_of(STRANGER), a_message(b"theirs"))]
+    assert await broker.publish(sent) == [GOOD, GOOD]
+    assert (await inbox.next()).message.body == b"ours"
+    assert (await foreign.next()).message.body == b"theirs"
+
+
+async def test_idle_replicas_declare_again_what_was_deleted(
+    opened: Open, operator: aiormq.abc.AbstractChannel, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker_module, "_LOOK_EVERY", 0.05)
+    broker, private = await opened(), Inbox()
+    await broker.consume(PRIVATE, 1, private)
+    await operator.exchange_delete(f"{namespace}.mesh")
+    async with asyncio.timeout(30):
+        while True:  # a stranger who only knows the names
+            channel = await operator.connection.channel()
+            try:
+                for key in (f"{AGENT}.broadcast", DEAD):
+                    await channel.basic_publish(b"{}", exchange=f"{namespace}.mesh", routing_key=key, mandatory=True)
+                break
+            except (aiormq.exceptions.ChannelNotFoundEntity, aiormq.exceptions.PublishError):
+                await asyncio.sleep(0.01)
+            finally:
+                await channel.close()
+    await until_depth(broker, DEAD, 2)
+
+
+@pytest.mark.parametrize("address", [REQUESTS, responses_of(AGENT), PRIVATE])
+async def test_a_queue_that_was_deleted_comes_back_and_nobody_is_told_that_it_never_was(
+    opened: Open, operator: aiormq.abc.AbstractChannel, namespace: str, address: Address
+) -> None:
+    broker, caller, inbox = await opened(), await opened(STRANGER), Inbox()
+    await broker.consume(address, 10, inbox)
+    await send(caller, address, a_message(b"before"))
+    await (await inbox.next()).ack()
+    for body in (b"once", b"twice"):
+        await operator.queue_delete(f"{namespace}.{address}")
+        await until_published(caller, address, a_message(body))
+        assert (await inbox.next()).message.body == body
+    if address == PRIVATE:
+        await caller.broadcast(AGENT, a_message(b"to all"))
+        assert (await inbox.next()).message.body == b"to all"
+
+
+async def test_a_binding_that_was_deleted_is_made_again(
+    opened: Open, operator: aiormq.abc.AbstractChannel, namespace: str
+) -> None:
+    broker, caller, inbox = await opened(), await opened(STRANGER), Inbox()
+    await broker.consume(REQUESTS, 10, inbox)
+    await operator.queue_unbind(f"{namespace}.{REQUESTS}", f"{namespace}.mesh", REQUESTS)
+    await send(caller, REQUESTS, a_message(b"theirs"))
+    assert (await inbox.next()).message.body == b"theirs"
+
+
+async def test_a_queue_that_never_was_is_unroutable_at_once(opened: Open) -> None:
+    broker = await opened()
+    nowhere = [requests_of(STRANGER), Address("x" * 300), Address("\ud800.req"), Address("n.private.x")]
+    words = await broker.publish([(address, a_message()) for address in nowhere])
+    assert words == [Published.UNROUTABLE] * 4
+    assert await broker.depth(Address("x" * 300)) is None
+
+
+async def test_a_queue_that_is_gone_for_good_is_unroutable_in_the_end(
+    opened: Open, operator: aiormq.abc.AbstractChannel, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, caller = await opened(STRANGER), await opened()
+    await send(caller, requests_of(STRANGER), a_message())
+    await owner.close()
+    await operator.queue_delete(f"{namespace}.{requests_of(STRANGER)}")
+    assert await caller.publish([(requests_of(STRANGER), a_message())]) == [LATER]
+    monkeypatch.setattr(broker_module, "_RETURN_WITHIN", 0.0)
+    assert await caller.publish([(requests_of(STRANGER), a_message())]) == [Published.UNROUTABLE]
+
+
+@pytest.mark.parametrize("address", [REQUESTS, PRIVATE])
+async def test_new_queues_refuse_beyond_their_limit(opened: Open, address: Address) -> None:
+    broker = await opened(max_length=3)
+    words = [(await broker.publish([(address, a_message())]))[0] for _ in range(10)]
+    assert words[:3] == [GOOD] * 3
+    assert words[-1] is LATER
+    assert await broker.publish([(DEAD, a_message())]) == [GOOD]
+
+
+async def test_dead_letters_drop_their_oldest(opened: Open) -> None:
+    broker, inbox = await opened(max_length=3), Inbox()
+    await send(broker, DEAD, *(a_message(str(number).encode()) for number in range(10)))
+    await until_depth(broker, DEAD, 3)
+    await broker.consume(DEAD, 10, inbox)
+    assert [delivery.message.body for delivery in await inbox.take(3)] == [b"7", b"8", b"9"]
+
+
+async def test_dead_letters_that_are_refused_are_left_to_the_broker(
+    opened: Open, operator: aiormq.abc.AbstractChannel, namespace: str
+) -> None:
+    """An operator's queue that is full holds up no consumer."""
+    arguments = {"x-queue-type": "quorum", "x-max-length": 1, "x-overflow": "reject-publish"}
+    await operator.queue_declare(f"{namespace}.{DEAD}", durable=True, arguments=arguments)
+    broker, inbox = await opened(publish_timeout=timedelta(seconds=5)), Inbox()
+    while (await broker.publish([(DEAD, a_message())]))[0] is GOOD:
+        pass
+    await broker.consume(REQUESTS, 1, inbox)
+    await send(broker, REQUESTS, a_message(b"bad"), a_message(b"good"))
+    assert await (await inbox.next()).dead_letter("no")
+    assert (await inbox.next()).message.body == b"good"

@@ -1,0 +1,222 @@
+"""Content headers by hand: the same as the library reads and writes, and never an exception."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any
+
+import pamqp.frame
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pamqp.body import ContentBody
+from pamqp.commands import Basic
+from pamqp.header import ContentHeader
+from pamqp.heartbeat import Heartbeat
+
+from meshpoint.adapters.rabbitmq.content import decode
+from meshpoint.adapters.rabbitmq.envelope import (
+    Unsendable,
+    to_dead_letter,
+    to_dead_message,
+    to_message,
+    to_properties,
+)
+from meshpoint.adapters.rabbitmq.frames import (
+    Arrived,
+    Confirms,
+    Deliveries,
+    FrameReader,
+    Returned,
+    acked,
+    nacked,
+    published,
+    short_string,
+)
+from meshpoint.errors import PoisonMessage
+from meshpoint.model.messages import Address, Message, MessageType
+
+FIXED = struct.pack(">HHQ", 60, 0, 2)
+ROOM = 131_064
+
+texts = st.text(max_size=60)
+scalars = st.one_of(texts, st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False))
+messages = st.builds(
+    Message,
+    type=st.sampled_from(MessageType),
+    body=st.just(b"{}"),
+    message_id=texts.filter(bool),
+    correlation_id=texts.filter(bool),
+    app_id=texts.filter(bool),
+    reply_to=st.one_of(st.none(), texts.filter(bool).map(Address)),
+    headers=st.dictionaries(st.text(max_size=60).map(lambda text: f"y{text}"), scalars, max_size=5),
+    timestamp=st.one_of(
+        st.none(),
+        st.integers(0, 4_000_000_000).map(lambda seconds: datetime.fromtimestamp(seconds, UTC)),
+    ),
+)
+
+
+def arrived(header: bytes, body: bytes = b"{}") -> Arrived:
+    return Arrived(b"tag", 1, False, b"travel.req", header, body)
+
+
+@given(messages)
+def test_what_is_written_is_read_by_us_and_by_the_library(message: Message) -> None:
+    encoded = FIXED + to_properties(message, "guest")
+    ours = to_message(arrived(encoded), decode(encoded))
+    theirs = ContentHeader()
+    theirs.unmarshal(encoded)
+    assert (ours.message_id, ours.correlation_id, ours.reply_to) == (
+        message.message_id,
+        message.correlation_id,
+        message.reply_to,
+    )
+    assert ours.headers == message.headers == theirs.properties.headers
+    assert ours.timestamp == message.timestamp == theirs.properties.timestamp
+    assert theirs.properties.message_type == message.type
+
+
+library = st.builds(
+    Basic.Properties,
+    content_type=st.one_of(st.none(), texts),
+    content_encoding=st.one_of(st.none(), texts),
+    headers=st.dictionaries(
+        texts,
+        st.one_of(texts, st.integers(-(2**63), 2**63 - 1), st.booleans(), st.lists(st.integers(0, 9)), st.none()),
+        max_size=4,
+    ),
+    delivery_mode=st.sampled_from([1, 2]),
+    priority=st.one_of(st.none(), st.integers(0, 9)),
+    correlation_id=st.one_of(st.none(), texts),
+    reply_to=st.one_of(st.none(), texts),
+    expiration=st.one_of(st.none(), texts),
+    message_id=st.one_of(st.none(), texts),
+    message_type=st.one_of(st.none(), texts),
+    user_id=st.one_of(st.none(), texts),
+    app_id=st.one_of(st.none(), texts),
+)
+
+
+@given(library)
+def test_all_that_the_library_writes_is_read_alike(properties: Basic.Properties) -> None:
+    encoded = FIXED + properties.marshal()
+    theirs = ContentHeader()
+    theirs.unmarshal(encoded)
+    ours = decode(encoded)
+    assert ours.defect is None
+    for name in ("content_type", "priority", "correlation_id", "reply_to", "expiration", "message_id", "user_id"):
+        assert getattr(ours, name) == getattr(theirs.properties, name)
+    kept = {k: v for k, v in (theirs.properties.headers or {}).items() if isinstance(v, str | int | float)}
+    assert ours.headers == kept
+
+
+@given(messages, st.data())
+def test_no_bytes_raise_and_every_content_can_be_dead_lettered(message: Message, data: st.DataObject) -> None:
+    encoded = bytearray(FIXED + to_properties(message, "guest"))
+    for _ in range(data.draw(st.integers(1, 6))):
+        encoded[data.draw(st.integers(12, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(encoded[: data.draw(st.integers(12, len(encoded)))])
+    content, one = decode(cut), arrived(cut)
+    copy = FIXED + to_dead_letter(one, content, "why", "guest", ROOM)
+    ContentHeader().unmarshal(copy)
+    assert decode(copy).defect is None
+    assert decode(copy).headers["x-dead-reason"] == "why"
+    to_dead_message(one, content)
+    with suppress(PoisonMessage):
+        to_message(one, content)
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_at_all_raise(encoded: bytes) -> None:
+    to_dead_letter(arrived(FIXED + encoded), decode(FIXED + encoded), "why", None, ROOM)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"message_id": "x" * 256},
+        {"correlation_id": "\ud800"},
+        {"headers": {"x": 2**63}},
+        {"headers": {"x" * 256: 1}},
+        {"headers": {"x": b"bytes"}},
+        {"timestamp": datetime(1960, 1, 1, tzinfo=UTC)},
+    ],
+)
+def test_what_cannot_be_written_is_named(changes: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"message_id": "m", "correlation_id": "c", "app_id": "a", **changes}
+    with pytest.raises(Unsendable):
+        to_properties(Message(MessageType.REQUEST, b"{}", **fields), "guest")
+
+
+@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 250])
+def test_frames_are_those_of_the_library(size: int) -> None:
+    body, properties = b"x" * size, Basic.Properties(message_id="m")
+    frames: list[Any] = [
+        Basic.Publish(exchange="e", routing_key="k", mandatory=True),
+        ContentHeader(0, size, properties),
+        *(ContentBody(body[at : at + 100]) for at in range(0, size, 100)),
+    ]
+    theirs = b"".join(pamqp.frame.marshal(frame, 3) for frame in frames)
+    assert published(3, short_string("e"), short_string("k"), properties.marshal(), body, 100) == theirs
+    assert acked(3, 7, multiple=True) == pamqp.frame.marshal(Basic.Ack(7, True), 3)
+    assert nacked(3, 7, requeue=True) == pamqp.frame.marshal(Basic.Nack(7, False, True), 3)
+    assert nacked(3, 7, requeue=False) == pamqp.frame.marshal(Basic.Nack(7, False, False), 3)
+
+
+@pytest.mark.parametrize("piece", [1, 3, 7, 8, 64, 10_000])
+async def test_frames_are_split_wherever_the_network_cuts(piece: int) -> None:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(loop=loop)
+    frames = FrameReader(reader, loop)
+    frames._fed_at = loop.time()
+    taken: list[Arrived] = []
+    words: list[object] = []
+    returned: list[Returned] = []
+    frames.take(1, Deliveries(taken.append))
+    frames.take(2, Confirms(lambda *word: words.append(word), returned.append))
+    header = ContentHeader(0, 6, Basic.Properties(message_id="m"))
+    stream = [
+        (Basic.ConsumeOk("tag"), 1),
+        (Basic.Deliver("tag", 9, True, "e", "key"), 1),
+        (header, 1),
+        (Basic.Ack(1, True), 2),
+        (ContentBody(b"abc"), 1),
+        (Heartbeat(), 0),
+        (ContentBody(b"def"), 1),
+        (Basic.Deliver("tag", 10, False, "e", "key"), 1),
+        (ContentHeader(0, 0, Basic.Properties()), 1),
+        (Basic.Return(312, "NO_ROUTE", "e", "key"), 2),
+        (header, 2),
+        (ContentBody(b"abcdef"), 2),
+        (Basic.Nack(2), 2),
+        (Basic.Deliver("other", 1, False, "e", "key"), 5),
+    ]
+    raw = b"".join(pamqp.frame.marshal(frame, channel) for frame, channel in stream)
+    for at in range(0, len(raw), piece):
+        frames.data_received(raw[at : at + piece])
+    assert [(one.delivery_tag, one.redelivered, one.routing_key, one.body) for one in taken] == [
+        (9, True, b"key", b"abcdef"),
+        (10, False, b"key", b""),
+    ]
+    assert words == [(1, True, True), (2, False, False)]
+    assert [(one.routing_key, decode(one.header).message_id) for one in returned] == [(b"key", "m")]
+    left = [stream[0], stream[5], stream[-1]]
+    reader.feed_eof()
+    assert await reader.read() == b"".join(pamqp.frame.marshal(frame, channel) for frame, channel in left)
+
+
+async def test_the_library_hears_a_heartbeat_where_it_sees_no_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts a connection as lost on which it reads nothing."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(loop=loop)
+    frames = FrameReader(reader, loop)
+    frames.take(2, Confirms(lambda *word: None, lambda returned: None))
+    frames._time = lambda: 100.0  # type: ignore[method-assign]
+    frames.data_received(pamqp.frame.marshal(Basic.Ack(1), 2))
+    frames.data_received(pamqp.frame.marshal(Basic.Ack(2), 2))
+    reader.feed_eof()
+    assert await reader.read() == pamqp.frame.marshal(Heartbeat(), 0)
