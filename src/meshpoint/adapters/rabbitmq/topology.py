@@ -58,9 +58,7 @@ class Topology:
         return {
             dead_letters_of(agent): {"x-queue-type": "quorum", **self._bounded("drop-head")},
             responses_of(agent): {**self._consumed(agent), **self._bounded(times=_RESPONSES_PER_REQUEST)},
-            **{
-                shard_of(agent, number): {**self._consumed(agent), **self._bounded()} for number in range(shards)
-            },
+            **{shard_of(agent, number): {**self._consumed(agent), **self._bounded()} for number in range(shards)},
             nested_of(agent): {**self._consumed(agent), **self._bounded()},
         }
 
