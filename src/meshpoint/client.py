@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from meshpoint.errors import BrokerUnavailable, MeshpointError, PoisonMessage
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody, ResponseBody, parse
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, agent_name, new_id
-from meshpoint.model.letters import cancel_message
+from meshpoint.model.letters import cancel_message, fingerprint
 from meshpoint.model.messages import (
     MOST_SHARDS,
     Header,
@@ -96,6 +96,7 @@ class Client:
         self._waiting: dict[TaskId, asyncio.Future[Reply]] = {}
         self._agents: dict[TaskId, str] = {}
         self._shards = Shards(broker)
+        self._asked: dict[TaskId, str] = {}  # the fingerprints of requests
         self._subscription: Subscription | None = None
         self._settling: set[asyncio.Task[bool]] = set()
         self.duplicates = 0
@@ -198,7 +199,7 @@ class Client:
         headers: dict[str, HeaderValue] = {Header.CALL_DEPTH.value: 0}
         if timeout is not None:
             headers[Header.DEADLINE.value] = (datetime.now(UTC) + timeout).timestamp()
-        return Message(
+        message = Message(
             type=MessageType.REQUEST,
             body=RequestBody(message=said).to_bytes(),
             message_id=task_id,
@@ -208,6 +209,8 @@ class Client:
             headers=headers,
             timestamp=datetime.now(UTC),
         )
+        self._asked[task_id] = fingerprint(message)
+        return message
 
     def _receive(self, delivery: Delivery) -> None:
         message = delivery.message
@@ -221,7 +224,10 @@ class Client:
 
     def _answer(self, waiting: asyncio.Future[Reply], task_id: TaskId, message: Message) -> None:
         try:
-            reply = Reply(task_id, parse(ResponseBody, message.body).outcome(), message.app_id)
+            body = parse(ResponseBody, message.body)
+            if body.refuses not in {None, self._asked.get(task_id, body.refuses)}:
+                return  # it refuses the request of somebody else who uses this id
+            reply = Reply(task_id, body.outcome(), message.app_id)
         except PoisonMessage as error:
             if not waiting.done():
                 waiting.set_exception(error)

@@ -126,6 +126,7 @@ def a_pause(
     context: Checkpoint | None = None,
     state: bytes = b"state",
     state_format: str = FORMAT,
+    digest: str | None = None,
 ) -> Pause:
     """A checkpoint that waits for `calls`, by default for one."""
     planned = tuple(a_call(call) if isinstance(call, str) else call for call in calls or ("a",))
@@ -140,6 +141,7 @@ def a_pause(
         request=b"request",
         app_version="7",
         framework="none",
+        digest=digest,
     )
 
 
@@ -191,9 +193,11 @@ def a_release(run: Run, *, not_before: timedelta = timedelta(), incompatible: st
     return Release(run, not_before, incompatible)
 
 
-def a_cancel(task_id: TaskId, parent: str | None = None) -> Cancel:
+def a_cancel(
+    task_id: TaskId, parent: str | None = None, *, sender: str | None = None, agent: AgentName = AGENT
+) -> Cancel:
     """A cancel of one task."""
-    return Cancel(task_id, AGENT, RunId(new_id()), b"cancelled", parent=parent)
+    return Cancel(task_id, agent, RunId(new_id()), b"cancelled", parent=parent, sender=sender)
 
 
 def a_progress(pause: Pause, call_id: str = "a", *, sender: str = PEER) -> Progress:

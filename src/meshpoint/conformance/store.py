@@ -46,7 +46,7 @@ pytest.register_assert_rewrite(*(f"meshpoint.conformance.store_{section}" for se
 
 from meshpoint.adapters.memory.clock import FakeClock  # noqa: E402
 from meshpoint.conformance.store_again import AdoptSuite, ApartSuite, OrderSuite  # noqa: E402
-from meshpoint.conformance.store_cancels import CancelSuite  # noqa: E402
+from meshpoint.conformance.store_cancels import CancellerSuite, CancelSuite  # noqa: E402
 from meshpoint.conformance.store_claims import ClaimSuite, JoinSuite  # noqa: E402
 from meshpoint.conformance.store_expiry import ExpireSuite, ProgressSuite  # noqa: E402
 from meshpoint.conformance.store_kept import KeptSuite, RetentionSuite  # noqa: E402
@@ -72,6 +72,7 @@ class CheckpointStoreSuite(
     EndSuite,
     ReleaseSuite,
     CancelSuite,
+    CancellerSuite,
     ExpireSuite,
     LeaseSuite,
     RescueSuite,

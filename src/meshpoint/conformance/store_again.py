@@ -12,14 +12,18 @@ from meshpoint.conformance.build import (
     HERE,
     HOUR,
     PEER,
+    REQUESTER,
     SECOND,
     TIMINGS,
+    a_begin,
     a_cancel,
     a_claim,
     a_pause,
     a_requester,
     a_revive,
+    a_run,
     an_end,
+    an_operation,
     begun,
     cancels_to_send,
     ended,
@@ -50,7 +54,15 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import Address
-from meshpoint.model.operations import Adopted, NotRevived, Refusal, Revive, Revived
+from meshpoint.model.operations import (
+    ASKED_BY_ANOTHER,
+    ASKED_FOR_OTHERWISE,
+    Adopted,
+    NotRevived,
+    Refusal,
+    Revive,
+    Revived,
+)
 from meshpoint.ports.store import CheckpointStore
 
 DONE, FAILED = TaskState.COMPLETED, TaskState.FAILED
@@ -192,12 +204,41 @@ class OrderSuite:
         stranger = again(run.task_id, "01", requester=a_requester(app_id="stranger"))
         assert await store.revive(stranger) == NotRevived(Refusal.NOT_FOUND, "it was asked for by another agent")
 
-    async def test_any_agent_asks_for_a_task_that_nobody_has_asked_for(self, store: CheckpointStore) -> None:
+    async def test_a_task_that_was_resumed_by_hand_stays_its_requesters(self, store: CheckpointStore) -> None:
         run = await failed(store)
         await sent(store, run.task_id)
-        await store.end([an_end(await revived(store, run.task_id), FAILED)])  # by hand: for nobody
-        other = a_requester(app_id="stranger")
-        assert await store.revive(again(run.task_id, "01", requester=other)) == Revived(run.task_id, AGENT, 2)
+        await store.end([an_end(await revived(store, run.task_id), FAILED)])  # nobody waits for it
+        stranger = again(run.task_id, "01", requester=a_requester(app_id="stranger"))
+        assert await store.revive(stranger) == NotRevived(Refusal.NOT_FOUND, ASKED_BY_ANOTHER)
+        assert await store.revive(again(run.task_id, "01")) == Revived(run.task_id, AGENT, 2)
+
+    async def test_a_requester_asks_again_for_the_same_only(self, store: CheckpointStore) -> None:
+        active, over = a_run(), a_run()
+        for run in (active, over):
+            await store.begin([replace(a_begin(run, operation=an_operation()), digest="this")])
+        await store.end([an_end(replace(over, fence=1), FAILED)])
+        refused = NotRevived(Refusal.NOT_FOUND, ASKED_FOR_OTHERWISE)
+        for run in (active, over):
+            before = await row(store, run.task_id)
+            wish = again(run.task_id, "01", adopt=True, without_checkpoint=True, request=b"other", digest="that")
+            assert await store.revive(wish) == refused
+            assert await row(store, run.task_id) == before
+            assert not isinstance(await store.revive(replace(wish, digest="this")), NotRevived)
+
+    async def test_a_task_of_the_release_before_learns_its_input(self, store: CheckpointStore) -> None:
+        """Its rows have no digest, and are compared with nothing."""
+        run = await begun(store)
+        assert await store.revive(again(run.task_id, "01", adopt=True, digest="this")) == Adopted()
+        known = (await store.lookup([run.task_id]))[run.task_id]
+        assert (known.requester, known.digest) == (REQUESTER, "this")
+        refused = await store.revive(again(run.task_id, "02", adopt=True, digest="that"))
+        assert refused == NotRevived(Refusal.NOT_FOUND, ASKED_FOR_OTHERWISE)
+
+    async def test_a_new_request_by_hand_brings_its_own_input(self, store: CheckpointStore) -> None:
+        run = await failed(store)
+        await store.revive(a_revive(run.task_id, request=b"other", digest="that"))
+        assert (await store.lookup([run.task_id]))[run.task_id].digest == "that"
+        assert one(await store.take(HERE, 10)).digest == "that"
 
     async def test_a_person_does_not_need_to_have_asked(self, store: CheckpointStore) -> None:
         run = await failed(store)

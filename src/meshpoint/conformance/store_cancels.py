@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from meshpoint.adapters.memory.clock import FakeClock
@@ -9,6 +11,7 @@ from meshpoint.conformance.build import (
     AGENT,
     HERE,
     PEER,
+    REQUESTER,
     SECOND,
     THERE,
     TIMINGS,
@@ -34,13 +37,16 @@ from meshpoint.conformance.build import (
 )
 from meshpoint.model.calls import FIRST
 from meshpoint.model.checkpoint import (
+    Begun,
     CancelBeforeRequest,
     CancelFound,
     CancelledNow,
     CancelNotice,
+    CancelRefused,
     CancelRequested,
     CancelStale,
     CancelTooLate,
+    Committed,
     Duplicate,
     Ended,
     Fenced,
@@ -204,3 +210,123 @@ class CancelSuite:
         assert await store.renew([run], HERE) == [run]
         assert await store.release([a_release(run)]) == [False]
         assert await row(store, run.task_id) == before
+
+
+class CancellerSuite:
+    """A cancel counts only for its sender's own tasks."""
+
+    @pytest.mark.parametrize("step", ["running", "waiting", "ready", "ended"])
+    async def test_a_cancel_of_another_sender_changes_nothing(
+        self, store: CheckpointStore, clock: FakeClock, step: str
+    ) -> None:
+        match step:
+            case "running":
+                task_id = (await begun(store)).task_id
+            case "waiting":
+                task_id = (await paused(store)).run.task_id
+            case "ready":
+                task_id = (await ready(store)).run.task_id
+            case _:
+                task_id = (await ended(store)).task_id
+        before = await row(store, task_id)
+        assert await store.cancel([a_cancel(task_id, sender="mallory")]) == [CancelRefused()]
+        assert await row(store, task_id) == before
+        if step == "running":
+            assert not (await taken_over(store, clock)).cancel_requested
+
+    @pytest.mark.parametrize("sender", [REQUESTER, AGENT, None], ids=["requester", "agent", "anybody"])
+    async def test_the_requester_the_agent_itself_and_people_cancel(
+        self, store: CheckpointStore, sender: str | None
+    ) -> None:
+        waiting, running = (await paused(store)).run, await begun(store)
+        cancels = [a_cancel(run.task_id, sender=sender) for run in (waiting, running)]
+        assert [type(result) for result in await store.cancel(cancels)] == [CancelledNow, CancelRequested]
+
+    async def test_a_task_that_is_to_end_is_told_again_whoever_asks(self, store: CheckpointStore) -> None:
+        run = await begun(store)
+        await store.cancel([a_cancel(run.task_id)])
+        assert await store.cancel([a_cancel(run.task_id, sender="mallory")]) == [CancelRequested(HERE.id)]
+
+    @pytest.mark.parametrize("written", ["pause", "begin"])
+    async def test_an_early_cancel_binds_its_senders_requests_only(
+        self, store: CheckpointStore, written: str
+    ) -> None:
+        runs = {name: a_run() for name in ("mallory", REQUESTER)}
+        for name, run in runs.items():
+            assert await store.cancel([a_cancel(run.task_id, sender=name)]) == [CancelBeforeRequest()]
+            known = (await store.lookup([run.task_id]))[run.task_id]
+            assert (known.early, known.requester) == (True, name)
+        for name, run in runs.items():
+            (result,) = (
+                await store.pause([a_pause(run=run, digest="this")])
+                if written == "pause"
+                else await store.begin([replace(a_begin(run), digest="this")])
+            )
+            assert isinstance(result, CancelFound if name == REQUESTER else Committed | Begun)
+        known = (await store.lookup([runs["mallory"].task_id]))[runs["mallory"].task_id]
+        assert (known.early, known.requester, known.digest) == (False, REQUESTER, "this")
+
+    @pytest.mark.parametrize("first", ["mallory", REQUESTER])
+    async def test_early_cancels_of_several_senders_bind_each_of_them(
+        self, store: CheckpointStore, first: str
+    ) -> None:
+        run, second = a_run(), REQUESTER if first == "mallory" else "mallory"
+        further = a_cancel(run.task_id, sender=second)
+        await store.cancel([a_cancel(run.task_id, sender=first)])
+        assert await store.cancel([further]) == [CancelBeforeRequest()]
+        assert isinstance(one(await store.cancel([further])), CancelBeforeRequest | CancelTooLate)
+        for name in ("mallory", REQUESTER):
+            asked = a_begin(run, requester=a_requester(app_id=name))
+            assert await store.begin([asked]) == [CancelFound(None)]
+        other = a_begin(run, requester=a_requester(app_id="other"))
+        assert isinstance(one(await store.begin([other])), Begun)
+
+    async def test_an_early_cancel_of_nobody_in_particular_binds_all(self, store: CheckpointStore) -> None:
+        """Also one that finds the tombstone of a sender."""
+        plain, widened = a_run(), a_run()
+        await store.cancel([a_cancel(widened.task_id, sender="mallory")])
+        for run in (plain, widened):
+            assert await store.cancel([a_cancel(run.task_id)]) == [CancelBeforeRequest()]
+            assert await store.begin([a_begin(run)]) == [CancelFound(None)]
+
+    async def test_an_early_cancel_for_another_agent_binds_nobody_here(self, store: CheckpointStore) -> None:
+        run = a_run()
+        elsewhere = a_cancel(run.task_id, sender=REQUESTER, agent=PEER)
+        assert await store.cancel([elsewhere]) == [CancelBeforeRequest()]
+        assert await store.cancel([a_cancel(run.task_id, sender=REQUESTER)]) == [CancelBeforeRequest()]
+        assert isinstance(one(await store.begin([a_begin(run)])), Begun)
+
+    @pytest.mark.parametrize("sender", [REQUESTER, None])
+    async def test_a_cancel_for_another_agent_does_not_touch_a_task(
+        self, store: CheckpointStore, clock: FakeClock, sender: str | None
+    ) -> None:
+        tasks = [(await paused(store)).run, await begun(store), await ended(store)]
+        before = [await row(store, run.task_id) for run in tasks]
+        cancels = [a_cancel(run.task_id, sender=sender, agent=PEER) for run in tasks]
+        assert await store.cancel(cancels) == [CancelBeforeRequest()] * len(tasks)
+        assert [await row(store, run.task_id) for run in tasks] == before
+        assert not (await taken_over(store, clock)).cancel_requested
+
+    @pytest.mark.parametrize("cancelled", [True, False])
+    async def test_the_first_run_of_another_requester_is_fenced(
+        self, store: CheckpointStore, cancelled: bool
+    ) -> None:
+        task_id = (await paused(store)).run.task_id
+        if cancelled:
+            await store.cancel([a_cancel(task_id)])
+        before = await row(store, task_id)
+        other = a_requester(app_id="mallory")
+        assert await store.pause([a_pause(run=a_run(task_id), requester=other)]) == [Fenced()]
+        assert await store.begin([a_begin(a_run(task_id), requester=other)]) == [Fenced()]
+        assert await row(store, task_id) == before
+
+    async def test_a_row_knows_who_asked_for_what(self, store: CheckpointStore) -> None:
+        pause = await paused(store, digest="this")
+        task_id = pause.run.task_id
+        for _ in range(2):
+            known = (await store.lookup([task_id]))[task_id]
+            assert (known.requester, known.digest, known.early) == (REQUESTER, "this", False)
+            if known.state is TaskState.WAITING:
+                task = await resumed(store, pause)
+                assert task.digest == "this"
+                await store.end([an_end(task.run)])

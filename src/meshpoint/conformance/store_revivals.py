@@ -14,6 +14,7 @@ from meshpoint.conformance.build import (
     HERE,
     HOUR,
     LEASE,
+    REQUESTER,
     SECOND,
     TIMINGS,
     a_begin,
@@ -78,7 +79,11 @@ class ReviveSuite:
         task = one(await store.take(HERE, 10))
         assert (task.run.generation, task.run.fence > run.fence + 1) == (0, True)
         assert (task.context, task.state, task.state_format, task.outcomes) == ({}, b"", "", ())
-        assert (task.request, task.requester, task.cancel_requested) == (b"request", Requester(), False)
+        assert (task.request, task.requester, task.cancel_requested) == (
+            b"request",
+            Requester(app_id=REQUESTER),
+            False,
+        )
         assert (task.attempt, task.checkpoint, task.retry_count) == (1, last.seq + 1, 1)
 
     async def test_a_wish_may_bring_a_request_and_a_requester(self, store: CheckpointStore, clock: FakeClock) -> None:

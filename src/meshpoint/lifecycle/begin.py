@@ -25,7 +25,15 @@ async def begin(
     database certainly has not taken it for `checkpoint_retry_time`.
     """
     assert segment.request is not None
-    wish = Begin(segment.run, site.replica, segment.requester, pack(segment.request), operation, order=order)
+    wish = Begin(
+        segment.run,
+        site.replica,
+        segment.requester,
+        pack(segment.request),
+        operation,
+        order=order,
+        digest=segment.digest,
+    )
     with site.steps.step(Step.BEGIN, [segment.run.task_id]):
         if site.durable is None:
             return site.memory, await _write(wish, site.memory, site)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from meshpoint.lifecycle.segment import Segment
 from meshpoint.lifecycle.site import Site
@@ -22,15 +23,28 @@ def cancelled(segment: Segment) -> Failed:
     return CANCELLED if segment.context is None else replace(CANCELLED, usage=segment.context.token_usage)
 
 
-Wish = tuple[TaskId, str | None]
-"""A task to be cancelled, and for which task of whoever asks: it may be at work for a later attempt by now."""
+class Wish(NamedTuple):
+    """A task to be cancelled, for which task of its sender (it may be at work for a later attempt by now), and whose
+    cancel it is: `None` may cancel every task.
+    """
+
+    task_id: TaskId
+    parent: str | None
+    sender: str | None
 
 
 async def cancel(home: Home, wished: Sequence[Wish], site: Site) -> list[CancelResult]:
     """Cancel tasks in `home`, however long the database is away."""
     wishes = [
-        Cancel(id_, site.agent, RunId(new_id()), reply_bytes(id_, None, CANCELLED), parent=parent)
-        for id_, parent in wished
+        Cancel(
+            wish.task_id,
+            site.agent,
+            RunId(new_id()),
+            reply_bytes(wish.task_id, None, CANCELLED),
+            parent=wish.parent,
+            sender=wish.sender,
+        )
+        for wish in wished
     ]
-    with site.steps.step(Step.CANCEL, [id_ for id_, _ in wished]):
+    with site.steps.step(Step.CANCEL, [wish.task_id for wish in wished]):
         return await site.patience.until_answered(lambda: home.store.cancel(wishes))

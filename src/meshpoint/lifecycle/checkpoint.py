@@ -68,6 +68,7 @@ def plan(
         app_version=options.app_version,
         children=tuple(children.planned) if children is not None else (),
         checkpoint=None if last is None else last.checkpoint,
+        digest=segment.digest if segment.run.fence == 0 else None,
     )
 
 

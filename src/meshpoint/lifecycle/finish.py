@@ -6,11 +6,19 @@ from meshpoint.lifecycle.segment import Last, Segment
 from meshpoint.lifecycle.site import Site
 from meshpoint.model.checkpoint import End, Ended, EndResult, Fenced, Reply, TaskState
 from meshpoint.model.events import Step
-from meshpoint.model.letters import reply_bytes
+from meshpoint.model.letters import fingerprint, reply_bytes
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from meshpoint.model.secrets import masked
 from meshpoint.ports.home import Home
+
+
+def refusal_for(segment: Segment, refused: Failed) -> Reply:
+    """The reply to a request that is not run. It names the request, so that it ends no other one's call."""
+    run = segment.run
+    refuses = None if segment.request is None else fingerprint(segment.request)
+    body = reply_bytes(run.task_id, None, refused, refuses=refuses)
+    return Reply(run.agent, run.task_id, state_of(refused), body, segment.requester)
 
 
 def reply_for(segment: Segment, outcome: Outcome, options: Options) -> Reply:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from meshpoint.model.ids import TaskId
-from meshpoint.model.messages import Address
+from meshpoint.model.messages import Address, Message
 from meshpoint.ports.broker import Delivery
 
 
@@ -22,6 +22,10 @@ class Held:
 
     def __contains__(self, task_id: TaskId) -> bool:
         return task_id in self._by_task
+
+    def request(self, task_id: TaskId) -> Message | None:
+        """The first request of the task."""
+        return next((delivery.message for delivery in self._by_task.get(task_id, ())), None)
 
     def hold(self, task_id: TaskId, deliveries: Iterable[Delivery]) -> None:
         """Keep `deliveries` un-acked until the task has ended."""

@@ -15,7 +15,7 @@ from meshpoint.model.bodies import CancelBody, RequestBody, ResponseBody, Status
 from meshpoint.model.checkpoint import Claim, Progress, Requester
 from meshpoint.model.context import A2AContext, Report, TaskExecutionContext
 from meshpoint.model.ids import RunId, TaskId, new_id, plain_id, resumed_id
-from meshpoint.model.json_values import JsonDict
+from meshpoint.model.json_values import JsonDict, digest_of
 from meshpoint.model.messages import Address, Header, Message, MessageType, bounded_reason
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind
@@ -38,6 +38,11 @@ class Request:
     trace_context: dict[str, JsonValue]
     message: Message
     resume: str | None = None  # the token of a requester that goes on after a failure, and asks again
+
+    @property
+    def digest(self) -> str:
+        """Of the input: two requests under one id must ask for the same."""
+        return digest_of(self.input)
 
     def asked_by(self, requester: Requester) -> Request:
         """The same request for the requester that its task has now: a resumed one may have another."""
@@ -143,6 +148,7 @@ def claim(message: Message, options: Options) -> Claim:
         sub_task_id=_sub_task(message),
         outcome=body.outcome(),
         sender=message.app_id,
+        refuses=body.refuses,
     )
 
 

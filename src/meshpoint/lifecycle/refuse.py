@@ -15,7 +15,7 @@ from meshpoint.model.checkpoint import Reply, Requester, TaskState
 from meshpoint.model.error_text import described
 from meshpoint.model.events import Step
 from meshpoint.model.ids import TaskId
-from meshpoint.model.letters import reply_bytes
+from meshpoint.model.letters import fingerprint, reply_bytes
 from meshpoint.model.messages import Header, Message, MessageType, bounded_reason
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind
@@ -28,6 +28,9 @@ def internal_error(error: BaseException) -> str:
     """What others hear of a defect: not the statement and the values that a database's error quotes."""
     cause = getattr(error, "orig", None) or error
     return f"internal error: {described(cause)}"
+
+
+ID_IN_USE = Failed(FailureKind.INVALID, "the task id is in use, by another request")
 
 
 def refusal(request: Request, options: Options, now: datetime) -> Failed | None:
@@ -85,4 +88,5 @@ class Refusals:
         parent = message.headers.get(Header.PARENT_TASK)
         requester = Requester(message.reply_to, parent_task_id=None if parent is None else str(parent))
         body = reply_bytes(task_id, None, Failed(FailureKind.INVALID, reason))
+        body = reply_bytes(task_id, None, Failed(FailureKind.INVALID, reason), refuses=fingerprint(message))
         await self._outgoing.refuse(Reply(self._site.agent, task_id, TaskState.FAILED, body, requester))

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from pydantic import JsonValue
 
+from meshpoint.lifecycle.senders import ITSELF, Sender
 from meshpoint.memory.task_memory import Mark, TaskMemory
 from meshpoint.model.checkpoint import BeginResult, Requester, Run
 from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.json_values import digest_of
 from meshpoint.model.messages import Message
 from meshpoint.model.subtasks import AgentCheckpoint
 from meshpoint.ports.broker import Delivery
 from meshpoint.ports.home import Home
 from meshpoint.subtasks.runner import Over, Subtasks
+
+NOT_KEPT = object()
+"""In place of the input of a task that has a row: that knows its digest."""
 
 
 class Stop(Enum):
@@ -45,13 +50,14 @@ class Segment:
     """A task between its trigger and its next pause or end.
 
     `home` is None until the first checkpoint chooses one. `deliveries` are the un-acked requests of the task:
-    more than one when a request was sent again. `request` is kept for the row that the first pause writes.
+    more than one when a request was sent again. `request` is kept for the row that the first pause writes, and
+    `input_` is what it says; `sender` is who sent it.
     `beginning` writes its row while its first subtask waits for that.
     `subtasks` runs and records those of this segment, `memory` is its working memory. `failure` tells more of how an
     operation's code ended, and `last` is what it leaves then.
-    `settling` is set when the code has ended, `left` when the replica has forgotten the segment. `attempt` is
-    that of a segment that runs in a process of its own. `dead_reason` is set when the task ends because its runs keep
-    killing their process.
+    `settling` is set when the code has ended, `decided` when it is known whether the task runs here, `left` when the
+    replica has forgotten the segment. `attempt` is that of a segment that runs in a process of its own. `dead_reason`
+    is set when the task ends because its runs keep killing their process.
     """
 
     run: Run
@@ -59,6 +65,9 @@ class Segment:
     context: TaskExecutionContext | None = None
     home: Home | None = None
     request: Message | None = None
+    input_: object = NOT_KEPT
+    sender: Sender = ITSELF
+    known_digest: str | None = None
     deliveries: list[Delivery] = field(default_factory=list)
     code: asyncio.Task[object] | None = None
     beginning: asyncio.Task[BeginResult] | None = None
@@ -67,10 +76,18 @@ class Segment:
     failure: dict[str, JsonValue] | None = None
     last: Last | None = None
     settling: bool = False
+    decided: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: Stop | None = None
     attempt: int = 1
     dead_reason: str | None = None
+
+    @property
+    def digest(self) -> str | None:
+        """Of the input that was asked for; `None`: not known."""
+        if self.known_digest is None and self.input_ is not NOT_KEPT:
+            self.known_digest = digest_of(cast(JsonValue, self.input_))
+        return self.known_digest
 
     def stop(self, why: Stop) -> None:
         """Cancel the code at its next await. The first reason counts, but a lost lease overrules all."""

@@ -7,11 +7,13 @@ two together. A name that is not listed there may be used under any login.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.ids import AgentName
 from meshpoint.model.messages import Header, Message
 from meshpoint.model.options import Options
+from meshpoint.model.requesters import same_input, same_requester
 
 _QUOTED = 100  # characters of what a stranger wrote
 
@@ -25,7 +27,26 @@ class Sender:
 
     def may_act_for(self, requester: str | None) -> bool:
         """Whether a task of `requester` is this sender's business; `None` is a row that names no requester."""
-        return self.trusted or requester is None or requester == self.name
+        return self.trusted or same_requester(requester, self.name)
+
+
+ITSELF = Sender(None, trusted=True)
+"""What the mesh does by itself."""
+
+
+class Relation(Enum):
+    """What a request has to do with a task that is known under its id."""
+
+    SAME = auto()  # it asks for this task, and may
+    OTHER_INPUT = auto()  # it may ask for this task, but asks for something else
+    STRANGER = auto()  # the task is another requester's
+
+
+def relation(sender: Sender, digest: str | None, requester: str | None, known_digest: str | None) -> Relation:
+    """What a request of `sender` has to do with a task of `requester`; digests are those of their inputs."""
+    if not sender.may_act_for(requester):
+        return Relation.STRANGER
+    return Relation.SAME if same_input(digest, known_digest) else Relation.OTHER_INPUT
 
 
 def impostor(message: Message, options: Options) -> str | None:
@@ -50,15 +71,21 @@ def sender_of(message: Message, agent: AgentName, options: Options) -> Sender:
     return Sender(message.app_id or None, message.app_id == agent or is_operator(message, options))
 
 
-def canceller_of(message: Message, agent: AgentName, options: Options) -> Sender:
-    """The sender of a cancel: if a replica of `agent` passes one on, the sender on whose behalf it does.
+def canceller_of(message: Message, agent: AgentName, options: Options, *, shared: bool) -> str | None:
+    """Whose cancel this is; `None` may cancel every task. `shared`: it came by the agent's queue.
+
+    What comes by a replica's own queue from the agent itself was passed on by a replica that has looked.
 
     Raises:
         PoisonMessage: as for `sender_of`.
     """
     sender = sender_of(message, agent, options)
-    behalf = message.headers.get(Header.ON_BEHALF_OF)
-    return Sender(str(behalf)) if message.app_id == agent and behalf else sender
+    if is_operator(message, options):
+        return None
+    if sender.name == agent and not shared:
+        behalf = message.headers.get(Header.ON_BEHALF_OF)
+        return None if behalf is None else str(behalf)
+    return sender.name or ""
 
 
 def is_operator(message: Message, options: Options) -> bool:

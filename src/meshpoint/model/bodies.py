@@ -98,10 +98,16 @@ class ResponseBody(Body):
     """The one answer to a request. The output is the first part of `task.status.message`.
 
     A failure has its kind in `task.metadata.failure` and its words in the text of that part.
-    Token usage is `task.metadata.usage`.
+    Token usage is `task.metadata.usage`. A request that was not run is named in `task.metadata.refuses`.
     """
 
     task: TaskBody
+
+    @property
+    def refuses(self) -> str | None:
+        """The fingerprint of the request that was not run, if none was."""
+        refused = self.task.metadata.get("refuses")
+        return None if refused is None else str(refused)
 
     def outcome(self) -> Outcome:
         """What the requester records.
@@ -173,10 +179,15 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
 
 
 def response_body(
-    task_id: str, context_id: str | None, outcome: Outcome, *, timestamp: str | None = None
+    task_id: str,
+    context_id: str | None,
+    outcome: Outcome,
+    *,
+    timestamp: str | None = None,
+    refuses: str | None = None,
 ) -> ResponseBody:
     """The response that carries `outcome`."""
-    metadata: dict[str, JsonValue] = {}
+    metadata: dict[str, JsonValue] = {} if refuses is None else {"refuses": refuses}
     if not outcome.usage.is_empty:
         metadata["usage"] = outcome.usage.model_dump(mode="json")
     match outcome:

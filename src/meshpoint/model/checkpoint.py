@@ -115,6 +115,7 @@ class Begin:
     request: bytes  # opaque to the store: the request message as `lifecycle` encodes it
     operation: Operation | None = None
     order: str | None = field(default=None, kw_only=True)
+    digest: str | None = field(default=None, kw_only=True)  # of the request's input
     queued: bool = field(default=False, kw_only=True)
 
 
@@ -158,6 +159,7 @@ class Pause:
     framework: str | None = None
     children: tuple[Child, ...] = ()
     checkpoint: AgentCheckpoint | None = None
+    digest: str | None = field(default=None, kw_only=True)  # of the request's input
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,7 @@ class Claim:
     sub_task_id: TaskId
     outcome: Outcome
     sender: str | None
+    refuses: str | None = field(default=None, kw_only=True)  # the fingerprint of the request that was not run
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +213,8 @@ class Cancel:
     """End a task as cancelled, with `reply` as its reply's body.
 
     `parent` is the `parent_task_id` under which whoever cancels has asked for it, None when that is not known. A task
-    that was asked for under another one since is left alone.
+    that was asked for under another one since is left alone. `sender` must be the task's requester, or the agent
+    itself; `None` may cancel every task.
     """
 
     task_id: TaskId
@@ -218,6 +222,7 @@ class Cancel:
     run_id: RunId
     reply: bytes
     parent: str | None = field(default=None, kw_only=True)
+    sender: str | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,12 +320,19 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A task's row, as a request that arrives again needs it. `reply` is set when the task has ended."""
+    """A task's row, as a request that arrives again needs it. `reply` is set when the task has ended.
+
+    `requester` is who asked, `digest` that of the input; `None` is not known. `early`: the row is no task's, but a
+    cancel's that came before its request, and `requester` is who cancelled.
+    """
 
     task_id: TaskId
     agent: AgentName
     state: TaskState
     reply: Reply | None = None
+    requester: str | None = field(default=None, compare=False, kw_only=True)
+    digest: str | None = field(default=None, compare=False, kw_only=True)
+    early: bool = field(default=False, compare=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,6 +410,7 @@ class Resumable:
     rescues: int = 0
     death: str | None = None
     refused: str | None = None
+    digest: str | None = field(default=None, compare=False)
 
     @property
     def suspect(self) -> bool:
@@ -522,7 +535,14 @@ class CancelStale:
     """The cancel is of an earlier attempt of whoever asked: the task was asked for anew since. Nothing changed."""
 
 
-CancelResult: TypeAlias = CancelledNow | CancelRequested | CancelTooLate | CancelBeforeRequest | CancelStale | Locked
+@dataclass(frozen=True, slots=True)
+class CancelRefused:
+    """The task is another requester's. Nothing changed."""
+
+
+CancelResult: TypeAlias = (
+    CancelledNow | CancelRequested | CancelTooLate | CancelBeforeRequest | CancelStale | CancelRefused | Locked
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from datetime import UTC, datetime, timedelta
 
@@ -19,7 +20,7 @@ from meshpoint.model.bodies import (
 )
 from meshpoint.model.checkpoint import CancelNotice, Dispatch, Reply, Requester
 from meshpoint.model.ids import AgentName, TaskId, new_id, plain_id, resumed_id
-from meshpoint.model.messages import Address, Header, Message, MessageType, nested_of, responses_of
+from meshpoint.model.messages import Address, Header, HeaderValue, Message, MessageType, nested_of, responses_of
 from meshpoint.model.outcomes import Outcome
 
 Letter = tuple[Address, Message]
@@ -57,16 +58,27 @@ def cancel_letter(notice: CancelNotice) -> Letter:
 
 
 def cancel_message(
-    sender: AgentName, task_id: TaskId, reason: str | None = None, *, parent: str | None = None
+    sender: AgentName,
+    task_id: TaskId,
+    reason: str | None = None,
+    *,
+    parent: str | None = None,
+    on_behalf_of: str | None = None,
 ) -> Message:
-    """A wish that `task_id` end as cancelled, if it is still at work for `parent`: None asks for nobody's sake."""
+    """A wish that `task_id` end as cancelled, if it is still at work for `parent`: None asks for nobody's sake.
+
+    A replica that passes a cancel on to the others sends it `on_behalf_of` its sender.
+    """
+    headers: dict[str, HeaderValue] = {} if parent is None else {Header.PARENT_TASK.value: parent}
+    if on_behalf_of is not None:
+        headers[Header.ON_BEHALF_OF.value] = on_behalf_of
     return Message(
         type=MessageType.CANCEL,
         body=CancelBody(id=task_id, reason=reason).to_bytes(),
         message_id=f"{task_id}.cancel",
         correlation_id=task_id,
         app_id=sender,
-        headers={} if parent is None else {Header.PARENT_TASK.value: parent},
+        headers=headers,
     )
 
 
@@ -83,6 +95,38 @@ def reply_letter(reply: Reply) -> Letter | None:
         headers=_parent(reply.requester),
     )
     return reply.requester.reply_to, message
+
+
+def fingerprint(request: Message) -> str:
+    """What tells this request from any other, however often it is sent: a digest of its body and its headers.
+
+    Whoever refuses a request names it by this; so its requester knows whether that one was its own.
+    """
+    digest = hashlib.blake2b(request.body, digest_size=16)
+    for header in _FINGERPRINTED:
+        digest.update(
+            f"\n{header.value}:{_canonical(header, request.headers.get(header.value))}".encode(errors="replace")
+        )
+    return digest.hexdigest()
+
+
+_FINGERPRINTED = (
+    *(Header.PARENT_TASK, Header.CALL_DEPTH, Header.DEADLINE, Header.IDLE_TIMEOUT, Header.ATTEMPT, Header.RESUME),
+    Header.TRACEPARENT,
+)
+
+
+_LARGEST = 2.0**63
+
+
+def _canonical(header: Header, value: HeaderValue | None) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
+        return repr(value)
+    if header is Header.ATTEMPT and value >= 1:
+        return "any"
+    return f"{value:.6g}" if header is not Header.DEADLINE else f"{value:.0f}"
 
 
 def status_letter(
@@ -111,9 +155,10 @@ def wake_message(agent: AgentName) -> Message:
     return Message(type=MessageType.WAKE, body=b"{}", message_id=id_, correlation_id=id_, app_id=agent)
 
 
-def reply_bytes(task_id: TaskId, context_id: str | None, outcome: Outcome) -> bytes:
-    """The body of the reply that carries `outcome`."""
-    return response_body(task_id, context_id, outcome, timestamp=datetime.now(UTC).isoformat()).to_bytes()
+def reply_bytes(task_id: TaskId, context_id: str | None, outcome: Outcome, *, refuses: str | None = None) -> bytes:
+    """The body of the reply that carries `outcome`; `refuses` is the fingerprint of a request that was not run."""
+    timestamp = datetime.now(UTC).isoformat()
+    return response_body(task_id, context_id, outcome, timestamp=timestamp, refuses=refuses).to_bytes()
 
 
 def _parent(requester: Requester) -> dict[str, str | int | float]:

@@ -13,6 +13,9 @@ from meshpoint.model.checkpoint import Requester
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.subtasks import Child
 
+ASKED_BY_ANOTHER = "it was asked for by another agent"
+ASKED_FOR_OTHERWISE = "it was asked for with another input"
+
 NOBODY = Requester()
 """Whoever resumes an operation by hand waits for no reply."""
 
@@ -81,6 +84,8 @@ class Revive:
     none, to be run from its start. `abandoned` says that whoever had the task is known to be gone: then a running,
     waiting, pending or parked one is taken as well. `adopt` leaves an active task at its work, and lets it answer
     this requester.
+
+    `digest` is that of the input in `request`. A requester that asks again must ask for the same.
     """
 
     task_id: TaskId
@@ -92,6 +97,7 @@ class Revive:
     without_checkpoint: bool = False
     abandoned: bool = False
     adopt: bool = False
+    digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

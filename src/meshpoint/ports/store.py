@@ -25,6 +25,7 @@ from meshpoint.model.checkpoint import (
     Cancel,
     CancelResult,
     Claim,
+    Dispatch,
     Due,
     End,
     EndResult,
@@ -106,6 +107,9 @@ class Transitions(Protocol):
         cancelled.
         A repeated cancel of a task it has cancelled returns `CancelTooLate` with the cancelled reply.
         """
+
+    async def requested(self, calls: Sequence[tuple[TaskId, TaskId]]) -> list[Dispatch | None]:
+        """The requests of calls, by task and `sub_task_id`, as they were sent; `None`: there is no such call."""
 
     async def progress(self, updates: Sequence[Progress]) -> list[ProgressNoted | None]:
         """Extend the idle deadline of pending calls, never past the absolute one, and tell whom to forward to.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 from pydantic import JsonValue
 
@@ -14,16 +14,18 @@ from meshpoint.lifecycle import cancel, receive
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.locked import LockedLetters, Received
 from meshpoint.lifecycle.refuse import Refusals
-from meshpoint.lifecycle.senders import impostor
+from meshpoint.lifecycle.senders import canceller_of, impostor
 from meshpoint.lifecycle.site import Site, Spawn
 from meshpoint.lifecycle.throttle import Throttle
 from meshpoint.model.checkpoint import (
     CancelBeforeRequest,
     CancelledNow,
+    CancelRefused,
     CancelRequested,
     CancelStale,
     CancelTooLate,
     Claim,
+    Dispatch,
     Locked,
     ProgressNoted,
     TaskState,
@@ -31,7 +33,7 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.events import Step
 from meshpoint.model.ids import RunId, TaskId, new_id
-from meshpoint.model.letters import Letter, cancel_message, status_letter
+from meshpoint.model.letters import Letter, cancel_message, fingerprint, request_letter, status_letter
 from meshpoint.model.messages import Message, MessageType
 from meshpoint.ports.broker import Delivery
 from meshpoint.ports.home import Home
@@ -41,6 +43,9 @@ log = logging.getLogger("meshpoint.letters")
 
 _STATUS_RATE = 20  # status updates a second that are forwarded for one task
 _LONGEST_STATUS = 65_536  # bytes of one that is forwarded
+
+Answer: TypeAlias = tuple[Delivery, Claim, str | None]
+"""A response, the claim of its outcome, and why it could not be read, if so."""
 
 
 class Letters:
@@ -119,7 +124,7 @@ class Letters:
 
     async def on_responses(self, received: Sequence[Received], home: Home, *, shared: bool) -> None:
         """Record outcomes together, go on with the tasks whose join they meet, then ack."""
-        readable: list[tuple[Delivery, Claim, str | None]] = []
+        readable: list[Answer] = []
         for delivery, claim_id in received:
             try:
                 claim = receive.claim(delivery.message, self._site.options)
@@ -130,6 +135,7 @@ class Letters:
                     await self._refusals.dead_letter(delivery, str(error))
                 else:
                     readable.append((delivery, replace(failed, id=claim_id), str(error)))
+        readable = await self._without_refusals_of_others(readable, home)
         if not readable:
             return
         arrivals = await self._segments.claim(home, [each for _, each, _ in readable])
@@ -150,6 +156,30 @@ class Letters:
     def _wait_for(self, task_id: TaskId, received: Received, home: Home, *, shared: bool) -> None:
         self._site.steps.note(Step.ROW_LOCKED, task_id)
         self._locked.keep(received, home, shared=shared)
+
+    async def _without_refusals_of_others(self, readable: Sequence[Answer], home: Home) -> list[Answer]:
+        """`readable` without the refusals of other requests than those of our calls: they are no outcomes.
+
+        A peer that refuses a request answers to the address that the request names. Somebody who knows the ids of a
+        call could have sent it.
+        """
+        refusals = [each for each in readable if each[1].refuses is not None]
+        if not refusals:
+            return list(readable)
+        calls = [(each.task_id, each.sub_task_id) for _, each, _ in refusals]
+        requests = await self._site.patience.until_answered(lambda: home.store.requested(calls))
+        others: list[Delivery] = []
+        for (delivery, refusal, _), call in zip(refusals, requests, strict=True):
+            if call is not None and refusal.refuses != self._fingerprint(call, home):
+                others.append(delivery)
+        kept = [each for each in readable if each[0] not in others]
+        for delivery in others:
+            await self._refusals.dead_letter(delivery, "it refuses another request than that of the call")
+        return kept
+
+    def _fingerprint(self, call: Dispatch, home: Home) -> str:
+        _, request = request_letter(call, home.reply_to, self._site.options.deadline_margin)
+        return fingerprint(request)
 
     async def on_status(self, deliveries: Sequence[Delivery], home: Home) -> None:
         """Extend idle deadlines, and forward what peers say to our own requesters."""
@@ -183,70 +213,90 @@ class Letters:
 
     async def on_cancels(self, cancels: Sequence[Received], home: Home, *, shared: bool) -> None:
         """Cancel tasks: in the database when the wish came by the shared queue, in memory when by broadcast."""
+        agent, options = self._site.agent, self._site.options
         wished: dict[cancel.Wish, list[Received]] = {}
         for delivery, id_ in cancels:
             try:
-                wish = receive.cancelled_task(delivery.message, self._site.options)
+                sender = canceller_of(delivery.message, agent, options, shared=shared)
+                wish = cancel.Wish(*receive.cancelled_task(delivery.message, options), sender)
                 wished.setdefault(wish, []).append((delivery, id_))
             except PoisonMessage as error:
                 await self._refusals.dead_letter(delivery, str(error))
         if not wished:
             return
-        locked: set[TaskId] = set()
-        if shared:
-            locked = await self._cancel_everywhere(list(wished))
-        else:
-            await self._cancel_here(list(wished))
-        for (task_id, _), received in wished.items():
+        wishes = list(wished)
+        refused = await (self._cancel_everywhere(wishes) if shared else self._cancel_here(wishes))
+        for wish, received in wished.items():
             for each in received:
-                if task_id in locked:
-                    self._wait_for(task_id, each, home, shared=shared)
-                else:
-                    await each[0].ack()
+                match refused.get(wish):
+                    case Locked():
+                        self._wait_for(wish.task_id, each, home, shared=shared)
+                    case CancelRefused():
+                        reason = f"the task {wish.task_id} is another requester's, not {wish.sender!r}'s"
+                        await self._refusals.bury(each[0], reason)
+                    case None:
+                        await each[0].ack()
 
-    async def _cancel_everywhere(self, wishes: Sequence[cancel.Wish]) -> set[TaskId]:
-        """Cancel tasks in the database; those that another session holds just now."""
-        locked: set[TaskId] = set()
+    async def _cancel_everywhere(self, wishes: Sequence[cancel.Wish]) -> dict[cancel.Wish, CancelRefused | Locked]:
+        """Cancel tasks in the database, and tell all replicas of those that one of them may run.
+
+        Those that are not the sender's, and those that another session holds just now.
+        """
         if self._site.durable is None:
             await self._broadcast_cancel(wishes)
-            return locked
+            return {}
+        refused: dict[cancel.Wish, CancelRefused | Locked] = {}
         results = await cancel.cancel(self._site.durable, wishes, self._site)
         for wish, result in zip(wishes, results, strict=True):
             match result:
                 case CancelledNow(reply=reply, cancels=cancels):
                     await self._segments.send(self._site.durable, [reply, *cancels])
-                case CancelRequested() | CancelBeforeRequest():
+                case CancelRequested():  # by somebody who may, maybe another sender than this one
+                    await self._broadcast_cancel([wish._replace(sender=None)])
+                case CancelBeforeRequest():
                     await self._broadcast_cancel([wish])
                 case CancelTooLate(reply=reply) if reply.state is TaskState.CANCELLED:
                     # Cancelled before, but a crash may have come before all were told.
                     await self._broadcast_cancel([wish])
                 case CancelTooLate() | CancelStale():
                     pass
-                case Locked():
-                    locked.add(result.task_id)
+                case CancelRefused() | Locked():
+                    refused[wish] = result
                 case _:
                     assert_never(result)
-        return locked
+        return refused
 
     async def _broadcast_cancel(self, wishes: Sequence[cancel.Wish]) -> None:
         agent = self._site.agent
 
         async def tell_all() -> None:
-            for task_id, parent in wishes:
-                await self._site.broker.broadcast(agent, cancel_message(agent, task_id, parent=parent))
+            for task_id, parent, sender in wishes:
+                message = cancel_message(agent, task_id, parent=parent, on_behalf_of=sender)
+                await self._site.broker.broadcast(agent, message)
 
         await self._site.patience.until_answered(tell_all)
 
-    async def _cancel_here(self, wishes: Sequence[cancel.Wish]) -> None:
-        waiting = []
-        for task_id, parent in wishes:
-            if self._segments.cancel(task_id, parent):
-                continue
-            if task_id in self._segments.held or self._site.durable is None:
-                waiting.append((task_id, parent))
+    async def _cancel_here(self, wishes: Sequence[cancel.Wish]) -> dict[cancel.Wish, CancelRefused | Locked]:
+        """Cancel tasks that this process has in memory; those that are not the sender's."""
+        refused: dict[cancel.Wish, CancelRefused | Locked] = {}
+        waiting: list[cancel.Wish] = []
+        for wish in wishes:
+            match self._segments.cancel(*wish):
+                case False:
+                    refused[wish] = CancelRefused()
+                case None if wish.task_id in self._segments.held or self._site.durable is None:
+                    waiting.append(wish)
+                case _:
+                    pass
         if not waiting:
-            return
+            return refused
         results = await cancel.cancel(self._site.memory, waiting, self._site)
-        for result in results:
-            if isinstance(result, CancelledNow):
-                await self._segments.send(self._site.memory, [result.reply, *result.cancels])
+        for wish, result in zip(waiting, results, strict=True):
+            match result:
+                case CancelledNow():
+                    await self._segments.send(self._site.memory, [result.reply, *result.cancels])
+                case CancelRefused():
+                    refused[wish] = result
+                case _:
+                    pass
+        return refused

@@ -14,17 +14,26 @@ from meshpoint.lifecycle import finish, receive
 from meshpoint.lifecycle.begin import begin, begin_redelivered
 from meshpoint.lifecycle.cancel import CANCELLED
 from meshpoint.lifecycle.dispatch import Outgoing
-from meshpoint.lifecycle.refuse import Refusals, refusal
+from meshpoint.lifecycle.refuse import ID_IN_USE, Refusals, refusal
 from meshpoint.lifecycle.segment import Segment
-from meshpoint.lifecycle.senders import foreign_address, sender_of
+from meshpoint.lifecycle.senders import Relation, foreign_address, relation, sender_of
 from meshpoint.lifecycle.site import Site, Spawn
 from meshpoint.model.checkpoint import Begun, CancelFound, Fenced, Known, Run, TaskState
 from meshpoint.model.events import Step
 from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.letters import pack
-from meshpoint.model.operations import Adopted, NotRevived, Refusal, Revive, Revived
+from meshpoint.model.operations import (
+    ASKED_BY_ANOTHER,
+    ASKED_FOR_OTHERWISE,
+    Adopted,
+    NotRevived,
+    Refusal,
+    Revive,
+    Revived,
+)
 from meshpoint.model.options import AckPolicy
 from meshpoint.model.outcomes import Failed, FailureKind
+from meshpoint.model.requesters import binds, same_requester
 from meshpoint.ports.broker import Delivery
 from meshpoint.ports.home import Home
 from meshpoint.worker.intake import Intake
@@ -113,26 +122,53 @@ class Requests:
     async def _read(self, delivery: Delivery) -> tuple[Segment, receive.Request] | None:
         options = self._site.options
         try:
-            sender_of(delivery.message, self._site.agent, options)
+            sender = sender_of(delivery.message, self._site.agent, options)
             if (foreign := foreign_address(delivery.message)) is not None:
                 raise PoisonMessage(foreign)
             request = receive.request(delivery.message, options)
         except PoisonMessage as error:
             await self._refusals.dead_letter(delivery, str(error))
             return None
-        live = self._segments.live.get(request.task_id)
-        if request.resume is not None and live is not None:
-            self._spawn(self._asked_again(live, request, delivery))
+        segment = Segment(
+            run=Run(request.task_id, self._site.agent, RunId(new_id())),
+            requester=request.requester,
+            request=delivery.message,
+            deliveries=[delivery],
+            input_=request.input,
+            sender=sender,
+        )
+        if await self._is_at_work(segment, request, delivery):
             return None
-        if request.resume is None and self._segments.adopt(request.task_id, delivery):
-            await self._ack_if_row_is_enough(request.task_id)
-            return None
-        run = Run(request.task_id, self._site.agent, RunId(new_id()))
-        segment = Segment(run=run, requester=request.requester, request=delivery.message, deliveries=[delivery])
         self._segments.arrive(segment)
         return segment, request
 
-    async def _asked_again(self, live: Segment, request: receive.Request, delivery: Delivery) -> None:
+    async def _is_at_work(self, segment: Segment, request: receive.Request, delivery: Delivery) -> bool:
+        """Whether this process has a task under the id of a request, which then is settled, or soon will be."""
+        live = self._segments.live.get(request.task_id)
+        known = self._segments.asked_for(request.task_id)
+        if known is None:
+            return False
+        match relation(segment.sender, segment.digest, *known):
+            case Relation.SAME if request.resume is None:
+                self._segments.adopt(request.task_id, delivery)
+                await self._ack_if_row_is_enough(request.task_id)
+            case Relation.SAME if live is not None:
+                self._spawn(self._asked_again(live, segment, request))
+            case _ if live is not None and not live.decided.is_set():  # whose the task is, is being looked up
+                self._spawn(self._later(live, delivery))
+            case Relation.OTHER_INPUT:
+                self._follow_up(segment, partial(self._refuse_in_use, segment))
+            case Relation.STRANGER:
+                self._follow_up(segment, partial(self._turn_away, segment, request))
+            case Relation.SAME:  # held: its row says more
+                return False
+        return True
+
+    async def _later(self, live: Segment, delivery: Delivery) -> None:
+        await live.decided.wait()
+        await self.on_requests([delivery])
+
+    async def _asked_again(self, live: Segment, asking: Segment, request: receive.Request) -> None:
         """A resumed requester asks for a task that runs here: it is the one to be answered now.
 
         Its row says so. A segment without a row answers who had asked before, who waits for it no more; then the
@@ -142,11 +178,10 @@ class Requests:
             await asyncio.wait({live.beginning})
         if live.home is None or not live.home.durable:
             await live.left.wait()
-            await delivery.requeue()
+            await self._come_again(asking)
             return
-        run = Run(request.task_id, self._site.agent, RunId(new_id()))
-        asking = Segment(run=run, requester=request.requester, request=delivery.message, deliveries=[delivery])
-        known = Known(request.task_id, self._site.agent, TaskState.RUNNING)
+        owner, digest = live.requester.app_id, live.digest
+        known = Known(request.task_id, self._site.agent, TaskState.RUNNING, requester=owner, digest=digest)
         self._follow_up(asking, partial(self._again, asking, request, live.home, known))
 
     async def _ack_if_row_is_enough(self, task_id: TaskId) -> None:
@@ -200,7 +235,7 @@ class Requests:
         self, segment: Segment, request: receive.Request, delivery: Delivery, known: tuple[Home, Known] | None
     ) -> bool:
         """Whether the task is to run here now. If not, its request is settled, or soon will be."""
-        if known is not None:
+        if known is not None and not self._is_nothing_to(segment, known[1]):
             self._follow_up(segment, partial(self._again, segment, request, *known))
             return False
         if refused := self._refusal(segment, request, delivery.count):
@@ -237,7 +272,7 @@ class Requests:
             case Fenced() if request.resume is not None:  # there is a row now, which is to know whom to answer
                 self._follow_up(segment, partial(self._come_again, segment))
             case Fenced():
-                self._follow_up(segment, partial(self._settled, segment))
+                self._follow_up(segment, partial(self._met_row, segment))
             case CancelFound():
                 self._follow_up(segment, partial(self._refuse, segment, CANCELLED))
             case _:
@@ -255,11 +290,38 @@ class Requests:
             await self._come_again(segment)
             raise
 
+    def _is_nothing_to(self, segment: Segment, known: Known) -> bool:
+        """Whether a row is only an early cancel of another sender, or for another agent."""
+        own = known.agent == self._site.agent
+        return known.early and not (own and binds(known.requester, segment.requester.app_id))
+
+    async def _met_row(self, segment: Segment) -> None:
+        """A request whose row somebody else has just written: for the same request, or under the same id."""
+        if await self._segments.id_is_taken(segment):
+            await self._refuse_in_use(segment)
+        else:
+            await self._settled(segment)
+
+    async def _turn_away(self, segment: Segment, request: receive.Request) -> None:
+        """A request under the id of another requester's task. It is told so, but not if it is to resume the task."""
+        reason = f"the task {request.task_id} is another requester's, not {segment.sender.name!r}'s"
+        if request.resume is None:
+            await self._outgoing.refuse(finish.refusal_for(segment, ID_IN_USE))
+        self._segments.leave(segment)
+        while segment.deliveries:
+            await self._refusals.bury(segment.deliveries.pop(), reason)
+
     async def _again(self, segment: Segment, request: receive.Request, home: Home, known: Known) -> None:
         """A request that arrived before. What it still needs is seen to; nothing runs twice."""
-        if known.agent != self._site.agent:
-            message = f"the task id names a task of agent {known.agent!r}"
-            await self._refuse(segment, Failed(FailureKind.ERROR, message))
+        found = (
+            Relation.SAME if known.early else relation(segment.sender, segment.digest, known.requester, known.digest)
+        )
+        if found is Relation.STRANGER:
+            await self._turn_away(segment, request)
+        elif known.agent != self._site.agent:
+            await self._refuse_in_use(segment, f" to agent {known.agent!r}")
+        elif found is Relation.OTHER_INPUT:
+            await self._refuse_in_use(segment)
         elif request.resume is not None and known.state is not TaskState.COMPLETED:
             await self._revive(segment, request.resume, home, known)
         elif known.reply is not None:
@@ -277,22 +339,15 @@ class Requests:
 
         One that is still at work goes on as it is, and answers the new request.
         """
-        assert segment.request is not None
-        wish = Revive(
-            task_id=known.task_id,
-            token=new_id(),
-            order=order,
-            agent=self._site.agent,
-            request=pack(segment.request),
-            requester=segment.requester,
-            without_checkpoint=True,
-            adopt=True,
-        )
+        wish = self._wish(segment, order, known)
         with self._site.steps.step(Step.RESUME, [known.task_id]):
             result = await self._site.patience.until_answered(lambda: home.store.revive(wish))
         match result:
             case Revived(again=True) | NotRevived(refusal=Refusal.COMPLETED):
                 await self._as_it_is_now(segment, home)  # what was looked up is out of date
+            case Revived() if wish.order is None:
+                await self._settled(segment)
+                self._segments.ready_somewhere.set()
             case Revived() | Adopted():
                 await self._wait_for_its_end(segment, home)
             case NotRevived(refusal=Refusal.OTHER_ACTIVE, detail=other):
@@ -300,12 +355,30 @@ class Requests:
                 await self._refuse(segment, Failed(FailureKind.ERROR, message))
             case NotRevived(refusal=Refusal.RUNNING):
                 await self._settled(segment)
+            case NotRevived(detail=detail) if detail == ASKED_BY_ANOTHER:  # since it was looked up
+                await self._come_again(segment)
+            case NotRevived(detail=detail) if detail == ASKED_FOR_OTHERWISE:
+                await self._refuse_in_use(segment)
             case NotRevived(detail=detail) if detail:
                 await self._refuse(segment, Failed(FailureKind.ERROR, f"the task does not go on: {detail}"))
             case NotRevived():  # its row is gone since it was looked up: it comes again and finds none
                 await self._come_again(segment)
             case _:
                 assert_never(result)
+
+    def _wish(self, segment: Segment, order: str, known: Known) -> Revive:
+        assert segment.request is not None
+        wish = Revive(task_id=known.task_id, token=new_id(), agent=self._site.agent, without_checkpoint=True)
+        if not same_requester(known.requester, segment.sender.name):
+            return wish  # an operator's: the task stays its requester's, who is answered
+        return replace(
+            wish,
+            order=order,
+            request=pack(segment.request),
+            requester=segment.requester,
+            adopt=True,
+            digest=segment.digest,
+        )
 
     async def _as_it_is_now(self, segment: Segment, home: Home) -> None:
         """Answer a request that its task has served before, or that came when it had just completed."""
@@ -337,12 +410,21 @@ class Requests:
         assert known.reply is not None
         # The tombstone of a cancel that came first does not know the requester; this request does.
         reply = replace(known.reply, requester=segment.requester)
-        await self._outgoing.answer(reply, segment.run.id, again=True)
+        if known.early or same_requester(known.requester, segment.sender.name):
+            await self._outgoing.answer(reply, segment.run.id, again=True)
+        else:  # an operator's: the row stays its requester's
+            await self._outgoing.refuse(reply)
         await self._settled(segment)
 
     async def _refuse(self, segment: Segment, refused: Failed) -> None:
-        reply = finish.reply_for(segment, refused, self._site.options)
+        reply = finish.refusal_for(segment, refused)
         await self._outgoing.answer(reply, segment.run.id, again=refused.kind is FailureKind.CANCELLED)
+        await self._settled(segment)
+
+    async def _refuse_in_use(self, segment: Segment, whose: str = "") -> None:
+        """Say that the task id is in use. Not kept if it cannot be delivered: the id's row is not this request's."""
+        refused = replace(ID_IN_USE, message=ID_IN_USE.message + whose)
+        await self._outgoing.refuse(finish.refusal_for(segment, refused))
         await self._settled(segment)
 
     async def _settled(self, segment: Segment) -> None:

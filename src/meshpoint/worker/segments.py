@@ -25,9 +25,10 @@ from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.held import Held
 from meshpoint.lifecycle.leases import LeaseKeeper
 from meshpoint.lifecycle.ledger import SegmentLedger
-from meshpoint.lifecycle.refuse import internal_error, refusal
+from meshpoint.lifecycle.refuse import ID_IN_USE, internal_error, refusal
 from meshpoint.lifecycle.restore import last_checkpoint, restore, restored_memory, restored_subtasks
 from meshpoint.lifecycle.segment import Last, Segment, Stop
+from meshpoint.lifecycle.senders import Relation, Sender, relation
 from meshpoint.lifecycle.site import Site, Spawn
 from meshpoint.model.calls import Paused
 from meshpoint.model.checkpoint import (
@@ -59,6 +60,7 @@ from meshpoint.model.ids import TaskId
 from meshpoint.model.letters import unpack
 from meshpoint.model.options import OnLostOwner
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
+from meshpoint.model.requesters import same_requester
 from meshpoint.model.subtasks import Child, Operation
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.broker import Delivery
@@ -110,6 +112,25 @@ class Segments:
         """Know a task from the moment its request is looked up, so that a cancel finds it."""
         self.live[segment.run.task_id] = segment
 
+    def asked_for(self, task_id: TaskId) -> tuple[str | None, str | None] | None:
+        """Who asked for a task that this process has in memory, and the digest of its input; `None`: it has none."""
+        if (live := self.live.get(task_id)) is not None:
+            return live.requester.app_id, live.digest
+        if (request := self.held.request(task_id)) is not None:
+            asked = receive.request(request, self._site.options)
+            return asked.requester.app_id, asked.digest
+        return None
+
+    async def id_is_taken(self, segment: Segment) -> bool:
+        """Whether the row that the first run of a request has met is another request's."""
+        task_id, asked_by = segment.run.task_id, Sender(segment.requester.app_id)
+        for home in self._site.homes:
+            rows = await self._site.patience.until_answered(partial(home.store.lookup, [task_id]))
+            if (known := rows.get(task_id)) is not None:
+                found = relation(asked_by, segment.digest, known.requester, known.digest)
+                return known.agent != self._site.agent or found is not Relation.SAME
+        return False
+
     def adopt(self, task_id: TaskId, delivery: Delivery) -> bool:
         """Keep a request that arrived again for a task this process has in memory; whether it has."""
         if task_id in self.live:
@@ -131,6 +152,7 @@ class Segments:
             self._leases.let_go(segment.run)
         if self.live.get(segment.run.task_id) is segment:
             del self.live[segment.run.task_id]
+        segment.decided.set()
         segment.left.set()
         self._tell_if_none_left()
 
@@ -140,6 +162,7 @@ class Segments:
 
     def start(self, segment: Segment, request: receive.Request) -> None:
         """Run the first segment of an arrived task. The caller's slot passes to it."""
+        segment.decided.set()
         self._begin(segment, partial(self._first, segment, request))
 
     def resume(self, home: Home, task: Resumable, *, taken_over: bool = False, apart: bool = False) -> None:
@@ -147,7 +170,8 @@ class Segments:
 
         The caller's slot passes to it; with `apart`, so does the place to run apart from the others.
         """
-        segment = Segment(run=task.run, requester=task.requester, home=home)
+        segment = Segment(run=task.run, requester=task.requester, home=home, known_digest=task.digest)
+        segment.decided.set()
         if earlier := self.live.get(task.run.task_id):  # this replica stood still, and took over from itself
             self.lose(earlier.run)
         self.arrive(segment)
@@ -361,7 +385,7 @@ class Segments:
             case Paused():
                 return await self._pause(segment, result)
             case Ok() | Failed() if segment.stopped is Stop.LOST:  # its code did not heed it: a zombie answers nobody
-                return partial(self.ack, segment)
+                return partial(self._lost, segment)
             case Ok() | Failed():
                 return await self._end(segment, result)
             case run.Stopped(why=why):
@@ -389,7 +413,7 @@ class Segments:
             case Stop.DRAINING:
                 return await self._give_back(segment, None)
             case Stop.LOST:
-                return partial(self.ack, segment)
+                return partial(self._lost, segment)
             case _:
                 assert_never(why)
 
@@ -414,7 +438,7 @@ class Segments:
                 return partial(self._after_pause, segment, home, saved, last)
             case Fenced():
                 self._site.steps.note(Step.FENCED, segment.run.task_id, what="pause", fence=segment.run.fence)
-                return partial(self.ack, segment)
+                return partial(self._lost, segment)
             case CancelFound(run=still_ours):
                 # Where no row of this run is, a tombstone is: only the answer is left.
                 segment.run, segment.home = still_ours or segment.run, home if still_ours else None
@@ -442,7 +466,7 @@ class Segments:
             case Ended(reply=committed):
                 return partial(self._after_end, segment, segment.home, committed)
             case Fenced():
-                return partial(self.ack, segment)
+                return partial(self._lost, segment)
             case _:
                 assert_never(ended)
 
@@ -464,7 +488,7 @@ class Segments:
         self._site.steps.note(Step.MEMORY_TROUBLE, segment.run.task_id, what="away", why=forgotten.reason)
         release = Release(segment.run, self._site.options.incompatible_pause, counted=forgotten.lost)
         await self._release(segment.home, release, forgotten.reason)
-        return partial(self.ack, segment)
+        return partial(self._lost, segment)
 
     async def _left_its_process(self, segment: Segment, died: run.Settled | run.Died) -> Afterwards:
         """Count the death of a task's own process, and let the task run again in a while, or end."""
@@ -532,6 +556,12 @@ class Segments:
             await self._site.checkpointer(home).copy(last.checkpoint)
             await segment.memory.stored(last.mark)
         await segment.memory.paused()
+
+    async def _lost(self, segment: Segment) -> None:
+        """Settle a request whose run owns no row: another run's row answers it, unless that is another request's."""
+        if segment.run.fence == 0 and segment.request is not None and await self.id_is_taken(segment):
+            await self._outgoing.refuse(finish.refusal_for(segment, ID_IN_USE))
+        await self.ack(segment)
 
     async def _answer(self, segment: Segment, reply: Reply) -> None:
         """Answer a task that has no row: its reply is with the broker or kept, then its request is acked."""
@@ -635,15 +665,19 @@ class Segments:
         segment = self.live.get(run.task_id)
         return segment is not None and segment.run == run
 
-    def cancel(self, task_id: TaskId, parent: str | None = None) -> bool:
-        """Stop the code of a live task, or keep it from starting; whether there is one.
+    def cancel(self, task_id: TaskId, parent: str | None = None, sender: str | None = None) -> bool | None:
+        """Stop the code of a live task, or keep it from starting; whether the sender may, `None`: there is none.
 
         Not so if it is at work for another task of its requester, or another attempt at it, than the cancel's.
         """
         segment = self.live.get(task_id)
-        if segment is not None and (parent is None or segment.requester.parent_task_id in {None, parent}):
+        if segment is None:
+            return None
+        if sender not in {None, self._site.agent} and not same_requester(segment.requester.app_id, sender):
+            return False
+        if parent is None or segment.requester.parent_task_id in {None, parent}:
             segment.stop(Stop.CANCELLED)
-        return segment is not None
+        return True
 
     def lose(self, run: Run) -> None:
         """Stop the code of a run whose task another replica owns. Once it has ended, its write meets the fence."""

@@ -147,6 +147,9 @@ class Puppet:
     async def letter(self, agent: str, message: Message) -> None:
         assert await self._broker.publish([(responses_of(AgentName(agent)), message)]) == [Published.ACCEPTED]
 
+    async def say_to(self, address: str, message: Message) -> None:
+        assert await self._broker.publish([(Address(address), message)]) == [Published.ACCEPTED]
+
     def cancels(self) -> list[str]:
         """The tasks that somebody wants cancelled."""
         return [letter.correlation_id for letter in self.letters if letter.type is MessageType.CANCEL]

@@ -25,6 +25,8 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.operations import (
+    ASKED_BY_ANOTHER,
+    ASKED_FOR_OTHERWISE,
     NOBODY,
     Adopted,
     NotRevived,
@@ -35,6 +37,7 @@ from meshpoint.model.operations import (
     Revived,
     ReviveResult,
 )
+from meshpoint.model.requesters import same_input
 from meshpoint.model.subtasks import AgentCheckpoint, Saved, last_of_each
 
 _PENDING = {TaskState.READY, TaskState.PARKED}
@@ -112,6 +115,7 @@ class MemoryOperations:
             return Revived(row.task_id, row.agent, row.retry_count, again=True)
         if wish.adopt and not row.state.ended:
             row.requester, row.resume_token = wish.requester, wish.order or row.resume_token
+            row.digest = row.digest or wish.digest
             row.keep_alive_at = keep_alive_at(row.requester, tables.clock.now())
             return Adopted()
         refused = _refused(wish, row) or _other_active(row, tables.live.values())
@@ -184,8 +188,10 @@ def _not_asked_for(wish: Revive, row: TaskRow) -> NotRevived | None:
     """Why a requester that asks again has no say, or none any more; None: it has, or the wish is by hand."""
     if wish.order is None:
         return None
-    if row.requester.app_id not in {None, wish.requester.app_id}:
-        return NotRevived(Refusal.NOT_FOUND, "it was asked for by another agent")
+    if not row.early and row.requester.app_id not in {None, wish.requester.app_id}:
+        return NotRevived(Refusal.NOT_FOUND, ASKED_BY_ANOTHER)
+    if not same_input(row.digest, wish.digest):
+        return NotRevived(Refusal.NOT_FOUND, ASKED_FOR_OTHERWISE)
     if row.resume_token is not None and wish.order < row.resume_token:
         return NotRevived(Refusal.RUNNING, "asked again since")
     return None
@@ -222,7 +228,9 @@ def _begin_again(row: TaskRow, wish: Revive) -> None:
     row.rescues = 0
     row.run_id, row.resume_token = RunId(wish.token), wish.order or row.resume_token
     row.retry_count += 1
-    row.requester, row.request = _requester(wish, row), row.request if wish.request is None else wish.request
+    row.requester = _requester(wish, row)
+    if wish.request is not None:
+        row.request, row.digest = wish.request, wish.digest
     row.context, row.body, row.state_format = "{}", b"", ""
     row.cancel_requested, row.incompatible_since, row.keep_alive_at, row.dead_reason = False, None, None, None
     row.join, row.join_deadline, row.expected, row.completed, row.succeeded = ALL, None, 0, 0, 0
@@ -231,8 +239,11 @@ def _begin_again(row: TaskRow, wish: Revive) -> None:
 
 
 def _requester(wish: Revive, row: TaskRow) -> Requester:
+    if wish.requester != NOBODY:
+        return wish.requester
     waits = row.requester.reply_to is not None and not row.reply_sent
-    return replace(row.requester, deadline=None) if waits and wish.requester == NOBODY else wish.requester
+    # Nobody waits: but the task stays the business of its requester.
+    return replace(row.requester, deadline=None) if waits else Requester(app_id=row.requester.app_id)
 
 
 def _summary(row: TaskRow, operation: OperationRow) -> OperationSummary:

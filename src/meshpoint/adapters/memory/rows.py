@@ -132,6 +132,7 @@ class TaskRow:
     body: bytes = b""
     state_format: str = ""
     request: bytes | None = None
+    digest: str | None = None
     cancel_requested: bool = False
     incompatible_since: datetime | None = None
     keep_alive_at: datetime | None = None
@@ -153,6 +154,11 @@ class TaskRow:
     operation: OperationRow | None = None
     resume_token: str | None = None
     retry_count: int = 0
+
+    @property
+    def early(self) -> bool:
+        """Whether this is no task, but a cancel that came before its request; its requester is who cancelled."""
+        return self.state is TaskState.CANCELLED and self.fence == 0 and self.requester.reply_to is None
 
     @property
     def current(self) -> list[CallRow]:
@@ -248,6 +254,7 @@ class TaskRow:
             self.cancel_requested,
             checkpoint=None if self.operation is None else self.operation.seq,
             retry_count=self.retry_count,
+            digest=self.digest,
             rescues=self.rescues,
             death=self.dead_reason,
         )

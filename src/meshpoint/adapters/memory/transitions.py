@@ -25,12 +25,14 @@ from meshpoint.model.checkpoint import (
     CancelBeforeRequest,
     CancelFound,
     CancelledNow,
+    CancelRefused,
     CancelRequested,
     CancelResult,
     CancelStale,
     CancelTooLate,
     Claim,
     Committed,
+    Dispatch,
     Duplicate,
     End,
     Ended,
@@ -46,6 +48,7 @@ from meshpoint.model.checkpoint import (
     Release,
     Replica,
     Requester,
+    Run,
     StillWaiting,
     TaskState,
     Unknown,
@@ -53,6 +56,7 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import FailureKind
+from meshpoint.model.requesters import binds, same_requester, with_canceller
 
 
 class MemoryTransitions:
@@ -66,7 +70,15 @@ class MemoryTransitions:
         now = self._tables.clock.now()
         rows = [self._tables.tasks[task_id] for task_id in task_ids if task_id in self._tables.tasks]
         return {
-            row.task_id: Known(row.task_id, row.agent, row.state, row.reply_at(now) if row.state.ended else None)
+            row.task_id: Known(
+                row.task_id,
+                row.agent,
+                row.state,
+                row.reply_at(now) if row.state.ended else None,
+                requester=row.requester.app_id,
+                digest=row.digest,
+                early=row.early,
+            )
             for row in rows
         }
 
@@ -99,15 +111,21 @@ class MemoryTransitions:
         """Cancel tasks whatever their state."""
         return [self._cancel(cancel) for cancel in cancels]
 
+    async def requested(self, calls: Sequence[tuple[TaskId, TaskId]]) -> list[Dispatch | None]:
+        """The requests of calls, as they were sent."""
+        rows = [(self._tables.tasks.get(task_id), sub_task_id) for task_id, sub_task_id in calls]
+        found = [(row, None if row is None else row.calls.get(sub_task_id)) for row, sub_task_id in rows]
+        return [None if row is None or call is None else row.dispatch(call) for row, call in found]
+
     async def progress(self, updates: Sequence[Progress]) -> list[ProgressNoted | None]:
         """Extend idle deadlines."""
         return [self._progress(update) for update in updates]
 
     def _begin(self, begin: Begin) -> BeginResult:
         tables, run = self._tables, begin.run
-        row = tables.tasks.get(run.task_id)
+        row = self._row_for(run, begin.requester)
         if row is not None:
-            if row.state is TaskState.CANCELLED:
+            if _is_cancelled(row, run, begin.requester):
                 return CancelFound(None)
             written = TaskState.READY if begin.queued else TaskState.RUNNING
             itself = row.state is written and (row.run_id, row.fence, row.generation) == (run.id, 1, 0)
@@ -117,6 +135,7 @@ class MemoryTransitions:
             run.task_id, run.agent, run.id, begin.requester, TaskState.RUNNING, now, now + begin.replica.lease
         )
         row.owner, row.attempt, row.request, row.resume_token = begin.replica.id, 1, begin.request, begin.order
+        row.digest = begin.digest
         if begin.queued:
             row.state, row.owner, row.attempt, row.due_at = TaskState.READY, None, 0, now
         if begin.operation is not None:
@@ -124,9 +143,18 @@ class MemoryTransitions:
         tables.put(row)
         return Begun(row.run)
 
+    def _row_for(self, run: Run, requester: Requester) -> TaskRow | None:
+        """The task's row; an early cancel that does not bind this first run counts for nothing."""
+        row = self._tables.tasks.get(run.task_id)
+        if row is None or run.fence > 0 or not row.early:
+            return row
+        if row.agent == run.agent and binds(row.requester.app_id, requester.app_id):
+            return row
+        return None
+
     def _pause(self, pause: Pause) -> PauseResult:
         tables, run, now = self._tables, pause.run, self._tables.clock.now()
-        row = tables.tasks.get(run.task_id)
+        row = self._row_for(run, pause.requester)
         refused = _refuse_pause(row, pause)
         if refused is not None:
             return refused
@@ -134,7 +162,7 @@ class MemoryTransitions:
             return PastDeadline()
         if row is None:
             row = TaskRow(run.task_id, run.agent, run.id, pause.requester, TaskState.WAITING, now, now)
-            row.request = pause.request
+            row.request, row.digest = pause.request, pause.digest
         self._write_checkpoint(row, pause, now)
         if row.operation is not None:
             row.operation.children += pause.children
@@ -226,16 +254,23 @@ class MemoryTransitions:
         tables, now = self._tables, self._tables.clock.now()
         row = tables.tasks.get(cancel.task_id)
         if row is None:
-            row = TaskRow(cancel.task_id, cancel.agent, cancel.run_id, Requester(), TaskState.CANCELLED, now, now)
+            canceller = Requester(app_id=cancel.sender)
+            row = TaskRow(cancel.task_id, cancel.agent, cancel.run_id, canceller, TaskState.CANCELLED, now, now)
             row.fence = 0  # no run ever owned it
             tables.entomb(row, TaskState.CANCELLED, cancel.run_id, cancel.reply)
             return CancelBeforeRequest()
+        if row.agent != cancel.agent:  # this agent knows no such task
+            return CancelBeforeRequest()
+        if row.early:
+            return _cancel_again(row, cancel, now)
+        if cancel.sender not in {None, cancel.agent} and not same_requester(row.requester.app_id, cancel.sender):
+            requested = row.state is TaskState.RUNNING and row.cancel_requested
+            return CancelRequested(row.owner) if requested else CancelRefused()
         if cancel.parent is not None and row.requester.parent_task_id not in {None, cancel.parent}:
             return CancelStale()
         match row.state:
             case TaskState.COMPLETED | TaskState.FAILED | TaskState.CANCELLED:
-                again = row.fence == 0 and row.run_id == cancel.run_id  # its broadcast may not have been sent
-                return CancelBeforeRequest() if again else CancelTooLate(row.reply_at(now))
+                return CancelTooLate(row.reply_at(now))
             case TaskState.RUNNING:
                 row.cancel_requested = True
                 return CancelRequested(row.owner)
@@ -265,7 +300,7 @@ def _refuse_pause(row: TaskRow | None, pause: Pause) -> PauseResult | None:
     run = pause.run
     if row is None:
         return None if run.fence == 0 and pause.checkpoint is None else Fenced()
-    if row.state is TaskState.CANCELLED:
+    if _is_cancelled(row, run, pause.requester):
         return CancelFound(None)
     if row.state in {TaskState.WAITING, TaskState.READY}:
         itself = (row.run_id, row.fence, row.generation) == (run.id, max(run.fence, 1), run.generation + 1)
@@ -275,6 +310,23 @@ def _refuse_pause(row: TaskRow | None, pause: Pause) -> PauseResult | None:
     if row.operation is None and pause.checkpoint is not None:  # which only an operation has
         return Fenced()
     return CancelFound(row.run) if row.cancel_requested else None
+
+
+def _is_cancelled(row: TaskRow, run: Run, requester: Requester) -> bool:
+    """Whether the task of this requester, and not another one under its id, was cancelled."""
+    if row.state is not TaskState.CANCELLED:
+        return False
+    same = row.agent == run.agent and same_requester(row.requester.app_id, requester.app_id)
+    return run.fence > 0 or row.early or same
+
+
+def _cancel_again(row: TaskRow, cancel: Cancel, now: datetime) -> CancelResult:
+    """A further cancel that comes before the request."""
+    before = row.requester.app_id
+    row.requester = replace(row.requester, app_id=with_canceller(before, cancel.sender))
+    if row.requester.app_id != before or row.run_id == cancel.run_id:  # its broadcast may not have been sent
+        return CancelBeforeRequest()
+    return CancelTooLate(row.reply_at(now))
 
 
 def _committed(row: TaskRow) -> Committed:

@@ -72,7 +72,7 @@ _RESUMED = ", ".join(
         *("reply_to", "requester_app_id", "parent_task_id", "task_deadline", "idle_timeout"),
         *("a2a_context", "produced_artifacts", "artifact_signals_to_return", "response_buffer", "flags"),
         *("security_context", "token_usage", "context_rest", "state", "state_format"),
-        *("checkpoint_seq", "retry_count", "rescues", "dead_reason"),
+        *("checkpoint_seq", "retry_count", "rescues", "dead_reason", "request_digest"),
     )
 )
 
@@ -140,6 +140,7 @@ _NEW_TASK = {
     "requester_app_id": "text",
     "parent_task_id": "text",
     "idle_timeout": "double precision",
+    "request_digest": "text",
 }
 _WAKE_AT = "LEAST(now + soonest, task_deadline, now + join_timeout)"
 
@@ -153,9 +154,11 @@ given AS MATERIALIZED (
 written AS (
   INSERT INTO agent_paused_tasks (
     logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, request, reply_to,
-    requester_app_id, parent_task_id, task_deadline, idle_timeout, keep_alive_at, checkpointed_at, {_CONTEXT})
+    requester_app_id, parent_task_id, task_deadline, idle_timeout, keep_alive_at, checkpointed_at, request_digest,
+    {_CONTEXT})
   SELECT task_id, agent, 'waiting', generation, 1, run_id, 0, wake_at, request, reply_to,
-         requester_app_id, parent_task_id, task_deadline, idle_timeout, now + idle_timeout / $43::int, now, {_CONTEXT}
+         requester_app_id, parent_task_id, task_deadline, idle_timeout, now + idle_timeout / $44::int, now,
+         request_digest, {_CONTEXT}
     FROM given
   ON CONFLICT DO NOTHING
   RETURNING logical_task_id, agent_name, generation, task_deadline, checkpointed_at AS now),
@@ -407,7 +410,7 @@ UPDATE agent_paused_tasks AS t SET reply_sent = true, wake_at = expires_at
 # Look tasks up by id, without a lock: those that have ended bring their reply.
 LOOKUP = """/* reads: lookup */
 SELECT logical_task_id, agent_name, status, fence, reply, reply_to, requester_app_id, parent_task_id, task_deadline,
-       idle_timeout, ended_at, reply_attempts,
+       idle_timeout, ended_at, reply_attempts, request_digest,
        coalesce($1::double precision, CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS double precision)) AS now
   FROM agent_paused_tasks WHERE logical_task_id = ANY($2::text[])
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ from meshpoint.adapters.sql.rows import (
     context_columns,
     dispatch_of,
     instant,
+    is_early,
     outcome_columns,
     requester_columns,
     seconds,
@@ -48,6 +49,7 @@ from meshpoint.model.checkpoint import (
     TaskState,
 )
 from meshpoint.model.outcomes import Failed, FailureKind
+from meshpoint.model.requesters import binds, same_requester
 
 NOT_NEEDED = Failed(FailureKind.CANCELLED, "the join no longer needed it")
 
@@ -63,6 +65,8 @@ async def begin(
 
     async def turn(each: list[tuple[Begin, bytes | None]]) -> list[BeginResult | Locked]:
         locked = await lock_tasks(tx, [wish.run.task_id for wish, _ in each])
+        firsts = [(wish.run, wish.requester) for wish, _ in each]
+        locked = await _without_early_cancels_of_others(tx, firsts, locked, terms)
         known = {*locked.rows, *locked.held}
         fresh = [pair for pair in each if pair[0].run.task_id not in known]
         await tx.each(sql.INSERT_BEGUN, [_begun_columns(wish, request, locked.now, terms) for wish, request in fresh])
@@ -70,19 +74,49 @@ async def begin(
         return [
             Locked(wish.run.task_id)
             if wish.run.task_id in locked.held
-            else _begin_result(wish, locked.rows.get(wish.run.task_id))
+            else _begin_result(wish, locked.rows.get(wish.run.task_id), terms)
             for wish, _ in each
         ]
 
     return await in_rounds(begins, lambda pair: pair[0].run.task_id, turn)
 
 
-def _begin_result(wish: Begin, row: Row[Any] | None) -> BeginResult:
+async def _without_early_cancels_of_others(
+    tx: Transaction, firsts: Sequence[tuple[Run, Requester]], locked: LockedTasks, terms: Terms
+) -> LockedTasks:
+    """`locked` without the tombstones of cancels that do not bind these first runs, which are deleted."""
+    in_the_way = [
+        run.task_id
+        for run, requester in firsts
+        if run.fence == 0
+        and (row := locked.rows.get(run.task_id)) is not None
+        and is_early(row)
+        and not (_is_of(row, run, terms) and binds(row.requester_app_id, requester.app_id))
+    ]
+    if not in_the_way:
+        return locked
+    await tx.run(sql.DELETE_TASKS, ids=in_the_way)
+    return replace(locked, rows={id_: row for id_, row in locked.rows.items() if id_ not in in_the_way})
+
+
+def _is_of(row: Row[Any], run: Run, terms: Terms) -> bool:
+    return bool(row.agent_name == terms.names.qualified(run.agent))
+
+
+def _is_cancelled(row: Row[Any], run: Run, requester: Requester, terms: Terms) -> bool:
+    """Whether the task of this requester, and not another one under its id, was cancelled."""
+    if row.status != TaskState.CANCELLED:
+        return False
+    same = _is_of(row, run, terms) and same_requester(row.requester_app_id, requester.app_id)
+    return run.fence > 0 or is_early(row) or same
+
+
+def _begin_result(wish: Begin, row: Row[Any] | None, terms: Terms) -> BeginResult:
     run, written = wish.run, TaskState.READY if wish.queued else TaskState.RUNNING
     begun = Begun(Run(run.task_id, run.agent, run.id, fence=1, generation=0))
     if row is None:
         return begun
-    if row.status == TaskState.CANCELLED:
+    if _is_cancelled(row, run, wish.requester, terms):
         return CancelFound(None)
     found_itself = (row.status, row.run_id, row.fence, row.generation) == (written, run.id, 1, 0)
     return begun if found_itself else Fenced()
@@ -101,6 +135,7 @@ def _begun_columns(wish: Begin, request: bytes | None, now: float, terms: Terms)
         "now": now,
         "checkpoint_seq": None if wish.operation is None else 0,
         "order": wish.order,
+        "digest": wish.digest,
         **requester_columns(wish.requester),
     }
 
@@ -176,7 +211,9 @@ async def pause(
 
     async def turn(each: list[tuple[PackedPause, bytes | None]]) -> list[PauseResult | Locked]:
         locked = await lock_tasks(tx, [packed.pause.run.task_id for packed, _ in each])
-        results = {packed.pause.run.task_id: _judge(packed.pause, locked) for packed, _ in each}
+        firsts = [(packed.pause.run, packed.pause.requester) for packed, _ in each]
+        locked = await _without_early_cancels_of_others(tx, firsts, locked, terms)
+        results = {packed.pause.run.task_id: _judge(packed.pause, locked, terms) for packed, _ in each}
         await _write([pair for pair in each if results[pair[0].pause.run.task_id] is None], locked, tx, terms)
         await _find_again(results, tx, terms)
         return [results[packed.pause.run.task_id] or committed(packed, locked.now) for packed, _ in each]
@@ -184,7 +221,7 @@ async def pause(
     return await in_rounds(pauses, lambda pair: pair[0].pause.run.task_id, turn)
 
 
-def _judge(pause: Pause, locked: LockedTasks) -> PauseResult | Locked | None:
+def _judge(pause: Pause, locked: LockedTasks, terms: Terms) -> PauseResult | Locked | None:
     """Why `pause` is not to be written; None: write it. A `Committed` without dispatches has found itself."""
     run, row = pause.run, locked.rows.get(pause.run.task_id)
     if run.task_id in locked.held:
@@ -194,7 +231,7 @@ def _judge(pause: Pause, locked: LockedTasks) -> PauseResult | Locked | None:
         if run.fence != 0 or pause.checkpoint is not None:  # which only an operation has
             return Fenced()
         return PastDeadline() if late else None
-    if row.status == TaskState.CANCELLED:
+    if _is_cancelled(row, run, pause.requester, terms):
         return CancelFound(None)
     paused = row.status in {TaskState.WAITING, TaskState.READY}
     if paused and row.run_id == run.id and row.generation == run.generation + 1:
@@ -220,6 +257,7 @@ async def _write(
             {
                 **_task_columns(packed, locked.now, terms),
                 "request": request,
+                "digest": packed.pause.digest,
                 **requester_columns(packed.pause.requester),
             }
             for packed, request in fresh

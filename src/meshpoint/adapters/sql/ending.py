@@ -13,13 +13,14 @@ from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.claiming import close_pending
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import LockedTasks, Terms, in_rounds, lock_tasks
-from meshpoint.adapters.sql.rows import FAR_FUTURE, Columns, reply_of, requester_of
+from meshpoint.adapters.sql.rows import FAR_FUTURE, Columns, is_early, reply_of, requester_of
 from meshpoint.adapters.sql.subtasking import Closing, close
 from meshpoint.model.checkpoint import (
     Cancel,
     CancelBeforeRequest,
     CancelledNow,
     CancelNotice,
+    CancelRefused,
     CancelRequested,
     CancelResult,
     CancelStale,
@@ -35,6 +36,7 @@ from meshpoint.model.checkpoint import (
     TaskState,
 )
 from meshpoint.model.ids import ReplicaId
+from meshpoint.model.requesters import same_requester, with_canceller
 
 Packed = bytes | None
 
@@ -172,14 +174,17 @@ async def cancel(tx: Transaction, cancels: Sequence[tuple[Cancel, Packed]], term
     async def turn(each: list[tuple[Cancel, Packed]]) -> list[CancelResult]:
         locked = await lock_tasks(tx, [wish.task_id for wish, _ in each])
         wished, each = each, [pair for pair in each if pair[0].task_id not in locked.held]
-        stale = {wish.task_id for wish, _ in each if _is_stale(wish, locked)}
-        rows = {wish.task_id: _own_row(wish, locked, terms) for wish, _ in each if wish.task_id not in stale}
+        found = {wish.task_id: _own_row(wish, locked, terms) for wish, _ in each}
+        refused = {wish.task_id: no for wish, _ in each if (no := _refused(wish, found[wish.task_id])) is not None}
+        rows = {task_id: row for task_id, row in found.items() if task_id not in refused}
         idle = [(wish, reply) for wish, reply in each if _is_in(rows.get(wish.task_id), _IDLE)]
         notices = await close_pending(tx, [wish.task_id for wish, _ in idle], locked.now, terms)
         closed = await close(tx, _cancelled([wish for wish, _ in idle], locked), locked.now, terms)
         await _bury(tx, [_cancel_columns(wish, reply, locked, terms) for wish, reply in idle], closed)
         unknown = [(wish, reply) for wish, reply in each if wish.task_id not in locked.rows]
         await tx.each(sql.INSERT_TOMBSTONE, [_early(wish, reply, locked.now, terms) for wish, reply in unknown])
+        further = [columns for wish, _ in each if (columns := _further(wish, rows.get(wish.task_id))) is not None]
+        await tx.each(sql.UPDATE_CANCELLERS, further)
         running = [task_id for task_id, row in rows.items() if _is_in(row, {TaskState.RUNNING})]
         if running:
             await tx.run(sql.RAISE_CANCEL_FLAG, ids=running)
@@ -188,8 +193,8 @@ async def cancel(tx: Transaction, cancels: Sequence[tuple[Cancel, Packed]], term
         return [
             Locked(wish.task_id)
             if wish.task_id in locked.held
-            else CancelStale()
-            if wish.task_id in stale
+            else refused[wish.task_id]
+            if wish.task_id in refused
             else await _cancel_result(wish, rows[wish.task_id], late, notices.get(wish.task_id, ()), terms)
             for wish, _ in wished
         ]
@@ -206,10 +211,31 @@ def _own_row(wish: Cancel, locked: LockedTasks, terms: Terms) -> Row[Any] | None
     return row if row is not None and row.agent_name == terms.names.qualified(wish.agent) else None
 
 
-def _is_stale(wish: Cancel, locked: LockedTasks) -> bool:
-    """Whether the task was asked for anew since."""
-    row = locked.rows.get(wish.task_id)
-    return row is not None and wish.parent is not None and row.parent_task_id not in {None, wish.parent}
+def _refused(wish: Cancel, row: Row[Any] | None) -> CancelStale | CancelRefused | CancelRequested | None:
+    """Why the task is left as it is: its requester is another one, or has asked for it anew since."""
+    if row is None or is_early(row):
+        return None
+    if wish.sender not in {None, wish.agent} and not same_requester(row.requester_app_id, wish.sender):
+        if row.status == TaskState.RUNNING and row.cancel_requested:  # as good as cancelled: its owner may not know
+            return _requested(row)
+        return CancelRefused()
+    stale = wish.parent is not None and row.parent_task_id not in {None, wish.parent}
+    return CancelStale() if stale else None
+
+
+def _further(wish: Cancel, row: Row[Any] | None) -> Columns | None:
+    """A tombstone that is to name one more sender of a cancel."""
+    if row is None or not is_early(row) or not _is_further(wish, row):
+        return None
+    return {"task_id": wish.task_id, "cancellers": with_canceller(row.requester_app_id, wish.sender)}
+
+
+def _is_further(wish: Cancel, row: Row[Any]) -> bool:
+    return bool(with_canceller(row.requester_app_id, wish.sender) != row.requester_app_id)
+
+
+def _requested(row: Row[Any]) -> CancelRequested:
+    return CancelRequested(None if row.owner is None else ReplicaId(row.owner))
 
 
 def _is_in(row: Row[Any] | None, states: AbstractSet[TaskState]) -> bool:
@@ -241,6 +267,7 @@ def _early(wish: Cancel, reply: Packed, now: float, terms: Terms) -> Columns:
         "reply": reply,
         "now": now,
         "expires_at": now + terms.tombstone_ttl,
+        "canceller": wish.sender,
     }
 
 
@@ -254,10 +281,10 @@ async def _cancel_result(
     if row is None:
         return CancelBeforeRequest()
     if row.status == TaskState.RUNNING:
-        return CancelRequested(None if row.owner is None else ReplicaId(row.owner))
+        return _requested(row)
     if not TaskState(row.status).ended:
         return CancelledNow(_new_reply(row, TaskState.CANCELLED, wish.reply, timedelta(), terms), notices)
-    if row.fence == 0 and row.run_id == wish.run_id:
+    if is_early(row) and (row.run_id == wish.run_id or _is_further(wish, row)):
         return CancelBeforeRequest()  # the same cancel again: its broadcast may not have been sent
     tombstone = late[wish.task_id]
     return CancelTooLate(await reply_of(tombstone, tombstone.now, terms.names))

@@ -109,6 +109,7 @@ class HotPath:
             [requester.app_id for requester in requesters],
             [requester.parent_task_id for requester in requesters],
             [seconds_of(requester.idle_timeout) for requester in requesters],
+            [packed.pause.digest for packed, _ in fresh],
         )
 
     # ── claim ──────────────────────────────────────────────────────────────────────────────────────

@@ -188,7 +188,7 @@ SELECT c.agent_type, c.seq, c.l1_snapshot_hash, c.l1_snapshot
 
 # Read what else decides whether a locked task is revived.
 READ_REVIVABLE = """
-SELECT t.wake_at, t.resume_token, t.reply_sent, t.request IS NOT NULL AS has_request, o.exclusive
+SELECT t.wake_at, t.resume_token, t.reply_sent, t.request IS NOT NULL AS has_request, t.request_digest, o.exclusive
   FROM agent_paused_tasks AS t LEFT JOIN agent_operations AS o
     ON o.operation_id = t.logical_task_id AND t.checkpoint_seq IS NOT NULL
  WHERE t.logical_task_id = :task_id
@@ -218,6 +218,7 @@ UPDATE agent_paused_tasks SET
   produced_artifacts = NULL, artifact_signals_to_return = NULL, response_buffer = NULL, flags = NULL,
   security_context = NULL, token_usage = NULL, context_rest = NULL, state = NULL, state_format = NULL,
   app_version = NULL, framework = NULL, request = coalesce(:request, request),
+  request_digest = CASE WHEN :replaced THEN :digest ELSE request_digest END,
   reply = NULL, reply_sent = false, reply_attempts = 0, reply_to = :reply_to, requester_app_id = :requester_app_id,
   parent_task_id = :parent_task_id, task_deadline = :task_deadline, idle_timeout = :idle_timeout,
   keep_alive_at = NULL, dead_reason = NULL, ended_at = NULL, expires_at = NULL
@@ -239,7 +240,7 @@ UPDATE_ADOPTED = """
 UPDATE agent_paused_tasks SET
   resume_token = coalesce(:order, resume_token), reply_to = :reply_to, requester_app_id = :requester_app_id,
   parent_task_id = :parent_task_id, task_deadline = :task_deadline, idle_timeout = :idle_timeout,
-  keep_alive_at = :keep_alive_at
+  keep_alive_at = :keep_alive_at, request_digest = coalesce(request_digest, :digest)
 WHERE logical_task_id = :task_id
 """
 

@@ -12,11 +12,22 @@ from meshpoint.adapters.sql import statements
 from meshpoint.adapters.sql.checkpointing import keep_alive_at
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import LockedTasks, Terms, lock_task
-from meshpoint.adapters.sql.rows import instant, requester_columns, requester_of
+from meshpoint.adapters.sql.rows import instant, is_early, requester_columns, requester_of
 from meshpoint.adapters.sql.subtasking import expiry
 from meshpoint.model.checkpoint import Requester, TaskState
 from meshpoint.model.ids import TaskId
-from meshpoint.model.operations import NOBODY, Adopted, NotRevived, Refusal, Revive, Revived, ReviveResult
+from meshpoint.model.operations import (
+    ASKED_BY_ANOTHER,
+    ASKED_FOR_OTHERWISE,
+    NOBODY,
+    Adopted,
+    NotRevived,
+    Refusal,
+    Revive,
+    Revived,
+    ReviveResult,
+)
+from meshpoint.model.requesters import same_input
 
 
 async def revive(tx: Transaction, wish: Revive, request: bytes | None, terms: Terms) -> ReviveResult:
@@ -33,7 +44,7 @@ async def revive(tx: Transaction, wish: Revive, request: bytes | None, terms: Te
         return Revived(wish.task_id, agent, row.retry_count, again=True)
     if wish.adopt and not TaskState(row.status).ended:
         adopted = {**requester_columns(wish.requester), "keep_alive_at": keep_alive_at(wish.requester, locked.now)}
-        await tx.run(sql.UPDATE_ADOPTED, task_id=wish.task_id, order=wish.order, **adopted)
+        await tx.run(sql.UPDATE_ADOPTED, task_id=wish.task_id, order=wish.order, digest=wish.digest, **adopted)
         return Adopted()
     refused = _refused(wish, row, more) or await _other_active(tx, wish, row, more)
     if refused is not None:
@@ -46,15 +57,19 @@ async def _begin_again(
     tx: Transaction, wish: Revive, request: bytes | None, requester: Requester, now: float
 ) -> None:
     values = {"task_id": wish.task_id, "token": wish.token, "order": wish.order, "request": request, "now": now}
-    await tx.run(sql.UPDATE_REVIVED, **values, **requester_columns(requester))
+    asked = {"replaced": request is not None, "digest": wish.digest}
+    await tx.run(sql.UPDATE_REVIVED, **values, **asked, **requester_columns(requester))
     await tx.run(sql.DELETE_SETTLED_CALLS, task_id=wish.task_id)
     await tx.run(sql.SET_CALLS_APART, task_id=wish.task_id)
     await tx.run(statements.DELETE_JOINS, ids=[wish.task_id])
 
 
 def _requester(wish: Revive, row: Row[Any], more: Row[Any]) -> Requester:
+    if wish.requester != NOBODY:
+        return wish.requester
     waits = row.reply_to is not None and not more.reply_sent
-    return replace(requester_of(row), deadline=None) if waits and wish.requester == NOBODY else wish.requester
+    # Nobody waits: but the task stays the business of its requester.
+    return replace(requester_of(row), deadline=None) if waits else Requester(app_id=row.requester_app_id)
 
 
 def _own_row(wish: Revive, locked: LockedTasks, terms: Terms) -> Row[Any] | None:
@@ -68,8 +83,10 @@ def _not_asked_for(wish: Revive, row: Row[Any], more: Row[Any]) -> NotRevived | 
     """Why a requester that asks again has no say, or none any more; None: it has, or the wish is by hand."""
     if wish.order is None:
         return None
-    if row.requester_app_id not in {None, wish.requester.app_id}:
-        return NotRevived(Refusal.NOT_FOUND, "it was asked for by another agent")
+    if not is_early(row) and row.requester_app_id not in {None, wish.requester.app_id}:
+        return NotRevived(Refusal.NOT_FOUND, ASKED_BY_ANOTHER)
+    if not same_input(more.request_digest, wish.digest):
+        return NotRevived(Refusal.NOT_FOUND, ASKED_FOR_OTHERWISE)
     if more.resume_token is not None and wish.order < more.resume_token:
         return NotRevived(Refusal.RUNNING, "asked again since")
     return None

@@ -161,7 +161,20 @@ async def known_of(row: Any, names: Names) -> Known:
     """A task's row as a repeated request needs it."""
     state = TaskState(row.status)
     reply = await reply_of(row, row.now, names) if state.ended else None
-    return Known(TaskId(row.logical_task_id), names.plain(row.agent_name), state, reply)
+    return Known(
+        TaskId(row.logical_task_id),
+        names.plain(row.agent_name),
+        state,
+        reply,
+        requester=row.requester_app_id,
+        digest=row.request_digest,
+        early=is_early(row),
+    )
+
+
+def is_early(row: Any) -> bool:
+    """Whether a row is no task's, but a cancel's that came before its request."""
+    return bool(row.status == TaskState.CANCELLED and row.fence == 0 and row.reply_to is None)
 
 
 async def dispatch_of(row: Row[Any], names: Names, attempt: int) -> Dispatch:
@@ -256,6 +269,7 @@ async def resumable_of(
         rescues=row.rescues,
         death=row.dead_reason,
         refused=refused,
+        digest=row.request_digest,
     )
 
 

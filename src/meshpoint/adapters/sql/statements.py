@@ -71,7 +71,7 @@ _REPLY = """logical_task_id, agent_name, status, fence, reply, reply_to, request
 
 # Look tasks up by id, without a lock: those that have ended bring their reply.
 LOOKUP = f"""
-SELECT {_REPLY}, {{instant}} AS now FROM agent_paused_tasks WHERE logical_task_id {{one_of:ids}}
+SELECT {_REPLY}, request_digest, {{instant}} AS now FROM agent_paused_tasks WHERE logical_task_id {{one_of:ids}}
 """
 
 # Read tasks whole, to resume them, and how large the outcomes of their pause are.
@@ -86,22 +86,23 @@ INSERT_BEGUN = """
 INSERT INTO agent_paused_tasks (
   logical_task_id, agent_name, status, generation, fence, run_id, owner, attempt, wake_at, request,
   reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, checkpointed_at, checkpoint_seq,
-  resume_token)
+  resume_token, request_digest)
 VALUES (
   :task_id, :agent, :status, 0, 1, :run_id, :owner, :attempt, :wake_at, :request,
-  :reply_to, :requester_app_id, :parent_task_id, :task_deadline, :idle_timeout, :now, :checkpoint_seq, :order)
+  :reply_to, :requester_app_id, :parent_task_id, :task_deadline, :idle_timeout, :now, :checkpoint_seq, :order,
+  :digest)
 """
 
 # Write the first checkpoint of a task that has no row.
 INSERT_PAUSED = """
 INSERT INTO agent_paused_tasks (
-  logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, request,
+  logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, request, request_digest,
   reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, keep_alive_at, checkpointed_at,
   a2a_context, effective_session_id, user_id, current_invocation_id, produced_artifacts,
   artifact_signals_to_return, response_buffer, flags, security_context, token_usage, context_rest,
   state, state_format, app_version, framework)
 VALUES (
-  :task_id, :agent, :status, :generation, 1, :run_id, 0, :wake_at, :request,
+  :task_id, :agent, :status, :generation, 1, :run_id, 0, :wake_at, :request, :digest,
   :reply_to, :requester_app_id, :parent_task_id, :task_deadline, :idle_timeout, :keep_alive_at, :now,
   :a2a_context, :effective_session_id, :user_id, :current_invocation_id, :produced_artifacts,
   :artifact_signals_to_return, :response_buffer, :flags, :security_context, :token_usage, :context_rest,
@@ -163,12 +164,20 @@ UPDATE agent_paused_tasks SET
 WHERE logical_task_id = :task_id
 """
 
-# Leave a tombstone for a task whose cancel came before its request. Nobody is known who waits for a reply.
+# Leave a tombstone for a task whose cancel came before its request. It names the sender of the cancel (NULL: it binds
+# every request); nobody is known who waits for a reply.
 INSERT_TOMBSTONE = """
 INSERT INTO agent_paused_tasks (
   logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, reply, reply_sent,
-  checkpointed_at, ended_at, expires_at)
-VALUES (:task_id, :agent, 'cancelled', 0, 0, :run_id, 0, :expires_at, :reply, true, :now, :now, :expires_at)
+  requester_app_id, checkpointed_at, ended_at, expires_at)
+VALUES (:task_id, :agent, 'cancelled', 0, 0, :run_id, 0, :expires_at, :reply, true,
+  :canceller, :now, :now, :expires_at)
+"""
+
+# Add the sender of a further cancel to such a tombstone.
+UPDATE_CANCELLERS = """
+UPDATE agent_paused_tasks SET requester_app_id = :cancellers
+WHERE logical_task_id = :task_id AND status = 'cancelled' AND fence = 0 AND reply_to IS NULL
 """
 
 # Keep the reply of a task that has no row, because its requester's queue did not take it.
@@ -307,6 +316,12 @@ SELECT c.logical_task_id, c.sub_task_id, c.invocation_id, c.peer_agent, c.status
     ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
   LEFT JOIN agent_parallel_invocations AS j
     ON j.logical_task_id = c.logical_task_id AND j.invocation_id = c.invocation_id
+"""
+
+# Read calls whole, by key, to see what was asked.
+READ_REQUESTS = """
+SELECT c.* FROM {pairs} JOIN agent_peer_sub_tasks AS c
+    ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
 """
 
 # Read the calls of tasks that have no outcome, in call order.

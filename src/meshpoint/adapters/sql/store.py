@@ -35,7 +35,7 @@ from meshpoint.adapters.sql.hot import LANES, HotPath
 from meshpoint.adapters.sql.locking import Terms
 from meshpoint.adapters.sql.operations import SqlOperations
 from meshpoint.adapters.sql.owning import OwnedTasks
-from meshpoint.adapters.sql.rows import Names, known_of, outcome_columns, run_of
+from meshpoint.adapters.sql.rows import Names, dispatch_of, known_of, outcome_columns, pairs, run_of
 from meshpoint.errors import CommitInDoubt, ConfigurationError, RowLocked, StoreUnavailable
 from meshpoint.model.checkpoint import (
     Arrival,
@@ -389,6 +389,16 @@ class SqlCheckpointStore(SqlOperations):
             return []
         packed = [(wish, await pack(wish.reply)) for wish in cancels]
         return await self._write(lambda tx: ending.cancel(tx, packed, self._terms))
+
+    async def requested(self, calls: Sequence[tuple[TaskId, TaskId]]) -> list[Dispatch | None]:
+        """The requests of calls, as they were sent."""
+        keys = pairs(sorted(set(calls)))
+        rows = await self._database.read(lambda tx: tx.rows(sql.READ_REQUESTS, pairs=keys)) if calls else []
+        found = {
+            (row.logical_task_id, row.sub_task_id): await dispatch_of(row, self._terms.names, row.send_attempts)
+            for row in rows
+        }
+        return [found.get(call) for call in calls]
 
     async def progress(self, updates: Sequence[Progress]) -> list[ProgressNoted | None]:
         """Extend idle deadlines, and tell whom to forward to."""
