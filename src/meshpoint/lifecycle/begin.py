@@ -78,7 +78,8 @@ async def begin_redelivered(
 def _wish(segment: Segment, order: str | None, site: Site, *, queued: bool) -> Begin:
     assert segment.request is not None
     request = pack(segment.request)
-    return Begin(segment.run, site.replica, segment.requester, request, order=order, queued=queued)
+    digest = segment.digest
+    return Begin(segment.run, site.replica, segment.requester, request, order=order, queued=queued, digest=digest)
 
 
 async def _write(wish: Begin, home: Home, site: Site) -> BeginResult:

@@ -95,7 +95,9 @@ class Requests:
                     arrived.append((*segment_of, delivery))
                 else:
                     left.remove(delivery)
-            known = await self._lookup([request.task_id for _, request, _ in arrived])
+            rows = await self._lookup([request.task_id for _, request, _ in arrived])
+            segments = {segment.run.task_id: segment for segment, _, _ in arrived}
+            known = {id_: row for id_, row in rows.items() if not self._is_nothing_to(segments[id_], row[1])}
             redelivered = [
                 each for each in arrived if self._often_redelivered(*each) and each[0].run.task_id not in known
             ]
@@ -235,7 +237,7 @@ class Requests:
         self, segment: Segment, request: receive.Request, delivery: Delivery, known: tuple[Home, Known] | None
     ) -> bool:
         """Whether the task is to run here now. If not, its request is settled, or soon will be."""
-        if known is not None and not self._is_nothing_to(segment, known[1]):
+        if known is not None:
             self._follow_up(segment, partial(self._again, segment, request, *known))
             return False
         if refused := self._refusal(segment, request, delivery.count):
