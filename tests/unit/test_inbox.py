@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from unittest.mock import create_autospec
 
 import pytest
 
+from meshpoint.adapters.memory.clock import FakeClock
 from meshpoint.lifecycle import inbox as module
 from meshpoint.lifecycle.inbox import Inbox
 from meshpoint.model.messages import Header, Message, MessageType
 from meshpoint.ports.broker import Delivery
+
+CLOCK = FakeClock()
 
 
 @pytest.fixture
@@ -39,19 +43,19 @@ async def batch(inbox: Inbox, *parents: str, seconds: float) -> None:
     """Take deliveries of these tasks, which takes so long."""
     put(inbox, *parents)
     inbox.take(100)
-    inbox._taken_at = asyncio.get_running_loop().time() - seconds
+    CLOCK.advance(timedelta(seconds=seconds))
     await inbox.let_more_come(enough=10)
 
 
 async def test_one_task_alone_waits_for_nobody(waits: list[float]) -> None:
-    inbox = Inbox()
+    inbox = Inbox(CLOCK)
     await batch(inbox, "a", "a", seconds=0.001)
     await batch(inbox, "a", seconds=0.001)
     assert waits == []
 
 
 async def test_the_more_come_the_longer_more_are_let_come(waits: list[float]) -> None:
-    inbox = Inbox()
+    inbox = Inbox(CLOCK)
     await batch(inbox, "a", "b", seconds=0.001)
     await batch(inbox, "a", "b", "c", "d", seconds=0.001)
     assert len(waits) == 2
@@ -60,33 +64,35 @@ async def test_the_more_come_the_longer_more_are_let_come(waits: list[float]) ->
 
 
 async def test_tasks_of_the_batch_before_count(waits: list[float]) -> None:
-    inbox = Inbox()
+    inbox = Inbox(CLOCK)
     await batch(inbox, "a", seconds=0.001)
     await batch(inbox, "b", seconds=0.001)
     assert len(waits) == 1
 
 
 async def test_no_wait_is_long(waits: list[float]) -> None:
-    inbox = Inbox()
+    inbox = Inbox(CLOCK)
     await batch(inbox, *map(str, range(100)), seconds=60)
     assert waits == [module._LONGEST_WAIT]
 
 
 async def test_those_without_a_parent_count_by_themselves(waits: list[float]) -> None:
-    inbox = Inbox()
+    inbox = Inbox(CLOCK)
     for task in ("a", "b"):
         delivery = create_autospec(Delivery, instance=True)
         delivery.message = Message(MessageType.REQUEST, b"{}", task, task, "client")
         inbox.put(delivery)
     inbox.take(2)
+    CLOCK.advance(timedelta(seconds=0.001))
     await inbox.let_more_come(enough=10)
     assert len(waits) == 1
 
 
 async def test_enough_that_wait_already_wait_for_no_more(waits: list[float]) -> None:
-    inbox = Inbox()
+    inbox = Inbox(CLOCK)
     put(inbox, "a", "b", "c", "d")
     inbox.take(2)
+    CLOCK.advance(timedelta(seconds=0.001))
     await inbox.let_more_come(enough=2)
     assert waits == []
     await inbox.let_more_come(enough=3)
@@ -102,21 +108,21 @@ def put_large(inbox: Inbox, count: int, size: int) -> None:
 
 async def test_large_deliveries_are_taken_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BATCH_BYTES", 100)
-    inbox = Inbox()
+    inbox = Inbox(CLOCK)
     put_large(inbox, 5, size=60)
     assert [len(inbox.take(10)) for _ in range(3)] == [2, 2, 1]
 
 
 async def test_one_that_is_too_large_for_a_batch_is_taken_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BATCH_BYTES", 100)
-    inbox = Inbox()
+    inbox = Inbox(CLOCK)
     put_large(inbox, 2, size=1000)
     assert len(inbox.take(10)) == 1
 
 
 async def test_closing_gives_back_all_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BATCH_BYTES", 100)
-    inbox = Inbox()
+    inbox = Inbox(CLOCK)
     put_large(inbox, 5, size=60)
     assert len(inbox.close()) == 5
     assert not await inbox.some()
@@ -125,7 +131,7 @@ async def test_closing_gives_back_all_that_is_left(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("end", ["enough", "closed"])
 async def test_the_wait_ends_when_there_are_enough(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     monkeypatch.setattr(module, "_LONGEST_WAIT", 3600)
-    inbox = Inbox()
+    inbox = Inbox(CLOCK)
     put(inbox, "a", "b")
     inbox.take(2)
     inbox._taken_at -= 3600

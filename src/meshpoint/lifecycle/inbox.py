@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from meshpoint.model.messages import Address, Header, Message
 from meshpoint.ports.broker import Delivery
+from meshpoint.ports.clock import Clock
 
 _LONGEST_WAIT = 0.02
 """Seconds."""
@@ -68,9 +69,10 @@ class Turns:
 
 
 class Inbox:
-    """A queue that hands out all it has, up to a limit: oldest first, or by `turns`."""
+    """A queue that hands out all it has, up to a limit: oldest first, or by `turns`. `clock` measures batches."""
 
-    def __init__(self, turns: Turns | None = None) -> None:
+    def __init__(self, clock: Clock, turns: Turns | None = None) -> None:
+        self._clock = clock
         self._waiting: deque[Delivery] | Turns = deque() if turns is None else turns
         self._arrived, self._enough_arrived = asyncio.Event(), asyncio.Event()
         self._enough = 0
@@ -91,7 +93,7 @@ class Inbox:
         while self._waiting and len(taken) < limit and size < _BATCH_BYTES:
             taken.append(self._waiting.popleft())
             size += len(taken[-1].message.body)
-        self._taken_at = asyncio.get_running_loop().time()
+        self._taken_at = self._clock.monotonic()
         self._before, self._last = self._last, _Batch(len(taken), frozenset(_asker(each.message) for each in taken))
         if not (self._waiting or self._closed):
             self._arrived.clear()
@@ -130,13 +132,17 @@ class Inbox:
         task alone is at work, nobody waits: the wait would be all its own.
         """
         if len(self._waiting) < enough and len(self._last.tasks | self._before.tasks) > 1:
-            took = asyncio.get_running_loop().time() - self._taken_at
+            took = self._clock.monotonic() - self._taken_at
             count = (self._last.count + self._before.count) / 2
-            self._enough = enough
-            self._enough_arrived.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(count * took, _LONGEST_WAIT)):
-                    await self._enough_arrived.wait()
+            if took:
+                await self._enough_within(min(count * took, _LONGEST_WAIT), enough)
+
+    async def _enough_within(self, seconds: float, enough: int) -> None:
+        self._enough = enough
+        self._enough_arrived.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._enough_arrived.wait()
 
 
 def _asker(message: Message) -> str:

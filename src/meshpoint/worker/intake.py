@@ -58,7 +58,7 @@ class Intake:
         self._segments = segments
         self._spawn = spawn
         self._before_requests = before_requests
-        self.inbox = Inbox(Turns())
+        self.inbox = Inbox(site.clock, Turns())
         self.subscriptions: dict[str, Subscription] = {}
         self._lanes: dict[str, _Lane] = {}
         self._shards = 0

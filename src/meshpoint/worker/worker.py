@@ -131,7 +131,7 @@ class Worker:
             site, self.segments, outgoing, refusals, self._poke, self._spawn, self._make_letter_room
         )
         self._sweeper = Sweeper(site, self.segments, outgoing, self._spawn)
-        self._shared_inbox, self._private_inbox = Inbox(), Inbox()
+        self._shared_inbox, self._private_inbox = Inbox(clock), Inbox(clock)
         self._subscriptions: dict[str, Subscription] = self._intake.subscriptions
         self._poked = asyncio.Event()
         self._letter_room = 0
