@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ from pydantic import JsonValue
 from meshpoint.model.error_text import described
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
+
+
+log = logging.getLogger("meshpoint.observer")
 
 
 class Observer(Protocol):
@@ -75,4 +79,7 @@ class Steps:
         self._emit(step, Phase.FAILED, ids, {**detail, "error": described(error)})
 
     def _emit(self, step: Step, phase: Phase, ids: tuple[TaskId, ...], detail: dict[str, JsonValue]) -> None:
-        self.observer.emit(Event(step, phase, self.agent, self.replica, ids, detail))
+        try:
+            self.observer.emit(Event(step, phase, self.agent, self.replica, ids, detail))
+        except Exception:  # it must not raise; whoever wrote it did not know
+            log.exception("the observer failed at %s %s", step.value, phase.value)
