@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 
 from meshpoint.errors import NO_DEFECT
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.receive import Request
 from meshpoint.lifecycle.senders import may_be_answered
-from meshpoint.lifecycle.site import Site
+from meshpoint.lifecycle.site import Site, Spawn
 from meshpoint.model.checkpoint import Reply, Requester, TaskState
 from meshpoint.model.error_text import described
 from meshpoint.model.events import Step
@@ -22,6 +22,9 @@ from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.ports.broker import Delivery
 
 log = logging.getLogger("meshpoint.refuse")
+
+_AFTER_DEFECT = timedelta(seconds=1)
+"""Before a message comes again that could be neither handled nor set aside."""
 
 
 def internal_error(error: BaseException) -> str:
@@ -47,8 +50,9 @@ def refusal(request: Request, options: Options, now: datetime) -> Failed | None:
 class Refusals:
     """Dead-letters unreadable deliveries."""
 
-    def __init__(self, site: Site, outgoing: Outgoing) -> None:
+    def __init__(self, site: Site, outgoing: Outgoing, spawn: Spawn) -> None:
         self._site = site
+        self._spawn = spawn
         self._outgoing = outgoing
 
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
@@ -81,7 +85,11 @@ class Refusals:
             raise
         except Exception:
             log.exception("message %s: it could not be set aside, and comes again", delivery.message.message_id)
-            await delivery.requeue()
+            self._spawn(self._requeue_later(delivery))
+
+    async def _requeue_later(self, delivery: Delivery) -> None:
+        await self._site.clock.sleep(_AFTER_DEFECT)
+        await delivery.requeue()
 
     async def _reply(self, message: Message, reason: str) -> None:
         task_id = TaskId(message.correlation_id)

@@ -315,11 +315,21 @@ class Segments:
             if from_outside(error):
                 raise
             log.exception("task %s: left to its lease, or to its request coming again", task_id)
+            await self._put_off(segment)
         finally:
             self._let_go(segment)
             await self._close(segment)
         self.leave(segment)
         await self._requeue(segment)  # what is not acked by now
+
+    async def _put_off(self, segment: Segment) -> None:
+        """Let a task in this process's memory run again later: it has no lease that ends, and its request is held."""
+        if segment.home is not None and not segment.home.durable:
+            try:
+                release = Release(segment.run, self._site.options.incompatible_pause, counted=True)
+                await self._release(segment.home, release, "a defect")
+            except Exception:
+                log.exception("task %s: it cannot be put off", segment.run.task_id)
 
     async def _close(self, segment: Segment) -> None:
         try:

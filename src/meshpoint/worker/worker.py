@@ -123,7 +123,7 @@ class Worker:
             else None
         )
         self._outgoing = outgoing = Outgoing(site)
-        refusals = Refusals(site, outgoing)
+        refusals = Refusals(site, outgoing, self._spawn)
         self.segments = Segments(site, agent, outgoing, self._leases, self._spawn, self._make_room, isolation)
         self._intake = Intake(site, self.segments, self._spawn, self._before_requests)
         self._requests = Requests(site, self.segments, outgoing, refusals, self._spawn, self._poke, self._intake)
