@@ -1,0 +1,190 @@
+"""One worker in this process on real servers, a requester played by hand, and every event it emits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+from pydantic import JsonValue
+
+from meshpoint.adapters.memory.store import MemoryCheckpointStore
+from meshpoint.adapters.memory.working_memory import LocalWorkingMemory
+from meshpoint.adapters.rabbitmq import RabbitMqBroker
+from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.system_clock import SystemClock
+from meshpoint.conformance.build import Timings
+from meshpoint.model.bodies import A2AMessage, Part, RequestBody, ResponseBody, parse
+from meshpoint.model.events import Event, Phase, Step
+from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
+from meshpoint.model.messages import Address, Header, Message, MessageType, requests_of, responses_of
+from meshpoint.model.options import Options
+from meshpoint.model.outcomes import Outcome
+from meshpoint.ports.broker import Delivery, Published
+from meshpoint.worker import Worker
+
+GUARD = 60
+"""Seconds after which a test that waits has failed: far more than anything here takes."""
+_CLOCK = SystemClock()
+QUICK = {
+    "sweep_interval": timedelta(seconds=0.1),
+    "settle_time": timedelta(seconds=0.2),
+    "lease": timedelta(seconds=5),
+    "renew_interval": timedelta(seconds=1),
+}
+TIMINGS = Timings(
+    dispatch_lease=timedelta(seconds=0.5),
+    tombstone_ttl=timedelta(hours=1),
+    incompatible_limit=timedelta(hours=1),
+    checkpoint_ttl=timedelta(hours=1),
+    checkpoint_history=3,
+    checkpoint_archive=False,
+)
+
+
+class Events:
+    """Every event, and a way to await one."""
+
+    def __init__(self) -> None:
+        self.all: list[Event] = []
+        self._changed = asyncio.Event()
+
+    def emit(self, event: Event) -> None:
+        self.all.append(event)
+        self._changed.set()
+
+    def of(self, step: Step, phase: Phase, task_id: str | None = None) -> list[Event]:
+        wanted = [each for each in self.all if each.step is step and each.phase is phase]
+        return [each for each in wanted if task_id is None or task_id in each.task_ids]
+
+    async def until(self, happened: Callable[[], bool]) -> None:
+        async with asyncio.timeout(GUARD):
+            while not happened():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def wait(self, step: Step, phase: Phase, count: int = 1, task_id: str | None = None) -> list[Event]:
+        await self.until(lambda: len(self.of(step, phase, task_id)) >= count)
+        return self.of(step, phase, task_id)
+
+
+class Desk:
+    """Sends requests as `name`, and keeps the replies."""
+
+    def __init__(self, broker: RabbitMqBroker, name: str) -> None:
+        self.name, self._broker = name, broker
+        self.letters: list[Message] = []
+        self.changed = asyncio.Event()
+        self._acks: set[asyncio.Task[bool]] = set()
+
+    async def open(self) -> Desk:
+        await self._broker.declare(AgentName(self.name))
+        for address in (responses_of(AgentName(self.name)), requests_of(AgentName(self.name))):
+            await self._broker.consume(address, 1000, self._take)
+        return self
+
+    def _take(self, delivery: Delivery) -> None:
+        self.letters.append(delivery.message)
+        self.changed.set()
+        ack = asyncio.ensure_future(delivery.ack())
+        self._acks.add(ack)
+        ack.add_done_callback(self._acks.discard)
+
+    async def ask(
+        self, agent: str, input_: JsonValue, reply_to: str | None = None, task_id: str | None = None, **headers: Any
+    ) -> TaskId:
+        """Send one request; the id of its task."""
+        task_id = task_id or new_id()
+        said = A2AMessage(message_id=new_id(), role="ROLE_USER", parts=[Part(data=input_)], task_id=task_id)
+        message = Message(
+            type=MessageType.REQUEST,
+            body=RequestBody(message=said, metadata={}).to_bytes(),
+            message_id=new_id(),
+            correlation_id=task_id,
+            app_id=self.name,
+            reply_to=Address(reply_to or responses_of(AgentName(self.name))),
+            headers={Header[key.upper()].value: value for key, value in headers.items()},
+        )
+        assert await self._broker.publish([(requests_of(AgentName(agent)), message)]) == [Published.ACCEPTED]
+        return TaskId(task_id)
+
+    def replies(self, task_id: str) -> list[Outcome]:
+        return [
+            parse(ResponseBody, letter.body).outcome()
+            for letter in self.letters
+            if letter.type is MessageType.RESPONSE and letter.correlation_id == task_id
+        ]
+
+    async def reply(self, task_id: str) -> Outcome:
+        """The reply to `task_id`, once it is there."""
+        await self.until(lambda: bool(self.replies(task_id)))
+        return self.replies(task_id)[0]
+
+    async def until(self, happened: Callable[[], bool]) -> None:
+        async with asyncio.timeout(GUARD):
+            while not happened():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+class Live:
+    """A worker that serves one agent."""
+
+    def __init__(
+        self, worker: Worker, broker: RabbitMqBroker, store: SqlCheckpointStore | None, events: Events
+    ) -> None:
+        self.worker, self.broker, self.store, self.events = worker, broker, store, events
+        self.stop = asyncio.Event()
+        self.task = asyncio.create_task(worker.run(self.stop))
+
+
+@asynccontextmanager
+async def a_broker(url: str, namespace: str, **options: Any) -> AsyncIterator[RabbitMqBroker]:
+    broker = RabbitMqBroker(url, namespace=namespace, **options)
+    await broker.open()
+    try:
+        yield broker
+    finally:
+        await broker.close()
+
+
+@asynccontextmanager
+async def serving(
+    agent: Any, url: str, namespace: str, database: str | None, replica_id: str | None = None, **options: Any
+) -> AsyncIterator[Live]:
+    """`agent`, served; with `database` its tasks live there, else in memory."""
+    events = Events()
+
+    def store() -> SqlCheckpointStore:
+        assert database is not None
+        timings = {"dispatch_lease": TIMINGS.dispatch_lease, "tombstone_ttl": TIMINGS.tombstone_ttl}
+        return SqlCheckpointStore(database, namespace=namespace, **timings)
+
+    async with a_broker(url, namespace) as broker:
+        durable = None if database is None else store()
+        worker = Worker(
+            agent,
+            broker=broker,
+            memory=MemoryCheckpointStore(_CLOCK, timings=TIMINGS),
+            durable=durable,
+            lease_store=store if database else None,
+            clock=_CLOCK,
+            observer=events,
+            options=Options(**{**QUICK, "stateless_checkpointing": database is not None, **options}),
+            local=LocalWorkingMemory(_CLOCK),
+            replica_id=ReplicaId(replica_id) if replica_id else None,
+        )
+        live = Live(worker, broker, durable, events)
+        try:
+            started = asyncio.create_task(events.wait(Step.STARTED, Phase.NOTED))
+            await asyncio.wait({started, live.task}, return_when=asyncio.FIRST_COMPLETED)
+            if live.task.done():
+                started.cancel()
+                await live.task
+            await started
+            yield live
+        finally:
+            live.stop.set()
+            await asyncio.gather(live.task, return_exceptions=True)

@@ -1,0 +1,207 @@
+"""Reply queues that are full or missing, and replies that are too large, hold up nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import aiormq
+import pytest
+from aiormq.abc import AbstractChannel, DeliveredMessage
+from live import GUARD, Desk, Live, a_broker, serving
+
+from meshpoint import TaskExecutionContext, agent
+from meshpoint.agents.peer import Peer
+from meshpoint.model.checkpoint import TaskState
+from meshpoint.model.events import Phase, Step
+from meshpoint.model.ids import AgentName
+from meshpoint.model.options import AckPolicy
+from meshpoint.model.outcomes import Failed, FailureKind, Ok
+from servers import RabbitServer
+
+HOMES = pytest.mark.parametrize("durable", [True, False], ids=["database", "memory"])
+LIMIT = 10_000
+
+
+@agent("doubler")
+async def doubler(ctx: TaskExecutionContext, number: int) -> int:
+    """Answers in its first segment."""
+    return 2 * number
+
+
+@agent("writer")
+async def writer(ctx: TaskExecutionContext, size: int) -> str:
+    """Answers with as many bytes as it was asked for."""
+    return "x" * size
+
+
+@agent("caller")
+async def caller(ctx: TaskExecutionContext, size: int) -> int:
+    """Sends a request of that size to a peer, and asks it for a little."""
+    return len(await ctx.call(Peer("writer", str, str)("y" * size)))
+
+
+@pytest.fixture
+async def desk(rabbit_server: RabbitServer, namespace: str) -> AsyncIterator[Desk]:
+    async with a_broker(rabbit_server.url, namespace) as broker:
+        yield await Desk(broker, "desk").open()
+
+
+@pytest.fixture
+async def operator(rabbit_server: RabbitServer) -> AsyncIterator[AbstractChannel]:
+    connection = await aiormq.connect(rabbit_server.url)
+    yield await connection.channel()
+    await connection.close()
+
+
+async def full_queue(operator: AbstractChannel, namespace: str, address: str) -> str:
+    """A queue at `address` that refuses every message; its name."""
+    name = f"{namespace}.{address}"
+    await operator.queue_declare(name, arguments={"x-max-length": 0, "x-overflow": "reject-publish"})
+    await operator.queue_bind(name, f"{namespace}.mesh", address)
+    return name
+
+
+def acked(live: Live) -> set[str]:
+    return {task_id for event in live.events.of(Step.ACK, Phase.AFTER) for task_id in event.task_ids}
+
+
+def steps(live: Live, step: Step) -> set[str]:
+    return {task_id for event in live.events.of(step, Phase.NOTED) for task_id in event.task_ids}
+
+
+@HOMES
+async def test_sixty_missing_reply_queues_hold_up_nobody(
+    desk: Desk, rabbit_server: RabbitServer, namespace: str, postgres_url: str, durable: bool
+) -> None:
+    database = postgres_url if durable else None
+    async with serving(doubler, rabbit_server.url, namespace, database, max_concurrency=4) as live:
+        bad = [await desk.ask("doubler", number, reply_to=f"desk.private.{number}") for number in range(60)]
+        sane = await desk.ask("doubler", 21)
+        assert await desk.reply(sane) == Ok(42)
+        assert not steps(live, Step.REPLY_UNROUTABLE), "answered before any address is given up"
+        await live.events.until(lambda: acked(live) >= {*bad, sane})
+        assert live.worker.site.slots.free == 4
+        if live.store is not None:
+            rows = await live.store.lookup(bad)
+            assert {row.state for row in rows.values()} == {TaskState.COMPLETED}
+            assert len(rows) == 60
+
+
+@HOMES
+async def test_refusals_to_missing_reply_queues_hold_up_nobody(
+    desk: Desk, rabbit_server: RabbitServer, namespace: str, postgres_url: str, durable: bool
+) -> None:
+    database = postgres_url if durable else None
+    async with serving(doubler, rabbit_server.url, namespace, database, max_concurrency=2) as live:
+        bad = [await desk.ask("doubler", 1, reply_to=f"desk.private.{n}", call_depth=99) for n in range(20)]
+        sane = await desk.ask("doubler", 21)
+        assert await desk.reply(sane) == Ok(42)
+        await live.events.until(lambda: acked(live) >= {*bad, sane})
+
+
+@HOMES
+async def test_a_full_reply_queue_holds_up_nobody_and_gets_its_replies_later(
+    desk: Desk,
+    operator: AbstractChannel,
+    rabbit_server: RabbitServer,
+    namespace: str,
+    postgres_url: str,
+    durable: bool,
+) -> None:
+    database = postgres_url if durable else None
+    async with serving(doubler, rabbit_server.url, namespace, database, max_concurrency=2) as live:
+        name = await full_queue(operator, namespace, "desk.private.full")
+        full = [await desk.ask("doubler", number, reply_to="desk.private.full") for number in range(8)]
+        sane = await desk.ask("doubler", 21)
+        assert await desk.reply(sane) == Ok(42)
+        await live.events.until(lambda: acked(live) >= {*full, sane})
+        await operator.queue_delete(name)
+        await operator.queue_declare(name)
+        await operator.queue_bind(name, f"{namespace}.mesh", "desk.private.full")
+        late: set[str] = set()
+        arrived = asyncio.Event()
+
+        async def take(message: DeliveredMessage) -> None:
+            late.add(str(message.header.properties.correlation_id))
+            if late >= {*full}:
+                arrived.set()
+
+        await operator.basic_consume(name, take, no_ack=True)
+        async with asyncio.timeout(GUARD):
+            await arrived.wait()
+
+
+async def test_without_a_database_only_so_many_replies_wait(
+    desk: Desk, operator: AbstractChannel, rabbit_server: RabbitServer, namespace: str
+) -> None:
+    async with serving(doubler, rabbit_server.url, namespace, None, max_in_memory=3) as live:
+        await full_queue(operator, namespace, "desk.private.full")
+        full = [await desk.ask("doubler", number, reply_to="desk.private.full") for number in range(5)]
+        await live.events.until(lambda: acked(live) >= {*full})
+        assert len(steps(live, Step.REPLY_DROPPED)) == 2
+
+
+async def test_a_request_that_comes_again_with_a_full_reply_queue_is_acked(
+    desk: Desk, operator: AbstractChannel, rabbit_server: RabbitServer, namespace: str, postgres_url: str
+) -> None:
+    async with serving(doubler, rabbit_server.url, namespace, postgres_url, ack_policy=AckPolicy.ON_RECEIPT) as live:
+        task_id = await desk.ask("doubler", 21)
+        assert await desk.reply(task_id) == Ok(42)
+        await full_queue(operator, namespace, "desk.private.full")
+        before = len(live.events.of(Step.ACK, Phase.AFTER, task_id))
+        await desk.ask("doubler", 21, reply_to="desk.private.full", task_id=task_id)
+        await live.events.wait(Step.ACK, Phase.AFTER, before + 1, task_id)
+
+
+# ── what the broker never takes ────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+async def small(own_rabbit: RabbitServer) -> AsyncIterator[RabbitServer]:
+    """A server that takes messages of at most `LIMIT` bytes."""
+    await own_rabbit.control("eval", f"application:set_env(rabbit, max_message_size, {LIMIT}).")
+    yield own_rabbit
+    await own_rabbit.control("eval", "application:set_env(rabbit, max_message_size, 134217728).")
+
+
+@pytest.mark.parametrize("policy", ["at_checkpoint", "on_receipt"])
+async def test_a_reply_above_the_brokers_limit_becomes_a_failure(
+    small: RabbitServer, namespace: str, postgres_url: str, policy: str
+) -> None:
+    async with (
+        a_broker(small.url, namespace) as broker,
+        serving(writer, small.url, namespace, postgres_url, ack_policy=AckPolicy(policy)) as live,
+    ):
+        desk = await Desk(broker, "desk").open()
+        for _ in range(3):
+            large, little = await desk.ask("writer", 3 * LIMIT), await desk.ask("writer", 10)
+            assert await desk.reply(little) == Ok("x" * 10)
+            failed = await desk.reply(large)
+            assert isinstance(failed, Failed)
+            assert f"the broker accepts at most {LIMIT}" in failed.message
+        if policy == "on_receipt":  # its row has the large reply: who asks again gets the same failure
+            await desk.ask("writer", 3 * LIMIT, task_id=large)
+            await desk.until(lambda: len(desk.replies(large)) == 2)
+            assert desk.replies(large)[0] == desk.replies(large)[1] == failed
+            await live.events.until(lambda: large in acked(live))
+            assert live.store is not None
+            await live.store.marks_written()
+            assert await live.store.unsent(AgentName("writer"), 10) == []
+        assert not live.task.done()
+
+
+async def test_a_request_above_the_brokers_limit_ends_its_call(
+    small: RabbitServer, namespace: str, postgres_url: str
+) -> None:
+    async with (
+        a_broker(small.url, namespace) as broker,
+        serving(caller, small.url, namespace, postgres_url, max_message_bytes=10 * LIMIT) as live,
+    ):
+        desk = await Desk(broker, "desk").open()
+        await broker.declare(AgentName("writer"))
+        failed = await desk.reply(await desk.ask("caller", 3 * LIMIT))
+        assert isinstance(failed, Failed)
+        assert FailureKind.UNDELIVERABLE in failed.message
+        assert f"the broker accepts at most {LIMIT}" in failed.message
+        assert not live.task.done()
