@@ -57,18 +57,22 @@ async def test_answers_that_coincide_with_a_look_run_here(
 
 
 async def test_a_claim_takes_one_slot_for_all_responses_of_a_task(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    three = caller("agent", lambda _: [Call(name, "peer", name) for name in "abc"])
-    running = await mesh.replica(three, max_concurrency=2)
+    four = caller("agent", lambda _: [Call(name, "peer", name) for name in "abcd"])
+    running = await mesh.replica(four, max_concurrency=2)
     await boss.ask("agent", 1)
-    requests = [await peer.request_number(number) for number in (1, 2, 3)]
+    requests = [await peer.request_number(number) for number in (1, 2, 3, 4)]
     await mesh.settle()
-    held = Held(running, "claim")
-    for request in requests:
+    first = Held(running, "claim")
+    await peer.respond(requests[0], 1)
+    await first.reached.wait()
+    for request in requests[1:]:  # these are claimed together
         await peer.respond(request, 1)
-    await held.reached.wait()
+    second = Held(running, "claim")
+    first.opened.set()
+    await second.reached.wait()
     await boss.ask("agent", 2)  # finds the other slot, whatever holds up the claim
-    await peer.request_number(4)
-    held.opened.set()
+    await peer.request_number(8)
+    second.opened.set()
 
 
 async def test_many_keep_alives_are_due_together(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
@@ -135,14 +139,15 @@ async def test_a_silent_address_holds_up_no_keep_alive_and_no_other_reply(
 
     for number in range(3):
         await silent.ask("asker", number)
+    unheard = await silent.ask("asker", 4, idle_timeout=60)
     patient = await boss.ask("asker", 7, idle_timeout=60)
     quick = await boss.ask("asker", 8)
-    requests = {request.correlation_id: request for request in [await peer.request_number(n) for n in range(1, 6)]}
+    requests = {request.correlation_id: request for request in [await peer.request_number(n) for n in range(1, 7)]}
     await mesh.settle()
     running.broker.publish = unconfirmed  # type: ignore[method-assign]
     parents = {request.headers[Header.PARENT_TASK.value]: request for request in requests.values()}
     for task_id, request in parents.items():
-        if task_id != patient:
+        if task_id not in {patient, unheard}:
             await peer.respond(request, 1)
     await asked.wait()
     assert await boss.reply(quick) == Ok({"peer": 1})
