@@ -3,6 +3,7 @@
 #   make test    the checks, then every test; `make test ARGS="-k claim"` runs some
 #   make outages database and broker away for a minute under load, each; the suite has a short form
 #   make chaos   every fault at random, for MINUTES=20, and a ledger that must balance; the suite has a short form
+#   make fuzz    mutated messages on live replicas for MINUTES=10, with honest traffic next to them; the suite has a minute
 #   make model   the store's model at length, with new seeds; MESHPOINT_MODEL_EXAMPLES=1000 says how long
 #   make simulation SEEDS=2000   the whole worker on a simulated loop, broker and store; SEED=17 replays one
 #   make check   formatting, lint, types, layers
@@ -46,6 +47,10 @@ since: $(STAMPS)/benchmarks
 
 chaos: $(STAMPS)/benchmarks
 	@PYTHONPATH=tests $(BIN)/python -m chaos --minutes $(MINUTES) $(ARGS)
+
+fuzz: MINUTES = 10
+fuzz: $(STAMPS)/dev
+	@PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(ARGS)
 
 model: $(STAMPS)/dev
 	@MESHPOINT_MODEL_EXAMPLES=$${MESHPOINT_MODEL_EXAMPLES:-1000} $(BIN)/python -m pytest tests/machines --timeout=0 $(ARGS)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import time
 import zlib
 
 from pydantic import BaseModel
@@ -16,10 +18,12 @@ from meshpoint.agents.function import agent
 from meshpoint.agents.peer import Peer
 from meshpoint.model.calls import ALL, Join
 from meshpoint.model.context import TaskExecutionContext
-from meshpoint.model.outcomes import Failed
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 
 WIDTH = 5
 """Peers that `root` asks at once."""
+WORKS, IGNORES = 3.0, 60.0
+"""Seconds that `stubborn` takes, and those for which it ignores a cancel."""
 EFFECTS = "CHAOS_EFFECTS"
 """The environment variable that names the file of effects."""
 
@@ -62,8 +66,18 @@ leaf_peer = Peer("leaf", Piece, int)
 middle_peer = Peer("middle", Piece, int)
 
 
-def right(work: Work, answer: object) -> bool:
-    """Whether `answer` is one that `root` may give to `work`."""
+def right(agent_name: str, work: Work, outcome: Outcome) -> bool:
+    """Whether `outcome` is one that the agent may come to."""
+    match agent_name:
+        case "viper":
+            return isinstance(outcome, Failed) and outcome.kind is FailureKind.ERROR
+        case "stubborn":
+            return isinstance(outcome, Ok) and outcome.value == work.number
+        case _:
+            return isinstance(outcome, Ok) and _all_right(work, outcome.value)
+
+
+def _all_right(work: Work, answer: object) -> bool:
     if not isinstance(answer, list) or len(answer) != work.rounds:
         return False
     return all(_right(work, number, values) for number, values in enumerate(answer))
@@ -101,6 +115,26 @@ async def root(ctx: TaskExecutionContext, work: Work) -> Answer:
     ]:
         raise AssertionError(f"the memory has {kept}, the answers are {answer}")
     return answer
+
+
+@agent("viper", version="1")
+async def viper(ctx: TaskExecutionContext, work: Work) -> None:
+    """Kills its process: no neighbour may die of it more than twice, and it must end as failed."""
+    _note("viper", ctx.task_id, work.number)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@agent("stubborn", version="1")
+async def stubborn(ctx: TaskExecutionContext, work: Work) -> int:
+    """Works for a while, and for a minute more when it is cancelled."""
+    _note("stubborn", ctx.task_id, work.number)
+    end, ignored = time.monotonic() + WORKS, False
+    while (left := end - time.monotonic()) > 0:
+        try:
+            await asyncio.sleep(left)
+        except asyncio.CancelledError:
+            end, ignored = end if ignored else time.monotonic() + IGNORES, True
+    return work.number
 
 
 async def draw() -> str:

@@ -8,10 +8,12 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -19,7 +21,7 @@ from servers import Proxy
 
 from .replica import HEAVY, Order, main
 
-AGENTS = ("root", "middle", "leaf")
+AGENTS = ("root", "middle", "leaf", "viper", "stubborn")
 QUICK = {
     "stateless_checkpointing": True,
     "session_service": "sql",
@@ -35,10 +37,27 @@ QUICK = {
     "db_pool_size": 3,
 }
 """Timings at which faults show within seconds."""
+
+
+def configuration(namespace: str, redis_url: str, broker_url: str, db_url: str) -> dict[str, Any]:
+    """The configuration of a replica under chaos."""
+    own = {"session_db_url": db_url, "memory_url": redis_url, **QUICK}
+    few = {"max_attempts": 2}  # `viper` is to blame
+    agents = [
+        {"name": name, "entrypoint": f"chaos.cast:{name}", **own, **(few if name == "viper" else {})}
+        for name in AGENTS
+    ]
+    return {"mesh": {"namespace": namespace, "broker_url": broker_url}, "agents": agents}
+
+
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(HEAVY)
 _FIRST_START = 120.0
 """Seconds for all replicas to serve, on servers that are up."""
+_LONGEST_DRAIN = 40.0
+"""Seconds, four times what the configuration allows."""
+LATE = "drain took too long"
+"""An exit of a replica that had to be killed."""
 _BREATH = 0.5
 """Seconds before a place is filled again whose replica did not come to serve."""
 
@@ -59,6 +78,7 @@ class Post:
     serving: asyncio.Event = field(default_factory=asyncio.Event)
     frozen: bool = False
     told: signal.Signals | None = None
+    told_at: float = 0.0
     incarnations: int = 0
 
     @property
@@ -72,18 +92,32 @@ class Post:
             if number in {signal.SIGKILL, signal.SIGTERM}:
                 self.told = number
                 self.serving.clear()
+            if number is signal.SIGTERM:
+                self.told_at = time.monotonic()
             os.kill(self.process.pid, number)
 
 
+Configure = Callable[[str, str], dict[str, Any]]
+"""Makes the configuration of a replica from the URLs of its broker and its database."""
+
+
 class Crew:
-    """`size` replicas, each serving every agent. An async context manager."""
+    """`size` replicas, each serving every agent of `configure`. An async context manager."""
 
     def __init__(
-        self, folder: Path, namespace: str, broker_url: str, db_url: str, redis_url: str, *, seed: int, size: int
+        self,
+        folder: Path,
+        configure: Configure,
+        broker_url: str,
+        db_url: str,
+        *,
+        seed: int,
+        size: int,
+        serve: Callable[[Order, Connection], None] = main,
     ) -> None:
-        self._folder, self._namespace, self._seed, self._size = folder, namespace, seed, size
+        self._folder, self._configured, self._seed, self._size, self._serve = folder, configure, seed, size, serve
         self._urls = broker_url, db_url
-        self._redis_url = redis_url
+        self._agents = [each["name"] for each in configure(broker_url, db_url)["agents"]]
         self._keepers: list[asyncio.Task[None]] = []
         self._ending = False
         self._changed = asyncio.Event()
@@ -94,7 +128,7 @@ class Crew:
     async def __aenter__(self) -> Crew:
         for number in range(self._size):
             broker, database = await Proxy(self._urls[0]).__aenter__(), await Proxy(self._urls[1]).__aenter__()
-            self.posts.append(Post(number, self._configure(number, broker.url, database.url), broker, database))
+            self.posts.append(Post(number, self._configure(number, broker, database), broker, database))
         self._keepers = [asyncio.create_task(self._keep(post)) for post in self.posts]
         try:
             async with asyncio.timeout(_FIRST_START):
@@ -116,10 +150,15 @@ class Crew:
             await post.database.__aexit__(None, None, None)
 
     async def drain(self) -> None:
-        """End every replica with SIGTERM, for good."""
+        """End every replica with SIGTERM, for good. One that does not end is killed, and counts as a failed drain."""
         self._ending = True
         for post in self.posts:
             post.signal(signal.SIGTERM)
+        _, late = await asyncio.wait(self._keepers, timeout=_LONGEST_DRAIN + 1)
+        if late:
+            for post in self.posts:
+                if post.process is not None and post.process.pid is not None:
+                    os.kill(post.process.pid, signal.SIGKILL)
         await asyncio.gather(*self._keepers)
 
     async def fit(self) -> list[Post]:
@@ -133,20 +172,12 @@ class Crew:
         logs = [path.read_text(errors="replace")[-500:] for path in sorted(self._folder.glob("*.log"))]
         return "".join(f"\n{log}" for log in logs[-2:])
 
-    def _configure(self, number: int, broker_url: str, db_url: str) -> Path:
-        agents = [
-            {
-                "name": name,
-                "entrypoint": f"chaos.cast:{name}",
-                "session_db_url": db_url,
-                "memory_url": self._redis_url,
-                **QUICK,
-            }
-            for name in AGENTS
-        ]
-        mesh = {"namespace": self._namespace, "broker_url": broker_url}
+    def _configure(self, number: int, broker: Proxy, database: Proxy) -> Path:
+        broker_url, db_url = self._urls
+        through = [url if url.startswith("sqlite:") else proxy.url
+                   for url, proxy in ((broker_url, broker), (db_url, database))]  # fmt: skip
         path = self._folder / f"replica-{number}.yaml"
-        path.write_text(yaml.safe_dump({"mesh": mesh, "agents": agents}))
+        path.write_text(yaml.safe_dump(self._configured(*through)))
         return path
 
     async def _keep(self, post: Post) -> None:
@@ -162,7 +193,7 @@ class Crew:
         name = f"{post.number}-{post.incarnations:04}"
         order = Order(post.config, self._folder, name, f"{self._seed} {name}", self.double)
         ours, theirs = _FORKS.Pipe()
-        process = _FORKS.Process(target=main, args=(order, theirs))
+        process = _FORKS.Process(target=self._serve, args=(order, theirs))
         await asyncio.to_thread(process.start)
         theirs.close()
         post.process = process
@@ -186,15 +217,17 @@ class Crew:
                 except (EOFError, OSError):
                     break
                 agents += 1
-                if agents == len(AGENTS) and post.told is None:
+                if agents == len(self._agents) and post.told is None:
                     post.serving.set()
                     self._changed.set()
         post.serving.clear()
-        return agents == len(AGENTS)
+        return agents == len(self._agents)
 
     def _note_exit(self, post: Post, name: str, code: int, served: bool) -> None:
         if post.told is signal.SIGKILL:
             kind = "killed"
+        elif post.told is signal.SIGTERM and time.monotonic() > post.told_at + _LONGEST_DRAIN:
+            kind = LATE
         elif post.told is signal.SIGTERM:
             kind = "drained" if code == 0 else f"drain ended with {code}"
         else:

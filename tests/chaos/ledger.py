@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from meshpoint.model.ids import TaskId
-from meshpoint.model.outcomes import Ok, Outcome
+from meshpoint.model.outcomes import Outcome
 
 from .cast import Work, right
 
@@ -28,6 +28,7 @@ class Entry:
     task_id: TaskId
     work: Work
     sent_at: float
+    agent: str = "root"
     copies: int = 0  # sent on purpose, with the same ids
     accepted: bool = False
     answers: list[Answer] = field(default_factory=list)
@@ -36,9 +37,7 @@ class Entry:
     def wrong(self) -> bool:
         """Whether the first answer is not what it must be."""
         first = self.answers[0] if self.answers else None
-        return first is not None and not (
-            first.sender == "root" and isinstance(first.outcome, Ok) and right(self.work, first.outcome.value)
-        )
+        return first is not None and not (first.sender == self.agent and right(self.agent, self.work, first.outcome))
 
     @property
     def differing(self) -> bool:

@@ -15,6 +15,12 @@ _MARKS = {
     "cut broker": ("x", "tab:gray"),
     "cut database": ("+", "tab:gray"),
     "silence": ("_", "black"),
+    "locked rows": ("^", "tab:blue"),
+    "bad reply queues": ("1", "tab:olive"),
+    "poison": ("X", "tab:green"),
+    "flood": ("P", "tab:cyan"),
+    "clock step": ("d", "tab:pink"),
+    "swallowed cancel": ("*", "black"),
 }
 
 
@@ -28,7 +34,7 @@ def draw(report: Report, path: Path) -> bool:
     from matplotlib import pyplot
 
     figure, (above, below) = pyplot.subplots(
-        2, 1, figsize=(13, 6), sharex=True, height_ratios=(2, 1), constrained_layout=True
+        2, 1, figsize=(13, 8), sharex=True, height_ratios=(1, 1), constrained_layout=True
     )
     above.fill_between(range(len(report.per_second)), report.per_second, step="post", alpha=0.6, linewidth=0)
     for each in report.timeline:

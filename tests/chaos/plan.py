@@ -21,6 +21,12 @@ class Kind(StrEnum):
     CUT_BROKER = "cut broker"  # a replica's connections to RabbitMQ are reset
     CUT_DATABASE = "cut database"  # a replica's connections to PostgreSQL are reset
     SILENCE = "silence"  # a replica's connections to both stay open and carry nothing
+    LOCK = "locked rows"  # a session holds locks on rows of tasks, calls and joins
+    REPLIES = "bad reply queues"  # requests whose reply queue is full, and others whose requester is gone
+    POISON = "poison"  # a request that kills each process that runs it
+    FLOOD = "flood"  # one sender asks for a thousand tasks at once
+    CLOCK = "clock step"  # the clock of a replica jumps ahead, and later back
+    SWALLOW = "swallowed cancel"  # a replica drains while agent code ignores its cancel for a minute
 
 
 PER_MINUTE = {
@@ -34,6 +40,12 @@ PER_MINUTE = {
     Kind.CUT_BROKER: 1.5,
     Kind.CUT_DATABASE: 1.5,
     Kind.SILENCE: 0.6,
+    Kind.LOCK: 2.0,
+    Kind.REPLIES: 0.6,
+    Kind.POISON: 0.3,
+    Kind.FLOOD: 0.3,
+    Kind.CLOCK: 0.6,
+    Kind.SWALLOW: 0.3,
 }
 SECONDS = {
     Kind.FREEZE: (3.0, 13.0),  # the lease is 2 s, the broker's patience about 10 s
@@ -41,6 +53,9 @@ SECONDS = {
     Kind.DATABASE: (0.0, 5.0),  # a first checkpoint is tried for 2 s
     Kind.REDIS: (0.0, 3.0),
     Kind.SILENCE: (3.0, 9.0),
+    Kind.LOCK: (2.0, 6.0),
+    Kind.REPLIES: (4.0, 10.0),
+    Kind.CLOCK: (5.0, 15.0),
 }
 BLOCK = 300.0
 """Seconds. Each block begins with a tenth of quiet, to compare with."""

@@ -11,12 +11,17 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timedelta
+from itertools import cycle
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from meshpoint import event_loop, wiring
+from meshpoint.adapters.system_clock import SystemClock
 from meshpoint.errors import MeshpointError
+from meshpoint.ports.broker import Broker
 from meshpoint.settings import load
 
 from .cast import EFFECTS
@@ -38,28 +43,61 @@ class Order:
     double: float
 
 
-def main(order: Order, told: Connection) -> None:
+class SteppedClock(SystemClock):
+    """The system's clock, ahead or behind: each step takes the next of its offsets."""
+
+    def __init__(self) -> None:
+        self._offset = timedelta()
+        self._offsets = cycle((timedelta(minutes=10), timedelta(), timedelta(hours=-1), timedelta()))
+
+    def step(self) -> None:
+        """Jump."""
+        self._offset = next(self._offsets)
+
+    def now(self) -> datetime:
+        """The wrong instant, in UTC."""
+        return super().now() + self._offset
+
+
+Wrap = Callable[[Broker, EventFile, Order], Broker]
+"""What a replica puts around its broker."""
+
+
+def doubling(broker: Broker, events: EventFile, order: Order) -> Broker:
+    """A broker that doubles messages."""
+    return DoublingBroker(broker, events, random.Random(order.seed), order.double)
+
+
+def main(order: Order, told: Connection, wrap: Wrap = doubling) -> None:
     """Serve, and exit with 0 after a drain."""
     log = os.open(order.folder / f"{order.name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(log, sys.stderr.fileno())
     os.environ[EFFECTS] = str(order.folder / "effects")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the supervisor
+    clock = SteppedClock()
+    signal.signal(signal.SIGUSR2, lambda *_: clock.step())
+    wiring._CLOCK = clock
     try:
-        event_loop.run(_serve(order, told))
+        event_loop.run(_serve(order, told, wrap))
     except MeshpointError as error:
         sys.exit(f"error: {error}")
 
 
-async def _serve(order: Order, told: Connection) -> None:
-    """As `wiring.serve`, with a broker that doubles."""
+async def _serve(order: Order, told: Connection, wrap: Wrap) -> None:
+    """As `wiring.serve`, with a wrapped broker."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_reader(told.fileno(), os._exit, 1)  # nothing is ever sent here: the supervisor is gone
     events = EventFile(order.folder / f"{order.name}.events", told)
     settings = load([order.config])
     mesh = settings.mesh
-    broker = DoublingBroker(wiring.make_broker(mesh), events, random.Random(order.seed), order.double)
-    workers = [wiring.make_worker(each, mesh.namespace, broker, events, each.options()) for each in settings.agents]
+    broker = wrap(wiring.make_broker(mesh), events, order)
+    workers = [
+        wiring.make_worker(
+            each, mesh.namespace, broker, events, each.options(), wiring.make_isolation(each, mesh, events)
+        )
+        for each in settings.agents
+    ]
     try:
         await broker.open()
         async with asyncio.TaskGroup() as agents:

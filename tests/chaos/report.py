@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .crew import LATE
 from .ledger import Entry, Ledger
 from .leftovers import Leftovers
 from .plan import Kind
@@ -38,6 +39,7 @@ class Report:
     effects_repeated: int
     effects_missing: int
     calls_doubled: int
+    late_drains: int
     answered_last_after: float
     latency: dict[str, float | None] = field(default_factory=dict)
     bad: list[str] = field(default_factory=list)
@@ -46,8 +48,8 @@ class Report:
 
     @property
     def good(self) -> bool:
-        """Whether nothing was lost, duplicated, stuck or wrong."""
-        return not (self.lost or self.duplicated or self.stuck or self.wrong)
+        """Whether nothing was lost, duplicated, stuck or wrong, and each drain ended in time."""
+        return not (self.lost or self.duplicated or self.stuck or self.wrong or self.late_drains)
 
 
 @dataclass
@@ -73,9 +75,13 @@ class Findings:
             "lost": self.ledger.open,
             "duplicated": [
                 *self.ledger.duplicated(self.degraded),
-                *(of[number] for number in sorted(self.effects.doubled_calls)),
+                *(of[number] for number in sorted(self.effects.doubled_calls) if number in of),
             ],
-            "stuck": [of[number] for number, ids in self.effects.tasks.items() if ids & self.leftovers.tasks],
+            "stuck": [
+                of[number]
+                for number, ids in self.effects.tasks.items()
+                if ids & self.leftovers.tasks and number in of
+            ],
             "wrong": [*self.ledger.wrong(), *(of[number] for number in sorted(self.effects.missing))],
         }
 
@@ -102,6 +108,7 @@ def judge(found: Findings) -> Report:
         effects_repeated=found.effects.repeated,
         effects_missing=len(found.effects.missing),
         calls_doubled=len(found.effects.doubled_calls),
+        late_drains=found.exits.get(LATE, 0),
         answered_last_after=round(last - found.began - found.seconds, 1),
         latency=_latency(ledger, found.strikes),
         per_second=_per_second(ledger, found.began),

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from meshpoint import wiring
@@ -18,7 +19,7 @@ from meshpoint.settings import MeshSettings
 from servers import PostgresServer, RabbitServer, RedisServer, own_database
 
 from . import leftovers, story, tally
-from .crew import Crew
+from .crew import Crew, configuration
 from .ledger import Ledger
 from .plan import plan
 from .report import Findings, Report, judge
@@ -84,9 +85,10 @@ async def _run(
     broker_url = f"{rabbit.url}?{_HEARTBEAT}"
 
     broker = wiring.make_broker(MeshSettings(namespace=namespace, broker_url=broker_url))
-    async with Crew(folder, namespace, broker_url, db_url, redis.url, seed=wish.seed, size=wish.replicas) as crew:
+    configure = partial(configuration, namespace, redis.url)
+    async with Crew(folder, configure, broker_url, db_url, seed=wish.seed, size=wish.replicas) as crew:
         async with Stream(broker, ledger, seed=wish.seed, rate=wish.rate, in_flight=wish.in_flight) as stream:
-            strikes = Strikes(crew, rabbit, postgres, redis)
+            strikes = Strikes(crew, rabbit, postgres, redis, stream, broker, db_url, namespace)
             running = Running(wish, ledger, strikes, crew)
             if watch is not None:
                 watch(running)

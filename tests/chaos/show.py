@@ -65,6 +65,7 @@ def table(report: Report) -> Table:
             "effects repeated (at least once)": report.effects_repeated,
             "effects missing (wrong)": report.effects_missing,
             "calls doubled (duplicated)": report.calls_doubled,
+            "drains that did not end in time": report.late_drains,
         },
     )
     for title, part in (("fault", report.faults), ("replica", report.exits), ("", report.events)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from meshpoint.errors import PoisonMessage, Unavailable
@@ -17,8 +18,10 @@ from meshpoint.ports.broker import Broker, Delivery, Published
 from .cast import Work
 from .ledger import Answer, Entry, Ledger
 
-_ROOT, _LEDGER = AgentName("root"), AgentName("ledger")
+_LEDGER = AgentName("ledger")
 REPLIES = responses_of(_LEDGER)
+_EXTRA = 1_000_000
+"""Numbers beyond this are those of requests that a fault sends."""
 _PAUSE = 0.3
 """Seconds before a request is sent again that the broker did not take."""
 
@@ -42,16 +45,30 @@ def work(number: int, chance: random.Random) -> Work:
 class Stream:
     """Keeps `rate` requests a second going, and at most `in_flight` unanswered. An async context manager.
 
-    Answers come to a quorum queue, which outlives every restart of the broker and of nobody else.
+    Answers come to a quorum queue, which outlives every restart of the broker and of nobody else. Of `agents`, each
+    is asked in turn. With `login`, only what comes from that login of the broker counts as an answer.
     """
 
-    def __init__(self, broker: Broker, ledger: Ledger, *, seed: int, rate: float, in_flight: int) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        ledger: Ledger,
+        *,
+        seed: int,
+        rate: float,
+        in_flight: int,
+        agents: Sequence[str] = ("root",),
+        wanted: Callable[[int, random.Random], Work] = work,
+        login: str | None = None,
+    ) -> None:
         self._broker, self._ledger, self._rate = broker, ledger, rate
+        self._agents, self._wanted, self._login = agents, wanted, login
         self._chance = random.Random(f"{seed} stream")
         self._room = asyncio.Semaphore(in_flight)
         self._tasks: set[asyncio.Task[object]] = set()
         self._answered = asyncio.Event()
         self.doubled = 0
+        self._extra = 0
 
     async def __aenter__(self) -> Stream:
         await self._broker.open()
@@ -88,8 +105,17 @@ class Stream:
             return False
         return True
 
+    async def ask(self, agent: str) -> None:
+        """Send one request to `agent`, in addition to the steady ones."""
+        self._extra += 1
+        await self._room.acquire()
+        entry = Entry(TaskId(new_id()), Work(number=_EXTRA + self._extra), time.time(), agent)
+        self._ledger.asked(entry)
+        self._keep(asyncio.create_task(self._send(entry, 0.0)))
+
     def _spawn(self, number: int) -> None:
-        entry = Entry(TaskId(new_id()), work(number, self._chance), time.time())
+        agent = self._agents[number % len(self._agents)]
+        entry = Entry(TaskId(new_id()), self._wanted(number, self._chance), time.time(), agent)
         self._ledger.asked(entry)
         pauses = [0.0]
         if self._chance.random() < 0.03:  # the same request again, at once or when it may have ended
@@ -100,7 +126,7 @@ class Stream:
 
     async def _send(self, entry: Entry, pause: float) -> None:
         await asyncio.sleep(pause)
-        letter = (requests_of(_ROOT), _request(entry))
+        letter = (requests_of(AgentName(entry.agent)), _request(entry))
         while True:
             try:
                 (word,) = await self._broker.publish([letter])
@@ -113,7 +139,7 @@ class Stream:
 
     def _receive(self, delivery: Delivery) -> None:
         message = delivery.message
-        if message.type is MessageType.RESPONSE:
+        if message.type is MessageType.RESPONSE and self._login in {None, message.user_id}:
             entry = self._ledger.answer(TaskId(message.correlation_id), _answer(message))
             if entry is not None:
                 self._room.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 import time
 from collections import Counter
@@ -11,10 +12,16 @@ from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
+from meshpoint.ports.broker import Broker
 from servers import PostgresServer, PrivateServer, RabbitServer, RedisServer
 
+from . import outsiders
 from .crew import Crew, Post
 from .plan import Fault, Kind
+from .stream import Stream
+
+_STUBBORN_STARTS = 1.0
+"""Seconds until the stubborn code runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,10 @@ class Strikes:
     rabbit: RabbitServer
     postgres: PostgresServer
     redis: RedisServer
+    stream: Stream
+    broker: Broker
+    db_url: str
+    namespace: str
     log: list[Strike] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     going_on: set[str] = field(default_factory=set)
@@ -77,6 +88,8 @@ class Strikes:
             return await self._restart(self._database, self.postgres, fault)
         if fault.kind is Kind.REDIS:
             return await self._restart(self._memory, self.redis, fault)
+        if fault.kind in _FROM_OUTSIDE:
+            return await _FROM_OUTSIDE[fault.kind](self, fault)
         if fault.kind is Kind.FLUSH:
             return await self._flush()
         return await self._roll()
@@ -89,6 +102,30 @@ class Strikes:
         how = "immediate" if fault.immediate else "clean"
         self.counts[f"{fault.kind.value}, {how}"] += 1
         return f"{how}, away {fault.seconds:.1f} s and its start"
+
+    async def _lock(self, fault: Fault) -> str:
+        return await outsiders.hold_rows(self.db_url, fault.seconds)
+
+    async def _bad_replies(self, fault: Fault) -> str:
+        chance = random.Random(fault.aim)
+        return await outsiders.bad_replies(self.rabbit.url, self.namespace, self.broker, chance, fault.seconds)
+
+    async def _poison(self, fault: Fault) -> str:
+        await self.stream.ask("viper")
+        return "one request"
+
+    async def _flood(self, fault: Fault) -> str:
+        return await outsiders.flood(self.broker)
+
+    async def _swallow(self, fault: Fault) -> str:
+        """Keep every replica busy with code that ignores its cancel, then drain one."""
+        for _ in range(2 * len(self.crew.posts)):
+            await self.stream.ask("stubborn")
+        await asyncio.sleep(_STUBBORN_STARTS)
+        post = await self._aim(fault)
+        post.signal(signal.SIGTERM)
+        await post.serving.wait()
+        return f"replica {post.number}"
 
     async def _flush(self) -> str:
         async with self._memory, Redis.from_url(self.redis.url) as redis:
@@ -136,10 +173,26 @@ async def _silence(post: Post, fault: Fault) -> None:
     post.database.resume()
 
 
+async def _step_clock(post: Post, fault: Fault) -> None:
+    process = post.process
+    post.signal(signal.SIGUSR2)
+    await asyncio.sleep(fault.seconds)
+    if post.process is process:
+        post.signal(signal.SIGUSR2)
+
+
+_FROM_OUTSIDE: dict[Kind, Callable[[Strikes, Fault], Awaitable[str]]] = {
+    Kind.LOCK: Strikes._lock,
+    Kind.REPLIES: Strikes._bad_replies,
+    Kind.POISON: Strikes._poison,
+    Kind.FLOOD: Strikes._flood,
+    Kind.SWALLOW: Strikes._swallow,
+}
 _TO_A_REPLICA: dict[Kind, Callable[[Post, Fault], Awaitable[None]]] = {
     Kind.KILL: _kill,
     Kind.FREEZE: _freeze,
     Kind.CUT_BROKER: _cut_broker,
     Kind.CUT_DATABASE: _cut_database,
     Kind.SILENCE: _silence,
+    Kind.CLOCK: _step_clock,
 }

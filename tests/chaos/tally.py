@@ -96,7 +96,7 @@ def effects(folder: Path, ledger: Ledger, degraded: set[str]) -> Effects:
 def _given(ledger: Ledger) -> Iterator[tuple[int, tuple[int, int, int]]]:
     """For each value in a right answer, the piece of work that must have had its effect."""
     for entry in ledger.entries.values():
-        if entry.answers and not entry.wrong:
+        if entry.answers and not entry.wrong and entry.agent == "root":
             answer: Any = entry.answers[0].outcome
             for turn, values in enumerate(answer.value):
                 for index, value in enumerate(values):

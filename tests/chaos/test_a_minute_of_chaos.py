@@ -30,6 +30,7 @@ async def test_a_minute_of_chaos(
     assert all(report.faults[kind.value] >= 1 for kind in Kind), report.faults
     assert report.faults["kill"] >= 8
     assert report.effects >= report.answers
+    assert report.late_drains == 0
 
 
 def test_a_plan_repeats() -> None:

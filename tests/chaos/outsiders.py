@@ -1,0 +1,107 @@
+"""What comes from outside as a fault: locks on rows, floods, and requests whose replies cannot be delivered."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from datetime import UTC, datetime
+from itertools import count
+
+import aiormq
+import asyncpg
+from aiormq.abc import AbstractChannel
+from aiormq.exceptions import AMQPError
+from pamqp.common import FieldValue
+
+from meshpoint.errors import Unavailable
+from meshpoint.model.bodies import A2AMessage, Part, RequestBody
+from meshpoint.model.ids import AgentName, new_id
+from meshpoint.model.messages import Address, Message, MessageType, requests_of
+from meshpoint.ports.broker import Broker
+
+from .cast import Piece
+
+_LOCKS = (
+    "SELECT 1 FROM agent_paused_tasks WHERE ctid IN (SELECT ctid FROM agent_paused_tasks"
+    " WHERE status NOT IN ('completed', 'failed', 'cancelled') ORDER BY random() LIMIT 3) FOR UPDATE SKIP LOCKED",
+    "SELECT 1 FROM agent_peer_sub_tasks WHERE ctid IN (SELECT ctid FROM agent_peer_sub_tasks"
+    " ORDER BY random() LIMIT 3) FOR UPDATE SKIP LOCKED",
+    "SELECT 1 FROM agent_parallel_invocations WHERE ctid IN (SELECT ctid FROM agent_parallel_invocations"
+    " ORDER BY random() LIMIT 2) FOR UPDATE SKIP LOCKED",
+)
+FLOOD = 1000
+_AWAY = (OSError, AMQPError, Unavailable, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError)
+_numbers = count(100_000_000)
+
+
+async def hold_rows(db_url: str, seconds: float) -> str:
+    """Hold locks on some open rows for `seconds`."""
+    held = 0
+    try:
+        connection = await asyncpg.connect(db_url, timeout=5)
+        try:
+            async with connection.transaction():
+                end = time.monotonic() + seconds
+                while not held and time.monotonic() < end:
+                    for statement in _LOCKS:
+                        held += len(await connection.fetch(statement, timeout=5))
+                    await asyncio.sleep(0.02)
+                await asyncio.sleep(max(0.0, end - time.monotonic()))
+        finally:
+            connection.terminate()
+    except _AWAY as error:
+        return f"{held} rows, until {type(error).__name__}"
+    return f"{held} rows"
+
+
+def a_request(sender: str, reply_to: str | None) -> Message:
+    """A request to `leaf` from somebody who is not in the ledger."""
+    task_id = new_id()
+    piece = Piece(number=next(_numbers), round=0, index=0)
+    said = A2AMessage(message_id=task_id, role="ROLE_USER", parts=[Part(data=piece.model_dump())], task_id=task_id)
+    return Message(
+        type=MessageType.REQUEST,
+        body=RequestBody(message=said).to_bytes(),
+        message_id=task_id,
+        correlation_id=task_id,
+        app_id=sender,
+        reply_to=None if reply_to is None else Address(reply_to),
+        timestamp=datetime.now(UTC),
+    )
+
+
+async def flood(broker: Broker) -> str:
+    """Send a thousand requests at once."""
+    leaf = requests_of(AgentName("leaf"))
+    try:
+        await broker.publish([(leaf, a_request("flood", None)) for _ in range(FLOOD)])
+    except _AWAY as error:
+        return type(error).__name__
+    return f"{FLOOD} requests"
+
+
+async def bad_replies(url: str, namespace: str, broker: Broker, chance: random.Random, seconds: float) -> str:
+    """Ask with a reply queue that takes one message, and with many that do not exist; drop the queue later."""
+    sender, leaf = f"bad{chance.randrange(10**6)}", requests_of(AgentName("leaf"))
+    full, queue = f"{sender}.replies", f"{namespace}.{sender}.replies"
+    addresses = [*[full] * 20, *(f"{sender}.gone-{number}" for number in range(20))]
+    try:
+        connection = await aiormq.connect(url)
+        try:
+            channel = await connection.channel()
+            await _declare(channel, namespace, queue, full)
+            await broker.publish([(leaf, a_request(sender, address)) for address in addresses])
+            await asyncio.sleep(seconds)
+            await channel.queue_delete(queue)
+        finally:
+            await connection.close()
+    except _AWAY as error:
+        return f"until {type(error).__name__}"
+    return f"{len(addresses)} requests"
+
+
+async def _declare(channel: AbstractChannel, namespace: str, queue: str, address: str) -> None:
+    bounded: dict[str, FieldValue] = {"x-max-length": 1, "x-overflow": "reject-publish", "x-expires": 30_000}
+    await channel.queue_declare(queue, arguments=bounded)
+    await channel.queue_bind(queue, f"{namespace}.mesh", address)

@@ -1,0 +1,63 @@
+"""The agents under fuzz, next to those under chaos: in-process ones, and two that call a peer which lies."""
+
+from __future__ import annotations
+
+import asyncio
+
+from chaos.cast import Answer, Piece, Work, root
+from meshpoint.agents.function import agent
+from meshpoint.agents.peer import Peer
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.outcomes import Failed
+
+WIDTH = 5
+EVIL = "evil"
+"""The peer that the fuzzer plays."""
+
+spark_peer = Peer("spark", Piece, int)
+evil_peer = Peer(EVIL, int, dict)
+
+
+@agent("light", version="1")
+async def light(ctx: TaskExecutionContext, work: Work) -> Answer:
+    """What `root` does, without a database."""
+    answer: Answer = []
+    for number in range(work.rounds):
+        pieces = [Piece(number=work.number, round=number, index=index) for index in range(WIDTH)]
+        values = await ctx.gather(*[spark_peer(piece) for piece in pieces], return_errors=True)
+        answer.append([None if isinstance(value, Failed) else value for value in values])
+    return answer
+
+
+@agent("spark", version="1")
+async def spark(ctx: TaskExecutionContext, piece: Piece) -> int:
+    """What `leaf` answers, without a database."""
+    await asyncio.sleep(0.001)
+    return piece.value()
+
+
+async def _ask(ctx: TaskExecutionContext, number: int) -> str:
+    found = await ctx.gather(evil_peer(number), return_errors=True)
+    return type(found[0]).__name__
+
+
+@agent("asker", version="1")
+async def asker(ctx: TaskExecutionContext, number: int) -> str:
+    """Asks the liar, and waits in the database."""
+    return await _ask(ctx, number)
+
+
+@agent("doubter", version="1")
+async def doubter(ctx: TaskExecutionContext, number: int) -> str:
+    """Asks the liar, and waits in memory."""
+    return await _ask(ctx, number)
+
+
+@agent("sleeper", version="1")
+async def sleeper(ctx: TaskExecutionContext, milliseconds: int) -> str:
+    """Runs for a while, to be cancelled meanwhile."""
+    await asyncio.sleep(min(max(milliseconds, 0), 3000) / 1000)
+    return "rested"
+
+
+__all__ = ["asker", "doubter", "light", "root", "sleeper", "spark"]

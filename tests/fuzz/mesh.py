@@ -1,0 +1,48 @@
+"""The mesh under fuzz: which agents are served, and how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chaos.crew import QUICK
+
+DURABLE = {
+    "root": "chaos.cast:root",
+    "leaf": "chaos.cast:leaf",
+    "asker": "fuzz.cast:asker",
+    "sleeper": "fuzz.cast:sleeper",
+}
+IN_PROCESS = {"light": "fuzz.cast:light", "spark": "fuzz.cast:spark", "doubter": "fuzz.cast:doubter"}
+AGENTS = (*DURABLE, *IN_PROCESS)
+CREDULOUS = ("asker", "doubter")
+"""Agents that ask the liar, whose calls soon time out. On a busy machine an honest call may take long."""
+HONEST = ("root", "light")
+"""Agents that the honest requester asks."""
+LOGIN = "guest"
+"""The login of the honest: agents and requester."""
+LARGEST = 200_000
+"""Bytes that a message may have here."""
+
+
+def configuration(namespace: str, broker_url: str, db_url: str) -> dict[str, Any]:
+    """The configuration of a replica. Where the broker verifies logins, agents and requester are tied to theirs."""
+    logins = {} if broker_url.startswith("sqlite:") else dict.fromkeys((*AGENTS, "ledger"), LOGIN)
+    quick = {
+        name: value for name, value in QUICK.items() if name not in {"session_service", "stateless_checkpointing"}
+    }
+    common = {
+        **quick,
+        "peer_timeout_seconds": 10,
+        "sweep_interval_seconds": 0.5,
+        "max_attempts": 5,
+        "peer_logins": logins,
+    }
+    stored = {"stateless_checkpointing": True, "session_service": "sql", "session_db_url": db_url}
+    agents: list[dict[str, Any]] = [
+        {"name": name, "entrypoint": path, **common, **stored} for name, path in DURABLE.items()
+    ]
+    agents += [{"name": name, "entrypoint": path, **common} for name, path in IN_PROCESS.items()]
+    for agent in agents:
+        agent["peer_timeout_seconds"] = 10 if agent["name"] in CREDULOUS else 300
+    mesh = {"namespace": namespace, "broker_url": broker_url, "max_message_bytes": LARGEST}
+    return {"mesh": mesh, "agents": agents}

@@ -1,0 +1,139 @@
+"""The fuzzer at RabbitMQ: what it hears, and how it sends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+from servers import RabbitServer
+
+from .amqp import Headers, Letter, Received, Wire, readable
+from .mesh import AGENTS
+from .recipes import CLOSING, EVIL, FULL, ME, REPLIES, World
+from .replica import marks_of
+
+_PASSWORD = "mallory"
+_UNCONFIRMED = 300
+
+
+class RabbitSide:
+    """Hears all that goes by, plays the lying peer, sends letters under a login of its own, collects dead letters."""
+
+    def __init__(self, rabbit: RabbitServer, namespace: str, world: World) -> None:
+        self._rabbit, self._namespace, self._world = rabbit, namespace, world
+        self._exchange = f"{namespace}.mesh"
+        self._stack = AsyncExitStack()
+        self._telling: dict[asyncio.Task[None], None] = {}
+        self._url = rabbit.url.replace("guest:guest", f"{ME}:{_PASSWORD}")
+        self.words: Counter[str] = Counter()
+        self.refused: set[str] = set()  # marks of what the broker did not take
+        self.dead: set[str] = set()  # marks among the dead letters
+        self.replied: set[str] = set()  # marks in replies to the fuzzer
+        self.closings: Counter[str] = Counter()  # why the broker closed the fuzzer's connection
+
+    async def __aenter__(self) -> Self:
+        for arguments in (("add_user", ME, _PASSWORD), ("set_permissions", ME, ".*", ".*", ".*")):
+            await self._rabbit.control(*arguments)
+        self._mouth = await self._stack.enter_async_context(Wire(self._url))
+        ears = await self._stack.enter_async_context(Wire(self._rabbit.url))
+        await self._listen(ears)
+        await self._queue(self._mouth, REPLIES, self._on_reply)
+        await self._queue(self._mouth, f"{EVIL}.req", self._on_call)
+        await self._queue(self._mouth, f"{EVIL}.resp", lambda _: None)
+        full: Headers = {"x-max-length": 1, "x-overflow": "reject-publish"}
+        await self._queue(self._mouth, FULL, None, full)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in list(self._telling):
+            task.cancel()
+        await self._mouth.__aexit__()
+        await self._stack.aclose()
+
+    async def send(self, mark: str, recipe: str, letter: Letter) -> None:
+        """Publish; the broker's word is entered when it comes."""
+        if recipe in CLOSING:
+            async with Wire(self._url) as own:
+                told = await own.publish(self._exchange, letter)
+                self._enter(mark, await told)
+            return
+        if self._mouth.closed:
+            await self._reopen()
+        while len(self._telling) > _UNCONFIRMED:
+            await asyncio.wait(list(self._telling), return_when=asyncio.FIRST_COMPLETED)
+        task = asyncio.create_task(self._tell(mark, await self._mouth.publish(self._exchange, letter)))
+        self._telling[task] = None
+        task.add_done_callback(lambda done: self._telling.pop(done, None))
+
+    async def all_told(self) -> None:
+        """Return when the broker has said something of each."""
+        await asyncio.gather(*list(self._telling), return_exceptions=True)
+
+    async def _tell(self, mark: str, told: asyncio.Future[str]) -> None:
+        self._enter(mark, await told)
+
+    def _enter(self, mark: str, word: str) -> None:
+        self.words[word] += 1
+        if word != "accepted":
+            self.refused.add(mark)
+
+    async def _reopen(self) -> None:
+        self.closings[self._mouth.why[:200]] += 1
+        await self._mouth.__aexit__()
+        self._mouth = Wire(self._url)
+        await self._mouth.__aenter__()
+        await self._queue(self._mouth, REPLIES, self._on_reply)
+        await self._queue(self._mouth, f"{EVIL}.req", self._on_call)
+
+    async def _queue(self, wire: Wire, address: str, receive: object, arguments: Headers | None = None) -> None:
+        name = f"{self._namespace}.{address}"
+        await wire.declare(name, exclusive=False, durable=True, arguments=arguments or {})
+        await wire.bind(name, self._exchange, address)
+        if receive is not None:
+            await wire.consume(name, address, receive)  # type: ignore[arg-type]
+
+    async def _listen(self, ears: Wire) -> None:
+        tap = f"{self._namespace}.tap"
+        await ears.declare(tap, exclusive=True, arguments={"x-max-length": 20_000})
+        for agent in AGENTS:
+            for suffix in ("req", "nested", "resp"):
+                await ears.bind(tap, self._exchange, f"{agent}.{suffix}")
+            await ears.consume(f"{self._namespace}.{agent}.dlq", f"dead {agent}", self._on_dead)
+        await ears.consume(tap, "tap", self._on_passing)
+
+    def _on_passing(self, received: Received) -> None:
+        letter = letter_of(received)
+        if letter is None or marks_of(str(letter.properties.get("message_id", "")).encode(), received.body):
+            return
+        kind = str(letter.properties.get("type", ""))
+        self._world.seen[kind].append(letter)
+        reply_to = str(letter.properties.get("reply_to", ""))
+        if ".private." in reply_to and reply_to not in self._world.privates:
+            self._world.privates.append(reply_to)
+
+    def _on_call(self, received: Received) -> None:
+        letter = letter_of(received)
+        if letter is not None and "reply_to" in letter.properties and "x-parent-task-id" in letter.headers:
+            self._world.calls.append(letter)
+
+    def _on_reply(self, received: Received) -> None:
+        self.replied |= marks_of(received.header, received.body)
+
+    def _on_dead(self, received: Received) -> None:
+        self.dead |= marks_of(received.header, received.body)
+
+
+def letter_of(received: Received) -> Letter | None:
+    """The letter that was received, to be sent again; None if that would be guessing."""
+    found = readable(received.header)
+    if found is None:
+        return None
+    properties, headers = found
+    plain: Headers = {}
+    plain.update(headers)
+    return Letter(received.key, {**properties, "delivery_mode": 2}, plain, received.body)

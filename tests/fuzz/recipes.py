@@ -1,0 +1,858 @@
+"""How a mutated message is made: take a valid one and change one thing, so that most get past the first checks."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from meshpoint.model.ids import new_id
+
+from .amqp import Letter, Raw, Value, table
+from .mesh import AGENTS, DURABLE, IN_PROCESS, LARGEST
+
+ME = "mallory"
+EVIL = "evil"
+REPLIES = f"{ME}.replies"
+FULL = f"{ME}.full"
+KINDS = ("request", "response", "status", "cancel", "wake")
+
+
+@dataclass
+class World:
+    """What the fuzzer knows of the mesh: what it saw go by, and what it did itself."""
+
+    chance: random.Random
+    seen: dict[str, deque[Letter]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=200)))
+    privates: deque[str] = field(default_factory=lambda: deque(maxlen=40))
+    mine: dict[str, deque[str]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=60)))
+    calls: deque[Letter] = field(default_factory=lambda: deque(maxlen=200))
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))
+    mark: str = "fz-0000000"
+
+    def some(self, kind: str) -> Letter | None:
+        """An honest message of `kind` that went by."""
+        found = self.seen[kind]
+        return self.chance.choice(found) if found else None
+
+    def call(self) -> Letter | None:
+        """A request that an honest agent sent to the peer that the fuzzer plays."""
+        return self.calls.popleft() if self.calls else None
+
+
+@dataclass
+class Cook:
+    """Chooses recipes: each of them once before any comes again, the special ones as often as all others."""
+
+    world: World
+    names: list[str]
+    _lines: list[list[str]] = field(default_factory=lambda: [[], []])
+    made: int = 0
+
+    def next(self) -> tuple[str, Letter] | None:
+        """A marked message and the name of its recipe; None when its recipe has nothing to work with."""
+        special = self.made % 2
+        line = self._lines[special]
+        if not line:
+            line += [name for name in self.names if (name in SPECIAL) == bool(special)]
+            self.world.chance.shuffle(line)
+        name = line.pop()
+        self.made += 1
+        self.world.mark = f"fz-{self.made:07}"
+        letter = RECIPES[name](self.world)
+        return None if letter is None else (name, letter)
+
+
+Recipe = Callable[[World], Letter | None]
+RECIPES: dict[str, Recipe] = {}
+FORGED: set[str] = set()
+"""Recipes that take somebody else's name. Only a broker that verifies logins can tell them."""
+SPECIAL: set[str] = set()
+"""Recipes that are written one by one, not made from a table of values: half of all messages come from these."""
+CLOSING: set[str] = set()
+"""Recipes for which the broker may close the connection: they are sent on one of their own, and seldom."""
+
+
+def recipe(name: str, *, forged: bool = False, closing: bool = False) -> Callable[[Recipe], Recipe]:
+    """Enter a recipe under `name`."""
+
+    def enter(make: Recipe) -> Recipe:
+        RECIPES[name] = make
+        SPECIAL.add(name)
+        if forged:
+            FORGED.add(name)
+        if closing:
+            CLOSING.add(name)
+        return make
+
+    return enter
+
+
+# Valid messages.
+
+
+def an_input(world: World, agent: str) -> Any:
+    """What `agent` can work with."""
+    number = world.chance.randrange(10**6)
+    match agent:
+        case "root" | "light":
+            return {"number": number, "rounds": 1}
+        case "leaf" | "spark":
+            return {"number": number, "round": 0, "index": 0}
+        case "sleeper":
+            return world.chance.choice((0, 5, 300, 1500))
+        case _:
+            return number
+
+
+def a_request(world: World, agent: str | None = None, task_id: str | None = None, **changes: Any) -> Letter:
+    """A request that is as it should be."""
+    agent = agent or world.chance.choice(("leaf", "spark", "leaf", "spark", "sleeper", "asker", "doubter"))
+    task_id = task_id or f"{world.mark}-{new_id()}"
+    body = {
+        "message": {
+            "messageId": world.mark,
+            "role": "ROLE_AGENT",
+            "parts": [{"data": an_input(world, agent)}],
+            "contextId": "fuzz",
+            "taskId": task_id,
+        },
+        "metadata": {"userId": "u", "sessionId": "s", "userConfig": {"a": 1}, "securityContext": {}, "team": "red"},
+    }
+    world.mine[agent].append(task_id)
+    letter = Letter(f"{agent}.req", {}, {"x-call-depth": 0}, json.dumps(body).encode())
+    return letter.but(
+        **{**_properties(world, "request", task_id, task_id), "reply_to": REPLIES, **changes},
+    )
+
+
+def _properties(world: World, kind: str, message_id: str, task_id: str) -> dict[str, Any]:
+    return {
+        "content_type": "application/json",
+        "delivery_mode": 2,
+        "message_id": message_id if world.mark in message_id else f"{world.mark}.{message_id}"[:255],
+        "correlation_id": task_id,
+        "app_id": ME,
+        "type": kind,
+        "timestamp": int(time.time()),
+    }
+
+
+def a_response(world: World, call: Letter, state: str = "COMPLETED", value: Any = None, **changes: Any) -> Letter:
+    """A response of the called peer."""
+    task_id = str(call.properties["correlation_id"])
+    part = {"data": {"answer": 1} if value is None else value} if state == "COMPLETED" else {"text": "no"}
+    message = {"messageId": world.mark, "role": "ROLE_AGENT", "parts": [part]}
+    usage = {"total": {"input": 1, "output": 1, "cached": 0}}
+    status = {"state": f"TASK_STATE_{state}", "message": message, "timestamp": "2026-01-01T00:00:00+00:00"}
+    task = {
+        "id": task_id,
+        "contextId": "c",
+        "status": status,
+        "artifacts": [{"artifactId": "a"}],
+        "metadata": {"usage": usage},
+    }
+    return _back(world, call, "response", {"task": task}, **changes)
+
+
+def a_status(world: World, call: Letter, **changes: Any) -> Letter:
+    """A status update of the called peer."""
+    task_id = str(call.properties["correlation_id"])
+    message = {"messageId": world.mark, "role": "ROLE_AGENT", "parts": [{"data": {"percent": 40}}]}
+    status = {"state": "TASK_STATE_WORKING", "message": message}
+    return _back(world, call, "status", {"statusUpdate": {"taskId": task_id, "status": status}}, **changes)
+
+
+def _back(world: World, call: Letter, kind: str, content: Any, **changes: Any) -> Letter:
+    task_id = str(call.properties["correlation_id"])
+    letter = Letter(str(call.properties["reply_to"]), {}, {}, json.dumps(content).encode())
+    if parent := call.headers.get("x-parent-task-id"):
+        letter = letter.with_headers({"x-parent-task-id": parent})
+    return letter.but(**{**_properties(world, kind, world.mark, task_id), "app_id": EVIL, **changes})
+
+
+def a_cancel(world: World, agent: str | None = None, task_id: str | None = None, **changes: Any) -> Letter:
+    """A cancel of a task of one's own."""
+    agent = agent or world.chance.choice((*DURABLE, *IN_PROCESS))
+    mine = world.mine[agent]
+    task_id = task_id or (world.chance.choice(mine) if mine else f"{world.mark}-{new_id()}")
+    body = json.dumps({"id": task_id, "reason": world.mark}).encode()
+    letter = Letter(f"{agent}.resp", {}, {}, body)
+    return letter.but(**{**_properties(world, "cancel", world.mark, task_id), **changes})
+
+
+def valid(world: World, kind: str) -> Letter | None:
+    """A message of `kind` that is as it should be."""
+    match kind:
+        case "request":
+            return a_request(world)
+        case "response":
+            call = world.call()
+            return a_response(world, call, world.chance.choice(("COMPLETED", "FAILED", "CANCELED"))) if call else None
+        case "status":
+            return a_status(world, world.calls[0]) if world.calls else None
+        case "cancel":
+            return a_cancel(world)
+        case _:
+            wake = Letter(f"{world.chance.choice(AGENTS)}.broadcast", {}, {}, b"{}")
+            return wake.but(**_properties(world, "wake", world.mark, world.mark))
+
+
+# One thing that is wrong: properties.
+
+_TEXTS: dict[str, bytes] = {
+    "empty": b"",
+    "not utf-8": b"\xc3\x28\xff",
+    "zero byte": b"a\0b",
+    "control": b"a\x1b[2Jb\r\n",
+    "longest": b"x" * 255,
+    "248": b"y" * 248,
+    "249": b"y" * 249,
+    "two-byte": "ü".encode() * 127,
+    "odd blanks": "a\u2028b\u00a0".encode(),
+    "surrogate": b"\xed\xa0\x80",
+    "dots": b"a.private.b/../c",
+    "resumed": b"task~resumed-1~",
+    "sql": b"'; DROP TABLE agent_paused_tasks; --",
+}
+_NAMED = (
+    "message_id",
+    "correlation_id",
+    "app_id",
+    "reply_to",
+    "type",
+    "content_type",
+    "content_encoding",
+    "cluster_id",
+)
+
+
+def _property(kind: str, name: str, text: bytes | None) -> Recipe:
+    def make(world: World) -> Letter | None:
+        letter = valid(world, kind)
+        changes: dict[str, Any] = {name: text}
+        return letter and letter.but(**changes)
+
+    return make
+
+
+for _kind in KINDS[:4]:
+    for _name in _NAMED:
+        RECIPES[f"{_kind}: no {_name}"] = _property(_kind, _name, None)
+        for _what, _text in _TEXTS.items():
+            if _name in _NAMED[:5] or _what in {"not utf-8", "longest"}:
+                RECIPES[f"{_kind}: {_name} {_what}"] = _property(_kind, _name, _text)
+
+for _stamp in (0, -1, 2**31, 2**32, 253402300800, 10**13, 2**62, 2**63, 2**64 - 1):
+
+    @recipe(f"timestamp {_stamp}")
+    def _timestamp(world: World, stamp: int = _stamp) -> Letter | None:
+        letter = valid(world, world.chance.choice(KINDS))
+        return letter and letter.but(timestamp=stamp)
+
+
+# Headers: each known one with each type and many values, unknown ones, keys of any bytes.
+
+
+def _deep(depth: int, of: bytes) -> bytes:
+    inner = b"V"
+    for _ in range(depth):
+        content = (b"\x01k" + inner) if of == b"F" else inner
+        inner = of + len(content).to_bytes(4, "big") + content
+    return inner
+
+
+_HEADERS = (
+    "x-parent-task-id",
+    "x-resume",
+    "x-deadline",
+    "x-call-depth",
+    "x-idle-timeout",
+    "x-attempt",
+    "traceparent",
+)
+_VALUES: dict[str, Value] = {
+    "empty": "",
+    "word": "soon",
+    "not utf-8": b"\xff\xfe",
+    "zero byte": "a\0b",
+    "long": "x" * 248,
+    "too long": "x" * 281,
+    "280": "x" * 280,
+    "huge": "z" * 100_000,
+    "digits": "9" * 5000,
+    "text nan": "NaN",
+    "text inf": "-Infinity",
+    "negative": -1000,
+    "far negative": -1e308,
+    "far": 1e300,
+    "year 9999": 253402300799.5,
+    "past": 1.0,
+    "most": 2**63 - 1,
+    "least": -(2**63),
+    "bool": True,
+    "void": None,
+    "table": {"a": {"b": "c"}},
+    "array": [1, "a", [None]],
+    "byte": Raw(b"b", b"\x80"),
+    "unsigned byte": Raw(b"B", b"\xff"),
+    "short": Raw(b"s", b"\x80\x00"),
+    "unsigned short": Raw(b"u", b"\xff\xff"),
+    "int": Raw(b"I", b"\x80\0\0\0"),
+    "unsigned int": Raw(b"i", b"\xff\xff\xff\xff"),
+    "long long": Raw(b"L", b"\x7f" + b"\xff" * 7),
+    "float": Raw(b"f", b"\x7f\x7f\xff\xff"),
+    "decimal": Raw(b"D", b"\x02\0\0\x01\x00"),
+    "far decimal": Raw(b"D", b"\xff\xff\xff\xff\xff"),
+    "instant": Raw(b"T", b"\xff" * 8),
+    "bytes": Raw(b"x", b"\0\0\0\x03\0\xff\0"),
+    "deep 100": Raw(_deep(100, b"F")[:1], _deep(100, b"F")[1:]),
+    "deep 900": Raw(_deep(900, b"F")[:1], _deep(900, b"F")[1:]),
+    "deep 5000": Raw(_deep(5000, b"A")[:1], _deep(5000, b"A")[1:]),
+}
+_FOR = {
+    "request": _HEADERS,
+    "response": ("x-parent-task-id", "x-dead-reason"),
+    "status": ("x-parent-task-id",),
+    "cancel": ("x-parent-task-id",),
+}
+
+
+def _header(kind: str, name: str | bytes, value: Value) -> Recipe:
+    def make(world: World) -> Letter | None:
+        letter = valid(world, kind)
+        return letter and letter.with_headers({name: value})
+
+    return make
+
+
+for _kind, _names in _FOR.items():
+    for _name in _names:
+        for _what, _value in _VALUES.items():
+            RECIPES[f"{_kind}: {_name} {_what}"] = _header(_kind, _name, _value)
+
+for _what, _key in {
+    "empty": b"",
+    "not utf-8": b"\xff\xc3",
+    "zero byte": b"a\0",
+    "longest": b"k" * 255,
+    "of the broker": b"x-delivery-count",
+    "death": b"x-death",
+    "first death": b"x-first-death-reason",
+    "count": b"x-acquired-count",
+}.items():
+    for _value_name in ("word", "least", "table", "deep 900", "not utf-8"):
+        for _kind in ("request", "response", "cancel"):
+            RECIPES[f"{_kind}: header key {_what}, {_value_name}"] = _header(_kind, _key, _VALUES[_value_name])
+
+for _depth in (1, 10, 64, 128, 500, 900, 1000):
+    for _of in (b"F", b"A"):
+        for _kind in KINDS:
+            RECIPES[f"{_kind}: nested {_of.decode()} {_depth}"] = _header(
+                _kind, "x-nested", Raw(_of, _deep(_depth, _of)[1:])
+            )
+
+for _room in (131_064, 131_063, 131_000, 130_920, 130_500, 126_976, 65_536):
+    for _kind in KINDS:
+
+        @recipe(f"{_kind}: header frame {_room}")
+        def _frame(world: World, room: int = _room, kind: str = _kind) -> Letter | None:
+            letter = valid(world, kind)
+            if letter is None:
+                return None
+            letter = letter.with_headers({"x-pad": ""})
+            pad = room - len(letter.header_payload())
+            return letter.with_headers({"x-pad": "p" * pad})
+
+
+@recipe("request: traceparent to be copied")
+def _traceparent(world: World) -> Letter:
+    return a_request(world, world.chance.choice(("asker", "doubter"))).with_headers({"traceparent": "t" * 120_000})
+
+
+@recipe("request: many headers")
+def _many(world: World) -> Letter:
+    return a_request(world).with_headers({f"k{number}": number for number in range(3000)})
+
+
+@recipe("request: doubled headers")
+def _doubled(world: World) -> Letter:
+    letter = a_request(world)
+    one = table({"x-call-depth": 1, "x-deadline": 1})[4:]
+    raw = one + table({"x-call-depth": "2", "x-deadline": 9e99})[4:]
+    return Letter(letter.key, letter.properties, {}, letter.body, len(raw).to_bytes(4, "big") + raw)
+
+
+for _what, _raw in {
+    "no number": table({"x-deadline": float("nan")}),
+    "infinity": table({"x-deadline": float("inf")}),
+    "unknown tag": table({"k": Raw(b"Q", b"1234")}),
+    "length beyond": b"\0\0\0\x20\x01kS\0\0\xff\xff",
+    "cut": table({"k": "value"})[:-3],
+    "key beyond": b"\0\0\0\x05\xffabcd",
+    "array beyond": table({"k": Raw(b"A", b"\0\0\xff\xff")}),
+    "short value": table({"k": Raw(b"l", b"\0\0")}),
+}.items():
+
+    @recipe(f"request: table with {_what}", closing=True)
+    def _broken(world: World, raw: bytes = _raw) -> Letter:
+        letter = a_request(world)
+        return Letter(letter.key, letter.properties, {}, letter.body, raw)
+
+
+# Bodies.
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from _paths(inner, (*path, key))
+
+
+def _put(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    if len(path) == 1 and new is _GONE:
+        del copy[path[0]]
+    else:
+        copy[path[0]] = _put(copy[path[0]], path[1:], new)
+    return copy
+
+
+_GONE = object()
+_WRONG: tuple[Any, ...] = (
+    _GONE,
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    10**400,
+    "",
+    "word",
+    "\0",
+    "\ud800",
+    "x" * 300,
+    [],
+    {},
+    [[]],
+    [{}],
+)
+_WRONG += ({"text": 5}, "TASK_STATE_WORKING", "TASK_STATE_COMPLETED", "ROLE_NOBODY", {"a": {"b": [1] * 50}})
+
+
+def _wrong_at(kind: str) -> Recipe:
+    def make(world: World) -> Letter | None:
+        letter = valid(world, kind)
+        if letter is None:
+            return None
+        body = json.loads(letter.body)
+        path = world.chance.choice([each for each in _paths(body) if each] or [()])
+        return letter.but(body=json.dumps(_put(body, path, world.chance.choice(_WRONG))).encode())
+
+    return make
+
+
+def _body(kind: str, change: Callable[[World, bytes], bytes]) -> Recipe:
+    def make(world: World) -> Letter | None:
+        letter = valid(world, kind)
+        return letter and letter.but(body=change(world, letter.body))
+
+    return make
+
+
+def _nest(opened: bytes, closed: bytes, depth: int) -> Callable[[World, bytes], bytes]:
+    return lambda _, body: body.replace(
+        b'"data": ', b'"data": ' + opened * depth + b"1" + closed * depth + b', "x": ', 1
+    )
+
+
+def _flipped(world: World, body: bytes) -> bytes:
+    flipped = bytearray(body)
+    for _ in range(world.chance.randrange(1, 4)):
+        if flipped:
+            flipped[world.chance.randrange(len(flipped))] = world.chance.randrange(256)
+    return bytes(flipped)
+
+
+_BODIES: dict[str, Callable[[World, bytes], bytes]] = {
+    "empty": lambda *_: b"",
+    "null": lambda *_: b"null",
+    "number": lambda *_: b"12",
+    "list": lambda _, body: b"[" + body + b"]",
+    "cut": lambda world, body: body[: world.chance.randrange(max(len(body), 1))],
+    "flipped": _flipped,
+    "utf-16": lambda _, body: body.decode(errors="replace").encode("utf-16"),
+    "latin-1": lambda _, body: body.replace(b"ROLE_AGENT", b"ROLE_AG\xcbNT"),
+    "bom": lambda _, body: b"\xef\xbb\xbf" + body,
+    "trailing": lambda _, body: body + b"{}",
+    "zero bytes": lambda _, body: body + b"\0" * 100,
+    "nan": lambda _, body: body.replace(b": 1", b": NaN", 1),
+    "infinity": lambda _, body: body.replace(b'"data": ', b'"data": -Infinity, "x": ', 1),
+    "huge integer": lambda _, body: body.replace(b'"data": ', b'"data": ' + b"9" * 5000 + b', "x": ', 1),
+    "far float": lambda _, body: body.replace(b'"data": ', b'"data": 1e999999, "x": ', 1),
+    "surrogate": lambda _, body: body.replace(b'"data": ', b'"data": "\\ud800", "x": ', 1),
+    "escaped zero": lambda _, body: body.replace(b'"data": ', b'"data": "\\u0000", "x": ', 1),
+    "surrogate key": lambda _, body: body.replace(b'"data": ', b'"data": {"\\udfff": 1}, "x": ', 1),
+    "doubled key": lambda _, body: body[:1] + body[1:-1] + b", " + body[1:],
+    "deep 100": _nest(b"[", b"]", 100),
+    "deep 190": _nest(b'{"a":', b"}", 190),
+    "deep 250": _nest(b"[", b"]", 250),
+    "deep 5000": _nest(b'{"a":', b"}", 5000),
+    "deep open": _nest(b"[", b"", 20_000),
+    "at the limit": lambda _, body: body + b" " * (LARGEST - len(body)),
+    "over the limit": lambda _, body: body + b" " * (LARGEST + 1 - len(body)),
+    "long text": lambda _, body: body.replace(b'"data": ', b'"data": "' + b"t" * 150_000 + b'", "x": ', 1),
+    "long list": lambda _, body: body.replace(b'"data": ', b'"data": [' + b"0," * 60_000 + b'0], "x": ', 1),
+    "large": lambda _, body: body + b" " * 2_000_000,
+}
+
+
+for _kind in KINDS[:4]:
+    RECIPES[f"{_kind}: wrong at one place"] = _wrong_at(_kind)
+    RECIPES[f"{_kind}: wrong at another place"] = _wrong_at(_kind)
+    RECIPES[f"{_kind}: wrong at a third place"] = _wrong_at(_kind)
+    for _what, _change in _BODIES.items():
+        if _what != "large" or _kind == "request":
+            RECIPES[f"{_kind}: body {_what}"] = _body(_kind, _change)
+
+
+@recipe("request: metadata that is not kept")
+def _metadata(world: World) -> Letter:
+    letter = a_request(world)
+    body = json.loads(letter.body)
+    body["metadata"] = world.chance.choice(
+        ({"userId": 5}, {"sessionId": ["s"]}, {"userConfig": 7}, {"securityContext": "all"}, {"userId": "x" * 300},
+         {"userId": "a\nb"}, {"securityContext": _pit(600)}, {"team": _pit(600)}, {"userConfig": _pit(300)})
+    )  # fmt: skip
+    return letter.but(body=json.dumps(body).encode())
+
+
+def _pit(depth: int) -> Any:
+    pit: Any = 1
+    for _ in range(depth):
+        pit = {"a": pit}
+    return pit
+
+
+@recipe("request: another id in the body")
+def _other_id(world: World) -> Letter:
+    letter = a_request(world)
+    return letter.but(body=letter.body.replace(b'"taskId": "', b'"taskId": "not-'))
+
+
+@recipe("request: id of a resumed call")
+def _resumed_id(world: World) -> Letter:
+    task_id = f"{world.mark}-{new_id()}"
+    return a_request(world, task_id=f"{task_id}.r1")
+
+
+# Deadlines and depths.
+
+for _what, _seconds in {"past": -5.0, "now": 0.0, "short": 0.2, "fair": 30.0, "far": 3e9, "very far": 2.5e11}.items():
+
+    @recipe(f"request: deadline {_what}")
+    def _deadline(world: World, seconds: float = _seconds) -> Letter:
+        return a_request(world).with_headers({"x-deadline": time.time() + seconds})
+
+
+for _calls in (1, 10, 11, 1000, -1, -1000):
+
+    @recipe(f"request: depth {_calls}")
+    def _call_depth(world: World, depth: int = _calls) -> Letter:
+        return a_request(world).with_headers({"x-call-depth": depth})
+
+
+for _idle in (0.0, -1.0, 0.1, 5.0, 1e9):
+
+    @recipe(f"request: idle timeout {_idle}")
+    def _idle_timeout(world: World, idle: float = _idle) -> Letter:
+        return a_request(world, world.chance.choice(("asker", "doubter", "sleeper"))).with_headers(
+            {"x-idle-timeout": idle}
+        )
+
+
+# Places: each kind of message to each kind of queue.
+
+for _kind in KINDS:
+    for _suffix in ("req", "nested", "resp", "dlq", "broadcast", "private"):
+
+        @recipe(f"{_kind} to .{_suffix}")
+        def _misplaced(world: World, kind: str = _kind, suffix: str = _suffix) -> Letter | None:
+            letter = valid(world, kind)
+            if suffix == "private":
+                if not world.privates:
+                    return None
+                return letter and letter.but(key=world.chance.choice(world.privates))
+            return letter and letter.but(key=f"{world.chance.choice(AGENTS)}.{suffix}")
+
+
+@recipe("request: no such agent")
+def _nowhere(world: World) -> Letter:
+    return a_request(world).but(key="nobody.req")
+
+
+# Replies that cannot be delivered, or would go to others.
+
+for _what, _address in {
+    "missing": "missing-{mark}",
+    "missing of mine": ME + ".private.{mark}",
+    "full": FULL,
+    "requests of an agent": "leaf.req",
+    "responses of an agent": "root.resp",
+    "dead letters": "leaf.dlq",
+    "broadcast": "root.broadcast",
+    "the honest requester": "ledger.resp",
+    "longest": "x" * 248,
+}.items():
+    for _agent in ("leaf", "spark"):
+
+        @recipe(f"request to {_agent}: reply to {_what}")
+        def _reply_to(world: World, address: str = _address, agent: str = _agent) -> Letter:
+            return a_request(world, agent, reply_to=address.format(mark=world.mark))
+
+
+@recipe("request: unreadable, and a reply to somebody else")
+def _unreadable_reply(world: World) -> Letter | None:
+    victim = world.some("request")
+    if victim is None:
+        return None
+    letter = a_request(world, "leaf", task_id=str(victim.properties["correlation_id"]))
+    return letter.but(reply_to=victim.properties.get("reply_to"), body=b"{" + world.mark.encode()).with_headers(
+        {"x-parent-task-id": victim.headers.get("x-parent-task-id", "p")}
+    )
+
+
+# One's own tasks: asked for again, with another input, resumed, cancelled.
+
+
+def _mine(world: World) -> tuple[str, str] | None:
+    agents = [agent for agent in AGENTS if world.mine[agent]]
+    if not agents:
+        return None
+    agent = world.chance.choice(agents)
+    return agent, world.chance.choice(world.mine[agent])
+
+
+for _what, _more in {
+    "again": {},
+    "resumed": {"x-resume": "2"},
+    "resumed in an earlier attempt": {"x-resume": "1"},
+    "resumed much later": {"x-resume": "9" * 20},
+    "for another parent": {"x-parent-task-id": "other"},
+}.items():
+
+    @recipe(f"own request {_what}")
+    def _own(world: World, more: dict[str, str] = _more) -> Letter | None:
+        found = _mine(world)
+        return found and a_request(world, *found).with_headers({**more})  # type: ignore[dict-item]
+
+
+@recipe("own request to another agent")
+def _own_elsewhere(world: World) -> Letter | None:
+    found = _mine(world)
+    return found and a_request(world, world.chance.choice([each for each in AGENTS if each != found[0]]), found[1])
+
+
+@recipe("request resumed before it was asked")
+def _resume_first(world: World) -> Letter:
+    return a_request(world, world.chance.choice(("leaf", "spark", "sleeper"))).with_headers({"x-resume": "1"})
+
+
+@recipe("request and its copy at once")
+def _at_once(world: World) -> Letter | None:
+    found = _mine(world)
+    return found and a_request(world, found[0], world.mine[found[0]][-1])
+
+
+@recipe("own cancel")
+def _own_cancel(world: World) -> Letter:
+    return a_cancel(world)
+
+
+@recipe("own cancel of what runs")
+def _cancel_running(world: World) -> Letter:
+    mine = world.mine["sleeper"]
+    return a_cancel(world, "sleeper", mine[-1] if mine else None)
+
+
+@recipe("own cancel for another parent")
+def _cancel_other_parent(world: World) -> Letter:
+    return a_cancel(world).with_headers({"x-parent-task-id": "another"})
+
+
+@recipe("own cancel before the request")
+def _cancel_first(world: World) -> Letter:
+    return a_cancel(world, task_id=f"{world.mark}-{new_id()}")
+
+
+@recipe("request after its cancel")
+def _after_cancel(world: World) -> Letter | None:
+    cancelled = world.seen["mine cancelled"]
+    return a_request(world, "leaf", str(cancelled.popleft().properties["correlation_id"])) if cancelled else None
+
+
+@recipe("cancel of what is not asked yet")
+def _cancel_early(world: World) -> Letter:
+    letter = a_cancel(world, "leaf", task_id=f"{world.mark}-{new_id()}")
+    world.seen["mine cancelled"].append(letter)
+    return letter
+
+
+@recipe("cancel by broadcast")
+def _cancel_broadcast(world: World) -> Letter:
+    agent = world.chance.choice(AGENTS)
+    return a_cancel(world, agent).but(key=f"{agent}.broadcast")
+
+
+@recipe("cancel at the wrong agent")
+def _cancel_elsewhere(world: World) -> Letter:
+    return a_cancel(world).but(key=f"{world.chance.choice(AGENTS)}.resp")
+
+
+# What the lying peer says to a call that is open.
+
+for _what, _answer in {
+    "right": a_response,
+    "failed": lambda world, call: a_response(world, call, "FAILED"),
+    "cancelled": lambda world, call: a_response(world, call, "CANCELED"),
+    "not final": lambda world, call: a_response(world, call, "WORKING"),
+    "no state": lambda world, call: a_response(world, call, "DREAMING"),
+    "of a sender without a name": lambda world, call: a_response(world, call, app_id=""),
+    "of another sender": lambda world, call: a_response(world, call, app_id=ME),
+    "unreadable of another sender": lambda world, call: a_response(world, call, app_id=ME, body=world.mark.encode()),
+    "unreadable": lambda world, call: a_response(world, call, body=world.mark.encode()),
+    "a status": a_status,
+    "a status that ends": lambda world, call: a_status(world, call).but(
+        body=a_status(world, call).body.replace(b"WORKING", b"COMPLETED")
+    ),
+    "a status without a message": lambda world, call: a_status(world, call).but(
+        body=json.dumps(
+            {"statusUpdate": {"taskId": world.mark, "status": {"state": "TASK_STATE_SUBMITTED"}}}
+        ).encode()
+    ),
+    "without a parent": lambda world, call: a_response(world, call).without_header("x-parent-task-id"),
+    "a status without a parent": lambda world, call: a_status(world, call).without_header("x-parent-task-id"),
+    "for another parent": lambda world, call: a_response(world, call).with_headers({"x-parent-task-id": world.mark}),
+    "for another call": lambda world, call: a_response(world, call, correlation_id=world.mark),
+    "large": lambda world, call: a_response(world, call, value="v" * 180_000),
+    "incompressible": lambda world, call: a_response(world, call, value=world.chance.randbytes(60_000).hex()),
+}.items():
+
+    @recipe(f"peer: {_what}")
+    def _peer(world: World, answer: Callable[[World, Letter], Letter] = _answer) -> Letter | None:
+        call = world.call()
+        return answer(world, call) if call else None
+
+
+@recipe("peer: right, twice")
+def _twice(world: World) -> Letter | None:
+    answered = world.seen["answered"]
+    if answered and world.chance.random() < 0.5:
+        return a_response(world, answered.popleft())
+    call = world.call()
+    if call is None:
+        return None
+    answered.append(call)
+    return a_response(world, call)
+
+
+@recipe("peer: much news")
+def _news(world: World) -> Letter | None:
+    return a_status(world, world.calls[-1]) if world.calls else None
+
+
+# Honest messages that went by, sent again with changes.
+
+_REPLAYS: dict[str, Callable[[World, Letter], Letter]] = {
+    "as mine": lambda world, letter: letter.but(app_id=ME),
+    "with another id": lambda world, letter: letter.but(app_id=ME, correlation_id=world.mark),
+    "with a reply to me": lambda world, letter: letter.but(app_id=ME, reply_to=REPLIES),
+    "for another parent": lambda world, letter: letter.but(app_id=ME).with_headers({"x-parent-task-id": world.mark}),
+    "without a parent": lambda world, letter: letter.but(app_id=ME).without_header("x-parent-task-id"),
+    "unreadable": lambda world, letter: letter.but(app_id=ME, body=b"[" + world.mark.encode()),
+    "of another type": lambda world, letter: letter.but(app_id=ME, type=world.chance.choice(KINDS)),
+    "elsewhere": lambda world, letter: letter.but(
+        app_id=ME, key=f"{world.chance.choice(AGENTS)}.{world.chance.choice(('req', 'resp', 'broadcast'))}"
+    ),
+    "resumed": lambda world, letter: letter.but(app_id=ME).with_headers({"x-resume": "9"}),
+}
+_FORGERIES: dict[str, Callable[[World, Letter], Letter]] = {
+    "as it was": lambda world, letter: letter,
+    "with its name and my address": lambda world, letter: letter.but(reply_to=REPLIES),
+    "with its name, resumed": lambda world, letter: letter.with_headers({"x-resume": "9"}),
+    "with its name, unreadable": lambda world, letter: letter.but(body=b"[" + world.mark.encode()),
+    "with its name, an early deadline": lambda world, letter: letter.with_headers({"x-deadline": 1.0}),
+    "with its name, to its requester": lambda world, letter: letter.but(key="ledger.resp"),
+    "with another honest name": lambda world, letter: letter.but(app_id=world.chance.choice((*AGENTS, "ledger"))),
+}
+
+
+def _replay(kind: str, change: Callable[[World, Letter], Letter]) -> Recipe:
+    def make(world: World) -> Letter | None:
+        letter = world.some(kind)
+        return letter and change(world, letter.but(message_id=f"{world.mark}.{kind}", user_id=None))
+
+    return make
+
+
+for _kind in KINDS[:4]:
+    for _what, _alter in _REPLAYS.items():
+        recipe(f"replayed {_kind} {_what}")(_replay(_kind, _alter))
+    for _what, _alter in _FORGERIES.items():
+        recipe(f"replayed {_kind} {_what}", forged=True)(_replay(_kind, _alter))
+
+
+@recipe("request: somebody else's login", closing=True)
+def _login(world: World) -> Letter:
+    return a_request(world, user_id="guest")
+
+
+@recipe("cancel of an honest task as mine")
+def _cancel_victim(world: World) -> Letter | None:
+    victim = world.some("request")
+    if victim is None:
+        return None
+    return a_cancel(world, victim.key.partition(".")[0], str(victim.properties["correlation_id"]))
+
+
+@recipe("forged cancel of an honest task", forged=True)
+def _forged_cancel(world: World) -> Letter | None:
+    victim = world.some("request")
+    if victim is None:
+        return None
+    letter = a_cancel(world, victim.key.partition(".")[0], str(victim.properties["correlation_id"]))
+    parent = victim.headers.get("x-parent-task-id")
+    letter = letter.with_headers({"x-parent-task-id": parent}) if parent else letter
+    return letter.but(app_id=victim.properties["app_id"])
+
+
+@recipe("forged answer to an honest call", forged=True)
+def _forged_answer(world: World) -> Letter | None:
+    victim = world.some("request")
+    if victim is None or "reply_to" not in victim.properties:
+        return None
+    return a_response(world, victim, value=666, app_id=victim.key.partition(".")[0])
+
+
+@recipe("answer to an honest call as mine")
+def _my_answer(world: World) -> Letter | None:
+    victim = world.some("request")
+    if victim is None or "reply_to" not in victim.properties:
+        return None
+    return a_response(world, victim, value=666, app_id=ME)
+
+
+@recipe("status to an honest call as mine")
+def _my_status(world: World) -> Letter | None:
+    victim = world.some("request")
+    if victim is None or "reply_to" not in victim.properties:
+        return None
+    return a_status(world, victim, app_id=ME)

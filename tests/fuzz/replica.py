@@ -1,0 +1,110 @@
+"""One replica under fuzz: counts the branches that it takes, and notes how each mutated message was settled."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+from chaos import replica
+from chaos.replica import Order
+from chaos.tap import EventFile
+from meshpoint.model.messages import Address, Message
+from meshpoint.ports.broker import Broker, Delivery, OnDelivery, Published, Subscription
+
+from .branches import Counting
+
+MARK = re.compile(rb"fz-\d{7}")
+"""In a message id, a header or a body of each mutated message."""
+SETTLED = "fuzz_settled"
+"""The event that tells how one was settled."""
+_NEAR = 4096
+
+
+def marks_of(*parts: bytes) -> set[str]:
+    """The marks in the first and the last bytes of `parts`."""
+    return {mark.decode() for part in parts for end in (part[:_NEAR], part[-_NEAR:]) for mark in MARK.findall(end)}
+
+
+def main(order: Order, told: Connection) -> None:
+    """Serve as a replica under chaos does; write the counts at the end. SIGUSR1 begins to count anew."""
+    counting = Counting()
+    signal.signal(signal.SIGUSR1, lambda *_: counting.lines.clear())
+    counting.start()
+    try:
+        replica.main(order, told, WatchedBroker)
+    finally:
+        counts = [[module, line, count] for (module, line), count in counting.lines.items()]
+        (order.folder / f"{order.name}.branches").write_text(json.dumps(counts))
+
+
+class WatchedBroker:
+    """A `Broker` whose marked deliveries are noted when they are settled."""
+
+    def __init__(self, broker: Broker, events: EventFile, order: Order) -> None:
+        self._broker, self._events = broker, events
+        self.open, self.close, self.declare = broker.open, broker.close, broker.declare
+        self.broadcast, self.depth, self.consuming = broker.broadcast, broker.depth, broker.consuming
+
+    @property
+    def connected(self) -> bool:
+        return self._broker.connected
+
+    @property
+    def can_publish(self) -> bool:
+        return self._broker.can_publish
+
+    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+        return await self._broker.publish(messages)
+
+    async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> Subscription:
+        """Deliver; marked messages by way of `_Watched`."""
+
+        def delivered(delivery: Delivery) -> None:
+            message = delivery.message
+            marks = marks_of(message.message_id.encode("utf-8", "surrogateescape"), message.body)
+            on_delivery(_Watched(delivery, sorted(marks), self._events) if marks else delivery)
+
+        return await self._broker.consume(address, prefetch, delivered)
+
+
+class _Watched:
+    def __init__(self, delivery: Delivery, marks: list[str], events: EventFile) -> None:
+        self._delivery, self._marks, self._events = delivery, marks, events
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._delivery, name)
+
+    @property
+    def message(self) -> Message:
+        return self._delivery.message
+
+    @property
+    def address(self) -> Address:
+        return self._delivery.address
+
+    @property
+    def count(self) -> int:
+        return self._delivery.count
+
+    async def ack(self) -> bool:
+        settled = await self._delivery.ack()
+        self._note("ack", settled)
+        return settled
+
+    async def requeue(self) -> bool:
+        return await self._delivery.requeue()
+
+    async def dead_letter(self, reason: str) -> bool:
+        settled = await self._delivery.dead_letter(reason)
+        self._note("dead", settled, reason)
+        return settled
+
+    def _note(self, how: str, settled: bool, reason: str = "") -> None:
+        if settled:
+            message = self._delivery.message
+            ids = [message.correlation_id[:300]]
+            detail = {"how": how, "marks": self._marks, "reason": reason[:200], "type": message.type.value}
+            self._events.write(SETTLED, "noted", self._delivery.address, ids, detail)

@@ -1,0 +1,160 @@
+"""The verdict of a run of the fuzzer."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos import tally
+from chaos.ledger import Ledger
+
+from .branches import Branch, branches
+from .excluded import reason_to_exclude
+from .replica import SETTLED
+
+REACHED = 20
+"""How often each branch is to be reached."""
+SLOWER = 5.0
+"""The honest p99 under fuzz, in those of the quiet time."""
+GROWN = 20.0
+"""MB by which a replica may be larger in the end."""
+PER_MINUTE = 5000
+_OUTCOMES = {
+    "segment",
+    "reply",
+    "end",
+    "cancel",
+    "reply_unroutable",
+    "dead_task",
+    "duplicate",
+    "late",
+    "checkpoint",
+    "begin",
+}
+
+
+@dataclass
+class Report:
+    """What is written as JSON and shown as a table. `demands` are the conditions that are judged."""
+
+    broker: str
+    seed: int
+    seconds: float
+    messages: int
+    per_minute: float
+    recipes: int
+    requests: int
+    answers: int
+    lost: int
+    wrong: int
+    duplicated: int
+    fell: int
+    bad_drains: int
+    reconnects: int
+    p99_quiet: float
+    p99_fuzz: float
+    slower: float
+    memory: dict[str, list[float]]
+    grown: float
+    accounts: dict[str, int]
+    closings: dict[str, int]
+    unaccounted: list[str]
+    branches: int
+    unreached: list[str]
+    excluded: dict[str, str]
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is to be said against it."""
+        return not self.faults
+
+
+@dataclass
+class Accounts:
+    """What became of each mutated message."""
+
+    by: Counter[str]
+    missing: list[str]
+
+
+def account(sent: Mapping[str, str], folder: Path, refused: set[str], dead: set[str], replied: set[str]) -> Accounts:
+    """For each mark, what became of its message. `sent` has the recipe by mark."""
+    settled: dict[str, tuple[str, str, str]] = {}
+    outcomes: set[str] = set()
+    for _, step, _, _, ids, detail in tally.events(folder):
+        if step == SETTLED:
+            for mark in detail["marks"]:
+                settled[mark] = (detail["how"], detail["type"], ids[0] if ids else "")
+        elif step in _OUTCOMES:
+            outcomes.update(ids)
+    by, missing = Counter[str](), list[str]()
+    for mark, recipe in sent.items():
+        how, kind, task_id = settled.get(mark, ("", "", ""))
+        if mark in refused:
+            by["refused by the broker"] += 1
+        elif mark in dead or how == "dead":
+            by["dead letter"] += 1
+        elif how == "ack" and (kind != "request" or task_id in outcomes):
+            by["outcome of a request" if kind == "request" else f"{kind} settled"] += 1
+        elif mark in replied:
+            by["answered"] += 1
+        else:
+            missing.append(f"{mark} {recipe} ({how or 'never settled'})")
+    return Accounts(by, missing)
+
+
+def unreached(folder: Path) -> tuple[int, list[str], dict[str, str]]:
+    """How many branches there are, those that were not reached often enough, and those that cannot be."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for path in folder.glob("*.branches"):
+        for module, line, count in json.loads(path.read_text()):
+            counts[module, line] += count
+    every = branches()
+    excluded = {branch.name: reason for branch in every if (reason := reason_to_exclude(branch))}
+
+    def missed(branch: Branch) -> bool:
+        return branch.name not in excluded and counts[branch.module, branch.line] < REACHED
+
+    few = [f"{branch.name} ({counts[branch.module, branch.line]})" for branch in every if missed(branch)]
+    return len(every), few, excluded
+
+
+def p99(ledger: Ledger, start: float, end: float) -> float:
+    """Seconds to the answer, of requests sent between `start` and `end`."""
+    spans = [
+        entry.answers[0].at - entry.sent_at
+        for entry in ledger.entries.values()
+        if entry.answers and start <= entry.sent_at < end
+    ]
+    return percentile(spans, 99)
+
+
+def percentile(values: Iterable[float], share: int) -> float:
+    """Of no values, 0."""
+    ordered = sorted(values)
+    return round(ordered[min(len(ordered) - 1, len(ordered) * share // 100)], 4) if ordered else 0.0
+
+
+def judge(report: Report, *, by_the_clock: bool) -> None:
+    """Say what is wrong. `by_the_clock`: rates and latencies too, which a busy machine may spoil."""
+    zero = {
+        "honest requests lost": report.lost,
+        "honest answers wrong": report.wrong,
+        "honest outcomes duplicated": report.duplicated,
+        "replicas that fell": report.fell,
+        "drains that failed": report.bad_drains,
+        "connections opened again": report.reconnects,
+        "bad messages unaccounted for": len(report.unaccounted),
+        f"branches reached less than {REACHED} times": len(report.unreached),
+    }
+    report.faults = [f"{count} {what}" for what, count in zero.items() if count]
+    if report.grown > GROWN:
+        report.faults.append(f"a replica grew by {report.grown:.1f} MB")
+    if by_the_clock and report.slower > SLOWER:
+        report.faults.append(f"the honest p99 is {report.slower:.1f} times that of the quiet time")
+    if by_the_clock and report.per_minute < PER_MINUTE:
+        report.faults.append(f"only {report.per_minute:,.0f} messages a minute")

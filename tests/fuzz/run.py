@@ -1,0 +1,264 @@
+"""One run of the fuzzer, from empty servers to the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from chaos.cast import Work
+from chaos.crew import Crew
+from chaos.ledger import Ledger
+from chaos.stream import Stream
+from meshpoint import wiring
+from meshpoint.adapters.sql import migrations
+from meshpoint.model.ids import new_id
+from meshpoint.settings import MeshSettings
+from servers import PostgresServer, RabbitServer, own_database
+
+from . import report as reports
+from .mesh import HONEST, LOGIN, configuration
+from .rabbit import RabbitSide
+from .recipes import EVIL, FORGED, ME, RECIPES, Cook, World, a_request
+from .replica import main
+from .report import Report
+from .rows import ROWS, RowSide
+
+_CALLS = 12
+"""Calls to the lying peer that are to be open."""
+_STEP = 0.05
+ELSEWHERE = ("ledger.", f"{EVIL}.", f"{ME}.")
+"""Addresses that are nobody's who is served here."""
+_MB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a run is to be. `by_the_clock`: rates and latencies are judged as well."""
+
+    seed: int
+    seconds: float
+    broker: str = "rabbitmq"
+    rate: float = 110.0  # mutated messages per second
+    honest: float = 6.0  # requests per second
+    quiet: float = 10.0  # seconds of honest traffic alone, before
+    patience: float = 120.0  # seconds for the last answers, and for the queues to be empty
+    by_the_clock: bool = True
+    judge_branches: bool = True
+    only: str = ""  # recipes whose names contain this
+    keep: Path | None = None
+
+
+@dataclass
+class Running:
+    """A run that goes on, for whoever shows it."""
+
+    wish: Wish
+    ledger: Ledger
+    crew: Crew
+    sent: dict[str, str] = field(default_factory=dict)  # recipes by mark
+    began: float = field(default_factory=time.time)
+    phase: str = "quiet"
+
+
+Side = RabbitSide | RowSide
+Watch = Callable[[Running], None]
+
+
+async def run(
+    wish: Wish, rabbit: RabbitServer | None, postgres: PostgresServer | None, watch: Watch | None = None
+) -> Report:
+    """Do it: on the servers, or without any on SQLite files. `watch` gets the run once, when it starts."""
+    folder = Path(tempfile.mkdtemp(prefix="meshpoint-fuzz-"))
+    try:
+        async with _database(postgres, folder) as db_url:
+            return await _run(wish, rabbit, db_url, folder, watch)
+    finally:
+        if wish.keep is not None:
+            await asyncio.to_thread(shutil.copytree, folder, wish.keep, dirs_exist_ok=True)
+        await asyncio.to_thread(shutil.rmtree, folder, True)
+
+
+@asynccontextmanager
+async def _database(postgres: PostgresServer | None, folder: Path) -> AsyncIterator[str]:
+    if postgres is None:
+        url = f"sqlite:///{folder}/tasks.db"
+        await asyncio.to_thread(migrations.upgrade, url)
+        yield url
+        return
+    async with own_database(postgres.url) as url:
+        await asyncio.to_thread(migrations.upgrade, url)
+        yield url
+
+
+async def _run(wish: Wish, rabbit: RabbitServer | None, db_url: str, folder: Path, watch: Watch | None) -> Report:
+    namespace, ledger = f"fuzz-{new_id()}", Ledger()
+    queue = folder / "queue.db"
+    broker_url = rabbit.url if rabbit is not None else f"sqlite:///{queue}"
+    world = World(random.Random(wish.seed))
+    broker = wiring.make_broker(MeshSettings(namespace=namespace, broker_url=broker_url))
+    crew = Crew(folder, partial(configuration, namespace), broker_url, db_url, seed=wish.seed, size=2, serve=main)
+    stream = Stream(
+        broker,
+        ledger,
+        seed=wish.seed,
+        rate=wish.honest,
+        in_flight=100,
+        agents=HONEST,
+        wanted=lambda number, chance: Work(number=number, rounds=1 + chance.randrange(2)),
+        login=LOGIN if rabbit is not None else None,
+    )
+    async with crew, stream:
+        running = Running(wish, ledger, crew)
+        if watch is not None:
+            watch(running)
+        side: Side = RabbitSide(rabbit, namespace, world) if rabbit else RowSide(str(queue), namespace, world)
+        async with side:
+            fuzz = Fuzz(wish, running, side, world)
+            await fuzz.run(stream)
+            running.phase = "last answers"
+            await stream.all_answered(wish.patience)
+            running.phase = "last messages"
+            await fuzz.until_settled(folder, wish.patience)
+            fuzz.measure("end")
+        running.phase = "drain"
+        await crew.drain()
+    running.phase = "verdict"
+    return await asyncio.to_thread(fuzz.report, folder)
+
+
+class Fuzz:
+    """Sends what the recipes make, next to the honest stream, and measures."""
+
+    def __init__(self, wish: Wish, running: Running, side: Side, world: World) -> None:
+        self._wish, self._running, self._side, self._world = wish, running, side, world
+        usable = [name for name in RECIPES if isinstance(side, RowSide) or name not in ROWS]
+        usable = [name for name in usable if isinstance(side, RabbitSide) or name not in FORGED]
+        self._cook = Cook(world, [name for name in usable if wish.only in name])
+        self._memory: dict[str, list[float]] = {}
+        self._connections: dict[str, int] = {}
+        self._times: dict[str, float] = {}
+
+    async def run(self, stream: Stream) -> None:
+        """The quiet time, then the fuzz."""
+        wish, running = self._wish, self._running
+        honest = asyncio.create_task(stream.run(wish.quiet + wish.seconds))
+        self._times["quiet"] = time.time()
+        await asyncio.sleep(wish.quiet)
+        self._times["fuzz"] = time.time()
+        running.phase = "fuzz"
+        for post in running.crew.posts:
+            post.signal(signal.SIGUSR1)
+        self._connections = self._opened()
+        await self._send(wish.seconds / 10)
+        self.measure("warm")
+        await self._send(wish.seconds * 9 / 10)
+        self._times["end"] = time.time()
+        await self._side.all_told()
+        await honest
+
+    async def _send(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        start, number = loop.time(), 0
+        while (now := loop.time()) < start + seconds:
+            due = int((now - start) * self._wish.rate)
+            while number < due:
+                number += 1
+                await self._one()
+            await asyncio.sleep(_STEP)
+
+    async def _one(self) -> None:
+        made = self._cook.next()
+        if made is not None and len(self._world.calls) < _CALLS and self._cook.made % 3 == 0 and not self._wish.only:
+            made = None
+        if made is None:  # its recipe has nothing to work with: let there be more calls to answer
+            letter = a_request(self._world, self._world.chance.choice(("asker", "doubter")))
+            made = ("request: to ask the liar", letter)
+        name, letter = made
+        elsewhere = letter.key.startswith(ELSEWHERE)  # for the honest requester, or for the fuzzer itself
+        if not elsewhere:
+            self._running.sent[self._world.mark] = name
+        try:
+            await self._side.send(self._world.mark, name, letter)
+        except (OSError, UnicodeError) as error:
+            raise RuntimeError(f"{name}: {error!r}") from error
+
+    def _opened(self) -> dict[str, int]:
+        return {
+            f"{post.number} {name}": proxy.connections
+            for post in self._running.crew.posts
+            for name, proxy in (("broker", post.broker), ("database", post.database))
+        }
+
+    def measure(self, when: str) -> None:
+        """Note the memory of each replica, in MB."""
+        for post in self._running.crew.posts:
+            if post.process is not None and post.process.pid is not None:
+                used = psutil.Process(post.process.pid).memory_info().rss / _MB
+                self._memory.setdefault(f"replica {post.number}", []).append(round(used, 1))
+
+    async def until_settled(self, folder: Path, limit: float) -> None:
+        """Return when each mutated message is accounted for, or `limit` seconds have passed."""
+        end = time.time() + limit
+        while time.time() < end:
+            found = await asyncio.to_thread(self._account, folder)
+            if not found.missing:
+                return
+            await asyncio.sleep(1)
+
+    def _account(self, folder: Path) -> reports.Accounts:
+        side, sent = self._side, self._running.sent
+        return reports.account(dict(sent), folder, set(side.refused), set(side.dead), set(side.replied))
+
+    def report(self, folder: Path) -> Report:
+        """The verdict."""
+        wish, ledger, crew = self._wish, self._running.ledger, self._running.crew
+        accounts = self._account(folder)
+        count, few, excluded = reports.unreached(folder)
+        few = few if wish.judge_branches and not wish.only else []
+        exits: Counter[str] = crew.exits
+        quiet = reports.p99(ledger, self._times["quiet"] + wish.quiet / 4, self._times["fuzz"])
+        fuzzed = reports.p99(ledger, self._times["fuzz"], self._times["end"])
+        spent = self._times["end"] - self._times["fuzz"]
+        opened = self._opened()
+        grown = max((used[-1] - used[0] for used in self._memory.values()), default=0.0)
+        found = Report(
+            broker=wish.broker,
+            seed=wish.seed,
+            seconds=wish.seconds,
+            messages=len(self._running.sent),
+            per_minute=round(len(self._running.sent) * 60 / spent, 1),
+            recipes=len(set(self._running.sent.values())),
+            requests=len(ledger.entries),
+            answers=ledger.answered,
+            lost=len(ledger.open),
+            wrong=len(ledger.wrong()),
+            duplicated=len(ledger.duplicated(())),
+            fell=exits["fell"] + exits["did not start"],
+            bad_drains=sum(number for kind, number in exits.items() if kind.startswith("drain ended")),
+            reconnects=sum(opened[name] - before for name, before in self._connections.items()),
+            p99_quiet=quiet,
+            p99_fuzz=fuzzed,
+            slower=round(fuzzed / quiet, 2) if quiet else 0.0,
+            memory=self._memory,
+            grown=round(grown, 1),
+            accounts=dict(accounts.by),
+            closings=dict(self._side.closings),
+            unaccounted=accounts.missing,
+            branches=count,
+            unreached=few,
+            excluded=excluded,
+        )
+        reports.judge(found, by_the_clock=wish.by_the_clock)
+        return found
