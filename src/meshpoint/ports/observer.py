@@ -14,7 +14,6 @@ from meshpoint.model.error_text import described
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 
-
 log = logging.getLogger("meshpoint.observer")
 
 

@@ -91,7 +91,7 @@ def sabotage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sabotage]:
 @pytest.mark.parametrize(
     ("where", "method"),
     [*STORE, *MEMORY, *BROKER, *DELIVERY, *SUBSCRIPTION],
-    ids=lambda value: str(value),
+    ids=str,
 )
 async def test_the_replica_serves_on(
     mesh: Mesh, boss: Puppet, peer: Puppet, sabotage: Sabotage, where: str, method: str, times: float
