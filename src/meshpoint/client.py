@@ -29,8 +29,8 @@ from meshpoint.model.messages import (
 from meshpoint.model.outcomes import Outcome
 from meshpoint.ports.broker import Broker, Delivery, Published, Subscription
 
-_SHARDS_REMEMBERED = 60.0
-"""Seconds."""
+_SHARDS_REMEMBERED = 300.0
+"""Seconds. RabbitMQ logs an error for each look at a missing queue."""
 
 
 class UnknownAgent(MeshpointError):
@@ -47,7 +47,7 @@ class Reply:
 
 
 class Shards:
-    """How many request queues each agent has, asked of the broker once a minute."""
+    """How many request queues each agent has, asked of the broker every five minutes."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker

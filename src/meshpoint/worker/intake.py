@@ -29,8 +29,8 @@ from meshpoint.worker.segments import Segments
 
 _BUSY_FOR = timedelta(milliseconds=100)
 """How long all slots stay taken, or a request waits for one, before requests are left to other replicas."""
-_BETWEEN_LOOKS = timedelta(seconds=60)
-"""For queues of requests that other replicas have declared."""
+_BETWEEN_LOOKS = timedelta(minutes=5)
+"""For queues of requests that other replicas have declared. RabbitMQ logs an error for each look at a missing one."""
 _BETWEEN_RESIZES = timedelta(milliseconds=20)
 
 
@@ -83,11 +83,19 @@ class Intake:
         await self.find_shards()
 
     async def find_shards(self) -> None:
-        """Consume the queues of requests that replicas with a larger `request_shards` have declared."""
-        while self._shards < MOST_SHARDS:
-            if await self._site.broker.depth(shard_of(self._site.agent, self._shards)) is None:
-                return
+        """Consume the queues that replicas with a larger `request_shards` have declared, while they exist."""
+        while self._shards > self._site.options.request_shards and not await self._exists(self._shards - 1):
+            self._shards -= 1
+            await self._leave_shard(self._shards)
+        while self._shards < MOST_SHARDS and await self._exists(self._shards):
             await self._consume_shard(self._shards)
+
+    async def _exists(self, number: int) -> bool:
+        return await self._site.broker.depth(shard_of(self._site.agent, number)) is not None
+
+    async def _leave_shard(self, number: int) -> None:
+        del self._lanes[_name(number)]
+        await self.subscriptions.pop(_name(number)).cancel()
 
     async def watch_shards(self) -> None:
         """Look for further queues of requests now and then, until cancelled."""
@@ -96,8 +104,7 @@ class Intake:
             await self.find_shards()
 
     async def _consume_shard(self, number: int) -> None:
-        name = f"requests {number}" if number else "requests"
-        await self._consume(name, shard_of(self._site.agent, number))
+        await self._consume(_name(number), shard_of(self._site.agent, number))
         self._shards = number + 1
 
     async def _consume(self, name: str, address: Address) -> None:
@@ -109,7 +116,7 @@ class Intake:
     def make_room(self) -> None:
         """Adapt prefetch to the tasks that wait in memory."""
         self._tell_if_full()
-        for lane in self._lanes.values():
+        for lane in list(self._lanes.values()):
             room = self._room(lane)
             if room > lane.room or 4 * room <= lane.room:  # not back and forth
                 lane.room = room
@@ -234,14 +241,14 @@ class Intake:
         await self._take_all()
 
     async def _take_all(self) -> None:
-        for lane in self._lanes.values():
+        for lane in list(self._lanes.values()):
             if lane.limit != self._site.options.max_concurrency + lane.room:
                 await self._resize(lane)
 
     async def _let_some_in(self, started: int) -> None:
         """Take as many requests as there are free slots; while requests of other queues find slots, one."""
         wanted = max(self._site.slots.free, int(self._started > started))
-        for lane in self._lanes.values():
+        for lane in list(self._lanes.values()):
             if self._spare(lane) < wanted - len(self.inbox.waiting):
                 await self._resize(lane, wanted)
 
@@ -250,7 +257,7 @@ class Intake:
         leaving = [each for each in self.inbox.waiting if _may_go(each)]
         for delivery in leaving:
             self.inbox.withdraw(delivery)
-        for lane in self._lanes.values():
+        for lane in list(self._lanes.values()):
             if self._spare(lane) > 0:
                 await self._resize(lane, 0)
         self._turned_away.set()
@@ -258,6 +265,10 @@ class Intake:
         for delivery in leaving:
             with suppress(Unavailable):  # its connection is lost, which requeues it too
                 await delivery.requeue()
+
+
+def _name(shard: int) -> str:
+    return f"requests {shard}" if shard else "requests"
 
 
 def _may_go(delivery: Delivery) -> bool:

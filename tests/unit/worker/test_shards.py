@@ -80,10 +80,22 @@ async def test_replicas_with_fewer_queues_find_those_of_others(mesh: Mesh, boss:
     await mesh.replica(echo([]))
     more = await mesh.replica(echo([]), request_shards=3)
     await more.drain()
-    await mesh.advance(61)
+    await mesh.advance(301)
     request = boss.request("late")
     assert await boss.send("agent", request, shard_of(AGENT, 2)) is Published.ACCEPTED
     assert await boss.reply(request.correlation_id) == Ok("late")
+
+
+async def test_a_queue_that_was_deleted_is_left(mesh: Mesh, boss: Puppet) -> None:
+    more = await mesh.replica(echo([]), request_shards=3)
+    await more.drain()
+    replica = await mesh.replica(echo([]))
+    assert set(replica.worker._subscriptions) >= {"requests", "requests 1", "requests 2", "nested"}
+    del mesh.exchange._queues[shard_of(AGENT, 2)]
+    await mesh.advance(301)
+    assert "requests 2" not in replica.worker._subscriptions
+    assert "requests 1" in replica.worker._subscriptions
+    assert await boss.reply(await boss.ask("agent", "still here")) == Ok("still here")
 
 
 async def test_a_client_whose_queue_is_gone_uses_the_first(mesh: Mesh) -> None:

@@ -18,6 +18,8 @@ from meshpoint.adapters.rabbitmq.link import WiredChannel, close_quietly
 
 _ADD_DELAY = 0.02
 """Seconds in which a small consumer may become a larger one before it is added."""
+_LARGEST = 0xFFFF
+"""Prefetch of one consumer: AMQP has 16 bits for it."""
 _ACK_DELAY = 0.01
 """Seconds that an ack waits for others at most."""
 
@@ -75,7 +77,7 @@ class Intake:
                 await asyncio.sleep(_ADD_DELAY)
             room = self._room(limit)
             if room > 0 and (room >= self._size or not self._retired or self._full):
-                await self._add(room)
+                await self._add(min(room, _LARGEST))
             self._short = self._room(limit) > 0
 
     def ack(self, delivery_tag: int) -> None:
