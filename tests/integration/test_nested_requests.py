@@ -153,7 +153,10 @@ async def test_a_peer_of_an_older_release_is_asked_where_it_listens(amqp_url: st
     """It declares no queue of nested requests."""
     async with mesh(amqp_url, namespace, asks_older) as (client, group):
         older = AgentName("older")
-        await group.broker.declare(older)
+        its_own = RabbitMqBroker(amqp_url, namespace=namespace)
+        await its_own.open()
+        await its_own.declare(older)
+        await its_own.close()
         await delete(group.broker, nested_of(older))
         arrived: asyncio.Queue[Delivery] = asyncio.Queue()
         await group.broker.consume(requests_of(older), 10, arrived.put_nowait)
