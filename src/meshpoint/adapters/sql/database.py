@@ -24,7 +24,9 @@ from meshpoint.adapters.sql.failures import (
     is_lock_timeout,
     is_row_lock_timeout,
     is_stale,
+    refused,
 )
+from meshpoint.adapters.sql.sessions import check_session
 from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable
 from meshpoint.ports.clock import Clock
 
@@ -100,6 +102,20 @@ class Database:
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_WITHIN):
                 await self.engine.dispose()
+
+    async def check_session(self) -> None:
+        """See that what a server or a pooler makes of this URL's sessions is what transitions need.
+
+        Raises:
+            ConfigurationError: it is not, or the database refuses the URL's user.
+            StoreUnavailable: no answer came.
+        """
+        if self.dialect.is_sqlite:
+            return
+        try:
+            await check_session(self.engine)
+        except DRIVER_ERRORS as error:
+            raise refused(error) or StoreUnavailable(brief(error)) from error
 
     async def read(self, body: Callable[[Transaction], Awaitable[T]]) -> T:
         """What `body` reads, each statement on its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,12 @@ ATTEMPTS = 5
 
 TRANSACTION_TIMEOUT = timedelta(seconds=10)
 """When PostgreSQL takes the locks from a process that stands still in a transaction."""
+
+_SET = """
+SELECT set_config(name, value, false) FROM unnest($1::text[], $2::text[]) AS given(name, value)
+ WHERE pg_backend_pid() = $3::int
+   AND (name <> 'synchronous_commit' OR current_setting('synchronous_commit') IN ('off', 'local'))
+"""
 
 LOCK_TIMEOUT = timedelta(seconds=1)
 """How long a statement waits for a lock. Locks between replicas last for one commit; a longer one is somebody's open
@@ -91,14 +98,12 @@ def _postgres(
     session = {
         # A process that is frozen inside a transaction would keep its row locks, and others from its tasks.
         "idle_in_transaction_session_timeout": str(math.ceil(transaction_timeout.total_seconds() * 1000)),
-        # No statement holds up the others of its connection for the sake of one locked row.
-        "lock_timeout": str(math.ceil(lock_timeout.total_seconds() * 1000)),
         # Every statement goes by key: a plan made for a small table is right for a large one.
         "plan_cache_mode": "force_generic_plan",
         "enable_seqscan": "off",
         "jit": "off",
     }
-    return create_async_engine(
+    engine = create_async_engine(
         url,
         isolation_level="AUTOCOMMIT",
         pool_size=pool_size,
@@ -109,6 +114,29 @@ def _postgres(
         pool_use_lifo=True,
         connect_args={"timeout": min(seconds, 10.0), "command_timeout": seconds, "server_settings": session},
     )
+    settings = {
+        # Whatever the defaults of the server, the database or the role are.
+        "default_transaction_isolation": "read committed",
+        "default_transaction_read_only": "off",
+        "standard_conforming_strings": "on",
+        "statement_timeout": str(math.ceil(seconds * 1000)),
+        # No statement holds up the others of its connection for the sake of one locked row.
+        "lock_timeout": str(math.ceil(lock_timeout.total_seconds() * 1000)),
+        # What answers COMMIT must have written it. Stricter values than this one stay.
+        "synchronous_commit": "on",
+    }
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def prepare(connection: Any, record: object) -> None:
+        connection.run_async(lambda driver: _set(driver, settings))
+
+    return engine
+
+
+async def _set(driver: Any, settings: Mapping[str, str]) -> None:
+    """Set what the store depends on, for this session: not on a connection that a pooler lends to others next."""
+    names, values = list(settings), list(settings.values())
+    await driver.fetch(_SET, names, values, driver.get_server_pid())
 
 
 def _sqlite(url: URL, command_timeout: timedelta) -> AsyncEngine:

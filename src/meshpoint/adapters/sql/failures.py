@@ -29,6 +29,10 @@ _REFUSED = ("28", "3D000", "42501")
 # Classes of SQLSTATE: connection, resources, operator intervention, system error; a standby that cannot write; and
 # what somebody changed and will change again: a login, a right, a table, a column. No task is to blame for those.
 _AWAY = ("08", "53", "57", "58", "25006", "55P03", "42P01", "42703", *_REFUSED)
+# A prepared statement is not there, or there already: a pooler has put another session in the place of this one.
+_POOLED = ("26000", "42P05")
+_POOLER = "a connection pooler does not keep prepared statements"
+_POOLER_FIX = "use PgBouncer 1.21 or later with max_prepared_statements above 0, or pool_mode = session"
 _RETRY = ("40001", "40P01", "23505")
 _AWAY_SQLITE = ("SQLITE_IOERR", "SQLITE_FULL", "SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PROTOCOL")
 _RETRY_SQLITE = ("SQLITE_BUSY", "SQLITE_LOCKED")
@@ -42,9 +46,14 @@ def failure(error: BaseException) -> Failure:
     # Two transactions wrote the first row of one task: the second finds it when it is repeated.
     if state.startswith(_RETRY) or sqlite.startswith(_RETRY_SQLITE) or "cached statement plan" in str(error):
         return Failure.RETRY
-    if is_stale(error) or state.startswith(_AWAY) or sqlite.startswith(_AWAY_SQLITE):
+    if is_stale(error) or is_pooled(error) or state.startswith(_AWAY) or sqlite.startswith(_AWAY_SQLITE):
         return Failure.AWAY
     return Failure.BUG if state or sqlite or _is_misuse(error) else Failure.AWAY
+
+
+def is_pooled(error: BaseException) -> bool:
+    """Whether a pooler has put another session in the place of this one. The statement did not run."""
+    return _sqlstate(error) in _POOLED
 
 
 def is_duplicate(error: BaseException) -> bool:
@@ -89,6 +98,8 @@ def refused(error: BaseException | None) -> ConfigurationError | None:
         )
     if isinstance(_of_driver(error), asyncpg.exceptions.ClientConfigurationError) or _is_misconfigured(error):
         return ConfigurationError("session_db_url", f"cannot be used: {brief(_of_driver(error))}", "correct the URL")
+    if is_pooled(error):
+        return ConfigurationError("session_db_url", _POOLER, _POOLER_FIX)
     if _sqlstate(error).startswith(_REFUSED):
         return ConfigurationError("session_db_url", f"the database refused: {_of_driver(error)}", "correct the URL")
     return None
@@ -97,7 +108,8 @@ def refused(error: BaseException | None) -> ConfigurationError | None:
 def brief(error: BaseException) -> str:
     """The driver's own words, on one line."""
     cause = _of_driver(error)
-    return f"{type(cause).__name__}: {cause}".splitlines()[0]
+    words = f"{type(cause).__name__}: {cause}".splitlines()[0]
+    return f"{words}: {_POOLER}; {_POOLER_FIX}" if is_pooled(error) else words
 
 
 def _is_misconfigured(error: BaseException) -> bool:

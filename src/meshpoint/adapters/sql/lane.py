@@ -17,7 +17,15 @@ import asyncpg
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from meshpoint.adapters.sql.engine import ATTEMPTS
-from meshpoint.adapters.sql.failures import DRIVER_ERRORS, Failure, brief, failure, is_duplicate, is_lock_timeout
+from meshpoint.adapters.sql.failures import (
+    DRIVER_ERRORS,
+    Failure,
+    brief,
+    failure,
+    is_duplicate,
+    is_lock_timeout,
+    is_pooled,
+)
 from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable
 
 _GONE = ("08", "40003", "57P")
@@ -78,7 +86,7 @@ class Lane:
                     in_doubt = in_doubt or (lost and sent)
                     if is_lock_timeout(error):
                         raise RowLocked(brief(error)) from error
-                    if lost:
+                    if lost or is_pooled(error):
                         await self._drop()
                     # A lost connection is made again once: the repeated statement finds what the first one wrote.
                     if number < (2 if lost else ATTEMPTS if meaning is Failure.RETRY else 0):

@@ -20,6 +20,7 @@ from meshpoint.adapters.sql.failures import DRIVER_ERRORS, refused
 from meshpoint.adapters.sql.schema import recorded_revision
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 
+_MIGRATIONS = 0x6D657368  # the key of the lock: "mesh"
 _CONNECT_TIMEOUT = timedelta(seconds=10)
 
 
@@ -94,7 +95,7 @@ async def in_one_transaction(url: URL, work: Callable[[Connection], None]) -> No
     Python's sqlite3 begins no transaction before a statement that changes the schema: here it is begun by hand.
     """
     sqlite = url.get_backend_name() == "sqlite"
-    mode: dict[str, Any] = {"isolation_level": "AUTOCOMMIT"} if sqlite else {}
+    mode: dict[str, Any] = {"isolation_level": "AUTOCOMMIT" if sqlite else "READ COMMITTED"}
     engine = create_async_engine(url, connect_args={"timeout": _CONNECT_TIMEOUT.total_seconds()}, **mode)
     if sqlite:
         keep_private(engine)
@@ -102,6 +103,10 @@ async def in_one_transaction(url: URL, work: Callable[[Connection], None]) -> No
         async with engine.begin() as connection:
             if sqlite:
                 await connection.exec_driver_sql("BEGIN IMMEDIATE")
+            else:
+                # The default may be read-only; and upgrades that are run at once follow each other.
+                await connection.exec_driver_sql("SET TRANSACTION READ WRITE")
+                await connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MIGRATIONS})")
             await connection.run_sync(work)
     finally:
         await engine.dispose()

@@ -174,6 +174,7 @@ class SqlCheckpointStore(SqlOperations):
         try:
             if self._database.dialect.is_sqlite:
                 await self._database.write(lambda tx: tx.connection.run_sync(schema.create_if_empty))
+            await self._database.check_session()
             revision = await self._database.read(lambda tx: tx.connection.run_sync(schema.recorded_revision))
         except (StoreUnavailable, *DRIVER_ERRORS) as error:
             refusal = refused(error.__cause__ if isinstance(error, StoreUnavailable) else error)

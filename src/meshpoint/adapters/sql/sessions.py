@@ -1,0 +1,62 @@
+"""What a session of PostgreSQL must be like, and whether a pooler before it keeps prepared statements."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Any
+
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from meshpoint.errors import ConfigurationError
+
+_PATIENCE = 2.0  # seconds
+_OTHERS = 6
+"""Connections with which the one is found on which a statement was prepared; fewer than the store has in all."""
+_SESSION = """
+SELECT pg_backend_pid() AS pid, current_setting('default_transaction_isolation') AS isolation,
+       current_setting('default_transaction_read_only') AS read_only
+"""
+
+
+async def check_session(engine: AsyncEngine) -> None:
+    """See that the sessions of `engine` are such that transitions work.
+
+    Raises:
+        ConfigurationError: a pooler keeps the store from setting what it depends on, and the defaults are others.
+    """
+    async with engine.connect() as connection:
+        driver = await _driver(connection)
+        session = await driver.fetchrow(_SESSION)
+        for name, found, needed in (
+            ("default_transaction_isolation", session["isolation"], "read committed"),
+            ("default_transaction_read_only", session["read_only"], "off"),
+        ):
+            if found != needed:
+                problem = f"its sessions have {name} = {found}, and a pooler keeps Meshpoint from setting it"
+                raise ConfigurationError("session_db_url", problem, f"run: ALTER ROLE … SET {name} = '{needed}'")
+        if session["pid"] != driver.get_server_pid():
+            await _see_that_statements_stay(engine, driver)
+
+
+async def _see_that_statements_stay(engine: AsyncEngine, driver: Any) -> None:
+    """Use a prepared statement while another transaction has the server's connection on which it was prepared."""
+    async with driver.transaction():
+        kept = await driver.prepare("SELECT pg_backend_pid()")
+        pid = await kept.fetchval()
+    async with AsyncExitStack() as others:
+        for _ in range(_OTHERS):
+            beside = await _driver(await others.enter_async_context(engine.connect()))
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    await beside.execute("BEGIN")
+                    others.push_async_callback(beside.execute, "ROLLBACK")
+                    if await beside.fetchval("SELECT pg_backend_pid()") == pid:
+                        await kept.fetchval()
+                        return
+            except TimeoutError:  # the pooler has no more connections: with so few, run time must show it
+                return
+
+
+async def _driver(connection: AsyncConnection) -> Any:
+    return (await connection.get_raw_connection()).driver_connection

@@ -1,0 +1,209 @@
+"""Defaults of the server, poolers before it, and upgrades that are run at once."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import asyncpg
+import pytest
+
+from meshpoint.adapters.sql import SqlCheckpointStore, sessions
+from meshpoint.conformance.build import HERE, a_begin, a_claim, an_end, one, paused, resumed
+from meshpoint.errors import ConfigurationError, StoreUnavailable
+from meshpoint.model.checkpoint import AllArrived, Begun, Ended
+
+T = TypeVar("T")
+
+DEFAULTS = {
+    "default_transaction_isolation": "serializable",
+    "default_transaction_read_only": "on",
+    "statement_timeout": "5s",
+    "lock_timeout": "1",
+    "synchronous_commit": "off",
+    "standard_conforming_strings": "off",
+}
+
+
+@pytest.fixture
+async def odd_url(postgres_url: str) -> str:
+    """A database with defaults that would break transitions."""
+    connection = await asyncpg.connect(postgres_url)
+    try:
+        database = await connection.fetchval("SELECT current_database()")
+        for name, value in DEFAULTS.items():
+            await connection.execute(f"ALTER DATABASE {database} SET {name} = '{value}'")
+    finally:
+        await connection.close()
+    return postgres_url
+
+
+@pytest.fixture
+async def store(odd_url: str) -> AsyncIterator[SqlCheckpointStore]:
+    store = SqlCheckpointStore(odd_url, namespace="test")
+    await store.open()
+    yield store
+    await store.close()
+
+
+async def test_sessions_do_not_inherit_what_transitions_depend_on(store: SqlCheckpointStore) -> None:
+    async with store._database.engine.connect() as connection:
+        found = {
+            name: (await connection.exec_driver_sql(f"SHOW {name}")).scalar_one()
+            for name in (*DEFAULTS, "transaction_isolation")
+        }
+    assert found == {
+        "default_transaction_isolation": "read committed",
+        "transaction_isolation": "read committed",
+        "default_transaction_read_only": "off",
+        "statement_timeout": "30s",
+        "lock_timeout": "1s",
+        "synchronous_commit": "on",
+        "standard_conforming_strings": "on",
+    }
+
+
+async def test_a_stricter_commit_stays(postgres_url: str) -> None:
+    connection = await asyncpg.connect(postgres_url)
+    database = await connection.fetchval("SELECT current_database()")
+    await connection.execute(f"ALTER DATABASE {database} SET synchronous_commit = 'remote_apply'")
+    await connection.close()
+    store = SqlCheckpointStore(postgres_url, namespace="test")
+    await store.open()
+    async with store._database.engine.connect() as connection:
+        assert (await connection.exec_driver_sql("SHOW synchronous_commit")).scalar_one() == "remote_apply"
+    await store.close()
+
+
+async def test_two_replicas_count_on_one_join_whatever_the_default_isolation(
+    store: SqlCheckpointStore, odd_url: str
+) -> None:
+    other = SqlCheckpointStore(odd_url, namespace="test")
+    await other.open()
+    pauses = [await paused(store, "a", "b") for _ in range(10)]
+    arrivals = await asyncio.gather(
+        *(store.claim([a_claim(pause, "a")], HERE, 10) for pause in pauses),
+        *(other.claim([a_claim(pause, "b")], HERE, 10) for pause in pauses),
+    )
+    assert sum(isinstance(one(each), AllArrived) for each in arrivals) == 10
+    await other.close()
+
+
+async def test_a_pooler_that_forgets_statements_fails_no_task(store: SqlCheckpointStore) -> None:
+    """As PgBouncer below 1.21 in transaction mode: the session has no statement of those that were prepared."""
+    pause = await paused(store)
+    run = (await resumed(store)).run
+    assert isinstance(one(await store.begin([a_begin()])), Begun)
+    assert store._hot is not None
+    for lane in store._hot._lanes:
+        if lane._driver is not None:
+            await lane._driver.execute("DEALLOCATE ALL")
+    async with store._database.engine.connect() as connection:
+        await (await connection.get_raw_connection()).driver_connection.execute("DEALLOCATE ALL")
+    claim, end = a_claim(pause), an_end(run)
+    assert isinstance(one(await repeated(lambda: store.claim([claim], HERE, 1))), AllArrived)
+    assert isinstance(one(await repeated(lambda: store.end([end]))), Ended)
+
+
+async def repeated(step: Callable[[], Awaitable[T]]) -> T:
+    """What a step returns that is repeated, as the engine does, while the database is unavailable."""
+    for _ in range(3):
+        with suppress(StoreUnavailable):
+            return await step()
+    return await step()
+
+
+class Pooler:
+    """As many sessions of a server as clients, lent for one transaction, whichever is free."""
+
+    def __init__(self, *, keeps_statements: bool) -> None:
+        self.keeps_statements = keeps_statements
+        self.idle = [1, 2, 3]
+
+
+class Client:
+    """One client of a pooler, as the driver has it."""
+
+    def __init__(self, pooler: Pooler) -> None:
+        self._pooler = pooler
+        self._lent: int | None = None
+
+    def get_server_pid(self) -> int:
+        return -1
+
+    async def execute(self, statement: str) -> None:
+        if statement == "BEGIN":
+            self._lent = self._pooler.idle.pop()
+        elif self._lent is not None:
+            self._pooler.idle.append(self._lent)
+            self._lent = None
+
+    def transaction(self) -> Client:
+        return self
+
+    async def __aenter__(self) -> None:
+        await self.execute("BEGIN")
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.execute("COMMIT")
+
+    async def prepare(self, _: str) -> Any:
+        client, prepared_on = self, self._lent
+
+        class Statement:
+            async def fetchval(self) -> int | None:
+                running_on = client._lent or client._pooler.idle[-1]
+                if running_on != prepared_on and not client._pooler.keeps_statements:
+                    raise asyncpg.InvalidSQLStatementNameError("prepared statement does not exist")
+                return running_on
+
+        return Statement()
+
+    async def fetchval(self, _: str) -> int | None:
+        return self._lent
+
+    async def fetchrow(self, _: str) -> dict[str, object]:
+        return {"pid": 1, "isolation": "read committed", "read_only": "off"}
+
+
+@pytest.mark.parametrize("keeps_statements", [True, False])
+async def test_a_pooler_is_found_out_at_the_start(
+    store: SqlCheckpointStore, monkeypatch: pytest.MonkeyPatch, keeps_statements: bool
+) -> None:
+    pooler = Pooler(keeps_statements=keeps_statements)
+
+    async def client(_: object) -> Client:
+        return Client(pooler)
+
+    monkeypatch.setattr(sessions, "_driver", client)
+    if keeps_statements:
+        await store._database.check_session()
+    else:
+        with pytest.raises(ConfigurationError, match=r"PgBouncer 1\.21"):
+            await store._database.check_session()
+    assert sorted(pooler.idle) == [1, 2, 3]
+
+
+async def _upgrades(url: str) -> list[int | None]:
+    command = [sys.executable, "-m", "meshpoint.cli", "db", "upgrade", "--db", url]
+    pipe = asyncio.subprocess.PIPE
+    upgrades = [await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe) for _ in range(4)]
+    told = await asyncio.gather(*(each.communicate() for each in upgrades))
+    assert b"Traceback" not in b"".join(err for _, err in told)
+    return [each.returncode for each in upgrades]
+
+
+async def test_upgrades_of_one_database_follow_each_other(empty_postgres_url: str) -> None:
+    connection = await asyncpg.connect(empty_postgres_url)
+    database = await connection.fetchval("SELECT current_database()")
+    await connection.execute(f"ALTER DATABASE {database} SET default_transaction_isolation = 'repeatable read'")
+    await connection.close()
+    assert await _upgrades(empty_postgres_url) == [0, 0, 0, 0]
+
+
+async def test_upgrades_of_one_file_follow_each_other(tmp_path: Path) -> None:
+    assert await _upgrades(f"sqlite:///{tmp_path}/mesh.db") == [0, 0, 0, 0]
