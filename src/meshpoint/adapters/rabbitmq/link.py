@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 _HEARTBEAT = "30"
 """Seconds. A silent network is noticed after about three; an agent may block its event loop for two."""
 
-_FAREWELL = 5.0
+_OPENING, _FAREWELL = 10.0, 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 MakeConnection = Callable[[URL], aio_pika.Connection]
@@ -67,7 +67,7 @@ class Wired:
         """Whether it stands, as far as is known here."""
         return self.underlay.is_opened
 
-    async def open_channel(self, timeout: float, *, confirms: bool = False) -> WiredChannel:
+    async def open_channel(self, timeout: float = _OPENING, *, confirms: bool = False) -> WiredChannel:
         """A new aiormq channel.
 
         Raises:

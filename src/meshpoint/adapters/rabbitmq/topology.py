@@ -25,7 +25,9 @@ from meshpoint.model.messages import Address, dead_letters_of, nested_of, privat
 log = logging.getLogger(__name__)
 
 MAX_LENGTH = 100_000
-"""Messages in a new queue before it refuses more, or, for dead letters, drops the oldest."""
+"""Messages in a new queue before it refuses more."""
+_DEAD_LETTERS = 10_000
+"""Dead letters in a new queue before it drops the oldest, unless the other queues are shorter."""
 _RESPONSES_PER_REQUEST = 10
 """How much longer the response queue may be: one task waits for many responses."""
 
@@ -56,8 +58,8 @@ class Topology:
     def queues(self, agent: AgentName, shards: int = 1) -> dict[Address, FieldTable]:
         """The shared queues of `agent` with their arguments; the dead letters first, as the others need them."""
         return {
-            dead_letters_of(agent): {"x-queue-type": "quorum", **self._bounded("drop-head")},
-            responses_of(agent): {**self._consumed(agent), **self._bounded(times=_RESPONSES_PER_REQUEST)},
+            dead_letters_of(agent): {"x-queue-type": "quorum", **self._dead_letters()},
+            responses_of(agent): {**self._consumed(agent), **self._bounded(_RESPONSES_PER_REQUEST)},
             **{shard_of(agent, number): {**self._consumed(agent), **self._bounded()} for number in range(shards)},
             nested_of(agent): {**self._consumed(agent), **self._bounded()},
         }
@@ -87,8 +89,12 @@ class Topology:
             "x-overflow": "reject-publish",
         }
 
-    def _bounded(self, overflow: str = "reject-publish", *, times: int = 1) -> FieldTable:
-        return {"x-max-length": times * self.max_length, "x-overflow": overflow} if self.max_length else {}
+    def _bounded(self, times: int = 1) -> FieldTable:
+        return {"x-max-length": times * self.max_length, "x-overflow": "reject-publish"} if self.max_length else {}
+
+    def _dead_letters(self) -> FieldTable:
+        limit = min(self.max_length or 0, _DEAD_LETTERS)
+        return {"x-max-length": limit, "x-overflow": "drop-head"} if limit else {}
 
 
 async def declare_exchange(link: Link, topology: Topology) -> None:
