@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import timedelta
+from pathlib import Path
 
 import aiormq
 import pytest
@@ -14,10 +15,18 @@ from meshpoint.adapters.rabbitmq import RabbitMqBroker
 from meshpoint.adapters.rabbitmq import broker as broker_module
 from meshpoint.adapters.rabbitmq.confirming import Parcel
 from meshpoint.adapters.rabbitmq.frames import short_string
+from meshpoint.adapters.sql import migrations
+from meshpoint.agents.function import agent
+from meshpoint.client import Client
 from meshpoint.conformance.broker_case import AGENT, REQUESTS, STRANGER, Inbox, a_message, send, until_depth
-from meshpoint.model.ids import ReplicaId
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.events import Event
+from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import Address, dead_letters_of, private_of, requests_of, responses_of
+from meshpoint.model.outcomes import Ok
 from meshpoint.ports.broker import Published
+from meshpoint.settings import AgentSettings
+from meshpoint.wiring import worker_of
 from servers import Proxy, RabbitServer
 
 REPLICA = ReplicaId("r1")
@@ -258,3 +267,45 @@ async def test_dead_letters_that_are_refused_are_left_to_the_broker(
     await send(broker, REQUESTS, a_message(b"bad"), a_message(b"good"))
     assert await (await inbox.next()).dead_letter("no")
     assert (await inbox.next()).message.body == b"good"
+
+
+@agent("echo", version="1")
+async def echo(ctx: TaskExecutionContext, size: int) -> str:
+    return "x" * size
+
+
+class Ears:
+    """Hears no event."""
+
+    def emit(self, event: Event) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("small_messages")
+@pytest.mark.parametrize("durable", [False, True])
+async def test_a_result_beyond_the_limit_of_the_broker_is_answered(
+    opened: Open, own_rabbit: RabbitServer, namespace: str, tmp_path: Path, durable: bool
+) -> None:
+    """As a failure, as often as it is asked for; and the results beside it arrive."""
+    url = f"sqlite:///{tmp_path / 'tasks.db'}"
+    settings = AgentSettings(
+        name="echo",
+        entrypoint="any:thing",
+        stateless_checkpointing=durable,
+        session_service="sql" if durable else "memory",
+        session_db_url=url,
+    )
+    if durable:
+        await asyncio.to_thread(migrations.upgrade, url)
+    broker = await opened(AgentName("echo"))
+    worker = worker_of(echo, settings, namespace, broker, Ears(), settings.options())
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(60):
+        running = tasks.create_task(worker.run(stop))
+        async with Client(RabbitMqBroker(own_rabbit.url, namespace=namespace)) as client:
+            for _ in range(2):
+                replies = [await client.send("echo", size) for size in (1, 50_000, 2, 60_000, 70_000, 3)]
+                outcomes = [(await reply).outcome for reply in replies]
+                assert [isinstance(outcome, Ok) for outcome in outcomes] == [True, False, True, False, False, True]
+        stop.set()
+        await running

@@ -43,7 +43,7 @@ FIXED = struct.pack(">HHQ", 60, 0, 2)
 ROOM = 131_064
 
 texts = st.text(max_size=60)
-scalars = st.one_of(texts, st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False))
+scalars = st.one_of(texts, st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False))
 messages = st.builds(
     Message,
     type=st.sampled_from(MessageType),
@@ -143,6 +143,8 @@ def test_no_bytes_at_all_raise(encoded: bytes) -> None:
         {"headers": {"x": 2**63}},
         {"headers": {"x" * 256: 1}},
         {"headers": {"x": b"bytes"}},
+        {"headers": {"x": float("nan")}},
+        {"headers": {"x": float("-inf")}},
         {"timestamp": datetime(1960, 1, 1, tzinfo=UTC)},
     ],
 )

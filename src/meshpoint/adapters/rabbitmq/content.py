@@ -159,7 +159,7 @@ class _Reader:
             return raw.decode()
         except UnicodeDecodeError:
             text = raw.decode("utf-8", "backslashreplace")
-            _note(self._content, f"{where}: is not UTF-8: {text[:_LONGEST_EXCERPT]}")
+            _note(self._content, f"{where}: is not UTF-8: {text[:_LONGEST_EXCERPT]!r}")
             return text
 
     def _timestamp(self) -> None:
@@ -196,7 +196,7 @@ class _Reader:
                 start = at + 4
                 at = start + _u32(data, at)[0]
                 if at > end:
-                    raise _Broken(f"{name[:_LONGEST_EXCERPT]}: is cut off")
+                    raise _Broken(f"{name[:_LONGEST_EXCERPT]!r}: is cut off")
                 try:
                     headers[name] = data[start:at].decode()
                 except UnicodeDecodeError:  # bytes, which AMQP allows here

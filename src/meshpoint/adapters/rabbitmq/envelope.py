@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from datetime import datetime
@@ -202,6 +203,8 @@ def _value(value: HeaderValue) -> bytes:
         raw = value.encode()
         return b"S" + _u32(len(raw)) + raw
     if isinstance(value, float):
+        if not math.isfinite(value):  # RabbitMQ ends the connection with an internal error
+            raise ValueError(f"a header cannot be {value}")
         return b"d" + _double(value)
     if isinstance(value, bool):
         return b"t\x01" if value else b"t\x00"

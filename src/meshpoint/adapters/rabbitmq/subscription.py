@@ -174,6 +174,9 @@ class RabbitSubscription:
         except PoisonMessage as error:
             self._set_aside(arrived, content, intake, str(error))
             return
+        except Exception as error:  # a defect of ours
+            self._set_aside(arrived, content, intake, f"internal error: {error!r}")
+            return
         delivery = RabbitDelivery(message, arrived, content, self.address, intake, self._bury, count)
         try:
             self._on_delivery(delivery)

@@ -1,0 +1,88 @@
+"""Two replicas on real servers get messages that nothing can read, beside honest ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from meshpoint.adapters.rabbitmq import connect
+from meshpoint.model.ids import AgentName, new_id
+from meshpoint.model.messages import dead_letters_of, nested_of, requests_of, responses_of
+from meshpoint.model.outcomes import Ok
+from odd_content import UNDECODABLE, entry, long, properties, publish_raw
+
+from .kit import Mesh, Rung, within
+
+ROOT = AgentName("root")
+LARGE = 100_000
+
+
+def oversized() -> dict[str, tuple[bytes, bytes]]:
+    """Legal contents whose parts no copy or reply may carry: properties and body."""
+    text = long(b"9" * LARGE)
+    body = json.dumps(
+        {"message": {"messageId": "m", "role": "ROLE_USER", "parts": [{"data": {"numbers": []}}]}}
+    ).encode()
+    named = json.loads(body)
+    named["message"]["taskId"] = "x" * 2 * LARGE
+    return {
+        "deadline": (properties(headers=entry(b"x-deadline", b"S", text)), body),
+        "depth": (properties(headers=entry(b"x-call-depth", b"S", text)), body),
+        "parent": (properties(headers=entry(b"x-parent-task-id", b"S", text)), body),
+        "task id": (properties(), json.dumps(named).encode()),
+        "full frame": (properties(headers=entry(b"x", b"S", long(b"y" * 130_800))), b"no JSON"),
+        "no JSON": (properties(), b"\xff" * LARGE),
+    }
+
+
+async def test_bad_messages_cost_no_honest_one(production: Rung) -> None:
+    mesh = Mesh(production)
+    try:
+        await _bad_messages_beside_honest_ones(mesh)
+    finally:
+        await mesh.close()
+
+
+async def _bad_messages_beside_honest_ones(mesh: Mesh) -> None:
+    rung = mesh.rung
+    config = rung.config("root")
+    peer, client = await mesh.peer(), await mesh.client()
+    replicas = [await mesh.replica(config) for _ in range(2)]
+    exchange = f"{rung.namespace}.mesh"
+    keys = [requests_of(ROOT), nested_of(ROOT), responses_of(ROOT), f"{ROOT}.broadcast"]
+    async with asyncio.TaskGroup() as load:
+        answering = load.create_task(peer.answer_all())
+        replies = []
+        for place, encoded in enumerate(UNDECODABLE.values()):
+            replies.append(await client.send("root", {"numbers": [place]}))
+            for key in keys:
+                await publish_raw(rung.broker_url, exchange, key, encoded)
+        for encoded, body in oversized().values():
+            replies.append(await client.send("root", {"numbers": [1]}))
+            for key in keys:
+                await publish_raw(rung.broker_url, exchange, key, encoded, body)
+        for reply in replies:
+            assert isinstance((await within(reply)).outcome, Ok)
+        answering.cancel()
+    expected = (len(UNDECODABLE) + len(oversized())) * (len(keys) + 1)  # each replica gets broadcasts
+    await _dead(rung, expected)
+    for replica in replicas:
+        assert replica.of("broker_away:noted") == []
+        assert replica.process.returncode is None
+    last = await client.send("root", {"numbers": []})
+    assert isinstance((await within(last)).outcome, Ok)
+
+
+async def _dead(rung: Rung, expected: int) -> None:
+    """Return when so many dead letters lie there; each can be read, and its reason is short."""
+    wired = await connect(rung.broker_url)
+    queue = f"{rung.namespace}.{dead_letters_of(ROOT)}"
+    channel = (await wired.open_channel()).channel
+    async with asyncio.timeout(60):
+        while ((await channel.queue_declare(queue, passive=True)).message_count or 0) < expected:
+            await asyncio.sleep(0.05)
+    for _ in range(expected):
+        letter = await channel.basic_get(queue, no_ack=True)
+        assert len(str((letter.header.properties.headers or {})["x-dead-reason"])) <= 500
+    assert not (await channel.basic_get(queue, no_ack=True)).delivery_tag, new_id()
+    await wired.close()
