@@ -135,6 +135,8 @@ class Link:
         self._attempt: asyncio.Task[Wired] | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._farewells: set[asyncio.Task[None]] = set()
+        self._declaring = asyncio.Lock()
+        self._topology: tuple[Wired, aio_pika.abc.AbstractChannel] | None = None
         self._closed = False
 
     @property
@@ -180,8 +182,26 @@ class Link:
 
     @asynccontextmanager
     async def topology_channel(self) -> AsyncIterator[aio_pika.abc.AbstractChannel]:
-        """An aio-pika channel to declare on, closed at the end."""
-        wired = await self.connection()
+        """The aio-pika channel to declare on, for one user at a time.
+
+        It stays open: what aio-pika keeps of each closed channel stays with its connection (seen with 10.2.1).
+        """
+        async with self._declaring:
+            wired = await self.connection()
+            connection, channel = self._topology or (None, None)
+            if channel is None or connection is not wired or channel.is_closed:
+                channel = await self._open_topology(wired)
+                self._topology = wired, channel
+            try:
+                with translated("declaring"):
+                    async with asyncio.timeout(self._timeout):
+                        yield channel
+            except BaseException:  # whatever it was, the next user gets another channel
+                self._topology = None
+                self._part(_close_topology(channel))
+                raise
+
+    async def _open_topology(self, wired: Wired) -> aio_pika.abc.AbstractChannel:
         with translated("opening a channel"):
             try:
                 channel = wired.connection.channel(publisher_confirms=False)
@@ -189,12 +209,7 @@ class Link:
                     await channel.initialize()
             except RuntimeError as error:  # closed between two awaits
                 raise BrokerUnavailable(f"opening a channel: {error}") from error
-        try:
-            yield channel
-        finally:
-            with suppress(BrokerUnavailable), translated("closing"):
-                async with asyncio.timeout(_FAREWELL):
-                    await channel.close()
+        return channel
 
     async def open_channel(self, *, confirms: bool = False) -> WiredChannel:
         """A new aiormq channel on the open connection.
@@ -281,6 +296,12 @@ async def _close_result(attempt: asyncio.Task[Wired]) -> None:
         attempt.cancel()
     with suppress(Exception), translated("closing"):  # whoever asked for the connection has heard why it failed
         await (await attempt).close()
+
+
+async def _close_topology(channel: aio_pika.abc.AbstractChannel) -> None:
+    with suppress(Exception), translated("closing"):
+        async with asyncio.timeout(_FAREWELL):
+            await channel.close()
 
 
 async def close_quietly(channel: aiormq.Channel) -> None:
