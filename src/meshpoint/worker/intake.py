@@ -118,7 +118,7 @@ class Intake:
         self._tell_if_full()
         for lane in list(self._lanes.values()):
             room = self._room(lane)
-            if room > lane.room or 4 * room <= lane.room:  # not back and forth
+            if room > lane.room or 4 * room <= lane.room > 0:  # not back and forth
                 lane.room = room
                 if not self._busy:
                     self._spawn(self._resize(lane))

@@ -175,6 +175,19 @@ async def test_what_limits_intake_is_told_once(mesh: Mesh, boss: Puppet, peer: P
     assert len(mesh.events.of(Step.MEMORY_FULL)) == 2
 
 
+async def test_prefetch_is_seldom_changed(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    """Each change costs round trips to the broker."""
+    replica = await mesh.replica(asker("asker", "peer"), durable=False)
+    for number in range(60):
+        await boss.ask("asker", number)
+    for count in range(1, 61):
+        await peer.respond(await peer.request_number(count), "ok")
+    await mesh.settle()
+    assert len(boss.replies()) == 60
+    assert len(replica.broker.prefetches) <= 12
+    assert replica.broker.prefetches[-1] == 10
+
+
 async def test_a_database_holds_tasks_without_a_limit(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
     await mesh.replica(asker("asker", "peer"), max_concurrency=1, max_in_memory=1)
     for number in range(10):
