@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import timedelta
 
+import aio_pika
 import aiormq
 import pytest
 from aiormq.abc import DeliveredMessage
+from yarl import URL
 
 from meshpoint.adapters.rabbitmq import RabbitMqBroker
 from meshpoint.adapters.rabbitmq.link import translated
@@ -288,6 +290,37 @@ async def test_consuming_what_nobody_declared(connect: Connect) -> None:
     broker = await connect()
     with pytest.raises(ConfigurationError, match=r"flights\.req"):
         await broker.consume(requests_of(STRANGER), 1, Inbox())
+
+
+async def test_users_make_the_connections_of_aio_pika_themselves(connect: Connect) -> None:
+    """To instrument them, or to set what a URL cannot say."""
+    made: list[aio_pika.Connection] = []
+
+    class Instrumented(aio_pika.Connection):
+        pass
+
+    def make(url: URL) -> aio_pika.Connection:
+        made.append(Instrumented(url, client_properties={"product": "mine"}))
+        return made[-1]
+
+    broker, inbox = await connect(make_connection=make), Inbox()
+    await broker.consume(REQUESTS, 1, inbox)
+    await send(broker, REQUESTS, a_message())
+    assert await (await inbox.next()).ack()
+    assert len(made) == 2
+    assert not any(connection.is_closed for connection in made)
+    await broker.close()
+    assert all(connection.is_closed for connection in made)
+
+
+async def test_a_killed_broker_is_noticed_through_aio_pika(own_rabbit: RabbitServer) -> None:
+    connection, closed = await aio_pika.connect(own_rabbit.url), asyncio.Event()
+    connection.close_callbacks.add(lambda *_: closed.set())
+    await own_rabbit.kill()
+    async with asyncio.timeout(30):
+        await closed.wait()
+    await connection.close()
+    await own_rabbit.start()
 
 
 async def test_a_stuck_queue_holds_up_no_other(connect: Connect, own_rabbit: RabbitServer, namespace: str) -> None:
