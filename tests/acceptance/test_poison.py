@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,9 +14,10 @@ from typing import Any
 import pytest
 
 from meshpoint.client import Client, Reply
-from meshpoint.model.outcomes import Failed, Ok
+from meshpoint.model.checkpoint import TaskState, TaskSummary
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 
-from .kit import EndedBefore, Mesh, Process, Told, within
+from .kit import PATIENCE, EndedBefore, Mesh, Process, Told, within
 
 GOOD = 8
 DEATHS = 3
@@ -114,3 +117,161 @@ async def test_the_neighbours_of_a_poison_complete(mesh: Mesh, tmp_path: Path, p
         assert len(ran(trace, "kill")) == replica.deaths + DEATHS
         assert (await mesh.rows())["open"] == 0
     assert client.duplicates == 0
+
+
+async def test_two_poisons_at_once(mesh: Mesh, tmp_path: Path) -> None:
+    config = mesh.rung.config("ward", max_attempts=2)
+    client, trace = await mesh.client(), tmp_path / "trace"
+    await mesh.declare("ward")
+    good = await doses(client, trace, None, None)
+    deadly = await doses(client, trace, "kill", "exit 0")
+    async with supervised(mesh, config) as replica:
+        assert [(await within(each)).outcome for each in good] == [Ok("well")] * 2
+        messages = [failure((await within(each)).outcome) for each in deadly]
+        assert "was killed by SIGKILL" in messages[0]
+        assert "ended with exit code 0" in messages[1]
+        assert len(replica.of("isolated_died:noted", counted=True)) == 4
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("exit", "ended with exit code 3"), ("segfault", "was killed by SIGSEGV"), ("memory", "")]
+)
+async def test_ways_to_end_a_process(mesh: Mesh, tmp_path: Path, how: str, reason: str) -> None:
+    config = mesh.rung.config("ward", max_attempts=1)
+    client, trace = await mesh.client(), tmp_path / "trace"
+    await mesh.declare("ward")
+    (deadly,) = await doses(client, trace, how)
+    async with supervised(mesh, config):
+        (good,) = await doses(client, trace, None)
+        assert (await within(good)).outcome == Ok("well")
+        message = failure((await within(deadly)).outcome)
+        assert reason in message or "MemoryError" in message
+
+
+async def test_a_poison_after_a_pause(mesh: Mesh, tmp_path: Path) -> None:
+    config = mesh.rung.config("ward", max_attempts=2)
+    client, peer, trace = await mesh.client(), await mesh.peer(), tmp_path / "trace"
+    await mesh.declare("ward")
+    answering = asyncio.create_task(peer.answer_all())
+    async with supervised(mesh, config) as replica:
+        good = await doses(client, trace, None, None, asks=True)
+        (deadly,) = await doses(client, trace, "kill", asks=True)
+        assert [(await within(each)).outcome for each in good] == [Ok("well")] * 2
+        assert "was killed by SIGKILL" in failure((await within(deadly)).outcome)
+        assert len(replica.of("isolated_died:noted", counted=True)) == 2
+    answering.cancel()
+    await asyncio.gather(answering, return_exceptions=True)
+
+
+async def suspected(mesh: Mesh, client: Client, config: Path, trace: Path, how: str) -> asyncio.Future[Reply]:
+    """A task whose replica was killed twice under its row."""
+    await mesh.declare("ward")
+    (asked,) = await doses(client, trace, how)
+    for _ in range(2):
+        replica = await mesh.replica(config)
+        await replica.wait("segment:before")
+        await until_traced(trace, how, len(ran(trace, how)) + 1)
+        await replica.kill()
+    return asked
+
+
+async def until_traced(trace: Path, how: str, count: int) -> int:
+    """The process in which the run `count` of such a task began."""
+    async with asyncio.timeout(PATIENCE):
+        while len(ran(trace, how)) < count:
+            await asyncio.to_thread(os.sched_yield)
+    return ran(trace, how)[count - 1]
+
+
+async def until_gone(pid: int) -> None:
+    """Wait for the end of a process that is no child of ours."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    gone = asyncio.Event()
+    asyncio.get_running_loop().add_reader(descriptor, gone.set)
+    try:
+        await within(gone.wait())
+    finally:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+
+
+async def test_a_replica_that_is_killed_takes_the_process_of_a_suspect_along(mesh: Mesh, tmp_path: Path) -> None:
+    config = mesh.rung.config("ward", ack_policy="on_receipt", max_attempts=1)
+    client, trace = await mesh.client(), tmp_path / "trace"
+    asked = await suspected(mesh, client, config, trace, "wait")
+    first = await mesh.replica(config)
+    pid = await until_traced(trace, "wait", 3)
+    assert pid != first.process.pid
+    await first.kill()
+    await until_gone(pid)
+    second = await mesh.replica(config)
+    await until_traced(trace, "wait", 4)
+    (note,) = await second.wait("isolated:noted")
+    assert (note["detail"]["attempt"], note["detail"]["rescues"]) == (1, 3)
+    await client.cancel("ward", asked_id(note))
+    outcome = (await within(asked)).outcome
+    assert isinstance(outcome, Failed)
+    assert outcome.kind is FailureKind.CANCELLED
+    assert await second.wait("code_cancelled:noted")
+    assert len(ran(trace, "wait")) == 4
+    assert (await mesh.rows())["open"] == 0
+
+
+async def test_a_drain_releases_a_suspect(mesh: Mesh, tmp_path: Path) -> None:
+    config = mesh.rung.config("ward", ack_policy="on_receipt", max_attempts=1, drain_timeout_seconds=0.1)
+    client, trace = await mesh.client(), tmp_path / "trace"
+    await suspected(mesh, client, config, trace, "wait")
+    first = await mesh.replica(config)
+    pid = await until_traced(trace, "wait", 3)
+    first.signal(signal.SIGTERM)
+    assert await first.ended() == 0
+    await until_gone(pid)
+    (task,) = await tasks_of(mesh)
+    assert (task.state, task.attempt, task.rescues) == (TaskState.READY, 1, 2)
+
+
+async def test_a_suspect_that_blocks_its_event_loop_is_killed(mesh: Mesh, tmp_path: Path) -> None:
+    config = mesh.rung.config("ward", ack_policy="on_receipt", max_attempts=2, isolated_stall_seconds=3)
+    client, trace = await mesh.client(), tmp_path / "trace"
+    asked = await suspected(mesh, client, config, trace, "hang")
+    replica = await mesh.replica(config)
+    (good,) = await doses(client, trace, None)
+    assert (await within(good)).outcome == Ok("well")
+    assert "its event loop stood still" in failure((await within(asked)).outcome)
+    assert len(replica.of("isolated_died:noted")) == 2
+
+
+async def test_a_process_that_is_killed_from_outside_counts_once(mesh: Mesh, tmp_path: Path) -> None:
+    config = mesh.rung.config("ward", ack_policy="on_receipt", max_attempts=3)
+    client, trace = await mesh.client(), tmp_path / "trace"
+    await suspected(mesh, client, config, trace, "wait")
+    replica = await mesh.replica(config)
+    os.kill(await until_traced(trace, "wait", 3), signal.SIGKILL)
+    (died,) = await replica.wait("isolated_died:noted")
+    assert (died["detail"]["attempt"], died["detail"]["reason"]) == (1, "was killed by SIGKILL")
+    await until_traced(trace, "wait", 4)
+    assert [note["detail"]["attempt"] for note in replica.of("isolated:noted")] == [1, 2]
+
+
+def failure(outcome: Outcome) -> str:
+    """The message of a failure."""
+    assert isinstance(outcome, Failed)
+    return outcome.message
+
+
+def asked_id(note: Told) -> str:
+    (task_id,) = note["task_ids"]
+    return str(task_id)
+
+
+async def tasks_of(mesh: Mesh) -> list[TaskSummary]:
+    """All rows."""
+    store = mesh.store()
+    await store.open()
+    try:
+        return await store.tasks()
+    finally:
+        await store.close()
