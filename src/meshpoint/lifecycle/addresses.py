@@ -10,8 +10,6 @@ from meshpoint.ports.clock import Clock
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 """Seconds."""
-_SLOW = 1.0
-"""Seconds that an attempt must take for an address to count as one that makes others wait."""
 _MOST = 10_000
 """Addresses that are remembered; the oldest are forgotten, and tried at once."""
 
@@ -51,14 +49,17 @@ class Addresses:
         trouble = self._troubles.get(address)
         return trouble is not None and trouble.gone
 
-    def failed(self, address: Address, *, began: float, gone: bool) -> None:
-        """Note that it did not take a message that was published when it `began`, or that there is no such queue."""
+    def failed(self, address: Address, *, began: float, gone: bool, slow: bool) -> None:
+        """Note that it did not take a message that was published when it `began`, or that there is no such queue.
+
+        `slow`: it made the sender wait for that.
+        """
         before = self._troubles.pop(address, None)
         now = self._clock.monotonic()
         pause = _FIRST_PAUSE if before is None else before.pause
         if before is not None and began >= before.failed_at + before.pause:  # not one of several tried at a time
             pause = min(2 * pause, _LONGEST_PAUSE)
-        self._troubles[address] = _Trouble(now, pause, gone, slow=now - began >= _SLOW)
+        self._troubles[address] = _Trouble(now, pause, gone, slow)
         if len(self._troubles) > _MOST:
             self._troubles.popitem(last=False)
 

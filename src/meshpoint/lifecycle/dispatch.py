@@ -50,6 +50,10 @@ log = logging.getLogger("meshpoint.dispatch")
 
 _PUBLISHED_AT_ONCE = 32
 """Addresses that one batch publishes to at a time."""
+_PROMPT = 2.0
+"""Seconds that a request waits for the broker to confirm its reply, before the reply waits without it."""
+_SLOW = 1.0
+"""Seconds that a publish must take for its address to count as one that makes others wait."""
 _STEP = {Dispatch: Step.DISPATCH, CancelNotice: Step.CANCEL_NOTICE, Reply: Step.REPLY}
 
 
@@ -153,7 +157,7 @@ class Outgoing:
             return None
 
     def _too_large(self, what: str, size: int) -> str:
-        limit = getattr(self._site.broker, "max_message_bytes", None)
+        limit = self._site.broker.max_message_bytes
         accepts = f"the broker accepts at most {limit}" if limit else "the broker does not accept that many"
         return f"the {what} has {size} bytes; {accepts}"
 
@@ -193,11 +197,29 @@ class Outgoing:
         word = Published.UNROUTABLE if self._addresses.gone(letter[0]) else Published.OVERLOADED
         if not self._addresses.blocked(letter[0], fresh=True):
             with self._site.steps.step(Step.REPLY, [reply.task_id]):
-                word = await self._site.patience.until_answered(partial(self._word_on_reply, reply, letter))
+                word = await self._site.patience.until_answered(partial(self._prompt_word, reply, letter))
         if word is Published.REJECTED:
             self._note_rejected(reply)
         elif word is not Published.ACCEPTED:
             await self._keep(reply, run_id, gone=word is Published.UNROUTABLE, again=again)
+
+    async def _prompt_word(self, reply: Reply, letter: Letter) -> Published:
+        """The broker's word on a reply. `OVERLOADED` after a while if it takes other messages, but does not say."""
+        began = self._site.clock.monotonic()
+        try:
+            async with asyncio.timeout(_PROMPT):
+                return await self._word_on_reply(reply, letter)
+        except TimeoutError:
+            if not (self._site.broker.can_publish and self._has_room):
+                return await self._word_on_reply(reply, letter)
+        self._addresses.failed(letter[0], began=began, gone=False, slow=True)
+        return Published.OVERLOADED
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether one more reply can wait here."""
+        durable = self._site.durable is not None
+        return durable or len(self._kept_in_memory) < self._site.options.max_in_memory
 
     async def _word_on_reply(self, reply: Reply, letter: Letter) -> Published:
         word = (await self._words([letter]))[0]
@@ -209,7 +231,7 @@ class Outgoing:
 
     async def _keep(self, reply: Reply, run_id: RunId, *, gone: bool, again: bool) -> None:
         home = self._site.homes[0]
-        if not home.durable and len(self._kept_in_memory) >= self._site.options.max_in_memory:
+        if not self._has_room:
             self._drop(reply, "as many replies as max_in_memory allows wait already")
             return
         wish = KeepReply(run_id, reply, self._site.options.reply_retry_time if gone else None, again)
@@ -233,7 +255,7 @@ class Outgoing:
         Where there is a database it keeps the reply. Otherwise this process does, up to a limit.
         """
         if self._site.durable is None:
-            if len(self._kept_in_memory) < self._site.options.max_in_memory:
+            if self._has_room:
                 self._kept_in_memory.add(reply.task_id)
                 return True
             self._drop(reply, "as many replies as max_in_memory allows wait already")
@@ -327,7 +349,8 @@ class Outgoing:
             self._site.patience.note_away(error)
             raise
         if Published.UNROUTABLE in words or Published.OVERLOADED in words:
-            self._addresses.failed(address, began=began, gone=Published.UNROUTABLE in words)
+            slow = self._site.clock.monotonic() - began >= _SLOW
+            self._addresses.failed(address, began=began, gone=Published.UNROUTABLE in words, slow=slow)
         elif Published.ACCEPTED in words:
             self._addresses.worked(address)
             self._site.patience.note_broker_back()

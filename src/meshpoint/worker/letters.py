@@ -67,6 +67,7 @@ class Letters:
         self._refusals = refusals
         self._poke = poke
         self._forwarded = Throttle(_STATUS_RATE, site.clock.now)
+        self._spawn = spawn
         self._locked = LockedLetters(self._take_in, site.clock, spawn, make_room)
 
     async def on_letters(self, deliveries: Sequence[Delivery], home: Home, *, shared: bool) -> None:
@@ -250,7 +251,8 @@ class Letters:
         for wish, result in zip(wishes, results, strict=True):
             match result:
                 case CancelledNow(reply=reply, cancels=cancels):
-                    await self._segments.send(self._site.durable, [reply, *cancels])
+                    # Committed, and due in its rows: a slow address must not hold up the letters behind this one.
+                    self._spawn(self._segments.send(self._site.durable, [reply, *cancels]))
                 case CancelRequested():  # by somebody who may, maybe another sender than this one
                     await self._broadcast_cancel([wish._replace(sender=None)])
                 case CancelBeforeRequest():
@@ -294,7 +296,7 @@ class Letters:
         for wish, result in zip(waiting, results, strict=True):
             match result:
                 case CancelledNow():
-                    await self._segments.send(self._site.memory, [result.reply, *result.cancels])
+                    self._spawn(self._segments.send(self._site.memory, [result.reply, *result.cancels]))
                 case CancelRefused():
                     refused[wish] = result
                 case _:

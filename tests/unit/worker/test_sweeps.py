@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from meshpoint.lifecycle import dispatch
 from meshpoint.model.calls import Call
 from meshpoint.model.checkpoint import TaskState
 from meshpoint.model.events import Phase, Step
@@ -214,3 +215,52 @@ async def test_a_reply_that_stays_undelivered_is_tried_less_and_less_often(mesh:
     await boss.ask("doubler", 1)
     await mesh.advance(600)
     assert len(mesh.events.of(Step.REPLY, Phase.AFTER)) < 12
+
+
+@pytest.mark.parametrize("durable", [True, False])
+async def test_a_silent_reply_queue_holds_its_request_only_for_a_moment(
+    mesh: Mesh, boss: Puppet, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    monkeypatch.setattr(dispatch, "_PROMPT", 0.01)
+    running = await mesh.replica(doubler, durable=durable, max_concurrency=2)
+    publish, opened = running.broker.publish, asyncio.Event()
+
+    async def unconfirmed(messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+        if any(address == "silent.resp" for address, _ in messages):
+            await opened.wait()
+        return await publish(messages)
+
+    running.broker.publish = unconfirmed  # type: ignore[method-assign]
+    silent = await mesh.puppet("silent")
+    tasks = [await silent.ask("doubler", number) for number in range(10)]
+    sane = await boss.ask("doubler", 21)
+    assert await boss.reply(sane) == Ok(42)
+    for task_id in tasks:
+        await mesh.events.wait(Step.ACK, Phase.AFTER, task_id=task_id)
+    opened.set()
+    await mesh.advance(60)
+    for number, task_id in enumerate(tasks):
+        assert set(map(str, silent.replies(task_id))) == {str(Ok(2 * number))}
+
+
+async def test_a_cancelled_task_with_a_silent_requester_holds_up_no_letter(
+    mesh: Mesh, boss: Puppet, peer: Puppet
+) -> None:
+    running = await mesh.replica(asker("asker", "peer"))
+    publish = running.broker.publish
+
+    async def unconfirmed(messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+        if any(address == "silent.resp" for address, _ in messages):
+            await asyncio.Event().wait()
+        return await publish(messages)
+
+    silent = await mesh.puppet("silent")
+    doomed = await silent.ask("asker", 1)
+    task_id = await boss.ask("asker", 2)
+    requests = [await peer.request_number(number) for number in (1, 2)]
+    await mesh.settle()
+    running.broker.publish = unconfirmed  # type: ignore[method-assign]
+    await silent.cancel("asker", doomed)
+    for request in requests:
+        await peer.respond(request, 2)
+    assert await boss.reply(task_id) == Ok({"peer": 2})

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import aio_pika
@@ -18,6 +19,7 @@ from yarl import URL
 
 from meshpoint.adapters.rabbitmq.wire import Wire
 from meshpoint.errors import BrokerUnavailable
+from meshpoint.model.outage import Outage
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +133,8 @@ class Link:
         defaults = {"heartbeat": _HEARTBEAT, "name": f"meshpoint {purpose}"}
         self._url = address.update_query({**defaults, **address.query})
         self._make = make
+        self._purpose = purpose
+        self._outage = Outage(monotonic)
         self._timeout = timeout.total_seconds()
         self._attempt: asyncio.Task[Wired] | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -270,9 +274,13 @@ class Link:
             try:
                 wired = await self.connection()
             except BrokerUnavailable as error:
-                log.warning("%s", error)
+                if (seconds := self._outage.failed()) is not None:
+                    log.warning("%s: unavailable for %.0f s: %s", self._purpose, seconds, error)
                 await asyncio.sleep(next(pauses))
             else:
+                seconds, reported = self._outage.over()
+                if reported:
+                    log.warning("%s: connected again after %.0f s", self._purpose, seconds)
                 pauses = growing_pauses()
                 await asyncio.wait([wired.underlay.closing])
 

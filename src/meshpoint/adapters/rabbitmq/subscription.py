@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from time import monotonic
 
 from aiormq.exceptions import ChannelNotFoundEntity
 
@@ -18,6 +19,7 @@ from meshpoint.adapters.rabbitmq.link import Link, growing_pauses, translated
 from meshpoint.adapters.rabbitmq.redelivered import Redelivered
 from meshpoint.errors import BrokerUnavailable, ConfigurationError, PoisonMessage
 from meshpoint.model.messages import Address, bounded_reason, is_dead_letters, is_private
+from meshpoint.model.outage import Outage
 from meshpoint.ports.broker import OnDelivery
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class RabbitSubscription:
         self._keeper: asyncio.Task[None] | None = None
         self._buryings: set[asyncio.Task[None]] = set()
         self._cancelled = False
+        self._outage = Outage(monotonic)
 
     async def start(self) -> None:
         """Attach for the first time.
@@ -137,11 +140,13 @@ class RabbitSubscription:
                 await self._restore(missing)
                 await self._attach()
             except Exception as error:  # whatever it is, a consumer that stays away is worse
-                log.warning("cannot consume %s yet: %r", self._queue, error)
+                if (seconds := self._outage.failed()) is not None:
+                    log.warning("cannot consume %s yet, for %.0f s: %r", self._queue, seconds, error)
                 missing = isinstance(error.__cause__, ChannelNotFoundEntity)
                 await asyncio.sleep(next(pauses))
             else:
-                log.info("consuming %s again", self._queue)
+                seconds, _ = self._outage.over()
+                log.info("consuming %s again after %.0f s", self._queue, seconds)
                 return
 
     async def _attach(self) -> None:
