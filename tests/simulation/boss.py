@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import JsonValue
 
@@ -17,6 +17,8 @@ from meshpoint.ports.broker import Delivery, Published
 from .broker import SimulatedBroker
 
 BOSS = AgentName("boss")
+OPERATOR = "operator"
+"""The login of cancels: some are of tasks that others have asked for."""
 
 
 @dataclass(slots=True)
@@ -64,8 +66,8 @@ class Boss:
         await self._send(requests_of(AgentName("root")), message)
 
     async def cancel(self, agent: AgentName, task_id: TaskId) -> None:
-        """Wish a task of `agent` cancelled."""
-        await self._send(responses_of(agent), cancel_message(BOSS, task_id))
+        """Wish a task of `agent` cancelled, whoever asked for it."""
+        await self._send(responses_of(agent), replace(cancel_message(BOSS, task_id), user_id=OPERATOR))
 
     async def _send(self, address: Address, message: Message) -> None:
         while True:

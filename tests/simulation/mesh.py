@@ -16,7 +16,7 @@ from meshpoint.model.messages import dead_letters_of
 from meshpoint.model.options import AckPolicy, OnCheckpointFailure, Options
 
 from .agents import Leaf, Nested, Root
-from .boss import Boss
+from .boss import OPERATOR, Boss
 from .broker import SimulatedBroker, SimulatedExchange
 from .ledger import DATABASE, Ledger
 from .loop import SimulatedLoop
@@ -52,6 +52,7 @@ def draw_variant(dice: Random) -> Variant:
     options = Options(
         max_concurrency=dice.choice([1, 3, 10]),
         max_attempts=1000,
+        operator_logins=(OPERATOR,),
         lease=lease,
         renew_interval=lease / 3,
         max_in_memory=dice.choice([5, 100]),

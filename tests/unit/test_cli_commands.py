@@ -25,7 +25,7 @@ from meshpoint.cli.db import without_password
 from meshpoint.cli.output import span
 from meshpoint.cli.send import parse_input
 from meshpoint.errors import BrokerUnavailable, CommitInDoubt, ConfigurationError, MeshpointError
-from meshpoint.model.checkpoint import CallState, CallSummary, TaskState, TaskSummary
+from meshpoint.model.checkpoint import CallState, CallSummary, Cancel, CancelRequested, TaskState, TaskSummary
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from meshpoint.settings import AgentSettings, MeshSettings, Settings
@@ -157,6 +157,10 @@ class Mesh:
         self.seen["filter"] = (agent, list(states), limit)
         return self.tasks
 
+    async def cancel_in_store(self, cancels: Sequence[Cancel]) -> list[CancelRequested]:
+        self.seen["ended"] = [(wish.agent, wish.task_id, wish.sender) for wish in cancels]
+        return [CancelRequested(None) for _ in cancels]
+
     async def task(self, task_id: str) -> tuple[TaskSummary, list[CallSummary]] | None:
         return next(((task, [CALL]) for task in self.tasks if task.task_id == task_id), None)
 
@@ -167,7 +171,9 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Mesh:
 
     def open_store(agent: AgentSettings, namespace: str) -> object:
         mesh.open_store(agent, namespace)
-        return SimpleNamespace(open=mesh.open, close=mesh.close, tasks=mesh.tasks_of, task=mesh.task)
+        return SimpleNamespace(
+            open=mesh.open, close=mesh.close, tasks=mesh.tasks_of, task=mesh.task, cancel=mesh.cancel
+        )
 
     wiring = {"make_broker": mesh.make_broker, "open_store": open_store, "serve": mesh.serve}
     stub(monkeypatch, "wiring", sweep_once=mesh.sweep_once, **wiring)
@@ -428,6 +434,7 @@ def test_a_cancel_goes_to_the_agent_that_the_database_names(cli: Cli, mesh: Mesh
     asked = cli("tasks", "cancel", "t-1", "--config", "mesh.yaml")
     assert (asked.code, asked.out) == (0, "asked travel to cancel t-1\n")
     assert mesh.seen["cancelled"] == ("travel", "t-1")
+    assert mesh.seen["ended"] == [("travel", "t-1", None)]
 
 
 def test_a_cancel_of_an_ended_task_is_refused(cli: Cli, mesh: Mesh) -> None:

@@ -110,7 +110,10 @@ def cancel_task(
     agent: Agent = None,
     as_json: sources.AsJson = False,
 ) -> None:
-    """Ask the task's agent to cancel it. Without --agent, the agent is looked up in the database."""
+    """Cancel a task in its agent's database, and tell the agent. With --agent, only tell the agent.
+
+    An agent that is told heeds the task's requester, and the logins in its operator_logins.
+    """
     from meshpoint.model.ids import TaskId
 
     mesh = sources.named_mesh_of(config, broker, namespace)
@@ -120,6 +123,7 @@ def cancel_task(
         if task.state.ended:
             raise MeshpointError(f"task {task_id} has already {_PAST[task.state]}")
         agent = task.agent
+        asyncio.run(_cancel_in(databases, mesh.namespace, task))
 
     async def cancel() -> None:
         from meshpoint.client import Client
@@ -241,6 +245,25 @@ async def _find(
         if found is not None:
             return found
     return None
+
+
+async def _cancel_in(databases: list[AgentSettings], namespace: str, task: TaskSummary) -> None:
+    """End a task as cancelled, or let whoever runs it know; replicas send its reply."""
+    from meshpoint.lifecycle.cancel import CANCELLED
+    from meshpoint.model.checkpoint import Cancel
+    from meshpoint.model.ids import RunId, new_id
+    from meshpoint.model.letters import reply_bytes
+    from meshpoint.wiring import open_store
+
+    wish = Cancel(task.task_id, task.agent, RunId(new_id()), reply_bytes(task.task_id, None, CANCELLED))
+    for database in databases:
+        store = open_store(database, namespace)
+        await store.open()
+        try:
+            if await store.task(task.task_id) is not None:
+                await store.cancel([wish])
+        finally:
+            await store.close()
 
 
 def _found(

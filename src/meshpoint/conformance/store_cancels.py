@@ -246,6 +246,10 @@ class CancellerSuite:
         run = await begun(store)
         await store.cancel([a_cancel(run.task_id)])
         assert await store.cancel([a_cancel(run.task_id, sender="mallory")]) == [CancelRequested(HERE.id)]
+        await store.end([an_end(run, TaskState.CANCELLED)])
+        before = await row(store, run.task_id)
+        assert isinstance(one(await store.cancel([a_cancel(run.task_id, sender="mallory")])), CancelTooLate)
+        assert await row(store, run.task_id) == before
 
     @pytest.mark.parametrize("written", ["pause", "begin"])
     async def test_an_early_cancel_binds_its_senders_requests_only(

@@ -264,6 +264,8 @@ class MemoryTransitions:
         if row.early:
             return _cancel_again(row, cancel, now)
         if cancel.sender not in {None, cancel.agent} and not same_requester(row.requester.app_id, cancel.sender):
+            if row.state is TaskState.CANCELLED:
+                return CancelTooLate(row.reply_at(now))
             requested = row.state is TaskState.RUNNING and row.cancel_requested
             return CancelRequested(row.owner) if requested else CancelRefused()
         if cancel.parent is not None and row.requester.parent_task_id not in {None, cancel.parent}:

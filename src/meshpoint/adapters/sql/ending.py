@@ -218,7 +218,7 @@ def _refused(wish: Cancel, row: Row[Any] | None) -> CancelStale | CancelRefused 
     if wish.sender not in {None, wish.agent} and not same_requester(row.requester_app_id, wish.sender):
         if row.status == TaskState.RUNNING and row.cancel_requested:  # as good as cancelled: its owner may not know
             return _requested(row)
-        return CancelRefused()
+        return None if row.status == TaskState.CANCELLED else CancelRefused()
     stale = wish.parent is not None and row.parent_task_id not in {None, wish.parent}
     return CancelStale() if stale else None
 
