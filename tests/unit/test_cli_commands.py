@@ -172,7 +172,7 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Mesh:
     def open_store(agent: AgentSettings, namespace: str) -> object:
         mesh.open_store(agent, namespace)
         return SimpleNamespace(
-            open=mesh.open, close=mesh.close, tasks=mesh.tasks_of, task=mesh.task, cancel=mesh.cancel
+            open=mesh.open, close=mesh.close, tasks=mesh.tasks_of, task=mesh.task, cancel=mesh.cancel_in_store
         )
 
     wiring = {"make_broker": mesh.make_broker, "open_store": open_store, "serve": mesh.serve}

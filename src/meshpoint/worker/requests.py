@@ -150,6 +150,9 @@ class Requests:
         known = self._segments.asked_for(request.task_id)
         if known is None:
             return False
+        if live is not None and live.settling and live.home is not None and live.home.durable:
+            self._spawn(self._later(live.left, delivery))  # its reply may be on its way to another address
+            return True
         match relation(segment.sender, segment.digest, *known):
             case Relation.SAME if request.resume is None:
                 self._segments.adopt(request.task_id, delivery)
@@ -157,7 +160,7 @@ class Requests:
             case Relation.SAME if live is not None:
                 self._spawn(self._asked_again(live, segment, request))
             case _ if live is not None and not live.decided.is_set():  # whose the task is, is being looked up
-                self._spawn(self._later(live, delivery))
+                self._spawn(self._later(live.decided, delivery))
             case Relation.OTHER_INPUT:
                 self._follow_up(segment, partial(self._refuse_in_use, segment))
             case Relation.STRANGER:
@@ -166,8 +169,8 @@ class Requests:
                 return False
         return True
 
-    async def _later(self, live: Segment, delivery: Delivery) -> None:
-        await live.decided.wait()
+    async def _later(self, happened: asyncio.Event, delivery: Delivery) -> None:
+        await happened.wait()
         await self.on_requests([delivery])
 
     async def _asked_again(self, live: Segment, asking: Segment, request: receive.Request) -> None:

@@ -1,0 +1,240 @@
+"""Who may do what, with two logins of a real RabbitMQ, and PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from meshpoint import Peer, TaskExecutionContext, agent
+from meshpoint.client import Client
+from meshpoint.local import local_mesh
+from meshpoint.model.events import Event, Step
+from meshpoint.model.ids import AgentName, TaskId, new_id
+from meshpoint.model.letters import cancel_message
+from meshpoint.model.messages import Address, Header, Message, requests_of, responses_of
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.settings import MeshSettings
+from meshpoint.wiring import make_broker
+from servers import RabbitServer
+
+pytestmark = pytest.mark.servers
+
+GUARD = 60
+ECHO, SLOW = AgentName("echo"), AgentName("slow")
+slow_peer = Peer("slow", str, str)
+
+
+class Gates:
+    """Where `slow` waits."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = asyncio.Event(), asyncio.Event()
+
+
+GATES: list[Gates] = []
+
+
+@agent("slow", version="1")
+async def slow(ctx: TaskExecutionContext, said: str) -> str:
+    GATES[-1].reached.set()
+    await GATES[-1].opened.wait()
+    return said
+
+
+@agent("echo", version="1")
+async def echo(ctx: TaskExecutionContext, said: str) -> str:
+    return await ctx.call(slow_peer(said))
+
+
+@agent("mended", version="1")
+async def mended(ctx: TaskExecutionContext, said: str) -> str:
+    await ctx.subtask("begin", str, said)
+    if not GATES[-1].opened.is_set():
+        raise ValueError("not yet")
+    return said
+
+
+class Events:
+    """Hears events, and awaits them."""
+
+    def __init__(self) -> None:
+        self.all: list[Event] = []
+        self._changed = asyncio.Event()
+
+    def emit(self, event: Event) -> None:
+        self.all.append(event)
+        self._changed.set()
+
+    async def wait(self, step: Step, count: int = 1) -> list[Event]:
+        async with asyncio.timeout(GUARD):
+            while len(found := [event for event in self.all if event.step is step]) < count:
+                self._changed.clear()
+                await self._changed.wait()
+        return found
+
+
+@dataclass
+class Scene:
+    """A mesh under one login, a client of it, and a sender under another login."""
+
+    client: Client
+    mallory: Client
+    events: Events
+    gates: Gates
+
+    async def publish(self, address: Address, message: Message) -> None:
+        await self.mallory._broker.publish([(address, message)])
+
+    async def outcome(self, client: Client, to: str, said: str, task_id: TaskId) -> Outcome:
+        async with asyncio.timeout(GUARD):
+            return (await (await client.send(to, said, task_id=task_id))).outcome
+
+
+@pytest_asyncio.fixture
+async def mallorys_login(own_rabbit: RabbitServer) -> AsyncIterator[tuple[str, str]]:
+    """A login of its own, and where it connects."""
+    name = f"m{new_id()[-12:]}"
+    await own_rabbit.control("add_user", name, "secret")
+    await own_rabbit.control("set_permissions", name, ".*", ".*", ".*")
+    yield name, own_rabbit.url.replace("guest:guest", f"{name}:secret")
+    await own_rabbit.control("delete_user", name)
+
+
+@asynccontextmanager
+async def scene(rabbit: RabbitServer, db_url: str, url: str, **options: Any) -> AsyncIterator[Scene]:
+    namespace, events = f"m{new_id()}", Events()
+    GATES.append(Gates())
+    mesh = MeshSettings(namespace=namespace, broker_url=url)
+    async with (
+        local_mesh(
+            echo,
+            slow,
+            mended,
+            broker_url=rabbit.url,
+            db_url=db_url,
+            namespace=namespace,
+            observer=events,
+            sweep_interval_seconds=0.2,
+            **options,
+        ) as client,
+        Client(make_broker(mesh), "mallory") as mallory,
+    ):
+        yield Scene(client, mallory, events, GATES[-1])
+
+
+LISTED = {"client": "guest", "echo": ["guest"], "slow": "guest"}
+
+
+async def test_a_task_id_is_no_credential(
+    own_rabbit: RabbitServer, postgres_url: str, mallorys_login: tuple[str, str]
+) -> None:
+    """Another login asks for a task, resumes and cancels it: in its own name, and in its requester's."""
+    async with scene(own_rabbit, postgres_url, mallorys_login[1], peer_logins=LISTED) as here:
+        task_id = TaskId(new_id())
+        waiting = await here.client.send("echo", "secret", task_id=task_id)
+        async with asyncio.timeout(GUARD):
+            await here.gates.reached.wait()
+        told = await here.outcome(here.mallory, "echo", "secret", task_id)
+        assert isinstance(told, Failed)
+        assert (told.kind, told.message.startswith("the task id is in use")) == (FailureKind.INVALID, True)
+        request = here.mallory.request("secret", task_id)
+        resume = replace(request, headers={Header.RESUME.value: "00000001"})
+        forged = replace(resume, app_id="client", reply_to=Address("client.private.1"))
+        for bad in (
+            resume,
+            forged,
+            replace(request, app_id="client"),
+            replace(request, reply_to=Address("echo.resp")),
+        ):
+            await here.publish(requests_of(ECHO), bad)
+        for name in ("mallory", "client", "echo"):
+            await here.publish(responses_of(ECHO), cancel_message(AgentName(name), task_id))
+        dead = await here.events.wait(Step.DEAD_LETTER, count=8)
+        here.gates.opened.set()
+        async with asyncio.timeout(GUARD):
+            assert (await waiting).outcome == Ok("secret")
+        assert await here.outcome(here.client, "echo", "secret", task_id) == Ok("secret")
+        told = await here.outcome(here.mallory, "echo", "secret", task_id)
+        assert isinstance(told, Failed)
+        assert len(dead) == 8
+
+
+async def test_a_failed_task_is_resumed_by_its_requester_only(
+    own_rabbit: RabbitServer, postgres_url: str, mallorys_login: tuple[str, str]
+) -> None:
+    async with scene(own_rabbit, postgres_url, mallorys_login[1], peer_logins=LISTED) as here:
+        task_id = TaskId(new_id())
+        assert isinstance(await here.outcome(here.client, "mended", "secret", task_id), Failed)
+        here.gates.opened.set()
+        request = here.mallory.request("other", task_id)
+        resume = replace(request, headers={Header.RESUME.value: "00000001"})
+        await here.publish(requests_of(AgentName("mended")), resume)
+        await here.publish(requests_of(AgentName("mended")), replace(resume, app_id="client", reply_to=None))
+        await here.events.wait(Step.DEAD_LETTER, count=2)
+        again = here.client.expect("mended", task_id)
+        mine = replace(here.client.request("secret", task_id), headers={Header.RESUME.value: "00000001"})
+        await here.client._broker.publish([(requests_of(AgentName("mended")), mine)])
+        async with asyncio.timeout(GUARD):
+            assert (await again).outcome == Ok("secret")
+
+
+async def test_an_early_cancel_takes_no_id(
+    own_rabbit: RabbitServer, postgres_url: str, mallorys_login: tuple[str, str]
+) -> None:
+    async with scene(own_rabbit, postgres_url, mallorys_login[1], peer_logins=LISTED) as here:
+        task_id, misled = TaskId(new_id()), TaskId(new_id())
+        await here.mallory.cancel("echo", task_id)
+        await here.client.cancel("slow", misled)
+        await here.events.wait(Step.CANCEL, count=4)  # before and after
+        here.gates.opened.set()
+        assert await here.outcome(here.client, "echo", "secret", task_id) == Ok("secret")
+        assert await here.outcome(here.client, "echo", "secret", misled) == Ok("secret")
+
+
+@pytest.mark.parametrize("logins", [LISTED, {}], ids=["listed", "any login"])
+async def test_a_malformed_request_ends_nobodys_call(
+    own_rabbit: RabbitServer, postgres_url: str, mallorys_login: tuple[str, str], logins: dict[str, Any]
+) -> None:
+    """It carries the ids of a call of `echo`, and wants the refusal to go to `echo`."""
+    async with scene(own_rabbit, postgres_url, mallorys_login[1], peer_logins=logins) as here:
+        waiting = await here.client.send("echo", "secret")
+        async with asyncio.timeout(GUARD):
+            await here.gates.reached.wait()
+        (dispatched,) = [event for event in here.events.all if event.step is Step.SEGMENT and event.agent == SLOW]
+        (asked,) = [event for event in here.events.all if event.step is Step.SEGMENT and event.agent == ECHO][:1]
+        bad = replace(
+            here.mallory.request("other", dispatched.task_ids[0]),
+            body=b"?",
+            reply_to=responses_of(ECHO),
+            headers={Header.PARENT_TASK.value: asked.task_ids[0]},
+        )
+        await here.publish(requests_of(SLOW), bad)
+        await here.publish(requests_of(SLOW), replace(bad, app_id="echo"))
+        await here.events.wait(Step.DEAD_LETTER, count=2 if logins else 3)
+        here.gates.opened.set()
+        async with asyncio.timeout(GUARD):
+            assert (await waiting).outcome == Ok("secret")
+
+
+async def test_an_operators_login_cancels(
+    own_rabbit: RabbitServer, postgres_url: str, mallorys_login: tuple[str, str]
+) -> None:
+    name, url = mallorys_login
+    async with scene(own_rabbit, postgres_url, url, operator_logins=[name]) as here:
+        task_id = TaskId(new_id())
+        waiting = await here.client.send("echo", "secret", task_id=task_id, timeout=timedelta(minutes=5))
+        async with asyncio.timeout(GUARD):
+            await here.gates.reached.wait()
+        await here.mallory.cancel("echo", task_id)
+        async with asyncio.timeout(GUARD):
+            outcome = (await waiting).outcome
+        assert isinstance(outcome, Failed)
+        assert outcome.kind is FailureKind.CANCELLED
+        here.gates.opened.set()
