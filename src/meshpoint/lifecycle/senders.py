@@ -20,7 +20,7 @@ _QUOTED = 100  # characters of what a stranger wrote
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """A sender whose login fits its name. `trusted`: one of the agent's own replicas, or an operator."""
+    """A sender whose login fits its name. `trusted`: a replica of the agent itself, or an operator."""
 
     name: str | None
     trusted: bool = False
@@ -43,7 +43,7 @@ class Relation(Enum):
 
 
 def relation(sender: Sender, digest: str | None, requester: str | None, known_digest: str | None) -> Relation:
-    """What a request of `sender` has to do with a task of `requester`; digests are those of their inputs."""
+    """Compare a request of `sender` with a task of `requester`, by the digests of their inputs."""
     if not sender.may_act_for(requester):
         return Relation.STRANGER
     return Relation.SAME if same_input(digest, known_digest) else Relation.OTHER_INPUT
@@ -64,7 +64,7 @@ def sender_of(message: Message, agent: AgentName, options: Options) -> Sender:
     """The sender of a message to `agent`.
 
     Raises:
-        PoisonMessage: the login is not one of those that `peer_logins` lists for the name.
+        PoisonMessage: `peer_logins` lists other logins for the name.
     """
     if (reason := impostor(message, options)) is not None:
         raise PoisonMessage(reason)
@@ -74,7 +74,7 @@ def sender_of(message: Message, agent: AgentName, options: Options) -> Sender:
 def canceller_of(message: Message, agent: AgentName, options: Options, *, shared: bool) -> str | None:
     """Whose cancel this is; `None` may cancel every task. `shared`: it came by the agent's queue.
 
-    What comes by a replica's own queue from the agent itself was passed on by a replica that has looked.
+    A cancel from the agent itself on a replica's own queue was passed on by another replica, which has checked it.
 
     Raises:
         PoisonMessage: as for `sender_of`.

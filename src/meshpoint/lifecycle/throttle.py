@@ -1,4 +1,4 @@
-"""Bound how often something is done for each task, whatever others send."""
+"""Bound how often something is done for each task."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from meshpoint.model.ids import TaskId
 
 _MOST_TASKS = 10_000
-"""Tasks that are remembered, those heard of last."""
+"""Tasks that are remembered: the most recent."""
 
 
 @dataclass(slots=True)
