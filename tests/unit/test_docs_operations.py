@@ -61,7 +61,7 @@ def test_a_step_has_the_level_that_the_page_says(step: Step) -> None:
 
 def test_a_step_that_fails_is_a_warning() -> None:
     assert DESCRIBED["failed"] == "warning"
-    failed = Event(Step.END, Phase.FAILED, AgentName("a"), ReplicaId("r"), detail={"error": "StoreUnavailable: away"})
+    failed = Event(Step.END, Phase.FAILED, AgentName("a"), ReplicaId("r"), detail={"error": "ValueError: away"})
     assert level_of(failed) == LEVELS["warning"]
 
 
