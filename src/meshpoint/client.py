@@ -12,6 +12,7 @@ from pydantic import JsonValue
 
 from meshpoint.errors import BrokerUnavailable, MeshpointError, PoisonMessage
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody, ResponseBody, parse
+from meshpoint.model.calls import LONGEST
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, agent_name, new_id
 from meshpoint.model.letters import cancel_message, fingerprint
 from meshpoint.model.messages import (
@@ -198,6 +199,8 @@ class Client:
         )
         headers: dict[str, HeaderValue] = {Header.CALL_DEPTH.value: 0}
         if timeout is not None:
+            if timeout > LONGEST:
+                raise ValueError(f"timeout is {timeout}; it may be ten years at most")
             headers[Header.DEADLINE.value] = (datetime.now(UTC) + timeout).timestamp()
         message = Message(
             type=MessageType.REQUEST,

@@ -121,3 +121,35 @@ async def test_writes_that_are_cancelled_keep_nobody_from_writing(database_url: 
         async with asyncio.timeout(3):
             await paused(store)
     await store.close()
+
+
+async def test_an_instant_that_no_calendar_has_hurts_no_other_task(store: SqlCheckpointStore) -> None:
+    far, other = await paused(store), await paused(store)
+    statement = text(
+        "UPDATE agent_paused_tasks SET wake_at = 1e15, task_deadline = 1e15, checkpointed_at = 1e15 "
+        "WHERE logical_task_id = :task_id"
+    )
+    async with store._database.engine.connect() as connection:
+        await connection.execute(statement, {"task_id": far.run.task_id})
+    assert {each.task_id for each in await store.tasks()} == {far.run.task_id, other.run.task_id}
+    assert (await store.lookup([far.run.task_id, other.run.task_id])).keys() == {far.run.task_id, other.run.task_id}
+    first, second = await store.claim([a_claim(far), a_claim(other)], HERE, 2)
+    assert isinstance(first, AllArrived)
+    assert isinstance(second, AllArrived)
+
+
+async def test_the_databases_time_is_known_from_the_start(store: SqlCheckpointStore) -> None:
+    if store._database.dialect.is_sqlite:
+        assert store.present is None  # a file has the clock of its host
+        return
+    asked = text("SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS double precision)")
+    async with store._database.engine.connect() as connection:
+        await store.lookup([TaskId("none")])
+        first = store.present
+        later = (await connection.execute(asked)).scalar_one()
+        assert first is not None
+        assert first.timestamp() <= later + 0.001
+        await store.lookup([TaskId("none")])
+        second = store.present
+        assert second is not None
+        assert second >= first

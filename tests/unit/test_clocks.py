@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, timedelta
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
+from meshpoint.adapters import system_clock
 from meshpoint.adapters.memory.clock import FakeClock
 from meshpoint.adapters.system_clock import SystemClock
 
@@ -58,3 +60,20 @@ async def test_the_system_clock_is_aware_and_moves() -> None:
     await clock.sleep(timedelta(milliseconds=1))
     assert clock.now() > before
     assert before.tzinfo is UTC
+
+
+@pytest.mark.parametrize("step", [timedelta(hours=-1), timedelta(minutes=10)])
+async def test_a_step_of_the_wall_clock_is_none_of_the_system_clock(
+    monkeypatch: pytest.MonkeyPatch, step: timedelta
+) -> None:
+    clock = SystemClock()
+    before = clock.now()
+
+    class Stepped(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(tz) + step
+
+    monkeypatch.setattr(system_clock, "datetime", Stepped)
+    after = clock.now()
+    assert timedelta() <= after - before < abs(step) / 2

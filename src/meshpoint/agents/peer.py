@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import JsonValue, TypeAdapter
 
 from meshpoint.errors import AgentMisbehaved, ConfigurationError
-from meshpoint.model.calls import Call
+from meshpoint.model.calls import LONGEST, Call
 from meshpoint.model.ids import agent_name
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from meshpoint.model.typed import DoesNotFit, Typed
@@ -79,9 +79,12 @@ class Peer(Generic[In_contra, Out_co]):
     ) -> None:
         self.name = str(agent_name(name))
         for option, duration in (("timeout", timeout), ("idle_timeout", idle_timeout)):
-            if duration is not None and duration <= timedelta():
+            if duration is not None and not timedelta() < duration <= LONGEST:
                 problem = f"{option} is {duration}"
-                raise ConfigurationError(f"peer {name!r}", problem, "give a positive duration, or leave it out")
+                fix = "give a positive duration of at most ten years, or leave it out"
+                if duration <= timedelta():
+                    fix = "give a positive duration, or leave it out"
+                raise ConfigurationError(f"peer {name!r}", problem, fix)
         self.timeout, self.idle_timeout = timeout, idle_timeout
         self._input: Typed[Any] = Typed(input, f"peer {name!r}, input")
         self._output: Typed[Any] = Typed(output, f"peer {name!r}, output")

@@ -14,6 +14,22 @@ from meshpoint.errors import AgentMisbehaved
 T_co = TypeVar("T_co", covariant=True)
 
 
+LONGEST = timedelta(days=3650)
+"""What a timeout or a deadline may be at most: an instant that far away can be kept and read back."""
+
+
+def check_duration(duration: object, name: str) -> None:
+    """See that `duration` is one that can be kept.
+
+    Raises:
+        AgentMisbehaved: it is not positive, longer than ten years, or no duration.
+    """
+    if not isinstance(duration, timedelta):
+        raise AgentMisbehaved(f"{name} must be a timedelta, not {type(duration).__name__}")
+    if not timedelta() < duration <= LONGEST:
+        raise AgentMisbehaved(f"{name} is {duration}; it must be positive and at most ten years")
+
+
 @dataclass(frozen=True, slots=True)
 class Join:
     """How many outcomes end a pause.
@@ -29,8 +45,8 @@ class Join:
     def __post_init__(self) -> None:
         if self.needed is not None and self.needed < 1:
             raise AgentMisbehaved(f"a join needs at least one result, not {self.needed}")
-        if self.deadline is not None and self.deadline <= timedelta():
-            raise AgentMisbehaved("a join deadline must be a positive duration")
+        if self.deadline is not None:
+            check_duration(self.deadline, "a join deadline")
 
     def within(self, deadline: timedelta) -> Join:
         """The same join, resumed after `deadline` with what is there."""
@@ -65,6 +81,11 @@ class Call:
     input: JsonValue
     timeout: timedelta | None = None
     idle_timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "idle_timeout"):
+            if (duration := getattr(self, name)) is not None:
+                check_duration(duration, f"call {self.id!r}: {name}")
 
 
 @dataclass(frozen=True, slots=True)

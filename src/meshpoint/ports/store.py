@@ -14,7 +14,7 @@ What holds for every method:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Protocol
 
 from meshpoint.model.checkpoint import (
@@ -203,6 +203,10 @@ class CheckpointStore(Transitions, DueWork, Outbox, Catalog, Operations, Protoco
 
     @property
     def durable(self) -> bool: ...
+
+    @property
+    def present(self) -> datetime | None:
+        """The present instant of the store's clock, at no cost; None where it is not known."""
 
     async def open(self) -> None:
         """Connect and check the schema.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from meshpoint.adapters.memory.due import MemoryDueWork
 from meshpoint.adapters.memory.operations import MemoryOperations
 from meshpoint.adapters.memory.outbox import MemoryCatalog, MemoryOutbox
@@ -25,6 +27,11 @@ class MemoryCheckpointStore(MemoryTransitions, MemoryDueWork, MemoryOutbox, Memo
     def durable(self) -> bool:
         """False: a task kept here is lost with the process."""
         return False
+
+    @property
+    def present(self) -> datetime:
+        """The present instant of this store's clock."""
+        return self._tables.clock.now()
 
     async def open(self) -> None:
         """Nothing to connect to."""

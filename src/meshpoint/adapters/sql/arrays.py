@@ -407,10 +407,12 @@ UPDATE agent_paused_tasks AS t SET reply_sent = true, wake_at = expires_at
   FROM locked WHERE t.logical_task_id = locked.logical_task_id
 """
 
-# Look tasks up by id, without a lock: those that have ended bring their reply.
+# Look tasks up by id, without a lock: those that have ended bring their reply. It also returns the time, in a row of
+# NULLs when there are none.
 LOOKUP = """/* reads: lookup */
-SELECT logical_task_id, agent_name, status, fence, reply, reply_to, requester_app_id, parent_task_id, task_deadline,
-       idle_timeout, ended_at, reply_attempts, request_digest,
-       coalesce($1::double precision, CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS double precision)) AS now
-  FROM agent_paused_tasks WHERE logical_task_id = ANY($2::text[])
+SELECT t.logical_task_id, t.agent_name, t.status, t.fence, t.reply, t.reply_to, t.requester_app_id, t.parent_task_id,
+       t.task_deadline, t.idle_timeout, t.ended_at, t.reply_attempts, t.request_digest, clock.now
+  FROM (SELECT coalesce($1::double precision, CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS double precision))
+               AS now) AS clock
+  LEFT JOIN agent_paused_tasks AS t ON t.logical_task_id = ANY($2::text[])
 """

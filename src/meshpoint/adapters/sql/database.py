@@ -27,6 +27,7 @@ from meshpoint.adapters.sql.failures import (
     refused,
 )
 from meshpoint.adapters.sql.sessions import check_session
+from meshpoint.adapters.sql.time import DatabaseTime
 from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable
 from meshpoint.ports.clock import Clock
 
@@ -103,8 +104,8 @@ class Database:
             async with asyncio.timeout(_CLOSE_WITHIN):
                 await self.engine.dispose()
 
-    async def check_session(self) -> None:
-        """See that what a server or a pooler makes of this URL's sessions is what transitions need.
+    async def check_session(self, time: DatabaseTime) -> None:
+        """See that what a server or a pooler makes of this URL's sessions is what transitions need; tell `time`.
 
         Raises:
             ConfigurationError: it is not, or the database refuses the URL's user.
@@ -113,7 +114,7 @@ class Database:
         if self.dialect.is_sqlite:
             return
         try:
-            await check_session(self.engine)
+            await check_session(self.engine, time)
         except DRIVER_ERRORS as error:
             raise refused(error) or StoreUnavailable(brief(error)) from error
 

@@ -25,6 +25,7 @@ from meshpoint.adapters.sql.lane import Lane, attributes
 from meshpoint.adapters.sql.locking import Terms, seconds_of
 from meshpoint.adapters.sql.owning import OwnedTasks
 from meshpoint.adapters.sql.rows import Columns, StoredOutcome, requester_of
+from meshpoint.adapters.sql.time import DatabaseTime
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
 from meshpoint.model.checkpoint import (
     Arrival,
@@ -51,8 +52,9 @@ LANES = 6
 class HotPath:
     """The ordinary steps of many tasks at once."""
 
-    def __init__(self, engine: AsyncEngine, terms: Terms, clock: Clock | None) -> None:
+    def __init__(self, engine: AsyncEngine, terms: Terms, clock: Clock | None, time: DatabaseTime) -> None:
         self._terms = terms
+        self._time = time
         self._clock = clock
         lanes = [Lane(engine) for _ in range(LANES)]
         self._pauses, self._claims, self._ends, self._saves, self._reads, self._marks = self._lanes = lanes
@@ -68,7 +70,10 @@ class HotPath:
 
     async def lookup(self, task_ids: Sequence[TaskId]) -> Sequence[Any]:
         """The rows that exist."""
-        return await self._reads.read(sql.LOOKUP, self._now, task_ids)
+        sent_at = self._time.clock()
+        rows = await self._reads.read(sql.LOOKUP, self._now, task_ids)
+        self._time.heard(rows[0].now, sent_at)
+        return [row for row in rows if row.logical_task_id is not None]
 
     # ── pause ──────────────────────────────────────────────────────────────────────────────────────
 

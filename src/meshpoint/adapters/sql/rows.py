@@ -31,6 +31,7 @@ from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, decode_ou
 FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 """When a parked task is due: it waits for a person, not for time."""
 
+_EARLIEST = 0.0
 _TAKES_LONG = 1_000_000
 
 _JSON_COLUMNS = (
@@ -47,8 +48,8 @@ _OWN_COLUMNS = frozenset({*_JSON_COLUMNS, "security_context"})
 
 
 def instant(seconds: float) -> datetime:
-    """An instant of the database as the model has it."""
-    return datetime.fromtimestamp(seconds, UTC)
+    """An instant of the database as the model has it. One that no calendar has becomes the last one that it has."""
+    return datetime.fromtimestamp(min(max(seconds, _EARLIEST), FAR_FUTURE), UTC)
 
 
 def seconds(at: datetime | None) -> float | None:

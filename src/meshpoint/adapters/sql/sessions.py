@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from meshpoint.adapters.sql.time import DatabaseTime
 from meshpoint.errors import ConfigurationError
 
 _PATIENCE = 2.0  # seconds
@@ -15,19 +16,22 @@ _OTHERS = 6
 """Connections with which the one is found on which a statement was prepared; fewer than the store has in all."""
 _SESSION = """
 SELECT pg_backend_pid() AS pid, current_setting('default_transaction_isolation') AS isolation,
-       current_setting('default_transaction_read_only') AS read_only
+       current_setting('default_transaction_read_only') AS read_only,
+       CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS double precision) AS now
 """
 
 
-async def check_session(engine: AsyncEngine) -> None:
-    """See that the sessions of `engine` are such that transitions work.
+async def check_session(engine: AsyncEngine, time: DatabaseTime) -> None:
+    """See that the sessions of `engine` are such that transitions work. `time` hears what time it is there.
 
     Raises:
         ConfigurationError: a pooler keeps the store from setting what it depends on, and the defaults are others.
     """
     async with engine.connect() as connection:
         driver = await _driver(connection)
+        sent_at = time.clock()
         session = await driver.fetchrow(_SESSION)
+        time.heard(session["now"], sent_at)
         for name, found, needed in (
             ("default_transaction_isolation", session["isolation"], "read committed"),
             ("default_transaction_read_only", session["read_only"], "off"),

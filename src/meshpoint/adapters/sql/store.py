@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from itertools import chain
 from typing import TypeAlias, TypeVar
@@ -36,6 +36,7 @@ from meshpoint.adapters.sql.locking import Terms
 from meshpoint.adapters.sql.operations import SqlOperations
 from meshpoint.adapters.sql.owning import OwnedTasks
 from meshpoint.adapters.sql.rows import Names, dispatch_of, known_of, outcome_columns, pairs, run_of
+from meshpoint.adapters.sql.time import DatabaseTime
 from meshpoint.errors import CommitInDoubt, ConfigurationError, RowLocked, StoreUnavailable
 from meshpoint.model.checkpoint import (
     Arrival,
@@ -149,10 +150,11 @@ class SqlCheckpointStore(SqlOperations):
             max_join_bytes=max_join_bytes,
         )
         self._held = HeldRows()
+        self._clock, self._time = clock, DatabaseTime()
         self._renewing: dict[Run, asyncio.Task[None]] = {}
         self._command_timeout = command_timeout
         hot_path = hot_path and not self._database.dialect.is_sqlite
-        self._hot = HotPath(self._database.engine, self._terms, clock) if hot_path else None
+        self._hot = HotPath(self._database.engine, self._terms, clock, self._time) if hot_path else None
         self._pauses: Batcher[PackedRequestedPause, PauseResult | None] = Batcher(
             self._pause_together, lambda wish: wish[0].size
         )
@@ -169,12 +171,17 @@ class SqlCheckpointStore(SqlOperations):
         """A task kept here outlives the process."""
         return True
 
+    @property
+    def present(self) -> datetime | None:
+        """The present instant of the database's clock, as far as it is known. A file has that of its host."""
+        return self._time.present if self._clock is None else self._clock.now()
+
     async def open(self) -> None:
         """Connect and check the schema. A SQLite file that is empty gets it."""
         try:
             if self._database.dialect.is_sqlite:
                 await self._database.write(lambda tx: tx.connection.run_sync(schema.create_if_empty))
-            await self._database.check_session()
+            await self._database.check_session(self._time)
             revision = await self._database.read(lambda tx: tx.connection.run_sync(schema.recorded_revision))
         except (StoreUnavailable, *DRIVER_ERRORS) as error:
             refusal = refused(error.__cause__ if isinstance(error, StoreUnavailable) else error)

@@ -1,0 +1,58 @@
+"""What a process knows of its database's clock."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from meshpoint.adapters.sql.time import DatabaseTime
+
+
+class Monotonic:
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def at(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def test_nothing_is_known_before_the_first_answer() -> None:
+    assert DatabaseTime().present is None
+
+
+def test_time_passes_between_answers() -> None:
+    clock = Monotonic()
+    time = DatabaseTime(clock)
+    time.heard(5000.0, sent_at=100.0)
+    clock.seconds += 30
+    assert time.present == at(5030.0)
+
+
+def test_a_slow_answer_changes_nothing() -> None:
+    clock = Monotonic()
+    time = DatabaseTime(clock)
+    time.heard(5000.0, sent_at=100.0)
+    clock.seconds = 110.0
+    time.heard(5002.0, sent_at=101.0)  # between 101 and 110 on our clock: 5000 + (102 - 100) fits
+    assert time.present == at(5010.0)
+
+
+def test_a_better_answer_counts() -> None:
+    clock = Monotonic()
+    clock.seconds = 110.0
+    time = DatabaseTime(clock)
+    time.heard(5000.0, sent_at=100.0)  # it may be up to ten seconds later by now
+    time.heard(5008.0, sent_at=110.0)
+    assert time.present == at(5008.0)
+
+
+def test_a_step_of_the_databases_clock_is_followed() -> None:
+    clock = Monotonic()
+    time = DatabaseTime(clock)
+    time.heard(5000.0, sent_at=100.0)
+    for now in (8600.0, 1400.0):
+        time.heard(now, sent_at=100.0)
+        assert time.present == at(now)
