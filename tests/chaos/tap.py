@@ -47,12 +47,11 @@ class EventFile:
         os.write(self._file, line.encode() + b"\n")
 
 
-class DoublingBroker:
-    """A `Broker` that sends some requests and responses twice: at once, or a while later."""
+class WrappedBroker:
+    """A `Broker` that passes everything on to another one."""
 
-    def __init__(self, broker: Broker, events: EventFile, chance: random.Random, share: float) -> None:
-        self._broker, self._events, self._chance, self._share = broker, events, chance, share
-        self._later: set[asyncio.Task[None]] = set()
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
 
     @property
     def connected(self) -> bool:
@@ -62,6 +61,10 @@ class DoublingBroker:
     def can_publish(self) -> bool:
         return self._broker.can_publish
 
+    @property
+    def max_message_bytes(self) -> int | None:
+        return self._broker.max_message_bytes
+
     def consuming(self, address: Address) -> bool:
         return self._broker.consuming(address)
 
@@ -69,12 +72,36 @@ class DoublingBroker:
         await self._broker.open()
 
     async def close(self) -> None:
-        for task in self._later:
-            task.cancel()
         await self._broker.close()
 
     async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
         await self._broker.declare(agent, replica, shards=shards)
+
+    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+        return await self._broker.publish(messages)
+
+    async def broadcast(self, agent: AgentName, message: Message) -> None:
+        await self._broker.broadcast(agent, message)
+
+    async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> Subscription:
+        return await self._broker.consume(address, prefetch, on_delivery)
+
+    async def depth(self, address: Address) -> int | None:
+        return await self._broker.depth(address)
+
+
+class DoublingBroker(WrappedBroker):
+    """Sends some requests and responses twice: at once, or a while later."""
+
+    def __init__(self, broker: Broker, events: EventFile, chance: random.Random, share: float) -> None:
+        super().__init__(broker)
+        self._events, self._chance, self._share = events, chance, share
+        self._later: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        for task in self._later:
+            task.cancel()
+        await super().close()
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
         """Send `messages`, and copies of some; the broker's word on the originals."""
@@ -86,9 +113,6 @@ class DoublingBroker:
         words = await self._broker.publish([*messages, *copies])
         return words[: len(messages)]
 
-    async def broadcast(self, agent: AgentName, message: Message) -> None:
-        await self._broker.broadcast(agent, message)
-
     async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> Subscription:
         """Deliver, and note what comes again."""
 
@@ -99,9 +123,6 @@ class DoublingBroker:
             on_delivery(delivery)
 
         return await self._broker.consume(address, prefetch, delivered)
-
-    async def depth(self, address: Address) -> int | None:
-        return await self._broker.depth(address)
 
     def _strikes(self, message: Message) -> bool:
         wanted = message.type in {MessageType.REQUEST, MessageType.RESPONSE}

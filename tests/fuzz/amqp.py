@@ -31,6 +31,7 @@ PROPERTIES = (
     "cluster_id",
 )
 """In the order of the wire; the first has the highest flag."""
+_PREFETCH = 100  # else the broker keeps in its memory what this process has not read yet
 _BYTES = {"delivery_mode", "priority"}
 
 
@@ -208,7 +209,7 @@ class Closed(Exception):
 
 
 class Wire:
-    """One connection with one channel: publishes with confirms, and consumes without acks."""
+    """One connection with one channel: publishes with confirms, consumes, and acks what it has passed on."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -237,6 +238,8 @@ class Wire:
         await self._reply(10, 41)
         self._method(1, 20, 10, short(""))
         await self._reply(20, 11)
+        self._method(1, 60, 10, struct.pack(">IHB", 0, _PREFETCH, 0))
+        await self._reply(60, 11)
         self._method(1, 85, 10, b"\0")
         await self._reply(85, 11)
         return self
@@ -268,7 +271,7 @@ class Wire:
     async def consume(self, queue: str, tag: str, receive: Callable[[Received], None]) -> None:
         """Take everything out of `queue`."""
         self._consumers[tag] = receive
-        self._method(1, 60, 20, b"\0\0" + short(queue) + short(tag) + bytes((2,)) + table({}))
+        self._method(1, 60, 20, b"\0\0" + short(queue) + short(tag) + b"\0" + table({}))
         await self._reply(60, 21)
 
     async def publish(self, exchange: str, letter: Letter) -> asyncio.Future[str]:
@@ -352,6 +355,7 @@ class Wire:
         key = rest[1 + rest[0] :]
         received = Received(key[1 : 1 + key[0]].decode(errors="replace"), header, b"".join(parts))
         self._consumers[tag](received)
+        self._method(1, 60, 80, told[1 + told[0] : 9 + told[0]] + b"\0")
 
     def _settled(self, tag: int, *, multiple: bool, word: str) -> None:
         for number, told in list(self._open) if not multiple else [each for each in self._open if each[0] <= tag]:

@@ -12,7 +12,7 @@ from servers import RabbitServer
 
 from .amqp import Headers, Letter, Received, Wire, readable
 from .mesh import AGENTS
-from .recipes import CLOSING, EVIL, FULL, ME, REPLIES, World
+from .recipes import CLOSING, EVE, EVIL, FULL, ME, REPLIES, World
 from .replica import marks_of
 
 _PASSWORD = "mallory"
@@ -41,6 +41,7 @@ class RabbitSide:
         ears = await self._stack.enter_async_context(Wire(self._rabbit.url))
         await self._listen(ears)
         await self._queue(self._mouth, REPLIES, self._on_reply)
+        await self._mouth.bind(f"{self._namespace}.{REPLIES}", self._exchange, f"{EVE}.replies")
         await self._queue(self._mouth, f"{EVIL}.req", self._on_call)
         await self._queue(self._mouth, f"{EVIL}.resp", lambda _: None)
         full: Headers = {"x-max-length": 1, "x-overflow": "reject-publish"}
@@ -99,7 +100,7 @@ class RabbitSide:
 
     async def _listen(self, ears: Wire) -> None:
         tap = f"{self._namespace}.tap"
-        await ears.declare(tap, exclusive=True, arguments={"x-max-length": 20_000})
+        await ears.declare(tap, exclusive=True, arguments={"x-max-length": 1000, "x-max-length-bytes": 10_000_000})
         for agent in AGENTS:
             for suffix in ("req", "nested", "resp"):
                 await ears.bind(tap, self._exchange, f"{agent}.{suffix}")

@@ -30,6 +30,7 @@ class World:
     chance: random.Random
     seen: dict[str, deque[Letter]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=200)))
     privates: deque[str] = field(default_factory=lambda: deque(maxlen=40))
+    asked: dict[str, deque[Letter]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=60)))
     mine: dict[str, deque[str]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=60)))
     calls: deque[Letter] = field(default_factory=lambda: deque(maxlen=200))
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
@@ -47,43 +48,68 @@ class World:
 
 @dataclass
 class Cook:
-    """Chooses recipes: each of them once before any comes again, the special ones as often as all others."""
+    """Chooses recipes: of each rank in turn, and each of a rank once before any comes again."""
 
     world: World
     names: list[str]
-    _lines: list[list[str]] = field(default_factory=lambda: [[], []])
+    _lines: list[list[str]] = field(default_factory=lambda: [[], [], []])
     made: int = 0
 
-    def next(self) -> tuple[str, Letter] | None:
-        """A marked message and the name of its recipe; None when its recipe has nothing to work with."""
-        special = self.made % 2
-        line = self._lines[special]
+    def next(self) -> tuple[str, list[Letter]] | None:
+        """Marked messages and the name of their recipe; None when its recipe has nothing to work with."""
+        rank = self.made % 3
+        line = self._lines[rank]
         if not line:
-            line += [name for name in self.names if (name in SPECIAL) == bool(special)]
+            line += [name for name in self.names if _rank(name) == rank] or list(self.names)
             self.world.chance.shuffle(line)
         name = line.pop()
         self.made += 1
         self.world.mark = f"fz-{self.made:07}"
-        letter = RECIPES[name](self.world)
-        return None if letter is None else (name, letter)
+        made = RECIPES[name](self.world)
+        letters = [made] if isinstance(made, Letter) else made
+        for letter in letters or ():
+            self._remember(letter)
+        return (name, letters) if letters else None
+
+    def _remember(self, letter: Letter) -> None:
+        agent, _, kind = letter.key.partition(".")
+        properties, named = letter.properties, str(letter.properties.get("correlation_id", "")).startswith("fz-")
+        if (
+            kind == "req"
+            and named
+            and letter.raw_headers is None
+            and properties.get("app_id") == ME
+            and properties.get("type") == "request"
+        ):
+            self.world.asked[agent].append(letter)
 
 
-Recipe = Callable[[World], Letter | None]
+def _rank(name: str) -> int:
+    return 2 if name in DEEP else 1 if name in SPECIAL else 0
+
+
+Recipe = Callable[[World], Letter | list[Letter] | None]
 RECIPES: dict[str, Recipe] = {}
 FORGED: set[str] = set()
 """Recipes that take somebody else's name. Only a broker that verifies logins can tell them."""
 SPECIAL: set[str] = set()
-"""Recipes that are written one by one, not made from a table of values: half of all messages come from these."""
+"""Recipes that are written one by one, not made from a table of values: a third of all messages."""
+DEEP: set[str] = set()
+"""Recipes that alone reach certain branches: another third."""
 CLOSING: set[str] = set()
 """Recipes for which the broker may close the connection: they are sent on one of their own, and seldom."""
 
 
-def recipe(name: str, *, forged: bool = False, closing: bool = False) -> Callable[[Recipe], Recipe]:
+def recipe(
+    name: str, *, forged: bool = False, closing: bool = False, deep: bool = False
+) -> Callable[[Recipe], Recipe]:
     """Enter a recipe under `name`."""
 
     def enter(make: Recipe) -> Recipe:
         RECIPES[name] = make
         SPECIAL.add(name)
+        if deep:
+            DEEP.add(name)
         if forged:
             FORGED.add(name)
         if closing:
@@ -773,6 +799,7 @@ def _news(world: World) -> Letter | None:
 
 _REPLAYS: dict[str, Callable[[World, Letter], Letter]] = {
     "as mine": lambda world, letter: letter.but(app_id=ME),
+    "as mine, answered to me": lambda world, letter: letter.but(app_id=ME, reply_to=REPLIES),
     "with another id": lambda world, letter: letter.but(app_id=ME, correlation_id=world.mark),
     "with a reply to me": lambda world, letter: letter.but(app_id=ME, reply_to=REPLIES),
     "for another parent": lambda world, letter: letter.but(app_id=ME).with_headers({"x-parent-task-id": world.mark}),
@@ -856,3 +883,167 @@ def _my_status(world: World) -> Letter | None:
     if victim is None or "reply_to" not in victim.properties:
         return None
     return a_status(world, victim, app_id=ME)
+
+
+# Sequences that reach what single messages do not.
+
+EVE = "eve"
+"""Another name of the fuzzer's: a requester who is not the one that asked."""
+
+
+def _asked(world: World, agent: str, *, back: int) -> Letter | None:
+    """A request of one's own to `agent`: the newest but `back`."""
+    asked = world.asked[agent]
+    return asked[-1 - back] if len(asked) > back else None
+
+
+def _same(world: World, letter: Letter, **changes: Any) -> Letter:
+    return letter.but(message_id=f"{world.mark}.again", **changes)
+
+
+for _agent in ("leaf", "spark", "sleeper", "asker", "doubter"):
+    for _age in (0, 1, 12):
+        for _what, _by in {
+            "again": {},
+            "of another requester": {"app_id": EVE, "reply_to": f"{EVE}.replies"},
+            "with another input": {"body": None},
+            "to an operation of another agent": {"key": "leaf.req" if _agent != "leaf" else "spark.req"},
+        }.items():
+
+            @recipe(f"request {_what}: {_agent}, {_age} back", deep=True)
+            def _asked_again(world: World, agent: str = _agent, back: int = _age, by: Any = _by) -> Letter | None:
+                letter = _asked(world, agent, back=back)
+                if letter is None:
+                    return None
+                if "body" in by:
+                    return a_request(world, agent, str(letter.properties["correlation_id"]))
+                return _same(world, letter, **by)
+
+        for _order in ("1", "2", "3"):
+
+            @recipe(f"request resumed {_order}: {_agent}, {_age} back", deep=True)
+            def _resumed(world: World, agent: str = _agent, back: int = _age, order: str = _order) -> Letter | None:
+                letter = _asked(world, agent, back=back)
+                return letter and _same(world, letter).with_headers({"x-resume": order})
+
+        for _sender in (ME, EVE):
+
+            @recipe(f"cancel by {_sender}: {_agent}, {_age} back", deep=True)
+            def _cancelled(world: World, agent: str = _agent, back: int = _age, by: str = _sender) -> Letter | None:
+                letter = _asked(world, agent, back=back)
+                if letter is None:
+                    return None
+                return a_cancel(world, agent, str(letter.properties["correlation_id"]), app_id=by)
+
+
+def _now(world: World, agent: str, data: Any, **changes: Any) -> Letter:
+    letter = a_request(world, agent, **changes)
+    body = json.loads(letter.body)
+    body["message"]["parts"] = [{"data": data}]
+    return letter.but(body=json.dumps(body).encode())
+
+
+for _sender in (ME, EVE):
+    for _again in (0, 1, 2):
+
+        @recipe(f"a nap that {_sender} cancels {_again}", deep=True)
+        def _nap(world: World, by: str = _sender, again: int = _again) -> list[Letter]:
+            nap = _now(world, "sleeper", 1500)
+            task_id = str(nap.properties["correlation_id"])
+            return [nap, *([_same(world, nap)] * again), a_cancel(world, "sleeper", task_id, app_id=by)]
+
+
+for _what, _then in {
+    "again": {},
+    "of another requester": {"app_id": EVE, "reply_to": f"{EVE}.replies"},
+    "with another input": {"body": b'{"message":{"role":"ROLE_USER","parts":[{"data":7}]}}'},
+    "resumed": {"resume": "5"},
+}.items():
+    for _agent in ("sleeper", "asker", "doubter"):
+
+        @recipe(f"{_agent}, at once {_what}", deep=True)
+        def _twice_now(world: World, agent: str = _agent, then: Any = _then) -> list[Letter]:
+            first = _now(world, agent, 800)
+            changes = {name: value for name, value in then.items() if name != "resume"}
+            second = _same(world, first, **changes)
+            return [first, second.with_headers({"x-resume": then["resume"]}) if "resume" in then else second]
+
+
+@recipe("a failed task that is resumed", deep=True)
+def _fails(world: World) -> list[Letter]:
+    failed = _now(world, world.chance.choice(("leaf", "spark")), "no piece")
+    return [failed, _same(world, failed).with_headers({"x-resume": "1"}), _same(world, failed)]
+
+
+@recipe("a cancel for an earlier attempt", deep=True)
+def _stale(world: World) -> list[Letter]:
+    agent = world.chance.choice(("sleeper", "asker"))
+    task = _now(world, agent, 900).with_headers({"x-parent-task-id": f"{world.mark}~resume-2"})
+    task_id = str(task.properties["correlation_id"])
+    return [task, a_cancel(world, agent, task_id).with_headers({"x-parent-task-id": f"{world.mark}~resume-1"})]
+
+
+@recipe("an id that only a resumed call may have", deep=True)
+def _marked_id(world: World) -> Letter:
+    return a_request(world, "leaf", f"{world.mark}-{new_id()}~resume-1")
+
+
+@recipe("a status for nobody", deep=True)
+def _unheard(world: World) -> list[Letter]:
+    quiet = _now(world, world.chance.choice(("asker", "doubter")), 1).but(reply_to=None)
+    return [quiet, *([a_status(world, world.calls[-1])] if world.calls else [])]
+
+
+@recipe("a flood of news", deep=True)
+def _much_news(world: World) -> list[Letter] | None:
+    return [a_status(world, world.calls[-1])] * 30 if world.calls else None
+
+
+@recipe("long news", deep=True)
+def _long_news(world: World) -> Letter | None:
+    if not world.calls:
+        return None
+    letter = a_status(world, world.calls[-1])
+    return letter.but(body=letter.body.replace(b'{"percent": 40}', b'"' + b"n" * 70_000 + b'"'))
+
+
+@recipe("a refusal of another request", deep=True)
+def _refusal_of_another(world: World) -> Letter | None:
+    call = world.call()
+    if call is None:
+        return None
+    letter = a_response(world, call, "FAILED")
+    body = json.loads(letter.body)
+    body["task"]["metadata"] = {"failure": "invalid", "refuses": "0" * 64}
+    return letter.but(body=json.dumps(body).encode())
+
+
+for _wrong, _metadata_ in {
+    "user": {"userId": 5}, "session": {"sessionId": ["s"]}, "configuration": {"userConfig": 7},
+    "scopes": {"securityContext": "all"}, "long user": {"userId": "x" * 300}, "deep team": {"team": _pit(190)},
+    "deep scopes": {"securityContext": _pit(190)}, "deep configuration": {"userConfig": _pit(190)},
+}.items():  # fmt: skip
+
+    @recipe(f"metadata with a wrong {_wrong}", deep=True)
+    def _wrong_metadata(world: World, metadata: Any = _metadata_) -> Letter:
+        letter = a_request(world, "leaf")
+        return letter.but(body=json.dumps({**json.loads(letter.body), "metadata": metadata}).encode())
+
+
+for _depth_ in (1.5, 11, 999):
+
+    @recipe(f"a call depth of {_depth_}", deep=True)
+    def _deep_call(world: World, depth: float = _depth_) -> Letter:
+        return a_request(world).with_headers({"x-call-depth": depth})
+
+
+@recipe("an idle timeout of a moment", deep=True)
+def _moment(world: World) -> Letter:
+    return a_request(world, "asker").with_headers({"x-idle-timeout": 0.5})
+
+
+for _what in ("request: another id in the body", "request: body over the limit", "peer: a status that ends",
+              "peer: not final", "peer: of another sender", "peer: without a parent", "request: deadline past",
+              "peer: unreadable", "peer: a status without a parent", "own cancel before the request",
+              "cancel of what is not asked yet", "request after its cancel"):  # fmt: skip
+    DEEP.add(_what)

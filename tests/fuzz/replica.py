@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from chaos import replica
 from chaos.replica import Order
-from chaos.tap import EventFile
+from chaos.tap import EventFile, WrappedBroker
 from meshpoint.model.messages import Address, Message
-from meshpoint.ports.broker import Broker, Delivery, OnDelivery, Published, Subscription
+from meshpoint.ports.broker import Broker, Delivery, OnDelivery, Subscription
 
 from .branches import Counting
 
@@ -40,24 +39,12 @@ def main(order: Order, told: Connection) -> None:
         (order.folder / f"{order.name}.branches").write_text(json.dumps(counts))
 
 
-class WatchedBroker:
-    """A `Broker` whose marked deliveries are noted when they are settled."""
+class WatchedBroker(WrappedBroker):
+    """Notes how its marked deliveries are settled."""
 
     def __init__(self, broker: Broker, events: EventFile, order: Order) -> None:
-        self._broker, self._events = broker, events
-        self.open, self.close, self.declare = broker.open, broker.close, broker.declare
-        self.broadcast, self.depth, self.consuming = broker.broadcast, broker.depth, broker.consuming
-
-    @property
-    def connected(self) -> bool:
-        return self._broker.connected
-
-    @property
-    def can_publish(self) -> bool:
-        return self._broker.can_publish
-
-    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
-        return await self._broker.publish(messages)
+        super().__init__(broker)
+        self._events = events
 
     async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> Subscription:
         """Deliver; marked messages by way of `_Watched`."""

@@ -65,6 +65,7 @@ class Report:
     branches: int
     unreached: list[str]
     excluded: dict[str, str]
+    honest: list[str] = field(default_factory=list)  # requests that something is wrong with
     faults: list[str] = field(default_factory=list)
 
     @property

@@ -28,7 +28,7 @@ from meshpoint.settings import MeshSettings
 from servers import PostgresServer, RabbitServer, own_database
 
 from . import report as reports
-from .mesh import HONEST, LOGIN, configuration
+from .mesh import HONEST, IN_PROCESS, LOGIN, configuration
 from .rabbit import RabbitSide
 from .recipes import EVIL, FORGED, ME, RECIPES, Cook, World, a_request
 from .replica import main
@@ -131,7 +131,7 @@ async def _run(wish: Wish, rabbit: RabbitServer | None, db_url: str, folder: Pat
             await stream.all_answered(wish.patience)
             running.phase = "last messages"
             await fuzz.until_settled(folder, wish.patience)
-            fuzz.measure("end")
+            fuzz.measure()
         running.phase = "drain"
         await crew.drain()
     running.phase = "verdict"
@@ -149,6 +149,7 @@ class Fuzz:
         self._memory: dict[str, list[float]] = {}
         self._connections: dict[str, int] = {}
         self._times: dict[str, float] = {}
+        self._messages = 0
 
     async def run(self, stream: Stream) -> None:
         """The quiet time, then the fuzz."""
@@ -161,9 +162,9 @@ class Fuzz:
         for post in running.crew.posts:
             post.signal(signal.SIGUSR1)
         self._connections = self._opened()
-        await self._send(wish.seconds / 10)
-        self.measure("warm")
-        await self._send(wish.seconds * 9 / 10)
+        await self._send(wish.seconds / 4)
+        self.measure()
+        await self._send(wish.seconds * 3 / 4)
         self._times["end"] = time.time()
         await self._side.all_told()
         await honest
@@ -174,34 +175,32 @@ class Fuzz:
         while (now := loop.time()) < start + seconds:
             due = int((now - start) * self._wish.rate)
             while number < due:
-                number += 1
-                await self._one()
+                number += await self._one()
             await asyncio.sleep(_STEP)
 
-    async def _one(self) -> None:
+    async def _one(self) -> int:
         made = self._cook.next()
         if made is not None and len(self._world.calls) < _CALLS and self._cook.made % 3 == 0 and not self._wish.only:
             made = None
         if made is None:  # its recipe has nothing to work with: let there be more calls to answer
             letter = a_request(self._world, self._world.chance.choice(("asker", "doubter")))
-            made = ("request: to ask the liar", letter)
-        name, letter = made
-        elsewhere = letter.key.startswith(ELSEWHERE)  # for the honest requester, or for the fuzzer itself
-        if not elsewhere:
+            made = ("request: to ask the liar", [letter])
+        name, letters = made
+        if not letters[0].key.startswith(ELSEWHERE):  # for the honest requester, or for the fuzzer itself
             self._running.sent[self._world.mark] = name
-        try:
-            await self._side.send(self._world.mark, name, letter)
-        except (OSError, UnicodeError) as error:
-            raise RuntimeError(f"{name}: {error!r}") from error
+        for letter in letters:
+            try:
+                await self._side.send(self._world.mark, name, letter)
+            except (OSError, UnicodeError) as error:
+                raise RuntimeError(f"{name}: {error!r}") from error
+        self._messages += len(letters)
+        return len(letters)
 
     def _opened(self) -> dict[str, int]:
-        return {
-            f"{post.number} {name}": proxy.connections
-            for post in self._running.crew.posts
-            for name, proxy in (("broker", post.broker), ("database", post.database))
-        }
+        """Connections to the broker so far. Those to the database grow with its pool."""
+        return {f"replica {post.number}": post.broker.connections for post in self._running.crew.posts}
 
-    def measure(self, when: str) -> None:
+    def measure(self) -> None:
         """Note the memory of each replica, in MB."""
         for post in self._running.crew.posts:
             if post.process is not None and post.process.pid is not None:
@@ -232,19 +231,21 @@ class Fuzz:
         fuzzed = reports.p99(ledger, self._times["fuzz"], self._times["end"])
         spent = self._times["end"] - self._times["fuzz"]
         opened = self._opened()
+        # A copy of a request may run in another replica, too, where the agent has no database.
+        in_process = {id_ for id_, entry in ledger.entries.items() if entry.agent in IN_PROCESS}
         grown = max((used[-1] - used[0] for used in self._memory.values()), default=0.0)
         found = Report(
             broker=wish.broker,
             seed=wish.seed,
             seconds=wish.seconds,
-            messages=len(self._running.sent),
-            per_minute=round(len(self._running.sent) * 60 / spent, 1),
+            messages=self._messages,
+            per_minute=round(self._messages * 60 / spent, 1),
             recipes=len(set(self._running.sent.values())),
             requests=len(ledger.entries),
             answers=ledger.answered,
             lost=len(ledger.open),
             wrong=len(ledger.wrong()),
-            duplicated=len(ledger.duplicated(())),
+            duplicated=len(ledger.duplicated(in_process)),
             fell=exits["fell"] + exits["did not start"],
             bad_drains=sum(number for kind, number in exits.items() if kind.startswith("drain ended")),
             reconnects=sum(opened[name] - before for name, before in self._connections.items()),
@@ -260,5 +261,9 @@ class Fuzz:
             unreached=few,
             excluded=excluded,
         )
+        found.honest = [
+            f"{entry.agent} {entry.task_id}: " + " | ".join(str(answer.outcome)[:300] for answer in entry.answers)
+            for entry in [*ledger.open, *ledger.wrong(), *ledger.duplicated(in_process)]
+        ]
         reports.judge(found, by_the_clock=wish.by_the_clock)
         return found

@@ -68,7 +68,11 @@ def verdict(report: Report) -> Iterable[str]:
     """What to say below the table."""
     for why, count in report.closings.items():
         yield f"the broker closed the fuzzer's connection {count} times: {why}"
-    for title, lines in (("not reached", report.unreached), ("unaccounted for", report.unaccounted)):
+    for title, lines in (
+        ("honest", report.honest),
+        ("not reached", report.unreached),
+        ("unaccounted for", report.unaccounted),
+    ):
         yield from (f"{title}: {line}" for line in lines[:_SHOWN])
         if len(lines) > _SHOWN:
             yield f"{title}: {len(lines) - _SHOWN} more"

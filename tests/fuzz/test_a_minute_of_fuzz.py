@@ -5,12 +5,37 @@ from __future__ import annotations
 import os
 import random
 
+import pytest
+
+from servers import PostgresServer, RabbitServer
+
 from .amqp import Letter, field_value, readable
 from .branches import branches
 from .excluded import reason_to_exclude
 from .recipes import RECIPES, Cook, World, a_request
+from .run import Wish, run
 
 SEED = int(os.environ.get("MESHPOINT_FUZZ_SEED", random.SystemRandom().randrange(1_000_000)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # a minute, and as long as a busy machine needs for the last answers
+async def test_mutated_messages_harm_nobody_on_rabbitmq(
+    own_rabbit: RabbitServer, own_postgres: PostgresServer
+) -> None:
+    print(f"seed {SEED}: MESHPOINT_FUZZ_SEED={SEED} repeats the messages")
+    wish = Wish(SEED, 45.0, "rabbitmq", by_the_clock=False, judge_branches=False)
+    report = await run(wish, own_rabbit, own_postgres)
+    assert report.good, (SEED, report.faults, report.unreached, report.unaccounted)
+    assert report.branches - len(report.excluded) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_mutated_rows_harm_nobody_on_sqlite() -> None:
+    print(f"seed {SEED}: MESHPOINT_FUZZ_SEED={SEED} repeats the messages")
+    report = await run(Wish(SEED, 15.0, "sqlite", by_the_clock=False, judge_branches=False), None, None)
+    assert report.good, (SEED, report.faults, report.unaccounted)
 
 
 def test_messages_repeat() -> None:

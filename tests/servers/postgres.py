@@ -48,7 +48,7 @@ class PostgresServer(PrivateServer):
             lines = (self._data / "postmaster.pid").read_text().splitlines()
         except FileNotFoundError:
             return False
-        return self.running and lines[0] == str(self._process_id) and lines[-1].strip() == "ready"
+        return self.running and bool(lines) and lines[0] == str(self._process_id) and lines[-1].strip() == "ready"
 
     @property
     def _process_id(self) -> int:

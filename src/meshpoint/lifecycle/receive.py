@@ -190,6 +190,7 @@ def cancelled_task(message: Message, options: Options) -> tuple[TaskId, str | No
         PoisonMessage: not readable.
     """
     parent = message.headers.get(Header.PARENT_TASK)
+    _name("app_id", message.app_id)  # an early cancel keeps its sender
     id_ = TaskId(_name("id", parse(CancelBody, _within(options, message)).id))
     return id_, None if parent is None else _name(Header.PARENT_TASK, parent, _LONGEST_PARENT)
 

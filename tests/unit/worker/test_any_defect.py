@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -83,8 +82,8 @@ class Sabotage:
 
 
 @pytest.fixture
-def sabotage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sabotage]:
-    yield Sabotage(monkeypatch)
+def sabotage(monkeypatch: pytest.MonkeyPatch) -> Sabotage:
+    return Sabotage(monkeypatch)
 
 
 @pytest.mark.parametrize("times", [1, float("inf")], ids=["once", "always"])
