@@ -50,7 +50,7 @@ class Watchdog:
         self._reading, self._writing = os.pipe()
         self._watched = [self._reading, _STDIN] if supervised else [self._reading]
         self._first: float | None = None
-        self._begun = False
+        self._begun = self._ended = False
         self._deadline: float | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._loop_fd = -1
@@ -68,7 +68,7 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the signals to others again. The rest of the process's end is bounded as well."""
+        """Leave the signals to others again. After a signal, the rest of the process's end is bounded as well."""
         if error is None:
             self.code = ExitCode.OK
         elif isinstance(error, MeshpointError):
@@ -77,7 +77,11 @@ class Watchdog:
         if self._first is None:
             for number, before in self._before.items():
                 signal.signal(number, before)
-        self._arm()
+        if self._begun:
+            self._arm()
+        else:
+            self._ended = True
+            os.write(self._writing, _WAKE)
 
     def listen(self) -> None:
         """Let Python write signals to this thread first. The event loop gets them from here."""
@@ -117,6 +121,10 @@ class Watchdog:
                 log.warning("the drain's time is over: the process ends with exit code %d", self.code)
                 self.exit_now()
             ready, _, _ = select.select(self._watched, [], [], left)
+            if self._ended:
+                os.close(self._reading)
+                os.close(self._writing)
+                return
             if self._reading in ready:
                 for number in os.read(self._reading, 256):
                     if number:
