@@ -125,7 +125,7 @@ class Publisher:
         """
         lost = {place: word for place, word in zip(left, said, strict=True) if not isinstance(word, Published)}
         again = {place: left[place] for place in lost}
-        for error in lost.values():
+        for error in {type(error): error for error in lost.values()}.values():  # mostly one, as the channel is one
             if isinstance(error, ChannelNotFoundEntity):
                 log.warning("the exchange is gone and is declared again: %s", error)
                 await self._restore()
@@ -163,6 +163,7 @@ class Publisher:
     async def _send_apart(self, parcels: Sequence[Parcel]) -> list[Published]:
         """The word on each of some messages of which one may have ended a channel: one after the other, aside."""
         words: list[Published] = []
+        blamed = 0
         async with self._apart:
             wired = await self._link.apart()
             try:
@@ -175,9 +176,12 @@ class Publisher:
                         if not channel.usable:
                             channel = await self._confirming(wired)
                         word = await self._alone(channel, parcel)
-                        if not isinstance(word, ConnectionInternalError):
+                        if not isinstance(word, ConnectionInternalError) or tried == _TRIES:
                             break
                         await asyncio.sleep(tried * _PAUSE)
+                    blamed += isinstance(word, ConnectionInternalError)
+                    if blamed > 1:  # several of them: it is not the messages
+                        raise BrokerUnavailable(f"publishing: {word}")
                     words.append(self._verdict(parcel, word))
             finally:
                 await wired.close()
