@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from hashlib import blake2b
 from types import TracebackType
 from typing import Self
 
@@ -27,11 +29,13 @@ from meshpoint.model.messages import (
     shard_for,
     shard_of,
 )
-from meshpoint.model.outcomes import Outcome
+from meshpoint.model.outcomes import Outcome, encode_outcome
 from meshpoint.ports.broker import Broker, Delivery, Published, Subscription
 
 _SHARDS_REMEMBERED = 300.0
 """Seconds. RabbitMQ logs an error for each look at a missing queue."""
+_ANSWERED_KEPT = 10_000
+"""Replies whose digests are kept."""
 
 
 class UnknownAgent(MeshpointError):
@@ -79,6 +83,15 @@ class Shards:
         return number
 
 
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """What is kept of a reply: to tell a further one that says the same from one that does not."""
+
+    agent: str
+    asked: str | None
+    digest: bytes | None
+
+
 class Client:
     """Sends requests and waits for their replies, on a broker that it opens and closes.
 
@@ -87,7 +100,8 @@ class Client:
 
     Replies come to a queue of this client's own; a reply to a client that is gone is dropped by the agent after
     `reply_retry_time`. Replies are matched by task id; the first one counts. A further one is dropped, and
-    counted: in `duplicates` when it says the same (it was sent again), else in `conflicts`.
+    counted: in `duplicates` when it says the same (it was sent again), else in `conflicts`. The client keeps open
+    requests, and digests of the last 10,000 replies.
     """
 
     def __init__(self, broker: Broker, name: str = "client") -> None:
@@ -96,6 +110,7 @@ class Client:
         self._id = ReplicaId(new_id())
         self._waiting: dict[TaskId, asyncio.Future[Reply]] = {}
         self._agents: dict[TaskId, str] = {}
+        self._answered: dict[TaskId, _Answered] = {}  # the last ones
         self._shards = Shards(broker)
         self._asked: dict[TaskId, str] = {}  # the fingerprints of requests
         self._subscription: Subscription | None = None
@@ -168,7 +183,15 @@ class Client:
         """The future of the reply of `agent` to a task: one that is handed in with `request` by another way."""
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[task_id], self._agents[task_id] = reply, agent_name(agent)
+        self._answered.pop(task_id, None)
+        reply.add_done_callback(partial(self._closed, task_id))
         return reply
+
+    def _closed(self, task_id: TaskId, reply: asyncio.Future[Reply]) -> None:
+        """Forget what nobody waits for any more."""
+        if self._waiting.get(task_id) is reply:
+            del self._waiting[task_id], self._agents[task_id]
+            self._asked.pop(task_id, None)
 
     async def cancel(self, agent: str, task_id: TaskId) -> None:
         """Ask `agent` to end a task as cancelled; its requester hears the outcome.
@@ -217,27 +240,50 @@ class Client:
 
     def _receive(self, delivery: Delivery) -> None:
         message = delivery.message
-        task_id = TaskId(message.correlation_id)
-        waiting = self._waiting.get(task_id)
-        if message.type is MessageType.RESPONSE and waiting is not None and message.app_id == self._agents[task_id]:
-            self._answer(waiting, task_id, message)
+        if message.type is MessageType.RESPONSE:
+            task_id = TaskId(message.correlation_id)
+            if (answered := self._answered.get(task_id)) is not None:
+                self._answer_again(answered, message)
+            elif (waiting := self._waiting.get(task_id)) is not None and message.app_id == self._agents[task_id]:
+                self._answer(waiting, task_id, message)
         settling = asyncio.ensure_future(delivery.ack())
         self._settling.add(settling)
         settling.add_done_callback(self._settling.discard)
 
     def _answer(self, waiting: asyncio.Future[Reply], task_id: TaskId, message: Message) -> None:
+        asked = self._asked.get(task_id)
+        if waiting.done():
+            return  # nobody waits any more
         try:
             body = parse(ResponseBody, message.body)
-            if body.refuses not in {None, self._asked.get(task_id, body.refuses)}:
+            if asked is not None and body.refuses not in {None, asked}:
                 return  # it refuses the request of somebody else who uses this id
-            reply = Reply(task_id, body.outcome(), message.app_id)
+            outcome = body.outcome()
         except PoisonMessage as error:
-            if not waiting.done():
-                waiting.set_exception(error)
+            waiting.set_exception(error)
+            self._remember(task_id, _Answered(message.app_id, asked, None))
             return
-        if not waiting.done():
-            waiting.set_result(reply)
-        elif not waiting.cancelled() and waiting.exception() is None and waiting.result() != reply:
-            self.conflicts += 1
-        else:
-            self.duplicates += 1
+        waiting.set_result(Reply(task_id, outcome, message.app_id))
+        self._remember(task_id, _Answered(message.app_id, asked, _digest(outcome)))
+
+    def _remember(self, task_id: TaskId, answered: _Answered) -> None:
+        self._answered[task_id] = answered
+        if len(self._answered) > _ANSWERED_KEPT:
+            del self._answered[next(iter(self._answered))]
+
+    def _answer_again(self, answered: _Answered, message: Message) -> None:
+        if message.app_id != answered.agent:
+            return
+        try:
+            body = parse(ResponseBody, message.body)
+            if answered.asked is not None and body.refuses not in {None, answered.asked}:
+                return
+            differs = answered.digest is not None and _digest(body.outcome()) != answered.digest
+        except PoisonMessage:
+            return
+        self.conflicts += differs
+        self.duplicates += not differs
+
+
+def _digest(outcome: Outcome) -> bytes:
+    return blake2b(encode_outcome(outcome), digest_size=16).digest()

@@ -36,6 +36,8 @@ from meshpoint.worker import Worker
 
 _CLOCK = SystemClock()
 _EXCHANGES: dict[str, MemoryExchange] = {}
+_ENDED_KEPT = 10_000
+"""Ids of ended tasks that a process knows, so that a duplicate of their request is not run again."""
 _CLOSING, _LEAST = 10.0, 0.25
 """Seconds that closing the broker's connection may take, and that it gets when a drain took all its time."""
 
@@ -116,7 +118,7 @@ def worker_of(
 ) -> Worker:
     """`served` with the settings of `agent`, ready to `run` on `broker`."""
     store = open_store(agent, namespace) if agent.stateless_checkpointing else None
-    memory = MemoryCheckpointStore(_CLOCK, timings=agent.timings())
+    memory = MemoryCheckpointStore(_CLOCK, timings=agent.timings(), ended_kept=_ENDED_KEPT)
     return Worker(
         served,
         broker=broker,

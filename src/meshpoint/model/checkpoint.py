@@ -334,6 +334,11 @@ class Known:
     digest: str | None = field(default=None, compare=False, kw_only=True)
     early: bool = field(default=False, compare=False, kw_only=True)
 
+    @property
+    def forgotten(self) -> bool:
+        """Whether the task has ended, its reply was sent, and only its id is known."""
+        return self.state.ended and self.reply is None
+
 
 @dataclass(frozen=True, slots=True)
 class Begun:

@@ -240,7 +240,7 @@ class Requests:
         self, segment: Segment, request: receive.Request, delivery: Delivery, known: tuple[Home, Known] | None
     ) -> bool:
         """Whether the task is to run here now. If not, its request is settled, or soon will be."""
-        if known is not None:
+        if known is not None and not self._begins_anew(segment, request, known[1]):
             self._follow_up(segment, partial(self._again, segment, request, *known))
             return False
         if refused := self._refusal(segment, request, delivery.count):
@@ -252,6 +252,11 @@ class Requests:
         ):
             return True
         return await self._write_first(segment, request)
+
+    def _begins_anew(self, segment: Segment, request: receive.Request, known: Known) -> bool:
+        """Whether a resumed requester asks for a task whose reply is forgotten: only another run has an answer."""
+        same = relation(segment.sender, segment.digest, known.requester, known.digest) is Relation.SAME
+        return request.resume is not None and known.forgotten and same and known.agent == self._site.agent
 
     def _refusal(self, segment: Segment, request: receive.Request, count: int) -> Failed | None:
         options = self._site.options
@@ -331,7 +336,7 @@ class Requests:
             await self._revive(segment, request.resume, home, known)
         elif known.reply is not None:
             await self._reply_again(segment, known)
-        elif home.durable:
+        elif home.durable or known.forgotten:
             if known.state is TaskState.WAITING:
                 self._poke()  # what is due for dispatch is sent again
             await self._settled(segment)

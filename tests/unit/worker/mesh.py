@@ -152,7 +152,10 @@ class Mesh:
         """Begin to run `agent`, with its database ("store") or its "broker" away."""
         broker = FaultyBroker(self.exchange)
         await broker.open()
-        store, memory = FaultyStore(self.store), FaultyStore(MemoryCheckpointStore(self.clock, timings=Timings()))
+        store, memory = (
+            FaultyStore(self.store),
+            FaultyStore(MemoryCheckpointStore(self.clock, timings=Timings(), ended_kept=1000)),
+        )
         store.away, broker.away = away == "store", away == "broker"
         worker = Worker(
             agent,

@@ -60,6 +60,7 @@ class MemoryOutbox:
             if row is not None:
                 _mark(row, send, self._tables.clock.now())
                 self._tables.put(row)
+                self._tables.forget_if_over(row)
 
 
 class MemoryCatalog:

@@ -15,6 +15,7 @@ from meshpoint.model.checkpoint import (
     Checkpoint,
     Dispatch,
     KeepReply,
+    Known,
     Replica,
     Reply,
     Requester,
@@ -231,6 +232,13 @@ class TaskRow:
         """The cancel of `call`, to be sent."""
         return CancelNotice(self.agent, self.task_id, call.sub_task_id, call.peer)
 
+    def known(self, reply: Reply | None) -> Known:
+        """The task as those meet it who ask for it again."""
+        requester = self.requester.app_id
+        return Known(
+            self.task_id, self.agent, self.state, reply, requester=requester, digest=self.digest, early=self.early
+        )
+
     def reply_at(self, now: datetime) -> Reply:
         """The reply of an ended task."""
         age = now - self.ended_at if self.ended_at else timedelta()
@@ -260,14 +268,22 @@ class TaskRow:
         )
 
 
+_FEW = 1_000
+"""Tombstones that may stand in vain."""
+
+
 class Tables:
     """Every row, and three indexes: those not ended, those with something to send, tombstones by their end.
 
     A tombstone whose end was moved, or which is none any more, stands there once more or in vain.
+
+    With `ended_kept`, a task whose outcome is confirmed is forgotten, but for what `over` knows of the last so many:
+    who asked for it, and with which input.
     """
 
-    def __init__(self, clock: Clock, timings: StoreTimings) -> None:
-        self.clock, self.timings = clock, timings
+    def __init__(self, clock: Clock, timings: StoreTimings, ended_kept: int | None = None) -> None:
+        self.clock, self.timings, self._ended_kept = clock, timings, ended_kept
+        self.over: dict[TaskId, Known] = {}
         self.tasks: dict[TaskId, TaskRow] = {}
         self.live: dict[TaskId, TaskRow] = {}
         self.sending: dict[TaskId, TaskRow] = {}
@@ -283,6 +299,25 @@ class Tables:
                 index[row.task_id] = row
             else:
                 index.pop(row.task_id, None)
+
+    def forget_if_over(self, row: TaskRow) -> None:
+        """Forget a task with which nothing is left to be done."""
+        if self._ended_kept is None or not row.state.ended or row.unsent or row.early or _resumable(row):
+            return
+        del self.tasks[row.task_id]
+        self.over[row.task_id] = row.known(None)
+        if len(self.over) > self._ended_kept:
+            del self.over[next(iter(self.over))]
+        if len(self.tombstones) > 2 * len(self.tasks) + _FEW:
+            self.tombstones = [each for each in self.tombstones if each[1] in self.tasks]
+            heapq.heapify(self.tombstones)
+
+    def known(self, task_id: TaskId) -> Known | None:
+        """What is known of a task, if anything is."""
+        row = self.tasks.get(task_id)
+        if row is None:
+            return self.over.get(task_id)
+        return row.known(row.reply_at(self.clock.now()) if row.state.ended else None)
 
     def own(self, row: TaskRow, replica: Replica, run_id: RunId) -> Resumable:
         """Make `replica` the owner of `row`: whoever had it before is fenced from now on."""

@@ -18,10 +18,14 @@ class MemoryCheckpointStore(MemoryTransitions, MemoryDueWork, MemoryOutbox, Memo
 
     No method awaits anything: each runs to its end before another task of the event loop can look, so none can
     leave a transition half done, not even when it is cancelled.
+
+    A task is a tombstone with its reply for `timings.tombstone_ttl`. With `ended_kept`, one whose reply was sent is
+    forgotten at once, and only the ids of the last so many are known: a duplicate of their request is recognised, and
+    is not answered again.
     """
 
-    def __init__(self, clock: Clock, *, timings: StoreTimings) -> None:
-        super().__init__(Tables(clock, timings))
+    def __init__(self, clock: Clock, *, timings: StoreTimings, ended_kept: int | None = None) -> None:
+        super().__init__(Tables(clock, timings, ended_kept))
 
     @property
     def durable(self) -> bool:

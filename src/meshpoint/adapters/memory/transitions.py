@@ -67,20 +67,8 @@ class MemoryTransitions:
 
     async def lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, Known]:
         """The rows that exist, by id."""
-        now = self._tables.clock.now()
-        rows = [self._tables.tasks[task_id] for task_id in task_ids if task_id in self._tables.tasks]
-        return {
-            row.task_id: Known(
-                row.task_id,
-                row.agent,
-                row.state,
-                row.reply_at(now) if row.state.ended else None,
-                requester=row.requester.app_id,
-                digest=row.digest,
-                early=row.early,
-            )
-            for row in rows
-        }
+        found = [self._tables.known(task_id) for task_id in task_ids]
+        return {known.task_id: known for known in found if known is not None}
 
     async def begin(self, begins: Sequence[Begin]) -> list[BeginResult]:
         """Write tasks as running before their first segment."""

@@ -1,0 +1,125 @@
+"""Tasks that ended in a process: only their ids stay, and a duplicate of their request changes nothing."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+from meshpoint.adapters.memory.clock import FakeClock
+from meshpoint.adapters.memory.store import MemoryCheckpointStore
+from meshpoint.client import Client
+from meshpoint.conformance.build import a_begin, a_run, an_end
+from meshpoint.model.calls import Call, Done, Paused
+from meshpoint.model.checkpoint import Begun, Ended
+from meshpoint.model.outcomes import Ok
+
+from .agents import Scripted
+from .faults import FaultyBroker
+from .mesh import Mesh, Running, Timings
+from .puppet import Puppet
+
+LARGE = "x" * 100_000
+
+
+def tables(running: Running) -> Any:
+    return running.memory._inner._tables
+
+
+async def large(ctx: Any, request: Any) -> Paused:
+    return Paused([Call("call", "peer", request)], b"state" * 1000)
+
+
+async def answers(ctx: Any, state: bytes, outcomes: Any) -> Done[Any]:
+    return Done([LARGE])
+
+
+async def test_their_replies_are_not_kept(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    running = await mesh.replica(Scripted("agent", large, answers), durable=False)
+    for number in range(20):
+        task_id = await boss.ask("agent", number)
+        await peer.respond(await peer.request_number(number + 1), 1)
+        assert await boss.reply(task_id) == Ok([LARGE])
+    await mesh.settle()
+    kept = tables(running)
+    assert kept.tasks == kept.sending == kept.live == {}
+    assert len(kept.over) == 20
+    assert mesh.unacked("agent") == 0
+
+
+async def test_a_duplicate_does_not_run_again(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    await mesh.replica(Scripted("agent", large, answers), durable=False)
+    task_id = await boss.ask("agent", 1)
+    await peer.respond(await peer.request_number(), 1)
+    assert await boss.reply(task_id) == Ok([LARGE])
+    await mesh.settle()
+    await boss.ask("agent", 1, task_id)
+    await mesh.settle()
+    assert len(peer.requests) == 1
+    assert boss.replies(task_id) == [Ok([LARGE])], "its reply was confirmed, and is not sent again"
+    assert mesh.unacked("agent") == mesh.waiting("agent") == 0
+
+
+async def test_a_requester_that_was_resumed_gets_its_answer_anew(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    await mesh.replica(Scripted("agent", large, answers), durable=False)
+    task_id = await boss.ask("agent", 1)
+    await peer.respond(await peer.request_number(), 1)
+    await boss.reply(task_id)
+    await mesh.settle()
+    await boss.ask("agent", 1, task_id, resume="00000001")
+    await peer.respond(await peer.request_number(2), 1)
+    await mesh.settle()
+    assert boss.replies(task_id) == [Ok([LARGE])] * 2
+
+
+async def test_the_ids_are_bounded_too() -> None:
+    store = MemoryCheckpointStore(FakeClock(), timings=Timings(), ended_kept=10)
+    for _ in range(3000):
+        (begun,) = await store.begin([a_begin(a_run())])
+        assert isinstance(begun, Begun)
+        (ended,) = await store.end([an_end(begun.run)])
+        assert isinstance(ended, Ended)
+        await store.mark_sent([ended.reply])
+    kept = store._tables  # type: ignore[attr-defined]
+    assert len(kept.over) == 10
+    assert kept.tasks == {}
+    assert len(kept.tombstones) < 2000
+
+
+async def test_a_client_keeps_open_requests_only(mesh: Mesh, peer: Puppet) -> None:
+    async with Client(FaultyBroker(mesh.exchange)) as client:
+        tracemalloc.start()
+        try:
+            for number in range(100):
+                reply = await client.send("peer", number)
+                await peer.respond(await peer.request_number(number + 1), [number, LARGE])
+                assert (await reply).outcome == Ok([number, LARGE])
+                del reply
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        await mesh.settle()
+        assert client._waiting == client._agents == client._asked == {}
+        assert held < 50 * len(LARGE), "a hundred replies are not here any more"
+
+
+async def test_a_client_counts_further_replies(mesh: Mesh, peer: Puppet) -> None:
+    async with Client(FaultyBroker(mesh.exchange)) as client:
+        reply = await client.send("peer", 1)
+        asked = await peer.request_number()
+        for value in ({"a": 1}, {"a": 1}, {"a": 2}, {"a": 1}):
+            await peer.respond(asked, value)
+        await mesh.settle()
+        assert (await reply).outcome == Ok({"a": 1})
+        assert (client.duplicates, client.conflicts) == (2, 1)
+
+
+async def test_a_client_forgets_whom_nobody_waits_for(mesh: Mesh, peer: Puppet) -> None:
+    async with Client(FaultyBroker(mesh.exchange)) as client:
+        reply = await client.send("peer", 1)
+        asked = await peer.request_number()
+        reply.cancel()
+        await mesh.settle()
+        assert client._waiting == {}
+        await peer.respond(asked, 1)
+        await mesh.settle()
+        assert (client.duplicates, client.conflicts) == (0, 0)
