@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias, assert_never
@@ -593,9 +594,10 @@ class Segments:
             for delivery in deliveries:
                 try:
                     await delivery.ack()
-                except Exception:  # it comes again, and its row or its duplicate settles it
+                except Exception:  # redelivered, it is settled by the task's row or its run
                     log.exception("task %s: a request could not be acked", task_id)
-                    await delivery.requeue()
+                    with suppress(Exception):
+                        await delivery.requeue()
 
     # ── around it ──────────────────────────────────────────────────────────────────────────────────
 

@@ -147,6 +147,7 @@ class Mesh:
         l1: WorkingMemory | None = None,
         snapshots: SnapshotStore | None = None,
         isolation: Isolation | None = None,
+        ended_kept: int | None = None,
         **options: Any,
     ) -> Running:
         """Begin to run `agent`, with its database ("store") or its "broker" away."""
@@ -154,7 +155,7 @@ class Mesh:
         await broker.open()
         store, memory = (
             FaultyStore(self.store),
-            FaultyStore(MemoryCheckpointStore(self.clock, timings=Timings(), ended_kept=1000)),
+            FaultyStore(MemoryCheckpointStore(self.clock, timings=Timings(), ended_kept=ended_kept)),
         )
         store.away, broker.away = away == "store", away == "broker"
         worker = Worker(

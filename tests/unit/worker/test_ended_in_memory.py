@@ -34,7 +34,7 @@ async def answers(ctx: Any, state: bytes, outcomes: Any) -> Done[Any]:
 
 
 async def test_their_replies_are_not_kept(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    running = await mesh.replica(Scripted("agent", large, answers), durable=False)
+    running = await mesh.replica(Scripted("agent", large, answers), durable=False, ended_kept=1000)
     for number in range(20):
         task_id = await boss.ask("agent", number)
         await peer.respond(await peer.request_number(number + 1), 1)
@@ -47,7 +47,7 @@ async def test_their_replies_are_not_kept(mesh: Mesh, boss: Puppet, peer: Puppet
 
 
 async def test_a_duplicate_does_not_run_again(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    await mesh.replica(Scripted("agent", large, answers), durable=False)
+    await mesh.replica(Scripted("agent", large, answers), durable=False, ended_kept=1000)
     task_id = await boss.ask("agent", 1)
     await peer.respond(await peer.request_number(), 1)
     assert await boss.reply(task_id) == Ok([LARGE])
@@ -60,7 +60,7 @@ async def test_a_duplicate_does_not_run_again(mesh: Mesh, boss: Puppet, peer: Pu
 
 
 async def test_a_requester_that_was_resumed_gets_its_answer_anew(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    await mesh.replica(Scripted("agent", large, answers), durable=False)
+    await mesh.replica(Scripted("agent", large, answers), durable=False, ended_kept=1000)
     task_id = await boss.ask("agent", 1)
     await peer.respond(await peer.request_number(), 1)
     await boss.reply(task_id)
