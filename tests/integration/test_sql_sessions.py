@@ -13,6 +13,7 @@ import asyncpg
 import pytest
 
 from meshpoint.adapters.sql import SqlCheckpointStore, sessions
+from meshpoint.adapters.sql.time import DatabaseTime
 from meshpoint.conformance.build import HERE, a_begin, a_claim, an_end, one, paused, resumed
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 from meshpoint.model.checkpoint import AllArrived, Begun, Ended
@@ -167,7 +168,7 @@ class Client:
         return self._lent
 
     async def fetchrow(self, _: str) -> dict[str, object]:
-        return {"pid": 1, "isolation": "read committed", "read_only": "off"}
+        return {"pid": 1, "isolation": "read committed", "read_only": "off", "now": 0.0}
 
 
 @pytest.mark.parametrize("keeps_statements", [True, False])
@@ -181,10 +182,10 @@ async def test_a_pooler_is_found_out_at_the_start(
 
     monkeypatch.setattr(sessions, "_driver", client)
     if keeps_statements:
-        await store._database.check_session()
+        await store._database.check_session(DatabaseTime())
     else:
         with pytest.raises(ConfigurationError, match=r"PgBouncer 1\.21"):
-            await store._database.check_session()
+            await store._database.check_session(DatabaseTime())
     assert sorted(pooler.idle) == [1, 2, 3]
 
 
