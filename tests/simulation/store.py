@@ -120,6 +120,7 @@ class RemoteStore:
     def __init__(self, database: WatchedStore, weather: Weather) -> None:
         self._database, self._weather = database, weather
         self.durable = True
+        self.present = None  # the processes' own clocks judge deadlines
 
     async def close(self) -> None:
         """Let go."""
