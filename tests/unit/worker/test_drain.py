@@ -18,7 +18,7 @@ from meshpoint.model.outcomes import Failed, FailureKind, Ok
 
 from .agents import Gate, Scripted, asker, doubler, gated, gated_after
 from .mesh import Mesh
-from .puppet import Puppet
+from .puppet import GUARD, Puppet
 
 HOMES = pytest.mark.parametrize("durable", [True, False])
 AT_ONCE = {"drain_timeout": timedelta(0)}
@@ -384,3 +384,28 @@ async def test_ready_tasks_are_left_to_others(mesh: Mesh, boss: Puppet, peer: Pu
     assert gate.visits == 1
     states = sorted([str(await mesh.state(task_id)) for task_id in tasks])
     assert states == ["completed", "ready"]
+
+
+@pytest.mark.parametrize("method", ["close", "release", "end"])
+async def test_a_database_that_is_silent_holds_nobody_up(mesh: Mesh, boss: Puppet, peer: Puppet, method: str) -> None:
+    """It takes the statement and never answers, and its driver swallows the cancellation."""
+
+    async def silence() -> None:
+        while True:
+            with suppress(asyncio.CancelledError):
+                await silent.wait()
+                return
+
+    silent, gate = asyncio.Event(), Gate()
+    options = {"drain_timeout": timedelta(seconds=0.1), "release_timeout": timedelta(seconds=0.4)}
+    replica = await mesh.replica(gated_after("agent", "peer", gate), **options)
+    await boss.ask("agent", 1)
+    await peer.respond(await peer.request_number(), 1)
+    await gate.reach()
+    replica.store.before[method] = silence
+    if method == "end":
+        gate.opened.set()
+    async with asyncio.timeout(GUARD):
+        await replica.drain()
+    silent.set()
+    await mesh.settle()
