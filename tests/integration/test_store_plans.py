@@ -278,6 +278,8 @@ class Life:
         assert len(await self._store.lookup([pause.run.task_id for pause in pauses])) == self._batch
         assert await self._store.task(pauses[0].run.task_id)
         assert None not in await self._store.progress([a_progress(pause) for pause in pauses])
+        calls = [(pause.run.task_id, call.sub_task_id) for pause in pauses for call in pause.calls]
+        assert None not in await self._store.requested(calls)
         resumed = await self._claim(pauses)
         assert await self._store.renew([task.run for task in resumed], HERE) == []
         pauses = [a_pause("a", run=task.run) for task in resumed]
@@ -325,6 +327,9 @@ class Life:
         unknown = [TaskId(new_id()) for _ in range(self._batch)]
         for _ in range(2):
             await self._store.cancel([a_cancel(task_id) for task_id in (*waiting, *running, *unknown)])
+        early = [TaskId(new_id()) for _ in range(self._batch)]
+        for sender in ("one", "another"):
+            await self._store.cancel([a_cancel(task_id, sender=sender) for task_id in early])
 
     async def _send(self) -> None:
         """Requests, cancels and replies: all are due, since nobody has them for himself for any time.
