@@ -44,9 +44,10 @@ class Order:
 
 
 class SteppedClock(SystemClock):
-    """The system's clock, ahead or behind: each step takes the next of its offsets."""
+    """The clock of a machine that is wrong about the time: each step takes the next of its offsets."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._offset = timedelta()
         self._offsets = cycle((timedelta(minutes=10), timedelta(), timedelta(hours=-1), timedelta()))
 
