@@ -31,7 +31,8 @@ _LOCKS = (
     " ORDER BY random() LIMIT 2) FOR UPDATE SKIP LOCKED",
 )
 FLOOD = 1000
-_AWAY = (OSError, AMQPError, Unavailable, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError)
+# aiormq raises a RuntimeError on a channel that is closed.
+_AWAY = (OSError, AMQPError, RuntimeError, Unavailable, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError)
 _numbers = count(100_000_000)
 
 

@@ -72,7 +72,14 @@ def main() -> None:
         keep = options.keep and options.keep / broker
         seconds = options.minutes * 60 * share
         wish = Wish(
-            seed, seconds, broker, rate=options.rate, only=options.only, keep=keep, quiet=min(30, seconds / 4)
+            seed,
+            seconds,
+            broker,
+            rate=options.rate,
+            only=options.only,
+            keep=keep,
+            quiet=max(10.0, min(30.0, seconds / 4)),
+            judge_branches=broker == "rabbitmq",
         )
         report = asyncio.run(_run(wish, console))
         reports.append(report)
