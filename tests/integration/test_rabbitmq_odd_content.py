@@ -9,12 +9,12 @@ from contextlib import AsyncExitStack
 import aiormq
 import pytest
 from aiormq.abc import DeliveredMessage
-from odd_content import EXOTIC, EXOTIC_READ, UNDECODABLE, entry, long, properties, publish_raw
 
 from meshpoint.adapters.rabbitmq import RabbitMqBroker, connect
 from meshpoint.conformance.broker_case import AGENT, REQUESTS, Inbox, a_message, send, until_depth
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.messages import Address, Header, dead_letters_of, private_of
+from odd_content import EXOTIC, EXOTIC_READ, UNDECODABLE, entry, long, properties, publish_raw
 from servers import Proxy, RabbitServer
 
 REPLICA = ReplicaId("r1")
