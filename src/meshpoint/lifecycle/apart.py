@@ -1,4 +1,4 @@
-"""Watch the process that runs one segment apart from the others, and turn its end into a value."""
+"""Watch the process of an isolated segment and turn its end into a value."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from meshpoint.ports.isolation import Ending, Exit, IsolatedRun, Isolation, Word
 
 
 class Impossible(Exception):
-    """This segment cannot run in a process of its own; nothing has run yet."""
+    """This segment cannot run in a separate process; no agent code has run yet."""
 
 
 async def run_apart(
     segment: Segment, isolation: Isolation, release_within: float, on_started: Callable[[], None]
 ) -> SegmentResult:
-    """Run `segment` in a process of its own. Told to release the task, it has `release_within` seconds.
+    """Run `segment` in its own process, which has `release_within` seconds to release the task when asked to.
 
     Raises:
         Impossible: the process cannot import the agent.
@@ -29,7 +29,7 @@ async def run_apart(
     watching = segment.code = asyncio.create_task(watch.run(), name=f"isolated {segment.run.task_id}")
     try:
         await asyncio.wait({watching})
-    except asyncio.CancelledError:  # the replica ends, and the process with it
+    except asyncio.CancelledError:  # the process ends with the replica
         watching.cancel()
         raise
     finally:

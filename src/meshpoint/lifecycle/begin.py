@@ -50,7 +50,7 @@ async def begin(
 async def begin_redelivered(
     redelivered: Sequence[tuple[Segment, str | None]], site: Site
 ) -> list[tuple[BeginResult, bool]]:
-    """Commit the rows of tasks that have none, each with its order, in one transaction.
+    """Insert rows for tasks without one, each with its order, in one transaction.
 
     As many as there are free slots are running, and hold one each: those come with `True`. The others are ready.
     """
@@ -58,7 +58,7 @@ async def begin_redelivered(
     assert home is not None
 
     async def attempt() -> list[tuple[BeginResult, bool]]:
-        # Slots are taken for one attempt at a time: in an outage, tasks in memory need them.
+        # Hold slots for one attempt only: during an outage, in-memory tasks need them.
         granted = site.slots.take(len(redelivered))
         used = 0
         try:

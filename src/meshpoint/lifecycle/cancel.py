@@ -24,8 +24,8 @@ def cancelled(segment: Segment) -> Failed:
 
 
 class Wish(NamedTuple):
-    """A task to be cancelled, for which task of its sender (it may be at work for a later attempt by now), and whose
-    cancel it is: `None` may cancel every task.
+    """A task to cancel, the sender's parent task (the task may be for a later attempt by now), and the sender:
+    `None` may cancel every task.
     """
 
     task_id: TaskId

@@ -17,8 +17,8 @@ async def claim(home: Home, claims: Sequence[Claim], site: Site) -> list[Arrival
     """Record `claims`, however long the database is away. Each `AllArrived` holds a slot."""
 
     async def attempt() -> list[Arrival]:
-        # Slots are taken for one attempt at a time: in an outage, tasks in memory need them. A task takes one slot,
-        # however many of its responses came together.
+        # Hold slots for one attempt only: during an outage, in-memory tasks need them. A task takes one slot,
+        # regardless of how many of its responses are in the batch.
         granted = site.slots.take(len({claim.task_id for claim in claims}))
         used = 0
         try:
@@ -35,7 +35,7 @@ async def claim(home: Home, claims: Sequence[Claim], site: Site) -> list[Arrival
 async def expire(home: Home, site: Site, count: int) -> list[Expired]:
     """End calls and joins whose deadline has passed. Each `AllArrived` holds a slot.
 
-    `count`: how many tasks are due, as far as is known. A slot is reserved for each, and none for a look in vain.
+    `count`: the number of tasks known to be due. One slot is reserved for each.
     """
     granted = site.slots.take(count)
     used = 0
@@ -50,12 +50,12 @@ async def expire(home: Home, site: Site, count: int) -> list[Expired]:
 
 
 async def take_ready(home: Home, site: Site, count: int) -> list[Resumable]:
-    """Own up to `count` ready tasks, one for each free slot. A suspect also holds `site.apart`."""
+    """Acquire up to `count` ready tasks, one per free slot. A suspect also holds `site.apart`."""
     return await _take(home.store.take, Step.TAKE, site, count)
 
 
 async def take_over(home: Home, site: Site, count: int) -> list[Resumable]:
-    """Own up to `count` tasks whose lease has expired, one for each free slot. A suspect also holds `site.apart`."""
+    """Acquire up to `count` tasks with an expired lease, one per free slot. A suspect also holds `site.apart`."""
     return await _take(home.store.take_over, Step.TAKE_OVER, site, count)
 
 

@@ -1,9 +1,9 @@
-"""Keeps an exit that agent code asks for within its segment.
+"""Confines `SystemExit` and `KeyboardInterrupt` raised by agent code to its segment.
 
-asyncio lets `SystemExit` and `KeyboardInterrupt` out of the event loop, from every task and callback. Agent code may
-raise them in tasks that it starts, and that nobody awaits. A task factory finds out, through a context variable, for
-which segment a task is started, and turns such an exit into the failure of that segment. Tasks that no agent code
-starts are made as before.
+asyncio re-raises `SystemExit` and `KeyboardInterrupt` out of the event loop from any task or callback, including
+background tasks that agent code starts and never awaits. A task factory uses a context variable to find the segment
+for which a task is started, and turns such an exit into the failure of that segment. Tasks not started by agent code
+are unaffected.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from meshpoint.model.error_text import described
 log = logging.getLogger("meshpoint.run")
 
 EXITS = (SystemExit, KeyboardInterrupt)
-"""What asyncio lets out of the event loop."""
+"""The exceptions that asyncio re-raises out of the event loop."""
 
 
 class Origin:
-    """For which segment code runs. `on_exit` hears of an exit in a task that the code has started."""
+    """The segment for which code runs. `on_exit` is called for an exit in a task that the code started."""
 
     __slots__ = ("_on_exit",)
 
@@ -35,18 +35,18 @@ class Origin:
         self._on_exit: Callable[[str], None] | None = on_exit
 
     def exited(self, error: BaseException) -> None:
-        """Fail the segment, if it still runs."""
+        """Fail the segment if it is still running."""
         what = described(error)
         log.warning("agent code raised %s in a task that it had started", what)
         if self._on_exit is not None:
             self._on_exit(what)
 
     def close(self) -> None:
-        """The segment has ended: tasks that it left behind fail for themselves."""
+        """Mark the segment as ended: later failures of its background tasks no longer affect it."""
         self._on_exit = None
 
     def context(self) -> Context:
-        """A copy of the current context in which code runs for this segment."""
+        """Copy the current context, marked with this segment."""
         context = copy_context()
         context.run(_ORIGIN.set, self)
         return context
@@ -56,12 +56,12 @@ _ORIGIN: ContextVar[Origin | None] = ContextVar("meshpoint_origin", default=None
 
 
 def in_agent_code() -> bool:
-    """Whether the current context is one that agent code runs in, or has started something from."""
+    """Whether the current context belongs to agent code."""
     return _ORIGIN.get() is not None
 
 
 def from_outside(error: BaseException) -> bool:
-    """Whether a person's Ctrl-C brought this exit, and not a `raise`."""
+    """Whether this exit came from a person's Ctrl-C rather than a `raise`."""
     if not isinstance(error, KeyboardInterrupt):
         return False
     innermost: TracebackType | None = None
@@ -75,12 +75,12 @@ def from_outside(error: BaseException) -> bool:
         return True
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return False
-    # Python's own handler has no frame. It never interrupts at a `raise`, nor where an await passes an error on.
+    # Python's own handler adds no frame, and never interrupts at a `raise` or where an await propagates an error.
     return dis.opname[code.co_code[innermost.tb_lasti]] not in {"RAISE_VARARGS", "RERAISE", "SEND", "YIELD_VALUE"}
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine whose exits end its asyncio task, not the event loop."""
+    """Wraps a coroutine so that an exit ends only its asyncio task, not the event loop."""
 
     __slots__ = ("_coro", "_origin")
 
@@ -105,7 +105,7 @@ class _Contained(Coroutine[Any, Any, Any]):
     def __await__(self) -> Generator[Any, Any, Any]:
         return (yield from self._coro.__await__())
 
-    def __getattr__(self, name: str) -> Any:  # its name, its frame: for those who look at tasks
+    def __getattr__(self, name: str) -> Any:  # expose its name and frame for debugging
         return getattr(self._coro, name)
 
     def _contain(self, error: BaseException) -> None:
@@ -119,7 +119,7 @@ class _Contained(Coroutine[Any, Any, Any]):
 
 
 class _Factory:
-    """A loop's task factory, in front of the one that it had."""
+    """A task factory that wraps the loop's previous one."""
 
     def __init__(self, before: Any) -> None:
         self.before = before
@@ -128,7 +128,7 @@ class _Factory:
     def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
         context: Context | None = options.get("context")
         origin = _ORIGIN.get() if context is None else context.get(_ORIGIN)
-        # The event loop closes forgotten async generators in a task of its own: then nobody knows whose they are.
+        # The event loop closes abandoned async generators in its own tasks, where their segment is unknown.
         if origin is not None or type(coro) is not CoroutineType:
             coro = _Contained(coro, origin)
         if self.before is not None:
@@ -137,19 +137,19 @@ class _Factory:
 
 
 class Containing:
-    """Until when exits are contained."""
+    """How long exits are contained."""
 
     def __init__(self) -> None:
         self.kept = False
 
     def keep(self) -> None:
-        """Contain them for as long as the event loop runs: there is code that does not end."""
+        """Contain exits until the event loop ends, because some code has not stopped."""
         self.kept = True
 
 
 @contextmanager
 def contained() -> Iterator[Containing]:
-    """Contain the exits of tasks that agent code starts on the running event loop."""
+    """Contain exits in tasks that agent code starts on the running event loop."""
     loop = asyncio.get_running_loop()
     factory: Any = loop.get_task_factory()
     if not isinstance(factory, _Factory):

@@ -1,4 +1,4 @@
-"""The asyncio tasks of one worker. A defect in one is noted, and is the end of that one only."""
+"""The asyncio tasks of one worker. A defect in a task is logged and ends only that task."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from meshpoint.ports.observer import Steps
 log = logging.getLogger("meshpoint.worker")
 
 _QUIET = 60.0
-"""Seconds in which a defect that comes again is counted, and not logged."""
+"""Seconds during which a repeated defect is counted instead of logged."""
 _MOST_KNOWN = 1_000
 
 
 class Defects:
-    """Logs unexpected exceptions with their traceback, and emits an event: once a minute for those of one kind."""
+    """Logs unexpected exceptions with their traceback and emits an event, at most once a minute for each kind."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._known: dict[tuple[str, str], tuple[float, int]] = {}
 
     def note(self, where: str, error: BaseException) -> None:
-        """Something failed in `where` that should not be able to."""
+        """Report an unexpected failure in `where`."""
         key, now = (where, type(error).__qualname__), asyncio.get_running_loop().time()
         noted_at, since = self._known.get(key, (now - _QUIET, 0))
         if now - noted_at < _QUIET:
@@ -44,18 +44,18 @@ class Defects:
 
 
 class Crew:
-    """Starts tasks, and ends them within a bound."""
+    """Starts tasks and ends them within a time limit."""
 
     def __init__(self, defects: Defects, patience: Patience) -> None:
         self._defects, self._patience = defects, patience
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, step: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `step`. What it raises is noted."""
+        """Run `step` and report any exception."""
         task = asyncio.create_task(self._guarded(step))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: step.close())  # cancelled before its first step, nobody ever awaited it
+        task.add_done_callback(lambda _: step.close())  # cancelled before its first step, so it was never awaited
         return task
 
     async def _guarded(self, step: Coroutine[Any, Any, None]) -> None:
@@ -71,12 +71,12 @@ class Crew:
             self._defects.note(getattr(step, "__qualname__", "a step"), error)
 
     async def done(self) -> None:
-        """Return when all tasks have ended, and those that they started."""
+        """Wait until all tasks have ended, including those started meanwhile."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def end(self, within: float) -> None:
-        """Cancel all tasks. Those that do not end within so many seconds are left behind."""
+        """Cancel all tasks. Abandon those that do not end within the given seconds."""
         tasks = {task for task in self._tasks if task is not asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -87,7 +87,7 @@ class Crew:
 
 
 async def bounded(step: Coroutine[Any, Any, None], within: float, what: str) -> None:
-    """Await `step` for so many seconds, then cancel it and leave it behind. That, and a failure, is a warning."""
+    """Await `step` for the given seconds, then cancel and abandon it. A timeout or failure is logged as a warning."""
     task = asyncio.ensure_future(step)
     try:
         done, _ = await asyncio.wait({task}, timeout=within)

@@ -49,19 +49,19 @@ T = TypeVar("T")
 log = logging.getLogger("meshpoint.dispatch")
 
 _PUBLISHED_AT_ONCE = 32
-"""Addresses that one batch publishes to at a time."""
+"""Addresses that one batch publishes to concurrently."""
 _PROMPT = 2.0
-"""Seconds that a request waits for the broker to confirm its reply, before the reply waits without it."""
+"""Seconds that a request is kept unacked until its reply is confirmed; after that the reply waits on its own."""
 _SLOW = 1.0
-"""Seconds that a publish must take for its address to count as one that makes others wait."""
+"""Seconds after which a publish counts as slow."""
 _STEP = {Dispatch: Step.DISPATCH, CancelNotice: Step.CANCEL_NOTICE, Reply: Step.REPLY}
 
 
 class Outgoing:
     """Sends committed requests, cancels and replies, and marks them.
 
-    What fails here stays due in its home: the sweeper sends it again, under the same ids. Each address is published
-    to on its own, so that one that is full, gone or silent delays only what goes to it.
+    Failed messages stay due in their home, and the sweeper sends them again under the same ids. Addresses are
+    published to independently, so that a full, missing or silent queue delays only its own messages.
     """
 
     def __init__(self, site: Site) -> None:
@@ -73,9 +73,9 @@ class Outgoing:
     async def send(
         self, home: Home, sends: Sequence[Send], *, again: bool = False
     ) -> tuple[list[Claim], list[TaskId]]:
-        """Publish and mark; the calls that turned out undeliverable, and the tasks whose reply is settled.
+        """Publish and mark; return the undeliverable calls and the tasks whose reply is settled.
 
-        `again`: the sends were due. They skip addresses in back-off: their rows have a next turn.
+        `again`: the sends were overdue. They skip addresses in back-off, since the sweeper will send them later.
         """
         settled: list[Send] = []
         undeliverable: list[Claim] = []
@@ -92,7 +92,7 @@ class Outgoing:
         return undeliverable, replied
 
     def _is_settled(self, send: Send, word: Published | None) -> bool:
-        """Whether nothing is left to be sent; otherwise it stays due, and the sweeper tries again."""
+        """Whether nothing is left to send; otherwise the sweeper tries again."""
         match send, word:
             case _, Published.ACCEPTED:
                 return True
@@ -113,12 +113,12 @@ class Outgoing:
     async def _publish(
         self, home: Home, sends: Sequence[Send], *, again: bool
     ) -> list[tuple[Send, Published | None]]:
-        """The broker's word on each of `sends`, all of one kind; None: it was not sent, or that is not known."""
+        """Publish `sends`, all of one kind. The result of each is `None` if it was not sent or is in doubt."""
         addressed = [(send, self._letter(home, send)) for send in sends]
         words: list[tuple[Send, Published | None]] = []
         letters: list[tuple[Send, Letter]] = []
         for send, letter in addressed:
-            if letter is None:  # its requester asked for no answer
+            if letter is None:  # its requester did not want a reply
                 words.append((send, Published.ACCEPTED))
             elif self._waits(send, letter[0], again=again):
                 words.append((send, Published.UNROUTABLE if self._addresses.gone(letter[0]) else None))
@@ -129,17 +129,17 @@ class Outgoing:
                 with self._site.steps.step(_STEP[type(sends[0])], [send.task_id for send, _ in letters]):
                     published = await self._words([letter for _, letter in letters])
             except Unavailable:
-                return words  # noted for each address
+                return words  # recorded for each address
             words += [(send, word) for (send, _), word in zip(letters, published, strict=True)]
             await self._explain_rejected(words)
         return words
 
     def _waits(self, send: Send, address: Address, *, again: bool) -> bool:
-        """Whether `send` is left for its row's next turn: a peer's queue is worth a first try, however it was."""
+        """Whether to skip `send` for now. The first attempt at a peer's queue is never skipped."""
         return (again or isinstance(send, Reply)) and self._addresses.blocked(address, fresh=not again)
 
     async def _explain_rejected(self, words: list[tuple[Send, Published | None]]) -> None:
-        """Put a small failure in the place of each reply that the broker can never take, under its message id."""
+        """Replace each reply that the broker can never accept with a small failure under the same message id."""
         for place, (send, word) in enumerate(words):
             if isinstance(send, Reply) and word is Published.REJECTED:
                 words[place] = (send, await self._instead(send))
@@ -148,7 +148,7 @@ class Outgoing:
         failed = Failed(FailureKind.ERROR, self._too_large("result", len(reply.body)))
         body = reply_bytes(reply.task_id, None, failed)
         letter = reply_letter(replace(reply, body=body, state=TaskState.FAILED))
-        if letter is None or len(body) >= len(reply.body):  # it is not the body that the broker refuses
+        if letter is None or len(body) >= len(reply.body):  # the broker refuses something other than the body
             return Published.REJECTED
         self._site.steps.note(Step.MESSAGE_REJECTED, reply.task_id, type="reply", reason=failed.message)
         try:
@@ -186,10 +186,10 @@ class Outgoing:
             self._site.patience.note_away(error)
 
     async def answer(self, reply: Reply, run_id: RunId, *, again: bool = False) -> None:
-        """Publish a reply that no run commits. One that cannot be delivered at once is kept, and sent later.
+        """Publish a reply that no run commits. If it cannot be delivered at once, it is kept and sent later.
 
-        When this returns, the request may be acked: the reply is with the broker, in a row, or its loss is reported.
-        `again`: the request of an ended task arrived once more.
+        Afterwards the request may be acked: the reply is confirmed, stored in a row, or its loss is reported.
+        `again`: the request of an ended task was delivered again.
         """
         letter = reply_letter(reply)
         if letter is None:
@@ -204,7 +204,7 @@ class Outgoing:
             await self._keep(reply, run_id, gone=word is Published.UNROUTABLE, again=again)
 
     async def _prompt_word(self, reply: Reply, letter: Letter) -> Published:
-        """The broker's word on a reply. `OVERLOADED` after a while if it takes other messages, but does not say."""
+        """Publish a reply. Returns `OVERLOADED` if the broker works but does not confirm it."""
         began = self._site.clock.monotonic()
         try:
             async with asyncio.timeout(_PROMPT):
@@ -217,7 +217,7 @@ class Outgoing:
 
     @property
     def _has_room(self) -> bool:
-        """Whether one more reply can wait here."""
+        """Whether another reply can wait in memory."""
         durable = self._site.durable is not None
         return durable or len(self._kept_in_memory) < self._site.options.max_in_memory
 
@@ -246,13 +246,13 @@ class Outgoing:
         self._site.steps.note(Step.REPLY_DROPPED, reply.task_id, reply_to=reply.requester.reply_to, reason=why)
 
     def is_refused(self, reply: Reply) -> bool:
-        """Whether its address did not take the last message, while the broker answered."""
+        """Whether its address refused the last message while the broker was available."""
         return reply.requester.reply_to is not None and self._addresses.troubled(reply.requester.reply_to)
 
     async def put_away(self, home: Home, reply: Reply) -> bool:
-        """Let a reply wait that could not be delivered, of a task in memory; whether its request may be acked.
+        """Keep an undeliverable reply of an in-memory task. Returns `True` if its request may be acked.
 
-        Where there is a database it keeps the reply. Otherwise this process does, up to a limit.
+        The reply is stored in the database if there is one, otherwise in this process, up to a limit.
         """
         if self._site.durable is None:
             if self._has_room:
@@ -273,7 +273,7 @@ class Outgoing:
         return True
 
     async def refuse(self, reply: Reply) -> None:
-        """Publish, once, the answer to a request that nothing can read."""
+        """Publish the reply to an unreadable request, once."""
         letter = reply_letter(reply)
         if letter is None:
             return
@@ -284,16 +284,16 @@ class Outgoing:
             self._drop(reply, "its address did not take it")
 
     def drop_kept(self) -> None:
-        """Report the replies that end with this process."""
+        """Report the replies that are lost when this process ends."""
         for task_id in self._kept_in_memory:
             self._site.steps.note(Step.REPLY_DROPPED, task_id, reason="the process ends")
         self._kept_in_memory.clear()
 
     async def tell(self, letters: Sequence[Letter | None]) -> None:
-        """Publish what is advisory: lost when the broker is unavailable, or an address does not take it."""
+        """Publish advisory messages, which are lost if the broker or their queue does not accept them."""
         wanted = [each for each in letters if each is not None and not self._addresses.blocked(each[0])]
         if wanted:
-            with suppress(Unavailable):  # noted already
+            with suppress(Unavailable):  # already reported
                 await self._words(wanted)
 
     def report_to(self, task_id: TaskId, requester: Requester) -> Report:
@@ -312,10 +312,10 @@ class Outgoing:
             self._site.patience.note_away(error)
 
     async def _words(self, letters: Sequence[Letter]) -> list[Published | None]:
-        """The broker's word on each letter, each address apart; None where it is in doubt.
+        """Publish letters, each address independently. A result is `None` if it is in doubt.
 
         Raises:
-            BrokerUnavailable: it is in doubt for all of them.
+            BrokerUnavailable: all results are in doubt.
         """
         places: dict[Address, list[int]] = {}
         for place, (address, _) in enumerate(letters):
@@ -357,7 +357,7 @@ class Outgoing:
         return words
 
     async def _published(self, letters: Sequence[Letter]) -> list[Published]:
-        """The broker's word. A letter that cannot be put on the wire goes nowhere, but takes none along."""
+        """Publish letters. One that cannot be encoded does not affect the others."""
         try:
             return await self._routes.publish(letters, self._site.broker.publish)
         except NO_DEFECT:
@@ -379,5 +379,5 @@ class Outgoing:
 
 
 async def _together(steps: Sequence[Awaitable[T]]) -> list[T]:
-    """The results of `steps`, run at the same time. One alone, as there mostly is, needs no task."""
+    """Run `steps` concurrently. A single step, the usual case, needs no task."""
     return [await steps[0]] if len(steps) == 1 else await asyncio.gather(*steps)

@@ -14,7 +14,7 @@ from meshpoint.ports.home import Home
 
 
 def refusal_for(segment: Segment, refused: Failed) -> Reply:
-    """The reply to a request that is not run. It names the request, so that it ends no other one's call."""
+    """The reply to a request that is not run. It names the request, so that it cannot end another call."""
     run = segment.run
     refuses = None if segment.request is None else fingerprint(segment.request)
     body = reply_bytes(run.task_id, None, refused, refuses=refuses)

@@ -8,7 +8,7 @@ from meshpoint.ports.clock import Clock
 
 
 class Grace:
-    """Two waits that begin at a start and again after an outage. A step of the wall clock changes neither."""
+    """Two grace periods that begin at the start and after each outage, measured by the monotonic clock."""
 
     def __init__(self, clock: Clock, settle_time: timedelta, lease: timedelta) -> None:
         self._clock = clock
@@ -17,11 +17,11 @@ class Grace:
         self._settling_since = self._renewing_since = clock.monotonic()
 
     def begin(self) -> None:
-        """Start both waits again: no answer could be recorded, and no lease renewed."""
+        """Restart both: no response could be recorded and no lease renewed."""
         self._settling_since = self._renewing_since = self._clock.monotonic()
 
     def begin_settling(self) -> None:
-        """Start the wait for answers again: none could arrive, but leases were renewed."""
+        """Restart the wait for responses: none could arrive, but leases were renewed."""
         self._settling_since = self._clock.monotonic()
 
     @property

@@ -11,7 +11,7 @@ from meshpoint.ports.broker import Delivery
 
 
 class Held:
-    """Deliveries by task, counted by the queue they came from."""
+    """Deliveries by task, counted by source queue."""
 
     def __init__(self) -> None:
         self._by_task: dict[TaskId, list[Delivery]] = {}
@@ -46,5 +46,5 @@ class Held:
         return [delivery for task_id in list(self._by_task) for delivery in self.let_go(task_id)]
 
     def count(self, address: Address, *, nested: bool) -> int:
-        """Deliveries from the queue at `address` whose request was, or was not, made inside another task."""
+        """Count deliveries from the queue at `address` whose request is nested, or is not."""
         return self._counts[address, nested]

@@ -27,7 +27,7 @@ class _Batch:
 
 
 class Turns:
-    """Deliveries of several queues. Each queue has its turn, so that a long one leaves the others their share."""
+    """Deliveries from several queues, handed out round-robin so that a long queue cannot starve the others."""
 
     def __init__(self) -> None:
         self._by_queue: dict[Address, deque[Delivery]] = {}
@@ -40,12 +40,12 @@ class Turns:
         return (delivery for waiting in self._by_queue.values() for delivery in waiting)
 
     def append(self, delivery: Delivery) -> None:
-        """Add one, after those of the same queue."""
+        """Append a delivery behind the others from its queue."""
         self._by_queue.setdefault(delivery.address, deque()).append(delivery)
         self._count += 1
 
     def popleft(self) -> Delivery:
-        """The oldest delivery of the queue whose turn it is."""
+        """Remove and return the oldest delivery of the next queue."""
         address, waiting = next(iter(self._by_queue.items()))
         del self._by_queue[address]
         delivery = waiting.popleft()
@@ -55,7 +55,7 @@ class Turns:
         return delivery
 
     def remove(self, delivery: Delivery) -> None:
-        """Take one out of turn."""
+        """Remove a delivery out of order."""
         waiting = self._by_queue[delivery.address]
         waiting.remove(delivery)
         if not waiting:
@@ -63,13 +63,13 @@ class Turns:
         self._count -= 1
 
     def clear(self) -> None:
-        """Forget them all."""
+        """Remove all deliveries."""
         self._by_queue.clear()
         self._count = 0
 
 
 class Inbox:
-    """A queue that hands out all it has, up to a limit: oldest first, or by `turns`. `clock` measures batches."""
+    """A queue that hands out batches up to a limit: oldest first, or by `turns`. `clock` times the batches."""
 
     def __init__(self, clock: Clock, turns: Turns | None = None) -> None:
         self._clock = clock
@@ -88,7 +88,7 @@ class Inbox:
             self._enough_arrived.set()
 
     def take(self, limit: int) -> list[Delivery]:
-        """Up to `limit` deliveries; fewer where they are large."""
+        """Take up to `limit` deliveries, fewer if they are large."""
         taken, size = list[Delivery](), 0
         while self._waiting and len(taken) < limit and size < _BATCH_BYTES:
             taken.append(self._waiting.popleft())
@@ -110,11 +110,11 @@ class Inbox:
 
     @property
     def waiting(self) -> list[Delivery]:
-        """What nobody took yet."""
+        """Deliveries not taken yet."""
         return list(self._waiting)
 
     def withdraw(self, delivery: Delivery) -> None:
-        """Take out one of `waiting`, to be given back."""
+        """Remove one of `waiting`, to requeue it."""
         self._waiting.remove(delivery)
         if not (self._waiting or self._closed):
             self._arrived.clear()

@@ -57,16 +57,16 @@ class LeaseKeeper:
         def renew() -> None:
             with runner:
                 runner.run(self._until_stopped(worker_loop))
-            with suppress(RuntimeError):  # nobody waits on a loop that is closed
+            with suppress(RuntimeError):  # the loop is closed
                 worker_loop.call_soon_threadsafe(self._ended.set)
 
         self._thread = threading.Thread(target=renew, name="meshpoint leases", daemon=True)
         self._thread.start()
 
     async def close(self, within: float = 5.0, running: Collection[Run] = ()) -> None:
-        """Stop renewing, or give up waiting for that after so many seconds.
+        """Stop renewing, and wait for that at most the given seconds.
 
-        The leases of runs whose code is still `running` are renewed until they are let go, or the process ends.
+        Leases of runs whose code is still `running` are renewed until they are released or the process ends.
         """
         if self._thread is None:
             return
@@ -117,7 +117,7 @@ class LeaseKeeper:
         try:
             while True:
                 await asyncio.sleep(self._interval)
-                if worker_loop.is_closed():  # no code of the worker runs any more
+                if worker_loop.is_closed():  # the worker's code no longer runs
                     self._stop.set()
                     return
                 for run in await self._renew(store):
@@ -137,7 +137,7 @@ class LeaseKeeper:
         except Unavailable as error:
             if (seconds := self._outage.failed()) is not None:
                 log.warning("replica %s: leases not renewed for %.0f s: %s", self._replica.id, seconds, error)
-            return []  # the next turn tries again, the fence decides in the end
+            return []  # the next renewal tries again; the fence protects the task
         seconds, reported = self._outage.over()
         if reported:
             log.warning("replica %s: leases are renewed again after %.0f s", self._replica.id, seconds)

@@ -1,4 +1,4 @@
-"""Letters about tasks whose rows another session of the database holds: handled again apart from all others."""
+"""Retries letters for tasks whose rows another database session holds, separately from all others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshpoint.ports.home import Home
 log = logging.getLogger("meshpoint.locked")
 
 Received: TypeAlias = tuple[Delivery, RunId]
-"""A delivery, and the id under which its outcome is claimed, however often that is tried."""
+"""A delivery and the id of its claim, which stays the same across retries."""
 
 _FIRST, _LONGEST = timedelta(milliseconds=50), timedelta(seconds=1)
 _TOGETHER = 256
@@ -25,13 +25,13 @@ _MOST_ROOM = 1024
 
 
 class Handle(Protocol):
-    """Handles letters; those still locked come back through `keep`."""
+    """Handles letters; letters of tasks that are still locked return through `keep`."""
 
     def __call__(self, received: Sequence[Received], home: Home, *, shared: bool) -> Awaitable[None]: ...
 
 
 class LockedLetters:
-    """Un-acked letters that wait for a lock to go. `make_room` lets more be delivered, so that others still come."""
+    """Unacked letters waiting for a lock. `make_room` raises the prefetch so that other letters still arrive."""
 
     def __init__(self, handle: Handle, clock: Clock, spawn: Spawn, make_room: Callable[[int], None]) -> None:
         self._handle = handle
@@ -42,7 +42,7 @@ class LockedLetters:
         self._waiting = False
 
     def keep(self, received: Received, home: Home, *, shared: bool) -> None:
-        """Handle this letter again in a while."""
+        """Schedule this letter for another attempt."""
         self._kept.append((received, home, shared))
         self._tell()
         if not self._waiting:

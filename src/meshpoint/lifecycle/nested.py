@@ -1,4 +1,4 @@
-"""Send calls to their peers' queues of nested requests, or to the one queue that peers of an older release have."""
+"""Send calls to peers' nested-request queues, or to the only request queue of peers on an older release."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from meshpoint.model.messages import Address, instead_of_nested
 from meshpoint.ports.broker import Published
 
 _AT_ONCE = 200
-"""Letters that are published together. Between them, those of other tasks are."""
+"""Maximum letters published together, so that letters of other tasks are interleaved."""
 _REMEMBERED = 60.0
-"""Seconds until a peer without a queue of nested requests is tried again: it may have been upgraded."""
+"""Seconds until a peer without a nested-request queue is tried again: it may have been upgraded."""
 _MOST_REMEMBERED = 10_000
 
 Publish = Callable[[Sequence[Letter]], Awaitable[list[Published]]]
 
 
 class NestedRoutes:
-    """Remembers which peers have no queue of nested requests."""
+    """Remembers which peers have no nested-request queue."""
 
     def __init__(self) -> None:
         self._missing: dict[Address, float] = {}
 
     async def publish(self, letters: Sequence[Letter], publish: Publish) -> list[Published]:
-        """The broker's word on each letter. A call without a queue of nested requests goes to the other queue."""
+        """Publish letters. Calls to a peer without a nested-request queue go to its ordinary queue."""
         words: list[Published] = []
         for start in range(0, len(letters), _AT_ONCE):
             try:

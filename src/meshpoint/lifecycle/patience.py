@@ -56,7 +56,7 @@ class Patience:
             nonlocal in_doubt
             try:
                 return await attempt()
-            except CommitInDoubt:  # or a locked row: then the task is known, and must not be kept in memory as well
+            except CommitInDoubt:  # for a locked row too: the task has a row and must not also be kept in memory
                 in_doubt = True
                 raise
 
@@ -100,9 +100,9 @@ class Patience:
         return await retrying(trial)
 
     def note_away(self, error: Unavailable) -> None:
-        """Report that the database or the broker is unavailable: once, then at growing intervals."""
+        """Report that the database or the broker is unavailable, at once and then at growing intervals."""
         if isinstance(error, RowLocked):
-            return  # the database works, but for one row
+            return  # the database works, except for one row
         if isinstance(error, StoreUnavailable):
             if (seconds := self._store.failed()) is not None:
                 self._steps.note(Step.STORE_AWAY, error=str(error), seconds=round(seconds))
@@ -110,11 +110,11 @@ class Patience:
             self._steps.note(Step.BROKER_AWAY, error=str(error), seconds=round(seconds))
 
     def note_back(self) -> bool:
-        """Report that the database answers again; whether it had been unavailable."""
+        """Report that the database answers again. Returns `True` if it had been unavailable."""
         return self._over(self._store, Step.STORE_BACK)
 
     def note_broker_back(self) -> bool:
-        """Report that the broker takes messages again; whether it had been unavailable."""
+        """Report that the broker accepts messages again. Returns `True` if it had been unavailable."""
         return self._over(self._broker, Step.BROKER_BACK)
 
     def _over(self, outage: Outage, step: Step) -> bool:

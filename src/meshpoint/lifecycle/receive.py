@@ -22,7 +22,7 @@ from meshpoint.model.outcomes import Failed, FailureKind
 
 _TRACEPARENT = re.compile(r"[0-9a-z-]{1,55}")  # W3C: 55 characters
 _LONGEST_PARENT = 280  # bytes: a task id, and in which attempt it was resumed
-_QUOTED = 100  # characters of what a stranger wrote
+_QUOTED = 100  # maximum characters quoted from a message
 _LONGEST_NAME = 248  # bytes: AMQP carries 255 in a property, and message ids are made of a task id and a few more
 
 
@@ -41,7 +41,7 @@ class Request:
 
     @property
     def digest(self) -> str:
-        """Of the input: two requests under one id must ask for the same."""
+        """Digest of the input: requests under one id must have the same input."""
         return digest_of(self.input)
 
     def asked_by(self, requester: Requester) -> Request:
@@ -79,7 +79,7 @@ class StatusNews:
 
 
 def requester_of(message: Message) -> Requester:
-    """Who asked, from the envelope alone.
+    """The requester, read from the envelope alone.
 
     Raises:
         PoisonMessage: a header has a wrong type, or is out of bounds.
@@ -190,7 +190,7 @@ def cancelled_task(message: Message, options: Options) -> tuple[TaskId, str | No
         PoisonMessage: not readable.
     """
     parent = message.headers.get(Header.PARENT_TASK)
-    _name("app_id", message.app_id)  # an early cancel keeps its sender
+    _name("app_id", message.app_id)  # an early cancel stores its sender
     id_ = TaskId(_name("id", parse(CancelBody, _within(options, message)).id))
     return id_, None if parent is None else _name(Header.PARENT_TASK, parent, _LONGEST_PARENT)
 
@@ -259,7 +259,7 @@ def _dict(body: RequestBody, key: str) -> dict[str, JsonValue]:
 
 
 def _trace(message: Message) -> dict[str, JsonValue]:
-    """The trace context to hand on to calls. A text that is no `traceparent` is left out."""
+    """The trace context to pass to calls, or `None` if it is not a valid `traceparent`."""
     value = message.headers.get(Header.TRACEPARENT)
     if value is None or (isinstance(value, str) and not _TRACEPARENT.fullmatch(value)):
         return {}
@@ -267,10 +267,10 @@ def _trace(message: Message) -> dict[str, JsonValue]:
 
 
 def _number(message: Message, header: Header) -> float | None:
-    """The number in a header, within its bounds.
+    """Read a number from a header and check its bounds.
 
     Raises:
-        PoisonMessage: it is none, or out of bounds.
+        PoisonMessage: it is not a number, or out of bounds.
     """
     value = message.headers.get(header)
     if value is None:
@@ -289,7 +289,7 @@ def _number(message: Message, header: Header) -> float | None:
 
 
 def _whole(message: Message, header: Header) -> int | None:
-    """The integer in a header, within its bounds.
+    """Read an integer from a header and check its bounds.
 
     Raises:
         PoisonMessage: as for `_number`.
@@ -302,7 +302,7 @@ def _whole(message: Message, header: Header) -> int | None:
 
 _SMALLEST = 0.001  # seconds
 _TEN_YEARS = 315_360_000.0  # seconds
-_YEAR_9000 = 221_845_392_000.0  # seconds since the epoch: what is added to a deadline stays within a datetime
+_YEAR_9000 = 221_845_392_000.0  # seconds since the epoch; leaves room for what is added to a deadline
 _BOUNDS: dict[Header, tuple[float, float]] = {
     Header.CALL_DEPTH: (0, 1_000_000),
     Header.ATTEMPT: (1, 1_000_000_000),

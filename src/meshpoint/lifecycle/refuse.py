@@ -24,7 +24,7 @@ from meshpoint.ports.broker import Delivery
 log = logging.getLogger("meshpoint.refuse")
 
 _AFTER_DEFECT = timedelta(seconds=1)
-"""Before a message comes again that could be neither handled nor set aside."""
+"""Delay before redelivery of a message that could be neither handled nor dead-lettered."""
 
 
 def internal_error(error: BaseException) -> str:
@@ -58,7 +58,7 @@ class Refusals:
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
         """Move `delivery` to the dead letters. The sender of an unreadable request gets an error reply.
 
-        Nobody else does: an impostor's message, and one that names another sender's address, is not answered.
+        No one else does: messages from impostors, or with another sender's reply address, are not answered.
         """
         reason = bounded_reason(reason)
         message = delivery.message

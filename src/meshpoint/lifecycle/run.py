@@ -51,12 +51,12 @@ class Forgotten:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The segment ran in a process of its own, which has committed its result and sent what followed."""
+    """The segment ran in its own process, which committed the result and sent the messages that follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The segment's own process ended first. `counted` unless no agent code ran there."""
+    """The segment's own process died before settling. `counted` unless no agent code ran there."""
 
     reason: str
     counted: bool
@@ -67,13 +67,13 @@ SegmentResult: TypeAlias = Paused | Outcome | Stopped | Unreadable | Forgotten |
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """Agent code raised: `result` is what that comes to, unless it was stopped before."""
+    """Agent code raised. `result` is its outcome, unless the code had been stopped."""
 
     result: SegmentResult
 
 
 Begin: TypeAlias = Callable[[], Awaitable[Paused | Done[Any]]]
-"""Calls agent code. Not a coroutine yet: what it raises when it is called is the task's failure as well."""
+"""Calls agent code. Not yet a coroutine, because an exception from the call itself also fails the task."""
 
 
 async def first_segment(
@@ -120,14 +120,14 @@ async def _run(begin: Begin, segment: Segment, steps: Steps, secret_keys: Sequen
 
 
 def _without_secrets(result: SegmentResult, secret_keys: Sequence[str]) -> SegmentResult:
-    """`result` as others may read it: requesters, logs and checkpoints see the same text."""
+    """Mask secrets in `result`, so that requesters, logs and checkpoints see the same masked text."""
     if isinstance(result, Failed):
         return replace(result, message=masked(result.message, secret_keys))
     return result
 
 
 def _origin(segment: Segment) -> tuple[Origin, list[str]]:
-    """Whose code runs; and the exits in tasks that it started, each of which stops it."""
+    """The origin of the running code, and its exits; an exit in a background task stops the code."""
     exits: list[str] = []
 
     def on_exit(what: str) -> None:
@@ -145,7 +145,7 @@ def _result_of(
     if ended is not None and not isinstance(ended, Raised) and not exits:
         return ended
     if segment.stopped is not None and (ended is None or isinstance(ended, Raised)):
-        return Stopped(segment.stopped)  # also when its clean-up failed: that is no result of the task
+        return Stopped(segment.stopped)  # even if its clean-up failed, which is not the task's result
     if exits:
         return _failed(FailureKind.ERROR, exits[0], segment)
     if isinstance(ended, Raised):
@@ -154,8 +154,8 @@ def _result_of(
 
 
 async def _guarded(begin: Begin, segment: Segment, secret_keys: Sequence[str]) -> SegmentResult | Raised:
-    # The consumer edge: whatever agent code raises becomes an answer, SystemExit and KeyboardInterrupt included,
-    # which would otherwise end the replica and every task beside this one.
+    # The consumer edge: every exception in agent code becomes an answer, including SystemExit and
+    # KeyboardInterrupt, which would otherwise end the replica and all its tasks.
     try:
         return _result(await begin(), segment)
     except asyncio.CancelledError as error:
@@ -163,10 +163,10 @@ async def _guarded(begin: Begin, segment: Segment, secret_keys: Sequence[str]) -
         raise
     except BaseException as error:
         if from_outside(error) or (isinstance(error, GeneratorExit) and not _runs(segment)):
-            raise  # Ctrl-C, or the event loop is gone and this coroutine with it
+            raise  # Ctrl-C, or the event loop was closed
         try:
             return Raised(_result_of_error(error, segment, secret_keys))
-        except Exception as second:  # its causes in a circle, say
+        except Exception as second:  # for example, circular causes
             log.warning("task %s: what its code raised cannot be read: %s", segment.run.task_id, described(second))
             return Raised(_failed(FailureKind.ERROR, described(error), segment))
 
@@ -242,7 +242,7 @@ def _json(value: object) -> Any:
 
 
 def _plain_artifacts(artifacts: object) -> tuple[Any, ...]:
-    if not isinstance(artifacts, (list, tuple)):  # an iterator may have no end
+    if not isinstance(artifacts, (list, tuple)):  # an iterator may be endless
         raise TypeError(f"they are a {type(artifacts).__name__}, not a list or a tuple")
     return tuple(dict(_json(artifact)) for artifact in artifacts)
 

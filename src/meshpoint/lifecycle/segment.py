@@ -21,7 +21,7 @@ from meshpoint.ports.home import Home
 from meshpoint.subtasks.runner import Over, Subtasks
 
 NOT_KEPT = object()
-"""In place of the input of a task that has a row: that knows its digest."""
+"""Placeholder for the input of a task with a row, which stores the digest."""
 
 
 class Stop(Enum):
@@ -50,14 +50,14 @@ class Segment:
     """A task between its trigger and its next pause or end.
 
     `home` is None until the first checkpoint chooses one. `deliveries` are the un-acked requests of the task:
-    more than one when a request was sent again. `request` is kept for the row that the first pause writes, and
-    `input_` is what it says; `sender` is who sent it.
+    more than one when a request was sent again. `request` is kept for the row that the first pause writes; `input_`
+    is its input and `sender` its sender.
     `beginning` writes its row while its first subtask waits for that.
     `subtasks` runs and records those of this segment, `memory` is its working memory. `failure` tells more of how an
     operation's code ended, and `last` is what it leaves then.
     `settling` is set when the code has ended, `decided` when it is known whether the task runs here, `left` when the
-    replica has forgotten the segment. `attempt` is that of a segment that runs in a process of its own. `dead_reason`
-    is set when the task ends because its runs keep killing their process.
+    replica has forgotten the segment. `attempt` is the attempt number of an isolated segment. `dead_reason` is set
+    when the task ends because its runs keep killing their process.
     """
 
     run: Run
@@ -84,7 +84,7 @@ class Segment:
 
     @property
     def digest(self) -> str | None:
-        """Of the input that was asked for; `None`: not known."""
+        """Digest of the requested input, `None` if unknown."""
         if self.known_digest is None and self.input_ is not NOT_KEPT:
             self.known_digest = digest_of(cast(JsonValue, self.input_))
         return self.known_digest

@@ -1,4 +1,4 @@
-"""Who sent a message, and what that sender may do. `docs/operations.md` ("Who may do what") has the rules.
+"""Identifies the sender of a message and its rights. "Who may do what" in `docs/operations.md` has the rules.
 
 The sender is the name in `app_id`. RabbitMQ verifies `user_id`, the login, and not `app_id`: `peer_logins` ties the
 two together. A name that is not listed there may be used under any login.
@@ -15,42 +15,42 @@ from meshpoint.model.messages import Header, Message
 from meshpoint.model.options import Options
 from meshpoint.model.requesters import same_input, same_requester
 
-_QUOTED = 100  # characters of what a stranger wrote
+_QUOTED = 100  # maximum characters quoted from a message
 
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """A sender whose login fits its name. `trusted`: a replica of the agent itself, or an operator."""
+    """A sender whose login matches its name. `trusted`: a replica of the same agent, or an operator."""
 
     name: str | None
     trusted: bool = False
 
     def may_act_for(self, requester: str | None) -> bool:
-        """Whether a task of `requester` is this sender's business; `None` is a row that names no requester."""
+        """Whether this sender may act on a task of `requester`; `None` means the row names no requester."""
         return self.trusted or same_requester(requester, self.name)
 
 
 ITSELF = Sender(None, trusted=True)
-"""What the mesh does by itself."""
+"""The mesh itself."""
 
 
 class Relation(Enum):
-    """What a request has to do with a task that is known under its id."""
+    """How a request relates to the existing task with its id."""
 
-    SAME = auto()  # it asks for this task, and may
-    OTHER_INPUT = auto()  # it may ask for this task, but asks for something else
-    STRANGER = auto()  # the task is another requester's
+    SAME = auto()  # same requester, same input
+    OTHER_INPUT = auto()  # same requester, different input
+    STRANGER = auto()  # the task belongs to another requester
 
 
 def relation(sender: Sender, digest: str | None, requester: str | None, known_digest: str | None) -> Relation:
-    """Compare a request of `sender` with a task of `requester`, by the digests of their inputs."""
+    """Compare a request from `sender` with a task of `requester`, using their input digests."""
     if not sender.may_act_for(requester):
         return Relation.STRANGER
     return Relation.SAME if same_input(digest, known_digest) else Relation.OTHER_INPUT
 
 
 def impostor(message: Message, options: Options) -> str | None:
-    """Why the broker's login does not fit the sender's name; `None` if it fits, or any login does."""
+    """Why the login does not match the sender's name; `None` if it does, or if any login may use the name."""
     listed = options.peer_logins.get(message.app_id)
     if listed is None:
         return None
@@ -72,9 +72,9 @@ def sender_of(message: Message, agent: AgentName, options: Options) -> Sender:
 
 
 def canceller_of(message: Message, agent: AgentName, options: Options, *, shared: bool) -> str | None:
-    """Whose cancel this is; `None` may cancel every task. `shared`: it came by the agent's queue.
+    """The sender of a cancel; `None` may cancel every task. `shared`: it arrived on the agent's shared queue.
 
-    A cancel from the agent itself on a replica's own queue was passed on by another replica, which has checked it.
+    A cancel from the agent itself on a replica's private queue was forwarded by another replica, which checked it.
 
     Raises:
         PoisonMessage: as for `sender_of`.
@@ -99,7 +99,7 @@ def may_be_answered(message: Message, options: Options) -> bool:
 
 
 def foreign_address(message: Message) -> str | None:
-    """Why no reply goes to the address that a request names; `None` if it may, or if it names none."""
+    """Why no reply is sent to the address in a request; `None` if it is allowed or missing."""
     if message.reply_to is None:
         return None
     name, dot, _ = message.reply_to.partition(".")

@@ -30,8 +30,7 @@ class Site:
     """One agent in one replica: its homes, its broker, its limits.
 
     `durable` is the home of paused tasks, None when they stay in memory. `plan` is what the agent says of its
-    operations. `apart` has one place, for the task that runs apart from the others because it may be what ended its
-    owners.
+    operations. `apart` has one place, for the suspect that runs separately because it may have killed its owners.
     """
 
     replica: Replica
@@ -55,7 +54,7 @@ class Site:
 
     @property
     def present(self) -> datetime:
-        """The present instant, by which deadlines are judged: the database's, where there is one."""
+        """The current time for judging deadlines: the database's, if there is one."""
         known = None if self.durable is None else self.durable.store.present
         return self.clock.now() if known is None else known
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class Slots:
-    """A counter of free slots that can be waited for. `freed` counts how many were ever given back."""
+    """An awaitable counter of free slots. `freed` counts all slots released so far."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -54,12 +54,12 @@ class Slots:
         await self._some_free.wait()
 
     async def none_free(self) -> None:
-        """Return when every slot is taken; one may be free again by then."""
+        """Wait until every slot is taken; one may be free again on return."""
         await self._none_free.wait()
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Hold every slot while the block runs; enter it once the caller's own is the only one in use."""
+        """Hold every slot during the block, which starts when only the caller's slot is in use."""
         others = self._limit - 1
         self.give_back(-others)
         try:

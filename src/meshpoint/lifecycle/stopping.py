@@ -1,4 +1,4 @@
-"""How a replica is told to end."""
+"""The request that ends a replica, with its reason."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import asyncio
 
 
 class StopRequest(asyncio.Event):
-    """An event that begins the drain, and why it was set: the name of a signal, say."""
+    """An event that starts the drain, with its reason, such as the name of a signal."""
 
     reason: str | None = None
 
     def because(self, reason: str) -> None:
-        """Begin the drain. The first reason counts."""
+        """Start the drain. Only the first reason is kept."""
         if not self.is_set():
             self.reason = reason
         self.set()
 
 
 def reason_of(stop: asyncio.Event) -> dict[str, str]:
-    """What a log line says of the reason, if it is known."""
+    """The reason for the log, if known."""
     reason = getattr(stop, "reason", None)
     return {"reason": reason} if isinstance(reason, str) else {}

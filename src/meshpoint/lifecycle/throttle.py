@@ -1,4 +1,4 @@
-"""Bound how often something is done for each task."""
+"""A rate limit for each task."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from meshpoint.model.ids import TaskId
 
 _MOST_TASKS = 10_000
-"""Tasks that are remembered: the most recent."""
+"""Maximum tasks remembered, the most recent ones."""
 
 
 @dataclass(slots=True)
@@ -21,20 +21,20 @@ class _Budget:
 
 
 class Throttle:
-    """Lets `rate` events a second through for each task, and as many at once."""
+    """Allows `rate` events per second for each task, with bursts of the same size."""
 
     def __init__(self, rate: int, now: Callable[[], datetime]) -> None:
         self._rate, self._now = rate, now
         self._budgets: OrderedDict[TaskId, _Budget] = OrderedDict()
 
     def lets_through(self, task_id: TaskId) -> bool:
-        """Whether one more event of the task is within its budget, which pays for it."""
+        """Whether the task's budget allows another event; if so, consume it."""
         now = self._now()
         budget = self._budgets.pop(task_id, None) or _Budget(self._rate, now)
         self._budgets[task_id] = budget
         if len(self._budgets) > _MOST_TASKS:
             self._budgets.popitem(last=False)
-        passed = max(now - budget.at, timedelta())  # a clock that was set back pays nothing
+        passed = max(now - budget.at, timedelta())  # a clock that was set back adds no budget
         budget.left = min(self._rate, budget.left + self._rate * passed.total_seconds())
         budget.at = now
         if budget.left < 1:
@@ -43,7 +43,7 @@ class Throttle:
         return True
 
     def drop(self, task_id: TaskId) -> int | None:
-        """Count one dropped event; how many there were by now if that is worth a word: 1, 10, 100, and so on."""
+        """Count a dropped event. Returns the total when it should be reported: at 1, 10, 100, and so on."""
         budget = self._budgets.setdefault(task_id, _Budget(self._rate, self._now()))
         budget.dropped += 1
         digits = str(budget.dropped)

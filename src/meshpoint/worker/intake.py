@@ -1,12 +1,12 @@
-"""How many requests this replica takes from the broker, and from which of its agent's queues.
+"""Controls how many requests this replica takes from the broker, and from which queues of its agent.
 
 Three rules:
 
-- Requests made inside another task have a queue of their own, whose prefetch grows with the nested tasks that wait
-  in memory, without a limit. So the requests that a held task waits for can always arrive.
+- Requests made inside another task have their own queue. Its prefetch grows without limit with the nested tasks that
+wait in memory, so the requests that a held task is waiting for can always arrive.
 - All other tasks that wait in memory are limited by `max_in_memory`.
-- A replica whose slots stay taken keeps no request waiting: it takes no further ones, and requeues those that it
-  could not start, once each, for a replica that has a free slot.
+- A replica whose slots stay taken does not keep requests waiting: it stops taking them and requeues, once each, the
+requests it could not start, so that a replica with a free slot can take them.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from meshpoint.ports.broker import Delivery, Subscription
 from meshpoint.worker.segments import Segments
 
 _BUSY_FOR = timedelta(milliseconds=100)
-"""How long all slots stay taken, or a request waits for one, before requests are left to other replicas."""
+"""How long all slots must be taken, or a request must wait for one, before requests go to other replicas."""
 _BETWEEN_LOOKS = timedelta(minutes=5)
-"""For queues of requests that other replicas have declared. RabbitMQ logs an error for each look at a missing one."""
+"""Interval of the search for new request queues. RabbitMQ logs an error for each lookup of a missing queue."""
 _BETWEEN_RESIZES = timedelta(milliseconds=20)
 
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """One queue of requests, and how many of them may be un-acked."""
+    """One request queue, and its limit of unacked requests."""
 
     address: Address
     subscription: Subscription
     limit: int
     room: int = 0
-    """Part of `limit`: for requests whose tasks wait in memory."""
+    """The part of `limit` for requests whose tasks wait in memory."""
 
 
 class Intake:
-    """The consumers of an agent's requests, and their `subscriptions`. `inbox` has what they brought, by turns.
+    """The consumers of an agent's requests and their `subscriptions`. `inbox` has their deliveries, round-robin.
 
-    `before_requests` serves what has a slot before any request.
+    `before_requests` serves work that takes precedence over requests.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class Intake:
 
     @property
     def names(self) -> list[str]:
-        """The names of its subscriptions."""
+        """The names of the subscriptions."""
         return list(self._lanes)
 
     # ── consuming ──────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
-        """Begin to consume."""
+        """Start consuming."""
         await self._consume("nested", nested_of(self._site.agent))
         for number in range(self._site.options.request_shards):
             await self._consume_shard(number)
         await self.find_shards()
 
     async def find_shards(self) -> None:
-        """Consume the queues that replicas with a larger `request_shards` have declared, while they exist."""
+        """Also consume the queues that replicas with a larger `request_shards` have declared."""
         while self._shards > self._site.options.request_shards and not await self._exists(self._shards - 1):
             self._shards -= 1
             await self._leave_shard(self._shards)
@@ -98,7 +98,7 @@ class Intake:
         await self.subscriptions.pop(_name(number)).cancel()
 
     async def watch_shards(self) -> None:
-        """Look for further queues of requests now and then, until cancelled."""
+        """Look for additional request queues periodically, until cancelled."""
         while True:
             await self._site.clock.sleep(_BETWEEN_LOOKS)
             await self.find_shards()
@@ -114,17 +114,17 @@ class Intake:
         self.subscriptions[name] = subscription
 
     def make_room(self) -> None:
-        """Adapt prefetch to the tasks that wait in memory."""
+        """Adapt the prefetch to the tasks waiting in memory."""
         self._tell_if_full()
         for lane in list(self._lanes.values()):
             room = self._room(lane)
-            if room > lane.room or 4 * room <= lane.room > 0:  # not back and forth
+            if room > lane.room or 4 * room <= lane.room > 0:  # avoid oscillation
                 lane.room = room
                 if not self._busy:
                     self._spawn(self._resize(lane))
 
     def _room(self, lane: _Lane) -> int:
-        """Places for held requests: doubles as they become more, so that prefetch is seldom changed."""
+        """Places for held requests, rounded up to a power of two so that the prefetch seldom changes."""
         held, limit = self._segments.held, self._site.options.max_in_memory
         nested, roots = held.count(lane.address, nested=True), held.count(lane.address, nested=False)
         if lane.address == nested_of(self._site.agent):
@@ -147,7 +147,7 @@ class Intake:
             self._full = False
 
     async def _resize(self, lane: _Lane, more: int | None = None) -> None:
-        """Set the prefetch of `lane`: to what it has un-acked and `more`, or to all that may come."""
+        """Set the prefetch of `lane` to its unacked requests plus `more`, or to its limit."""
         if more is None:
             lane.limit = self._site.options.max_concurrency + lane.room
         else:
@@ -158,7 +158,7 @@ class Intake:
             self._site.patience.note_away(error)
 
     def _unacked(self, lane: _Lane) -> int:
-        """Requests of `lane` that this replica has, without one that is about to be requeued."""
+        """Count the unacked requests of `lane`, excluding one about to be requeued."""
         held = sum(self._segments.held.count(lane.address, nested=nested) for nested in (True, False))
         live = [each for segment in self._segments.live.values() for each in segment.deliveries]
         here = [each for each in (*live, *self.inbox.waiting) if each.address == lane.address]
@@ -166,13 +166,13 @@ class Intake:
         return held + len(here) - leaves
 
     def _spare(self, lane: _Lane) -> int:
-        """How many more requests of `lane` the broker may send."""
+        """The number of requests of `lane` that the broker may still send."""
         return lane.limit - self._unacked(lane)
 
     # ── a slot for a request ───────────────────────────────────────────────────────────────────────
 
     async def take_slot(self, segment: Segment, *, at_once: bool = False) -> bool:
-        """Wait for a slot and take it. False: this replica stays busy, and the request is to be requeued.
+        """Wait for a slot and take it. Returns `False` if this replica stays busy and the request should be requeued.
 
         With `at_once`, a request that may be requeued does not wait.
         """
@@ -188,7 +188,7 @@ class Intake:
             at_once = await self._slot_or_turned_away(segment.deliveries[0] if may_go else None)
 
     async def _slot_or_turned_away(self, delivery: Delivery | None) -> bool:
-        """Wait for a free slot. True: there is none, and `delivery` should go to another replica."""
+        """Wait for a free slot. Returns `True` if none came free and `delivery` should go to another replica."""
         if delivery is None:
             await self._site.slots.some_free()
             return False
@@ -202,7 +202,7 @@ class Intake:
     # ── a busy replica ─────────────────────────────────────────────────────────────────────────────
 
     async def govern(self) -> None:
-        """Leave requests to other replicas while all slots here stay taken. Runs until cancelled."""
+        """Leave requests to other replicas while all slots are taken. Runs until cancelled."""
         await self._take_all()
         while True:
             await self._site.slots.none_free()
@@ -215,7 +215,7 @@ class Intake:
                 await self._leave_requests_to_others()
 
     def _waiting(self) -> list[Delivery]:
-        """Requests that could be requeued: nothing has been done for them yet."""
+        """Requests that can still be requeued because no work has been done for them."""
         first = [] if self._waits_for_slot is None else [self._waits_for_slot]
         return [each for each in (*first, *self.inbox.waiting) if _may_go(each)]
 
@@ -246,14 +246,14 @@ class Intake:
                 await self._resize(lane)
 
     async def _let_some_in(self, started: int) -> None:
-        """Take as many requests as there are free slots; while requests of other queues find slots, one."""
+        """Allow as many requests as there are free slots, or one while requests from other queues fill the slots."""
         wanted = max(self._site.slots.free, int(self._started > started))
         for lane in list(self._lanes.values()):
             if self._spare(lane) < wanted - len(self.inbox.waiting):
                 await self._resize(lane, wanted)
 
     async def _turn_away(self) -> None:
-        """Take no more, then requeue what waits: in this order, or the broker brings it back here."""
+        """Stop taking requests, then requeue the waiting ones. In reverse order, they would come back here."""
         leaving = [each for each in self.inbox.waiting if _may_go(each)]
         for delivery in leaving:
             self.inbox.withdraw(delivery)
@@ -263,7 +263,7 @@ class Intake:
         self._turned_away.set()
         self._turned_away.clear()
         for delivery in leaving:
-            with suppress(Unavailable):  # its connection is lost, which requeues it too
+            with suppress(Unavailable):  # a lost connection requeues it too
                 await delivery.requeue()
 
 
@@ -272,17 +272,17 @@ def _name(shard: int) -> str:
 
 
 def _may_go(delivery: Delivery) -> bool:
-    """Whether `delivery` may be requeued. Once only: the count of its deliveries tells who may have died of it."""
+    """Whether `delivery` may be requeued: only once, because its delivery count is also used to detect crashes."""
     return delivery.count == 1
 
 
 def _rounded_up(held: int) -> int:
-    """The next power of two above `held`, 0 for none."""
+    """The next power of two above `held`, or 0 if `held` is 0."""
     return 1 << held.bit_length() if held else 0
 
 
 async def _first(*steps: Coroutine[Any, Any, object]) -> None:
-    """Return when one of `steps` is over; the others are cancelled."""
+    """Wait until one of `steps` ends and cancel the rest."""
     tasks = [asyncio.ensure_future(step) for step in steps]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -41,11 +41,11 @@ from meshpoint.worker.segments import Segments
 
 log = logging.getLogger("meshpoint.letters")
 
-_STATUS_RATE = 20  # status updates a second that are forwarded for one task
-_LONGEST_STATUS = 65_536  # bytes of one that is forwarded
+_STATUS_RATE = 20  # maximum status updates forwarded per second for one task
+_LONGEST_STATUS = 65_536  # maximum bytes of a forwarded status update
 
 Answer: TypeAlias = tuple[Delivery, Claim, str | None]
-"""A response, the claim of its outcome, and why it could not be read, if so."""
+"""A response, the claim of its outcome, and, if unreadable, the reason."""
 
 
 class Letters:
@@ -73,8 +73,8 @@ class Letters:
     async def on_letters(self, deliveries: Sequence[Delivery], home: Home, *, shared: bool) -> None:
         """Take in what is not a request. `shared` tells the agent's queue from this replica's own.
 
-        A batch that meets a defect is handled again one by one, and what meets it again is set aside alone. Each
-        delivery keeps the id of its claim, so that the repetition finds its own commit.
+        A batch that hits a defect is retried one by one; a delivery that hits it again is set aside. Each delivery
+        keeps its claim id, so that a retry finds its own commit.
         """
         await self._take_in([(delivery, RunId(new_id())) for delivery in deliveries], home, shared=shared)
 
@@ -116,7 +116,7 @@ class Letters:
             await self._refusals.dead_letter(delivery, reason)
 
     def _refusal(self, message: Message) -> str | None:
-        """Why a message is not even looked at."""
+        """Why a message is refused unread, if it is."""
         if message.type is MessageType.REQUEST:
             return "a request does not belong on a response queue"
         if message.type is MessageType.WAKE and message.app_id != self._site.agent:
@@ -159,10 +159,10 @@ class Letters:
         self._locked.keep(received, home, shared=shared)
 
     async def _without_refusals_of_others(self, readable: Sequence[Answer], home: Home) -> list[Answer]:
-        """`readable` without the refusals of other requests than those of our calls: they are no outcomes.
+        """Filter out refusals of requests that are not our calls: they are not outcomes.
 
-        A peer that refuses a request answers to the address that the request names. Somebody who knows the ids of a
-        call could have sent it.
+        A peer sends a refusal to the reply address of the request it refuses, and a third party that knows a call's
+        ids could have sent that request.
         """
         refusals = [each for each in readable if each[1].refuses is not None]
         if not refusals:
@@ -200,7 +200,7 @@ class Letters:
         await self._outgoing.tell([self._forward(to, each.data) for each, to in forwards if to is not None])
 
     def _forward(self, to: ProgressNoted, data: JsonValue) -> Letter | None:
-        """A peer's news for the requester, who is not to drown in them; None: it is dropped."""
+        """A peer's status update for the requester, or `None` if it is dropped to limit the rate."""
         letter = status_letter(self._site.agent, to.task_id, to.requester, data)
         if letter is None:
             return None
@@ -239,9 +239,9 @@ class Letters:
                         await each[0].ack()
 
     async def _cancel_everywhere(self, wishes: Sequence[cancel.Wish]) -> dict[cancel.Wish, CancelRefused | Locked]:
-        """Cancel tasks in the database, and tell all replicas of those that one of them may run.
+        """Cancel tasks in the database, and broadcast the cancels of tasks that may be running.
 
-        Those that are not the sender's, and those that another session holds just now.
+        Returns the tasks that belong to other requesters and the tasks that another session holds.
         """
         if self._site.durable is None:
             await self._broadcast_cancel(wishes)
@@ -251,9 +251,9 @@ class Letters:
         for wish, result in zip(wishes, results, strict=True):
             match result:
                 case CancelledNow(reply=reply, cancels=cancels):
-                    # Committed, and due in its rows: a slow address must not hold up the letters behind this one.
+                    # Committed and due in its rows: a slow address must not delay the letters behind this one.
                     self._spawn(self._segments.send(self._site.durable, [reply, *cancels]))
-                case CancelRequested():  # by somebody who may, maybe another sender than this one
+                case CancelRequested():  # by an authorized sender, perhaps not this one
                     await self._broadcast_cancel([wish._replace(sender=None)])
                 case CancelBeforeRequest():
                     await self._broadcast_cancel([wish])
@@ -279,7 +279,7 @@ class Letters:
         await self._site.patience.until_answered(tell_all)
 
     async def _cancel_here(self, wishes: Sequence[cancel.Wish]) -> dict[cancel.Wish, CancelRefused | Locked]:
-        """Cancel tasks that this process has in memory; those that are not the sender's."""
+        """Cancel tasks in this process's memory. Returns the tasks that belong to other requesters."""
         refused: dict[cancel.Wish, CancelRefused | Locked] = {}
         waiting: list[cancel.Wish] = []
         for wish in wishes:

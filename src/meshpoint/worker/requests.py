@@ -40,11 +40,11 @@ from meshpoint.worker.intake import Intake
 from meshpoint.worker.segments import Segments
 
 _AFTER_DEFECT = timedelta(seconds=1)
-"""Before a request comes again that met a defect. The broker counts its deliveries, and has a limit."""
+"""Delay before redelivery of a request that hit a defect. The broker counts and limits its deliveries."""
 
 
 class Requests:
-    """Takes requests in. `poke` asks for a look at what is due, `intake` gives each new task its slot."""
+    """Accepts requests. `poke` wakes the sweeper, `intake` assigns slots to new tasks."""
 
     def __init__(
         self,
@@ -145,13 +145,13 @@ class Requests:
         return segment, request
 
     async def _is_at_work(self, segment: Segment, request: receive.Request, delivery: Delivery) -> bool:
-        """Whether this process has a task under the id of a request, which then is settled, or soon will be."""
+        """Whether this process has a task with the request's id; if so, the request is settled or will be soon."""
         live = self._segments.live.get(request.task_id)
         known = self._segments.asked_for(request.task_id)
         if known is None:
             return False
         if live is not None and live.settling and live.home is not None and live.home.durable:
-            self._spawn(self._later(live.left, delivery))  # its reply may be on its way to another address
+            self._spawn(self._later(live.left, delivery))  # its reply may be going to another address
             return True
         match relation(segment.sender, segment.digest, *known):
             case Relation.SAME if request.resume is None:
@@ -159,13 +159,13 @@ class Requests:
                 await self._ack_if_row_is_enough(request.task_id)
             case Relation.SAME if live is not None:
                 self._spawn(self._asked_again(live, segment, request))
-            case _ if live is not None and not live.decided.is_set():  # whose the task is, is being looked up
+            case _ if live is not None and not live.decided.is_set():  # its requester is being looked up
                 self._spawn(self._later(live.decided, delivery))
             case Relation.OTHER_INPUT:
                 self._follow_up(segment, partial(self._refuse_in_use, segment))
             case Relation.STRANGER:
                 self._follow_up(segment, partial(self._turn_away, segment, request))
-            case Relation.SAME:  # held: its row says more
+            case Relation.SAME:  # held: the row has more information
                 return False
         return True
 
@@ -204,14 +204,14 @@ class Requests:
         return found
 
     def _often_redelivered(self, segment: Segment, request: receive.Request, delivery: Delivery) -> bool:
-        """Whether a request lost its replicas often enough to be kept by a row from now on."""
+        """Whether a request was redelivered often enough to be stored in a row before it runs."""
         often = self._site.durable is not None and delivery.count >= self._site.options.begin_at_delivery
         return often and self._refusal(segment, request, delivery.count) is None
 
     async def _write_redelivered(self, arrived: Sequence[tuple[Segment, receive.Request, Delivery]]) -> None:
-        """Write the tasks and ack their requests, all before any of them runs: one may end this process.
+        """Insert the tasks and ack their requests before any of them runs, since one may end this process.
 
-        From here on the broker counts no deliveries. Those without a slot are ready, for any replica.
+        From then on the broker no longer counts deliveries. Tasks without a slot are ready for any replica.
         """
         home = self._site.durable
         assert home is not None
@@ -254,7 +254,7 @@ class Requests:
         return await self._write_first(segment, request)
 
     def _begins_anew(self, segment: Segment, request: receive.Request, known: Known) -> bool:
-        """Whether a resumed requester asks for a task whose reply is forgotten: only another run has an answer."""
+        """Whether a resumed requester asks for a task whose reply is forgotten, so that it must run again."""
         same = relation(segment.sender, segment.digest, known.requester, known.digest) is Relation.SAME
         return request.resume is not None and known.forgotten and same and known.agent == self._site.agent
 
@@ -277,7 +277,7 @@ class Requests:
         return False
 
     def _not_begun(self, segment: Segment, request: receive.Request, result: Fenced | CancelFound) -> None:
-        """Settle a request whose task has a row by now."""
+        """Settle a request whose task already has a row."""
         match result:
             case Fenced() if request.resume is not None:  # there is a row now, which is to know whom to answer
                 self._follow_up(segment, partial(self._come_again, segment))
@@ -289,7 +289,7 @@ class Requests:
                 assert_never(result)
 
     def _follow_up(self, segment: Segment, step: Callable[[], Awaitable[None]]) -> None:
-        """Settle a request that does not run here. One that meets a defect is requeued after a pause."""
+        """Settle a request that does not run here. If a defect occurs, it is requeued after a delay."""
         self._spawn(self._followed_up(segment, step))
 
     async def _followed_up(self, segment: Segment, step: Callable[[], Awaitable[None]]) -> None:
@@ -301,19 +301,19 @@ class Requests:
             raise
 
     def _is_nothing_to(self, segment: Segment, known: Known) -> bool:
-        """Whether a row is only an early cancel of another sender, or for another agent."""
+        """Whether a row is only an early cancel from another sender or for another agent."""
         own = known.agent == self._site.agent
         return known.early and not (own and binds(known.requester, segment.requester.app_id))
 
     async def _met_row(self, segment: Segment) -> None:
-        """A request whose row somebody else has just written: for the same request, or under the same id."""
+        """Handle a request whose id got a row concurrently, from the same request or from another one."""
         if await self._segments.id_is_taken(segment):
             await self._refuse_in_use(segment)
         else:
             await self._settled(segment)
 
     async def _turn_away(self, segment: Segment, request: receive.Request) -> None:
-        """A request under the id of another requester's task. It is told so, but not if it is to resume the task."""
+        """Refuse a request under the id of another requester's task. Requests to resume it get no reply."""
         reason = f"the task {request.task_id} is another requester's, not {segment.sender.name!r}'s"
         if request.resume is None:
             await self._outgoing.refuse(finish.refusal_for(segment, ID_IN_USE))
@@ -365,7 +365,7 @@ class Requests:
                 await self._refuse(segment, Failed(FailureKind.ERROR, message))
             case NotRevived(refusal=Refusal.RUNNING):
                 await self._settled(segment)
-            case NotRevived(detail=detail) if detail == ASKED_BY_ANOTHER:  # since it was looked up
+            case NotRevived(detail=detail) if detail == ASKED_BY_ANOTHER:  # since the lookup
                 await self._come_again(segment)
             case NotRevived(detail=detail) if detail == ASKED_FOR_OTHERWISE:
                 await self._refuse_in_use(segment)
@@ -380,7 +380,7 @@ class Requests:
         assert segment.request is not None
         wish = Revive(task_id=known.task_id, token=new_id(), agent=self._site.agent, without_checkpoint=True)
         if not same_requester(known.requester, segment.sender.name):
-            return wish  # an operator's: the task stays its requester's, who is answered
+            return wish  # from an operator: the reply still goes to the task's requester
         return replace(
             wish,
             order=order,
@@ -422,7 +422,7 @@ class Requests:
         reply = replace(known.reply, requester=segment.requester)
         if known.early or same_requester(known.requester, segment.sender.name):
             await self._outgoing.answer(reply, segment.run.id, again=True)
-        else:  # an operator's: the row stays its requester's
+        else:  # from an operator: the row keeps its requester
             await self._outgoing.refuse(reply)
         await self._settled(segment)
 
@@ -432,7 +432,7 @@ class Requests:
         await self._settled(segment)
 
     async def _refuse_in_use(self, segment: Segment, whose: str = "") -> None:
-        """Say that the task id is in use. Not kept if it cannot be delivered: the id's row is not this request's."""
+        """Reply that the task id is in use. The reply is not kept if undeliverable: the row is another request's."""
         refused = replace(ID_IN_USE, message=ID_IN_USE.message + whose)
         await self._outgoing.refuse(finish.refusal_for(segment, refused))
         await self._settled(segment)

@@ -71,9 +71,9 @@ from meshpoint.ports.isolation import Isolation
 log = logging.getLogger("meshpoint.segments")
 
 _RESCUES_PER_ATTEMPT = 10
-"""Above so many, a task that ends more than its own process is not run again."""
+"""Maximum rescues of a task that ends more than its own process."""
 _LONGEST_PAUSE = timedelta(seconds=30)
-"""Before a task runs again whose own process died."""
+"""Delay before a task runs again after its own process died."""
 Agent: TypeAlias = DurableAgent[Any, Any]
 Code: TypeAlias = Callable[[], Awaitable[run.SegmentResult]]
 """What runs in a slot. Not a coroutine yet: if the replica ends before it begins, nobody has to close it."""
@@ -103,7 +103,7 @@ class Segments:
         self._make_room = make_room
         self.live: dict[TaskId, Segment] = {}
         self.held = Held()
-        self.unfinished: dict[asyncio.Task[object], Run] = {}  # code that did not stop when its replica ended
+        self.unfinished: dict[asyncio.Task[object], Run] = {}  # code that did not stop when its replica drained
         self._none_left = asyncio.Event()
         self.ready_somewhere = asyncio.Event()
 
@@ -114,7 +114,7 @@ class Segments:
         self.live[segment.run.task_id] = segment
 
     def asked_for(self, task_id: TaskId) -> tuple[str | None, str | None] | None:
-        """Who asked for a task that this process has in memory, and the digest of its input; `None`: it has none."""
+        """The requester and input digest of a task in this process's memory, or `None`."""
         if (live := self.live.get(task_id)) is not None:
             return live.requester.app_id, live.digest
         if (request := self.held.request(task_id)) is not None:
@@ -123,7 +123,7 @@ class Segments:
         return None
 
     async def id_is_taken(self, segment: Segment) -> bool:
-        """Whether the row that the first run of a request has met is another request's."""
+        """Whether the existing row for a new request's id belongs to another request."""
         task_id, asked_by = segment.run.task_id, Sender(segment.requester.app_id)
         for home in self._site.homes:
             rows = await self._site.patience.until_answered(partial(home.store.lookup, [task_id]))
@@ -167,9 +167,9 @@ class Segments:
         self._begin(segment, partial(self._first, segment, request))
 
     def resume(self, home: Home, task: Resumable, *, taken_over: bool = False, apart: bool = False) -> None:
-        """Run the next segment of a task this replica owns now.
+        """Run the next segment of a task that this replica has acquired.
 
-        The caller's slot passes to it; with `apart`, so does the place to run apart from the others.
+        The segment takes over the caller's slot and, with `apart`, its place for suspects.
         """
         segment = Segment(run=task.run, requester=task.requester, home=home, known_digest=task.digest)
         segment.decided.set()
@@ -199,7 +199,7 @@ class Segments:
         return alone if self._isolation is None else partial(self._isolated, self._isolation, segment, task, alone)
 
     def _exhausted(self, task: Resumable) -> str | None:
-        """Why a task that lost its owners too often is not run once more."""
+        """Why a task that lost too many owners is not run again."""
         if task.attempt > self._site.options.max_attempts:
             reason = f"its segment was run {task.attempt - 1} times and no run came to its end"
             return f"{reason}; the last process of its own {task.death}" if task.death else reason
@@ -212,12 +212,12 @@ class Segments:
             return await code()
         finally:
             self._site.apart.give_back()
-            self.ready_somewhere.set()  # another one may wait for the place
+            self.ready_somewhere.set()  # another suspect may be waiting for the place
 
     async def _isolated(
         self, isolation: Isolation, segment: Segment, task: Resumable, alone: Code
     ) -> run.SegmentResult:
-        """Run a suspect in a process of its own, or alone in this one if the agent cannot be imported there."""
+        """Run a suspect in its own process, or alone in this one if the agent cannot be imported there."""
         options = self._site.options
         segment.attempt = task.attempt
         self._site.steps.note(Step.ISOLATED, task.run.task_id, attempt=task.attempt, rescues=task.rescues)
@@ -229,7 +229,7 @@ class Segments:
             return await alone()
 
     async def _alone(self, code: Code) -> run.SegmentResult:
-        """Run a suspect while nothing else runs here: if it ends this process, it takes no neighbour along."""
+        """Run a suspect while nothing else runs here, so that it cannot take other tasks down with this process."""
         async with self._site.slots.alone():
             return await code()
 
@@ -312,7 +312,7 @@ class Segments:
             await afterwards()
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # the consumer edge: a defect here must not take the other tasks along
+        except BaseException as error:  # the consumer edge: a defect here must not affect other tasks
             if from_outside(error):
                 raise
             log.exception("task %s: left to its lease, or to its request coming again", task_id)
@@ -321,10 +321,10 @@ class Segments:
             self._let_go(segment)
             await self._close(segment)
         self.leave(segment)
-        await self._requeue(segment)  # what is not acked by now
+        await self._requeue(segment)  # requests not acked yet
 
     async def _put_off(self, segment: Segment) -> None:
-        """Let a task in this process's memory run again later: it has no lease that ends, and its request is held."""
+        """Retry an in-memory task later: it has no lease to expire, and its request stays unacked."""
         if segment.home is not None and not segment.home.durable:
             try:
                 release = Release(segment.run, self._site.options.incompatible_pause, counted=True)
@@ -342,7 +342,7 @@ class Segments:
             segment.close()
 
     def _let_go(self, segment: Segment) -> None:
-        """Renew the lease no longer; while code that does not stop still runs, nobody else may have the task."""
+        """Stop renewing the lease, unless its code is still running: no other replica may run the task then."""
         code = segment.code
         if code is not None and not code.done():
             if code not in self.unfinished:
@@ -365,7 +365,7 @@ class Segments:
             return await self._settle(segment, await self._unless_begun_elsewhere(segment, result))
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # what cannot be committed as it is can be as a failure
+        except BaseException as error:  # a result that cannot be committed becomes a failure
             if from_outside(error):
                 raise
             log.exception("task %s: its segment could not be settled", segment.run.task_id)
@@ -502,7 +502,7 @@ class Segments:
         return partial(self._lost, segment)
 
     async def _left_its_process(self, segment: Segment, died: run.Settled | run.Died) -> Afterwards:
-        """Count the death of a task's own process, and let the task run again in a while, or end."""
+        """Record the death of a task's own process; the task runs again after a delay, or ends."""
         if isinstance(died, run.Settled):
             return partial(self.ack, segment)
         assert segment.home is not None
@@ -569,13 +569,13 @@ class Segments:
         await segment.memory.paused()
 
     async def _lost(self, segment: Segment) -> None:
-        """Settle a request whose run owns no row: another run's row answers it, unless that is another request's."""
+        """Settle a request whose run owns no row: another run answers it, unless its row is for another request."""
         if segment.run.fence == 0 and segment.request is not None and await self.id_is_taken(segment):
             await self._outgoing.refuse(finish.refusal_for(segment, ID_IN_USE))
         await self.ack(segment)
 
     async def _answer(self, segment: Segment, reply: Reply) -> None:
-        """Answer a task that has no row: its reply is with the broker or kept, then its request is acked."""
+        """Answer a task without a row: once its reply is confirmed or kept, ack its request."""
         await self._outgoing.answer(reply, segment.run.id)
         await self.ack(segment)
 
@@ -594,7 +594,7 @@ class Segments:
             for delivery in deliveries:
                 try:
                     await delivery.ack()
-                except Exception:  # redelivered, it is settled by the task's row or its run
+                except Exception:  # a redelivery is settled by the task's row or its run
                     log.exception("task %s: a request could not be acked", task_id)
                     with suppress(Exception):
                         await delivery.requeue()
@@ -602,9 +602,9 @@ class Segments:
     # ── around it ──────────────────────────────────────────────────────────────────────────────────
 
     async def send(self, home: Home, sends: Sequence[Send], *, again: bool = False) -> None:
-        """Send what a home committed. A call that nobody can receive is claimed as undeliverable at once.
+        """Send the messages that a home committed. An undeliverable call is claimed as such at once.
 
-        `again`: it was due, so what goes to an address in back-off may wait for its next turn.
+        `again`: the messages were overdue, so those for addresses in back-off may wait.
         """
         undeliverable, settled = await self._outgoing.send(home, sends, again=again)
         for task_id in [*settled, *await self._put_away(home, sends, settled)]:
@@ -616,7 +616,7 @@ class Segments:
             await self.claim(home, undeliverable)
 
     async def _put_away(self, home: Home, sends: Sequence[Send], settled: Sequence[TaskId]) -> list[TaskId]:
-        """Tasks in memory whose reply waits for its address: it must not hold up their requests, nor the prefetch."""
+        """Keep the replies of in-memory tasks whose address is in back-off, so that their requests can be acked."""
         if home.durable:
             return []
         put_away: list[TaskId] = []
@@ -634,7 +634,7 @@ class Segments:
         return arrivals
 
     def all_arrived(self, home: Home, arrivals: Sequence[Arrival]) -> None:
-        """Handle each of `arrivals`. A defect in one is raised after the others have begun, with its slot freed."""
+        """Handle `arrivals`. A defect in one frees its slot and is raised after the others have started."""
         defects: list[Exception] = []
         for arrival in arrivals:
             try:
@@ -650,7 +650,7 @@ class Segments:
         """Go on from one recorded (or refused) outcome."""
         match arrival:
             case AllArrived(task=task, cancels=cancels):
-                if self._runs_already(task.run):  # a repeated claim found itself, after its task had begun
+                if self._runs_already(task.run):  # a repeated claim found its own commit after the task had resumed
                     self._site.slots.give_back()
                 else:
                     self.resume(home, task)
@@ -662,7 +662,7 @@ class Segments:
                     self._spawn(self._outgoing.wake_others())
                 if cancels:
                     self._spawn(self.send(home, cancels))
-            case StillWaiting() | Locked():  # a locked task's letter is handled again; what is unsent stays due
+            case StillWaiting() | Locked():  # a locked task's letter is retried; unsent messages stay due
                 pass
             case Duplicate():
                 self._site.steps.note(Step.DUPLICATE, arrival.task_id, sub_task_id=arrival.sub_task_id)
@@ -678,7 +678,7 @@ class Segments:
         return segment is not None and segment.run == run
 
     def cancel(self, task_id: TaskId, parent: str | None = None, sender: str | None = None) -> bool | None:
-        """Stop the code of a live task, or keep it from starting; whether the sender may, `None`: there is none.
+        """Stop a live task's code, or keep it from starting. Returns whether the sender may, `None` without a task.
 
         Not so if it is at work for another task of its requester, or another attempt at it, than the cancel's.
         """

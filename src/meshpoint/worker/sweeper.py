@@ -23,9 +23,9 @@ log = logging.getLogger("meshpoint.sweeper")
 _PURGE_EVERY = 60  # looks
 _PURGE_BATCHES = 10  # in one transaction: deleting is cheap
 _MOST_LOOKS_AT_ONCE = 200
-"""After so many full batches in a row, a pause of one interval: rows that stay due must not keep a core busy."""
+"""Full batches in a row before a pause of one interval, so that rows that stay due do not keep a core busy."""
 _MOST_SENDING = 8
-"""Batches on their way to the broker at a time, of what is due and of keep-alives each."""
+"""Batches in flight to the broker, separately for due messages and keep-alives."""
 _FEW_SLOTS = 2
 
 
@@ -51,7 +51,7 @@ class Sweeper:
         self._sending: set[asyncio.Task[None]] = set()
         self._telling: set[asyncio.Task[None]] = set()
         self.by_hand = False
-        """Whether nothing is consumed here, so that expiry waits for no response."""
+        """Whether this process consumes nothing, so that expiry need not wait for responses."""
 
     def begin_grace(self) -> None:
         """Begin both waits: answers that are queued come first, and owners get a lease's time to renew."""
@@ -59,7 +59,7 @@ class Sweeper:
             grace.begin()
 
     async def look(self, homes: Sequence[Home]) -> bool:
-        """Look once, at each home that can be reached. True: there was more than one batch, so look again now."""
+        """Sweep each reachable home once. Returns `True` if there was more than one batch, so sweep again at once."""
         self._looks += 1
         more = False
         for home in homes:
@@ -74,9 +74,9 @@ class Sweeper:
         return self._looks_at_once > 0
 
     async def on_due(self, home: Home) -> bool:
-        """One batch of each kind that is due in one home; whether there is more of one.
+        """Handle one batch of each kind due in a home. Returns `True` if any kind has more.
 
-        A step that meets a defect does not keep the others from theirs.
+        A defect in one step does not stop the others.
         """
         due = await self._due(home)
         more = False
@@ -118,12 +118,12 @@ class Sweeper:
 
     async def _send(self, home: Home, count: int) -> bool:
         if not count or not self._site.broker.can_publish:
-            return False  # an attempt in vain would put off the next one, for longer each time
+            return False  # a failed attempt would delay the next one, longer each time
         if len(self._sending) >= _MOST_SENDING:
-            return False  # the next look comes soon enough
+            return False  # the next sweep is soon enough
         unsent = await home.store.unsent(self._site.agent, self._site.options.sweep_batch)
         if unsent:
-            sending = self._spawn(self._send_all(home, unsent))  # a slow broker or claim must not hold up the rest
+            sending = self._spawn(self._send_all(home, unsent))  # a slow broker or claim must not delay the rest
             self._sending.add(sending)
             sending.add_done_callback(self._sending.discard)
         return self._is_full(len(unsent))
@@ -176,7 +176,7 @@ class Sweeper:
             else:
                 arrivals.append(replace(each.then, cancels=each.cancels))
         self._segments.all_arrived(home, arrivals)
-        # A full batch may hold only tasks whose calls were extended meanwhile: those behind it are due as well.
+        # A full batch may consist of tasks whose calls were extended meanwhile, with more due tasks behind it.
         return self._is_full(count)
 
     def _is_full(self, count: int) -> bool:
@@ -200,7 +200,7 @@ class Sweeper:
                 self._site.patience.note_away(error)
 
     async def _ready(self, home: Home) -> int:
-        """How many slots to reserve for ready tasks: only a few where it is not known whether there are any."""
+        """Slots to reserve for ready tasks; only a few if their number is unknown."""
         free = self._site.slots.free
         return free if free <= _FEW_SLOTS else (await home.store.due(self._site.replica, free)).ready
 
@@ -208,12 +208,12 @@ class Sweeper:
         count = min(count, self._site.slots.free)
         taken = await claim.take_ready(home, self._site, count)
         self._resume(home, taken)
-        if count and len(taken) >= count:  # there may be more than there were slots
+        if count and len(taken) >= count:  # there may be more tasks than slots
             self._segments.ready_somewhere.set()
         return False
 
     def _resume(self, home: Home, tasks: Sequence[Resumable], *, taken_over: bool = False) -> None:
-        """Run the next segment of each task. A defect in one leaves it to its lease, and frees its slot."""
+        """Run the next segment of each task. One that hits a defect frees its slot and waits for its lease to expire."""
         for task in tasks:
             try:
                 self._segments.resume(home, task, taken_over=taken_over, apart=task.suspect)

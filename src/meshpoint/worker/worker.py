@@ -63,7 +63,7 @@ _BATCH = 1024
 _AFTER_DEFECT = timedelta(seconds=1)
 _CLOSING = 1.5
 _LEAST = 0.1
-"""Seconds. To close a connection takes a moment, also where `release_timeout` is zero."""
+"""Seconds. Closing a connection takes a moment, even if `release_timeout` is zero."""
 
 
 class Worker:
@@ -71,7 +71,7 @@ class Worker:
 
     `durable` is the database, or None with `stateless_checkpointing: false`; `memory` is the other home.
     `lease_store` opens a second connection, for the thread that renews leases. `cache` keeps a fast copy of each
-    operation's last checkpoint. `isolation` runs tasks that may have ended their replica in processes of their own.
+    operation's last checkpoint. `isolation` runs suspects in their own processes.
     """
 
     def __init__(
@@ -138,14 +138,14 @@ class Worker:
         self._draining = self._private_later = False
         self._defects = Defects(steps)
         self._crew = Crew(self._defects, patience)
-        self._ends_at = inf  # of the event loop's clock: when a drain must be over
+        self._ends_at = inf  # by the event loop's clock: when the drain must be over
 
     # ── serving ────────────────────────────────────────────────────────────────────────────────────
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then drain: within `drain_timeout + release_timeout`, whatever agent code does.
 
-        Code that does not stop by then is left behind, with a warning: see `abandoned`.
+        Code that does not stop by then is abandoned, with a warning: see `abandoned`.
 
         Raises:
             Unavailable: the broker or the database did not answer within `startup_timeout`.
@@ -184,12 +184,12 @@ class Worker:
 
     @property
     def abandoned(self) -> Sequence[TaskId]:
-        """The tasks whose code still runs after the drain. Their leases are renewed for as long as it does."""
+        """Tasks whose code still runs after the drain. Their leases are renewed until it stops."""
         return [run.task_id for run in self.segments.unfinished.values()]
 
     @property
     def seconds_left(self) -> float:
-        """Of the drain's time: for closing what the agents of a process share."""
+        """Time left of the drain, for closing what the agents of a process share."""
         return min(self._left(), self.site.options.release_timeout.total_seconds())
 
     async def look_once(self) -> None:
@@ -210,13 +210,13 @@ class Worker:
     async def run_one(
         self, run: Run, *, started: Callable[[], None], stop: asyncio.Event, cancel: asyncio.Event
     ) -> bool:
-        """Run the segment that `run` owns, and nothing else, for the replica that owns it.
+        """Run only the segment that `run` owns, on behalf of the replica that owns it.
 
-        `started` is called when the lease is renewed here. `stop` lets the task be released, `cancel` ends it.
-        Returns `True` once the run owns the task no more: it paused, ended, was released or lost.
+        `started` is called once the lease is renewed here. `stop` releases the task, `cancel` ends it.
+        Returns `True` once the run no longer owns the task: it paused, ended, was released or lost.
 
         Raises:
-            Unavailable: the database did not answer within `startup_timeout`; no agent code has run.
+            Unavailable: the database did not answer within `startup_timeout`. No agent code ran.
         """
         home, startup, patience = self.site.durable, self.site.options.startup_timeout, self.site.patience
         assert home is not None
@@ -237,7 +237,7 @@ class Worker:
         if self._leases is not None:
             self._leases.start()
         started()
-        self.site.slots.give_back(-1)  # the segment's own: there is none for a next one
+        self.site.slots.give_back(-1)  # for this segment only
         self.segments.resume(home, task)
         watching = [
             self._spawn(_on(stop, self.segments.give_all_back)),
@@ -255,7 +255,7 @@ class Worker:
         async def open_all() -> None:
             for home in self.site.homes:
                 await home.store.open()
-            if self._l1 is not None:  # its tasks could not run without it
+            if self._l1 is not None:  # its tasks cannot run without it
                 await self._l1.open()
             await self.site.broker.declare(self.site.agent, shards=self.site.options.request_shards)
 
@@ -279,7 +279,7 @@ class Worker:
         return self._spawn(self._lasting(what, serve))
 
     async def _lasting(self, what: str, serve: Callable[[], Awaitable[None]]) -> None:
-        """Serve until it ends by itself. What it raises is noted, and it begins again in a while."""
+        """Run until it ends by itself. Exceptions are reported, and it restarts after a delay."""
         while True:
             try:
                 await serve()
@@ -292,14 +292,14 @@ class Worker:
             await self.site.clock.sleep(_AFTER_DEFECT)
 
     async def _attach_private(self) -> None:
-        """Declare and consume the queue of this replica: replies to tasks in its memory, and broadcasts."""
+        """Declare and consume this replica's private queue, for replies to in-memory tasks and broadcasts."""
         broker, address = self.site.broker, self.site.memory.reply_to
         await broker.declare(self.site.agent, self.site.replica.id)
         prefetch = self.site.options.response_prefetch
         self._subscriptions["private"] = await broker.consume(address, prefetch, self._private_inbox.put)
 
     async def _attach_private_soon(self) -> None:
-        """Durable tasks do without it: where it cannot be attached, they are served all the same."""
+        """Try to attach the private queue; durable tasks are served without it."""
         try:
             await self._attach_private()
         except Unavailable as error:
@@ -328,12 +328,12 @@ class Worker:
 
     async def _before_requests(self) -> None:
         if self.site.slots.free > 0 and not self._draining:
-            await self._take_ready()  # a freed slot serves ready tasks before new requests
+            await self._take_ready()  # ready tasks get free slots before new requests
 
     async def _take_ready(self) -> None:
         try:
             await self._sweeper.take_ready()
-        except Exception as error:  # no fault of the request that waits for the slot
+        except Exception as error:  # not the fault of the request waiting for the slot
             self._defects.note("taking ready tasks", error)
 
     async def _serve_ready(self) -> None:
@@ -431,18 +431,18 @@ class Worker:
 
     @property
     def _closing_time(self) -> float:
-        """Seconds at the end of `release_timeout` that are kept for closing connections."""
+        """Seconds at the end of `release_timeout` reserved for closing connections."""
         return min(self.site.options.release_timeout.total_seconds() / 4, _CLOSING)
 
     def _left(self) -> float:
         return self._ends_at - _now()
 
     async def _close(self) -> None:
-        """End everything in the time that is left. Leases and un-acked requests bring back what does not end."""
+        """Close everything in the time left. Leases and unacked requests recover tasks that do not end."""
         self._ends_at = min(self._ends_at, _now() + self.site.options.release_timeout.total_seconds())
         third = max(self._left() / 3, _LEAST)
         await self._crew.end(third)
-        if self.segments.unfinished:  # cancelled once more just now
+        if self.segments.unfinished:  # cancelled again just now
             await asyncio.wait(self.segments.unfinished, timeout=third)
         if abandoned := self.abandoned:
             self.site.steps.note(Step.ABANDONED, *abandoned)
@@ -489,7 +489,7 @@ def _memories(l1: WorkingMemory, snapshots: SnapshotStore | None, options: Optio
 
 
 async def _unless(stop: asyncio.Event, come: Coroutine[Any, Any, None], cancelling: float) -> bool:
-    """Whether `come` came to its end before `stop` was set; otherwise it is cancelled, and left after a while."""
+    """Whether `come` finished before `stop` was set; otherwise it is cancelled, and abandoned if it does not end."""
     coming, stopped = asyncio.ensure_future(come), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({coming, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -29,13 +29,13 @@ from meshpoint.ports.broker import OnDelivery, Published
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY = 60.0
-"""Seconds between looks whether exchange, queues and bindings are still there."""
+"""Seconds between checks that the exchange, queues and bindings still exist."""
 _RETURN_WITHIN = 30.0
-"""Seconds in which the consumers of a queue that was deleted declare it again."""
+"""Seconds that the consumers of a deleted queue have to declare it again."""
 _REMEMBERED = 10_000
 _LOOKS_AT_ONCE = 8
 _LOOKED_LATELY = 1.0
-"""Seconds in which a queue that was not there is not looked for again."""
+"""Seconds before a missing queue is looked up again."""
 
 
 class RabbitMqBroker:
@@ -48,12 +48,12 @@ class RabbitMqBroker:
         publish_timeout: how long the broker may take to connect, to confirm, or to answer.
         private_ttl: how long a private queue outlives its last consumer.
         delivery_limit: deliveries of one message before the broker moves it to the dead letters.
-        max_length: messages in a new queue before it refuses more; the dead letters drop their oldest instead.
-            None is no limit.
+        max_length: maximum messages in a new queue. A full queue refuses more; dead-letter queues drop their oldest
+        instead. `None` means no limit.
         user_id: the name under which the broker knows the login, which it verifies on each message; by default
             the user of `url`.
-        make_connection: makes an aio-pika connection for a URL, not connected yet; by default
-            `aio_pika.Connection`. Not a robust one, as those hide that deliveries were lost.
+        make_connection: returns an aio-pika connection for a URL, not yet connected; defaults to
+        `aio_pika.Connection`. Robust connections are unsuitable: they hide that deliveries were lost.
     """
 
     def __init__(
@@ -93,16 +93,16 @@ class RabbitMqBroker:
 
     @property
     def can_publish(self) -> bool:
-        """Whether the publishing connection is open, as far as is known here."""
+        """Whether the publishing connection is open, as far as this process knows."""
         return self._publishing.up
 
     def consuming(self, address: Address) -> bool:
-        """Whether a consumer of `address` is attached to its queue, as far as is known here."""
+        """Whether a consumer of `address` is attached to its queue, as far as this process knows."""
         return self._consuming.up and any(each.address == address and each.taking for each in self._subscriptions)
 
     @property
     def max_message_bytes(self) -> int | None:
-        """Bytes of the largest body that the broker takes, once it has refused a larger one."""
+        """Largest body in bytes that the broker accepts; known once it has refused a larger one."""
         return self._publisher.max_body
 
     async def open(self) -> None:
@@ -215,7 +215,7 @@ class RabbitMqBroker:
         for place, (address, message) in enumerate(messages):
             try:
                 key = short_string(address)
-            except ValueError:  # no queue can have such a name
+            except ValueError:  # not a valid queue name
                 words[place] = Published.UNROUTABLE
                 continue
             try:
@@ -232,9 +232,9 @@ class RabbitMqBroker:
         return [words[place] for place in range(len(messages))]
 
     async def _look(self, address: Address) -> Published:
-        """What a returned message to `address` is told. ACCEPTED: the way there is mended, and it is sent again.
+        """Result for a message to `address` that was returned. ACCEPTED: the route is repaired; send it again.
 
-        A broker that is shutting down returns messages as if their queues had never been: then they wait.
+        A broker that is shutting down returns messages as if their queues did not exist; those messages wait.
         """
         if self._missing.just_looked(address):
             return Published.UNROUTABLE
@@ -254,13 +254,13 @@ class RabbitMqBroker:
         return Published.UNROUTABLE
 
     async def _redeclare(self, address: Address, anew: bool) -> None:
-        """Declare what `address` needs again, and no more: one queue that cannot be declared keeps no other away."""
+        """Redeclare only what `address` needs, so that one queue that cannot be declared does not affect others."""
         if anew:
             self._declared_on = None
         await self._restore([each for each in self._wanted if self._declares(*each, address)])
 
     async def _redeclare_all(self) -> None:
-        """Declare everything again, each by itself: the exchange is gone, or may be."""
+        """Redeclare everything, each item independently, because the exchange may be gone."""
         self._declared_on = None
         for each in list(self._wanted):
             try:
@@ -290,14 +290,14 @@ class RabbitMqBroker:
                 self._declared.add((agent, replica))
 
     async def _watch(self) -> None:
-        """Look now and then whether all is still there: nobody is told that an exchange or a binding was deleted."""
+        """Redeclare everything periodically: RabbitMQ does not notify clients of deleted exchanges or bindings."""
         while True:
             await asyncio.sleep(_LOOK_EVERY * random.uniform(0.75, 1.25))
             if self._consuming.up:
                 await self._redeclare_all()
 
     async def _bury(self, address: Address, arrived: Arrived, content: Content, reason: str) -> bool:
-        """Copy what arrived to the dead letters of the agent of `address`, with as much of it as can be sent."""
+        """Copy a delivery to the dead-letter queue of the agent behind `address`, as completely as possible."""
         agent = AgentName(address.partition(".")[0])
         key, bare = dead_letters_of(agent), bare_dead_letter(reason, self._user_id)
         whole = to_dead_letter(arrived, content, reason, self._user_id, self._publisher.room)
@@ -322,20 +322,20 @@ class RabbitMqBroker:
 
 
 class _Missing:
-    """Queues that were there a while ago. Their consumers declare them again, so a message may wait for them."""
+    """Queues that existed recently. Their consumers will declare them again, so messages can wait for them."""
 
     def __init__(self) -> None:
-        self._there: OrderedDict[Address, float | None] = OrderedDict()  # since when it is missing
-        self._looked: OrderedDict[Address, float] = OrderedDict()  # when it was not there
+        self._there: OrderedDict[Address, float | None] = OrderedDict()  # when it was first missing
+        self._looked: OrderedDict[Address, float] = OrderedDict()  # when it was last missing
 
     def looked(self, address: Address) -> None:
-        """There is no queue of `address`."""
+        """Record that `address` has no queue."""
         self._looked[address] = asyncio.get_running_loop().time()
         if len(self._looked) > _REMEMBERED:
             self._looked.popitem(last=False)
 
     def just_looked(self, address: Address) -> bool:
-        """Whether there was no such queue a moment ago."""
+        """Whether a very recent lookup found no such queue."""
         at = self._looked.pop(address, None)
         if at is None or asyncio.get_running_loop().time() - at > _LOOKED_LATELY:
             return False
@@ -343,7 +343,7 @@ class _Missing:
         return True
 
     def seen(self, address: Address) -> None:
-        """A message went to `address`."""
+        """Record that a message reached `address`."""
         if address in self._there:
             self._there[address] = None
             return
@@ -352,7 +352,7 @@ class _Missing:
             self._there.popitem(last=False)
 
     def will_return(self, address: Address) -> bool:
-        """Whether a queue that is not there now may come back."""
+        """Whether a missing queue is likely to come back."""
         if address not in self._there:
             return False
         now = asyncio.get_running_loop().time()

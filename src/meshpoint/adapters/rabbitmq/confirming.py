@@ -15,7 +15,7 @@ from meshpoint.ports.broker import Published
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """One message as it goes on the wire."""
+    """One message, encoded for the wire."""
 
     key: bytes
     message_id: str | None
@@ -31,9 +31,9 @@ class _Open:
 
 
 class ConfirmingChannel:
-    """Publishes and matches the broker's words with what was sent.
+    """Publishes messages and matches them with the broker's confirms.
 
-    The broker returns a message that found no queue before it confirms it, in the order of publishing.
+    The broker returns an unroutable message before it confirms it, in publishing order.
     """
 
     def __init__(self, wired: WiredChannel, exchange: str) -> None:
@@ -51,15 +51,15 @@ class ConfirmingChannel:
 
     @property
     def usable(self) -> bool:
-        """Whether nothing is known to be wrong with it."""
+        """Whether the channel is open, as far as this process knows."""
         return self._closed_by is None and not (self._shut or self._confirms.closed) and self.wired.usable
 
     def shut(self) -> None:
-        """Send nothing more: the channel is about to be closed."""
+        """Stop sending; the channel is about to be closed."""
         self._shut = True
 
     def send(self, parcel: Parcel) -> asyncio.Future[Published]:
-        """Send `parcel`. The future has the broker's word, or the exception that ended the channel before it."""
+        """Send `parcel`. The future gets the broker's answer, or the exception that closed the channel."""
         word: asyncio.Future[Published] = asyncio.get_running_loop().create_future()
         if not self.usable:
             word.set_exception(self._closed_by or ChannelInvalidStateError("the channel is closed"))
@@ -99,5 +99,5 @@ class ConfirmingChannel:
         for one in self._open.values():
             if not one.word.done():
                 one.word.set_exception(self._closed_by)
-                one.word.exception()  # a caller that gave up does not ask for it
+                one.word.exception()  # mark it as retrieved: the caller may have given up
         self._open.clear()

@@ -1,8 +1,8 @@
-"""Content headers as they lie on the wire, decoded by hand.
+"""A decoder for AMQP content headers that never raises.
 
-RabbitMQ passes on nearly everything that a publisher puts into a content header: bytes that are no UTF-8, timestamps
-beyond any calendar, tables nested without end. The library's decoder raises in its reader for those and so ends the
-connection. This one never raises: it keeps what can be read, and names the first thing that cannot in `defect`.
+RabbitMQ passes on nearly everything that a publisher puts into a content header: bytes that are not UTF-8, timestamps
+beyond any calendar, deeply nested tables. The library's decoder raises on those in its reader, which closes the
+connection. This decoder keeps every readable property and describes the first unreadable one in `defect`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TypeAlias
 _FIXED = 12
 """Bytes before the property flags: class, weight, size of the body."""
 _DEEPEST = 16
-"""Levels of tables and arrays inside a header that are followed. RabbitMQ's own headers have three."""
+"""Maximum nesting of tables and arrays inside a header. RabbitMQ's own headers use three levels."""
 _LAST_32_BIT_SECOND = 0xFFFFFFFF
-"""Timestamps above it are milliseconds: many clients write those."""
+"""Larger timestamps are read as milliseconds, which many clients write."""
 _LONGEST_EXCERPT = 40
 
 Scalar: TypeAlias = str | int | float
@@ -54,10 +54,10 @@ _STRING, _BYTES, _TABLE, _ARRAY, _TIME, _DECIMAL, _VOID, _NOTHING = b"SxFATDV\x0
 
 
 class Content:
-    """The properties of one message; those that are missing or cannot be read are None.
+    """The properties of one message; missing and unreadable ones are `None`.
 
-    `headers` holds the entries that are strings and numbers. Values of other types (void, bytes, tables, arrays) are
-    left out; decimals are floats, timestamps are seconds.
+    `headers` contains only strings and numbers. Values of other types (void, bytes, tables, arrays) are omitted;
+    decimals become floats, timestamps become seconds.
     """
 
     __slots__ = (
@@ -97,16 +97,16 @@ class Content:
 
 
 class _Broken(Exception):
-    """What follows in this part cannot be found."""
+    """The position of the next value in this part is unknown."""
 
 
 def body_size(payload: bytes) -> int:
-    """Bytes of the body that follows the content header frame with this payload."""
+    """Size in bytes of the body that follows a content header frame with this payload."""
     return int(_u64(payload, 4)[0])
 
 
 def decode(payload: bytes) -> Content:
-    """The properties in the payload of a content header frame; never raises."""
+    """Decode the payload of a content header frame. Never raises."""
     content = Content()
     try:
         _Reader(payload, content).read()
@@ -210,7 +210,7 @@ class _Reader:
 
 
 def _value(data: bytes, kind: int, at: int, end: int, deepest: int) -> tuple[Scalar | None, int]:
-    """The value at `at`, None for one that is no string or number, and where the next entry begins."""
+    """Return the value at `at` (`None` unless it is a string or a number) and the offset of the next entry."""
     value: Scalar | None = None
     if (number := _NUMBERS.get(kind)) is not None:
         (value,) = number.unpack_from(data, at)

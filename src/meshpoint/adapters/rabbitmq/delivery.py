@@ -10,7 +10,7 @@ from meshpoint.adapters.rabbitmq.intake import Intake
 from meshpoint.model.messages import Address, Message
 
 Bury = Callable[[Address, Arrived, Content, str], Awaitable[bool]]
-"""Copies a message to the dead letters of its agent; False: nothing of it can be copied there, now or ever."""
+"""Copies a message to its agent's dead-letter queue; returns `False` if no copy can ever be made."""
 
 
 class RabbitDelivery:

@@ -1,4 +1,4 @@
-"""Messages as AMQP content, and back."""
+"""Converts messages to AMQP content and back."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _OCTET_PERSISTENT = b"\x02"
 
 
 class Unsendable(ValueError):
-    """This message has no form that AMQP can carry."""
+    """AMQP cannot carry this message."""
 
 
 def to_properties(message: Message, user_id: str | None) -> bytes:
-    """The properties of `message`; `user_id` is the login, which the broker verifies.
+    """Encode the properties of `message`; the broker verifies the login in `user_id`.
 
     Raises:
         Unsendable: a text is too long, or a value cannot be written.
@@ -59,9 +59,9 @@ def to_properties(message: Message, user_id: str | None) -> bytes:
 
 
 def to_dead_letter(arrived: Arrived, content: Content, reason: str, user_id: str | None, room: int) -> bytes:
-    """The properties of a copy of `arrived` for the dead letters, in at most `room` bytes.
+    """Encode the properties of a dead-letter copy of `arrived`, in at most `room` bytes.
 
-    It works on whatever arrived. Of headers that leave no room for the rest, the largest are dropped.
+    Accepts any delivery. If the headers do not fit, the largest are dropped.
     """
     headers = _headers(content)
     headers[Header.DEAD_REASON.value] = bounded_reason(reason)
@@ -83,7 +83,7 @@ def to_dead_letter(arrived: Arrived, content: Content, reason: str, user_id: str
 
 
 def bare_dead_letter(reason: str, user_id: str | None) -> bytes:
-    """The properties of a dead letter for a message of which nothing else can be copied."""
+    """Encode minimal properties for a message whose own properties cannot be copied."""
     entry = _entry(Header.DEAD_REASON.value, bounded_reason(reason))
     return _properties(headers=entry or b"", user_id=user_id)
 
@@ -114,7 +114,7 @@ def to_message(arrived: Arrived, content: Content) -> Message:
 
 
 def to_dead_message(arrived: Arrived, content: Content) -> Message:
-    """What lies among the dead letters, as far as it can be read; `x-dead-type` keeps a type that is not known."""
+    """Decode a dead letter as far as possible; `x-dead-type` keeps an unknown type."""
     headers = _headers(content)
     try:
         kind = MessageType(content.message_type or "")
@@ -137,9 +137,9 @@ def to_dead_message(arrived: Arrived, content: Content) -> Message:
 
 
 def quorum_count(content: Content) -> int | None:
-    """Deliveries so far as a quorum queue counted them, this one included; None if it did not.
+    """Delivery count of a quorum queue, including this delivery; `None` if the queue does not count.
 
-    Only to be asked of a message that was delivered before: of others it is the sender's word.
+    Only meaningful for a redelivered message: on a first delivery the header comes from the sender.
     """
     again = content.headers.get(_COUNT)
     return 1 + again if isinstance(again, int) and 0 < again < _HIGHEST_COUNT else None
@@ -214,7 +214,7 @@ def _value(value: HeaderValue) -> bytes:
 
 
 def _entry(key: str, value: HeaderValue) -> bytes | None:
-    """One header of a dead letter, or None if it cannot be written."""
+    """Encode one header of a dead letter; `None` if it cannot be encoded."""
     try:
         return short_string(key) + _value(value)
     except (ValueError, struct.error):
@@ -222,7 +222,7 @@ def _entry(key: str, value: HeaderValue) -> bytes | None:
 
 
 def _fitting(entries: dict[str, bytes], room: int) -> dict[str, bytes]:
-    """As many of `entries` as fit with the other properties; the reason is always among them."""
+    """As many of `entries` as fit with the other properties, always including the reason."""
     left = room - 12 - 2 - 4 - 1 - 8 - 7 * (1 + _LONGEST_ID) - 64
     total = sum(map(len, entries.values()))
     if total <= left:
@@ -240,7 +240,7 @@ def _fitting(entries: dict[str, bytes], room: int) -> dict[str, bytes]:
 
 
 def _short(text: str | None) -> str | None:
-    """At most 255 bytes of `text`: escapes make an undecodable text longer than it was."""
+    """Cut `text` to 255 bytes: escaping makes undecodable text longer than the original."""
     if text is None or len(text) <= _LONGEST_ID // 4:
         return text
     return text.encode("utf-8", "backslashreplace")[:_LONGEST_ID].decode("utf-8", "ignore")

@@ -1,4 +1,4 @@
-"""AMQP frames by hand: those that every message needs, out and in."""
+"""Reads and writes the AMQP frames on the path of every message."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _settled = struct.Struct(">BHIHHQBB")
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """One message as a consumer gets it; its header is the payload of the content header frame, not yet decoded."""
+    """A delivered message; its header is the undecoded payload of the content header frame."""
 
     consumer_tag: bytes
     delivery_tag: int
@@ -47,28 +47,28 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A message that found no queue."""
+    """A message that the broker returned as unroutable."""
 
     routing_key: bytes
     header: bytes
 
 
 class Confirmed(Protocol):
-    """Takes the broker's word on published messages."""
+    """Receives the broker's confirms and returns."""
 
     def __call__(self, delivery_tag: int, multiple: bool, accepted: bool) -> None: ...
 
 
 def body_room(frame_max: int) -> int:
-    """Bytes of payload that fit into one frame of a connection with this `frame_max`; 0 there is no limit."""
+    """Payload bytes that fit into one frame; `frame_max` is the negotiated limit, 0 means none."""
     return max(_SMALLEST_FRAME_MAX, min(frame_max or _LARGEST_FRAME_MAX, _LARGEST_FRAME_MAX)) - _FRAME_OVERHEAD
 
 
 def short_string(text: str) -> bytes:
-    """A string of at most 255 bytes with its length.
+    """Encode a string of at most 255 bytes with its length prefix.
 
     Raises:
-        ValueError: it is longer, or it is no text that UTF-8 can write.
+        ValueError: it is longer, or cannot be encoded as UTF-8.
     """
     raw = text.encode()
     if len(raw) > 255:
@@ -77,7 +77,7 @@ def short_string(text: str) -> bytes:
 
 
 def published(channel: int, exchange: bytes, key: bytes, properties: bytes, body: bytes, room: int) -> bytes:
-    """The frames of one mandatory `basic.publish`; `exchange` and `key` come with their lengths."""
+    """Encode one mandatory `basic.publish`; `exchange` and `key` include their length prefixes."""
     size = 7 + len(exchange) + len(key)
     parts = [
         _start.pack(METHOD, channel, size),
@@ -97,20 +97,20 @@ def published(channel: int, exchange: bytes, key: bytes, properties: bytes, body
 
 
 def acked(channel: int, delivery_tag: int, multiple: bool) -> bytes:
-    """A `basic.ack`."""
+    """Encode a `basic.ack`."""
     return _settled.pack(METHOD, channel, 13, 60, 80, delivery_tag, multiple, 0xCE)
 
 
 def nacked(channel: int, delivery_tag: int, requeue: bool) -> bytes:
-    """A `basic.nack` of one delivery."""
+    """Encode a `basic.nack` for one delivery."""
     return _settled.pack(METHOD, channel, 13, 60, 120, delivery_tag, 2 * requeue, 0xCE)
 
 
 class FrameTaker(Protocol):
-    """What a channel of ours does with a frame; False leaves it to the library.
+    """Handles a channel's frames; returns `False` to leave a frame to the library.
 
-    `closed` says that the broker has closed the channel: a frame that is written after the library has answered ends
-    the connection, and the library says that the channel is closed only some turns later.
+    `closed` is set when the broker has closed the channel. Writing another frame after the library's reply would
+    close the connection, and the library itself reports the close only a few loop iterations later.
     """
 
     @property
@@ -120,7 +120,7 @@ class FrameTaker(Protocol):
 
 
 class Deliveries:
-    """Takes the frames of delivered messages on one channel, and hands each message on when it is complete."""
+    """Assembles delivered messages on one channel and passes on each complete one."""
 
     def __init__(self, take: Callable[[Arrived], None]) -> None:
         self._take = take
@@ -158,7 +158,7 @@ class Deliveries:
 
 
 class Confirms:
-    """Takes confirms and returned messages on one channel."""
+    """Handles confirms and returned messages on one channel."""
 
     def __init__(self, confirmed: Confirmed, returned: Callable[[Returned], None]) -> None:
         self._confirmed, self._returned = confirmed, returned
@@ -190,7 +190,7 @@ class Confirms:
 
 
 class _Incoming:
-    """The content header and the body frames of one message, until they are complete."""
+    """Collects the content header and body frames of one message."""
 
     __slots__ = ("_header", "_missing", "_parts")
 
@@ -214,10 +214,10 @@ class _Incoming:
 
 
 class FrameReader(asyncio.StreamReaderProtocol):
-    """Splits what the broker sends into frames: those of messages go to their takers, the others to the library.
+    """Splits incoming data into frames: message frames go to their takers, all others to the library.
 
-    The library gets no content header that its decoder cannot read: it would end the connection. It gets a
-    heartbeat now and then instead of the frames that it does not see, as it counts a silent connection as lost.
+    Content headers that the library cannot decode are replaced first, because they would close the connection. The
+    library treats a silent connection as lost, so it gets heartbeats in place of the frames it does not see.
     """
 
     def __init__(self, reader: asyncio.StreamReader, loop: asyncio.AbstractEventLoop) -> None:
@@ -229,16 +229,16 @@ class FrameReader(asyncio.StreamReaderProtocol):
         self._fed_at = 0.0
 
     def take(self, channel: int, taker: FrameTaker) -> None:
-        """Hand the frames of `channel` to `taker` from now on."""
+        """Route the frames of `channel` to `taker` from now on."""
         self._takers[channel] = taker
 
     def leave(self, channel: int, taker: FrameTaker) -> None:
-        """Hand them to the library again, unless another taker has them by now."""
+        """Route them to the library again, unless another taker has replaced this one."""
         if self._takers.get(channel) is taker:
             del self._takers[channel]
 
     def data_received(self, data: bytes) -> None:
-        """Handle what has come."""
+        """Process received bytes."""
         if self._raw:
             self._library.feed_data(data)
             return
@@ -247,13 +247,13 @@ class FrameReader(asyncio.StreamReaderProtocol):
         at, end = 0, len(data)
         while end - at >= _FRAME_OVERHEAD:
             kind, channel, size = _start.unpack_from(data, at)
-            if kind == ord("A"):  # "AMQP": the broker speaks another version
+            if kind == ord("A"):  # "AMQP": the broker speaks a different protocol version
                 self._raw = True
                 break
             stop = at + size + _FRAME_OVERHEAD
             if stop > end:
                 break
-            if data[stop - 1] != _END[0]:  # the library says so, and gives the connection up
+            if data[stop - 1] != _END[0]:  # the library reports it and closes the connection
                 self._raw = True
                 break
             taker = self._takers.get(channel)
@@ -269,7 +269,7 @@ class FrameReader(asyncio.StreamReaderProtocol):
     def _taken(self, taker: FrameTaker, kind: int, payload: bytes) -> bool:
         try:
             return taker(kind, payload)
-        except Exception:  # in our own code; the connection of all agents is not to end for it
+        except Exception:  # a defect in our own code must not close the connection that all agents share
             log.exception("a frame could not be handled")
             return True
 
@@ -279,7 +279,7 @@ class FrameReader(asyncio.StreamReaderProtocol):
 
 
 def readable(frame: bytes) -> bytes:
-    """A content header frame as it is, or one with the same properties as text if the library cannot decode it."""
+    """Return the frame unchanged, or a re-encoded one with readable properties if the library cannot decode it."""
     payload = frame[7:-1]
     try:
         ContentHeader().unmarshal(payload)

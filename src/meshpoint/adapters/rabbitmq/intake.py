@@ -17,15 +17,15 @@ from meshpoint.adapters.rabbitmq.frames import Arrived, Deliveries, acked, nacke
 from meshpoint.adapters.rabbitmq.link import WiredChannel, close_quietly
 
 _ADD_DELAY = 0.02
-"""Seconds in which a small consumer may become a larger one before it is added."""
+"""Seconds to wait before adding a small consumer, in case a larger one is needed."""
 _LARGEST = 0xFFFF
-"""Prefetch of one consumer: AMQP has 16 bits for it."""
+"""Maximum prefetch of one consumer: AMQP has 16 bits for it."""
 _ACK_DELAY = 0.01
 """Seconds that an ack waits for others at most."""
 
 
 class Intake:
-    """Takes deliveries from `queue` over a channel; dies with the channel."""
+    """Consumes `queue` over one channel and ends with that channel."""
 
     def __init__(
         self, wired: WiredChannel, queue: str, on_arrived: Callable[[Arrived], None], wake: Callable[[], None]
@@ -36,12 +36,12 @@ class Intake:
         self._on_arrived = on_arrived
         self._wake = wake
         self._sizes: dict[bytes, int] = {}  # prefetch by consumer tag, oldest first
-        self._unsettled: Counter[bytes] = Counter()  # by consumer tag, cancelled ones too
-        self._outstanding: dict[int, bytes] = {}  # consumer tags of what is not acked yet, oldest delivery first
+        self._unsettled: Counter[bytes] = Counter()  # by consumer tag, including cancelled consumers
+        self._outstanding: dict[int, bytes] = {}  # consumer tags of unacked deliveries, oldest first
         self._acked: set[int] = set()  # and not on the wire yet
         self._acking: asyncio.TimerHandle | None = None
         self._adjusting = asyncio.Lock()
-        self._short = False  # fewer may come than are allowed
+        self._short = False  # fewer deliveries than the prefetch allows
         self._given_up = False
         self._shut = False
         self.cancelled_by_broker = False
@@ -71,8 +71,8 @@ class Intake:
             while self._size > limit:
                 tag, _ = self._sizes.popitem()
                 await self.channel.basic_cancel(tag.decode())
-            # Few and large consumers: while cancelled ones drain, add only what at least doubles the flow,
-            # or a little later whatever there is, as what was delivered to them may stay unsettled for long.
+            # Prefer few, large consumers: while cancelled ones drain, add one only if it at least doubles
+            # the prefetch, or after a short wait, since their deliveries may stay unacked for a long time.
             if self._retired and self._full and 0 < self._room(limit) < self._size:
                 await asyncio.sleep(_ADD_DELAY)
             room = self._room(limit)
@@ -93,7 +93,7 @@ class Intake:
             self._acking = asyncio.get_running_loop().call_later(_ACK_DELAY, self.send_acks)
 
     def send_acks(self) -> None:
-        """Put all acks on the wire."""
+        """Flush pending acks."""
         if self._acking is not None:
             self._acking.cancel()
             self._acking = None
@@ -109,13 +109,13 @@ class Intake:
             self._settled(tag)
 
     def give_back(self, delivery_tag: int, *, requeue: bool = True) -> None:
-        """Give a delivery back, or leave it to the broker's own dead-lettering. A lost channel gives all back."""
+        """Requeue a delivery, or let the broker dead-letter it. A lost channel requeues everything."""
         if self._writable:
             self._wire.write(nacked(self.channel.number, delivery_tag, requeue))
         self._settled(delivery_tag)
 
     async def close(self) -> None:
-        """Give back what is not settled. What was settled before is on the wire when this returns."""
+        """Requeue all unsettled deliveries. Earlier acks are on the wire when this returns."""
         self.send_acks()
         self._shut = True
         await close_quietly(self.channel)
@@ -149,7 +149,7 @@ class Intake:
 
     @property
     def _full(self) -> bool:
-        """Whether no consumer takes more."""
+        """Whether every consumer has reached its prefetch."""
         return all(self._unsettled[tag] >= size for tag, size in self._sizes.items())
 
     @property
@@ -179,4 +179,4 @@ class Intake:
 
 
 async def _passed_by(_: Any) -> None:
-    """Stands for the consumer in the library, which sees no delivery."""
+    """Placeholder consumer for the library, which never sees a delivery."""

@@ -30,7 +30,7 @@ _OPENING, _FAREWELL = 10.0, 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 MakeConnection = Callable[[URL], aio_pika.Connection]
-"""Makes an aio-pika connection that is not connected yet. Not a robust one: those hide that deliveries were lost."""
+"""Returns an aio-pika connection, not yet connected and not robust: robust ones hide that deliveries were lost."""
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def translated(doing: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Wired:
-    """An open connection: aio-pika's object, the aiormq connection under it, and the wire under that."""
+    """An open connection: the aio-pika object, its aiormq connection, and the wire underneath."""
 
     connection: aio_pika.Connection
     underlay: aiormq.Connection
@@ -66,7 +66,7 @@ class Wired:
 
     @property
     def is_opened(self) -> bool:
-        """Whether it stands, as far as is known here."""
+        """Whether the connection is open, as far as this process knows."""
         return self.underlay.is_opened
 
     async def open_channel(self, timeout: float = _OPENING, *, confirms: bool = False) -> WiredChannel:
@@ -78,13 +78,13 @@ class Wired:
         with translated("opening a channel"):
             try:
                 channel = await self.underlay.channel(publisher_confirms=confirms, timeout=timeout)
-            except RuntimeError as error:  # closed between two awaits
+            except RuntimeError as error:  # closed meanwhile
                 raise BrokerUnavailable(f"opening a channel: {error}") from error
         assert isinstance(channel, aiormq.Channel)
         return WiredChannel(channel, self.wire)
 
     async def close(self) -> None:
-        """Close it; that it is lost already does not matter."""
+        """Close it, ignoring errors if the connection is already lost."""
         with suppress(BrokerUnavailable), translated("closing"):
             async with asyncio.timeout(_FAREWELL):
                 await self.connection.close(BrokerUnavailable("closed"))
@@ -92,21 +92,21 @@ class Wired:
 
 @dataclass(frozen=True, slots=True)
 class WiredChannel:
-    """An aiormq channel and its way around the library."""
+    """An aiormq channel and the wire that bypasses the library."""
 
     channel: aiormq.Channel
     wire: Wire
 
     @property
     def usable(self) -> bool:
-        """Whether nothing is known to be wrong with it."""
+        """Whether the channel is open, as far as this process knows."""
         return not self.channel.is_closed and self.channel.connection.is_opened
 
 
 async def connect(url: str | URL, make: MakeConnection | None = None) -> Wired:
-    """Connect to `url` so that no content, however odd, ends the connection.
+    """Connect to `url` such that no message content can close the connection.
 
-    A message that the library could not decode arrives with what can be read of its properties, and with the header
+    A message that the library could not decode arrives with its readable properties and the header
     `x-dead-reason`.
     """
     wire = Wire()
@@ -177,7 +177,7 @@ class Link:
 
     @asynccontextmanager
     async def channel(self) -> AsyncIterator[aiormq.Channel]:
-        """An aiormq channel for one purpose, closed at the end."""
+        """Open an aiormq channel for the duration of a block."""
         opened = await self.open_channel()
         try:
             yield opened.channel
@@ -186,9 +186,9 @@ class Link:
 
     @asynccontextmanager
     async def topology_channel(self) -> AsyncIterator[aio_pika.abc.AbstractChannel]:
-        """The aio-pika channel to declare on, for one user at a time.
+        """Borrow the aio-pika channel for declarations; one user at a time.
 
-        It stays open: what aio-pika keeps of each closed channel stays with its connection (seen with 10.2.1).
+        It stays open: aio-pika keeps memory for each closed channel until the connection closes (as of 10.2.1).
         """
         async with self._declaring:
             wired = await self.connection()
@@ -200,7 +200,7 @@ class Link:
                 with translated("declaring"):
                     async with asyncio.timeout(self._timeout):
                         yield channel
-            except BaseException:  # whatever it was, the next user gets another channel
+            except BaseException:  # after any error, the next user gets a new channel
                 self._topology = None
                 self._part(_close_topology(channel))
                 raise
@@ -211,7 +211,7 @@ class Link:
                 channel = wired.connection.channel(publisher_confirms=False)
                 async with asyncio.timeout(self._timeout):
                     await channel.initialize()
-            except RuntimeError as error:  # closed between two awaits
+            except RuntimeError as error:  # closed meanwhile
                 raise BrokerUnavailable(f"opening a channel: {error}") from error
         return channel
 
@@ -224,10 +224,10 @@ class Link:
         return await (await self.connection()).open_channel(self._timeout, confirms=confirms)
 
     async def apart(self) -> Wired:
-        """A further connection, for what may end one; the caller closes it.
+        """Open an additional connection for risky messages; the caller closes it.
 
         Raises:
-            BrokerUnavailable: there is none to be had.
+            BrokerUnavailable: the connection could not be opened.
         """
         with translated("connecting"):
             return await self._connect()
@@ -302,7 +302,7 @@ def _over(attempt: asyncio.Task[Wired]) -> bool:
 async def _close_result(attempt: asyncio.Task[Wired]) -> None:
     if not attempt.done():
         attempt.cancel()
-    with suppress(Exception), translated("closing"):  # whoever asked for the connection has heard why it failed
+    with suppress(Exception), translated("closing"):  # callers waiting for the connection already got the error
         await (await attempt).close()
 
 
@@ -313,7 +313,7 @@ async def _close_topology(channel: aio_pika.abc.AbstractChannel) -> None:
 
 
 async def close_quietly(channel: aiormq.Channel) -> None:
-    """Close it; that it is lost already does not matter. What is queued on it is sent first."""
+    """Close it after sending queued frames, ignoring errors if it is already lost."""
     if not channel.is_closed:
         with suppress(BrokerUnavailable), translated("closing"):
             async with asyncio.timeout(_FAREWELL):

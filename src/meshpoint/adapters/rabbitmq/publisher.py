@@ -1,7 +1,7 @@
-"""Confirmed publishing: many messages on the wire at once, the broker's word on each.
+"""Confirmed publishing of many messages at once, with one result per message.
 
-What one message does to the channel or the connection is its own fault. The others that were on the wire with it are
-sent again, under their ids; the one is `REJECTED` and never sent again.
+A message that makes the broker close the channel or the connection is `REJECTED` and never retried. The other
+messages in flight are sent again under their ids.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LONGEST_PROBE = 2.0
 """Seconds to wait for a broker that did not confirm."""
 
 _TOO_LARGE = re.compile(r"message size \d+ is larger than (?:configured )?max size (\d+)")
-"""What RabbitMQ says of a body beyond its `max_message_size`. The limit is in no other place a client can see."""
+"""RabbitMQ's error for a body above `max_message_size`, the only place where clients can learn that limit."""
 
 _FAULTS = (
     ChannelPreconditionFailed,
@@ -46,17 +46,17 @@ _FAULTS = (
     ConnectionCommandInvalid,
     ConnectionUnexpectedFrame,
 )
-"""How a broker answers a message that it does not accept, and no outage."""
+"""Errors with which a broker refuses a message; any other error is an outage."""
 
 _TRIES = 3
-"""Times that a message alone ends a connection with an internal error before it counts as its fault: it may be a
-trouble of the broker's own."""
+"""Internal errors in a row that a message must cause on its own before it is blamed: the broker itself may be
+failing."""
 
 _PAUSE = 0.5
-"""Seconds before it is tried again, and twice as long before the last time."""
+"""Seconds before the second try; doubled before the last one."""
 
 _AGAIN = 3
-"""Times that messages which shared a channel with a bad one are sent together before they are sent apart."""
+"""Joint retries of messages that shared a channel with a bad one, before they are sent one by one."""
 
 Word = Published | BaseException
 
@@ -118,14 +118,14 @@ class Publisher:
         return len(parcel.properties) + 12 <= self.room and (limit is None or len(parcel.body) <= limit)
 
     async def _again(self, left: dict[int, Parcel], said: Sequence[Word]) -> tuple[dict[int, Parcel], bool]:
-        """What must be sent again, and whether the cause is known and mended, so that it may be sent together.
+        """Return the messages to resend, and whether the cause is fixed so that they can be resent together.
 
         Raises:
-            Exception: the channel was lost for another reason than one of its messages.
+            Exception: the channel was lost for a reason unrelated to its messages.
         """
         lost = {place: word for place, word in zip(left, said, strict=True) if not isinstance(word, Published)}
         again = {place: left[place] for place in lost}
-        for error in {type(error): error for error in lost.values()}.values():  # mostly one, as the channel is one
+        for error in {type(error): error for error in lost.values()}.values():  # usually one
             if isinstance(error, ChannelNotFoundEntity):
                 log.warning("the exchange is gone and is declared again: %s", error)
                 await self._restore()
@@ -136,7 +136,7 @@ class Publisher:
         return again, True
 
     def _learn(self, error: BaseException) -> bool:
-        """Take from `error` what messages must not be; False if it says nothing of use."""
+        """Learn a limit from `error`; `False` if it contains none."""
         text = str(error)
         if isinstance(error, ChannelPreconditionFailed) and "user_id" in text:
             raise ConfigurationError(
@@ -161,7 +161,7 @@ class Publisher:
         return [_word(future) for future in sent]
 
     async def _send_apart(self, parcels: Sequence[Parcel]) -> list[Published]:
-        """The word on each of some messages of which one may have ended a channel: one after the other, aside."""
+        """Send messages one by one on a separate connection, because one of them may have closed a channel."""
         words: list[Published] = []
         blamed = 0
         async with self._apart:
@@ -180,7 +180,7 @@ class Publisher:
                             break
                         await asyncio.sleep(tried * _PAUSE)
                     blamed += isinstance(word, ConnectionInternalError)
-                    if blamed > 1:  # several of them: it is not the messages
+                    if blamed > 1:  # several messages failed, so the cause is the broker
                         raise BrokerUnavailable(f"publishing: {word}")
                     words.append(self._verdict(parcel, word))
             finally:
@@ -218,7 +218,7 @@ class Publisher:
                 opened = await self._link.open_channel(confirms=True)
                 channel = self._channel = ConfirmingChannel(opened, self._topology.exchange)
                 self.room = channel.room
-                if opened.channel.connection is not self._connection:  # another node, or one with other settings
+                if opened.channel.connection is not self._connection:  # maybe another node, other settings
                     self._connection, self.max_body = opened.channel.connection, None
             return channel
 
@@ -246,7 +246,7 @@ class Publisher:
 
 
 async def _answered(sent: Sequence[asyncio.Future[Published]], end: float) -> bool:
-    """Wait for all words until `end`; whether all came."""
+    """Wait until `end` for all answers; `True` if all arrived."""
     with suppress(TimeoutError):
         async with asyncio.timeout_at(end):
             for future in sent:
@@ -256,7 +256,7 @@ async def _answered(sent: Sequence[asyncio.Future[Published]], end: float) -> bo
 
 
 def _word(future: asyncio.Future[Published]) -> Word:
-    """What the broker said; one that it did not confirm is refused for now."""
+    """The broker's answer; an unconfirmed message counts as refused for now."""
     if not future.done() or future.cancelled():
         return Published.OVERLOADED
     return future.exception() or future.result()

@@ -1,4 +1,4 @@
-"""How often a message came again from a queue that does not count: classic queues say only that it did."""
+"""Delivery counts for classic queues, which only flag a message as redelivered."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _REMEMBERED = 1000
 
 
 class Redelivered:
-    """Counts the deliveries of messages by their content, of the latest thousand that came again."""
+    """Counts deliveries by message content, for the last thousand redelivered messages."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[tuple[int, int], int] = OrderedDict()
 
     def count(self, arrived: Arrived) -> int:
-        """Which delivery this is, of a message that was delivered before."""
+        """Delivery count of a redelivered message, including this delivery."""
         key = hash(arrived.header), hash(arrived.body)
         count = self._counts.pop(key, 1) + 1
         self._counts[key] = count

@@ -85,7 +85,7 @@ class RabbitSubscription:
 
     @property
     def taking(self) -> bool:
-        """Whether it is attached to its queue and not cancelled."""
+        """Whether it is attached to its queue and has not been cancelled."""
         return self.attached and not self._cancelled
 
     @property
@@ -179,18 +179,18 @@ class RabbitSubscription:
         except PoisonMessage as error:
             self._set_aside(arrived, content, intake, str(error))
             return
-        except Exception as error:  # a defect of ours
+        except Exception as error:  # our own defect
             self._set_aside(arrived, content, intake, f"internal error: {error!r}")
             return
         delivery = RabbitDelivery(message, arrived, content, self.address, intake, self._bury, count)
         try:
             self._on_delivery(delivery)
-        except Exception as error:  # a defect of the receiver, and not of the connection that all agents share
+        except Exception as error:  # a defect in the receiver must not close the connection that all agents share
             log.exception("message %s could not be handed on", message.message_id)
             self._set_aside(arrived, content, intake, f"internal error: {type(error).__name__}: {error}")
 
     def _count(self, arrived: Arrived, content: Content) -> int:
-        if not arrived.redelivered:  # what the headers say of earlier deliveries is then the sender's word
+        if not arrived.redelivered:  # on a first delivery, any count in the headers comes from the sender
             return 1
         counted = None if self._private else quorum_count(content)
         return self._redelivered.count(arrived) if counted is None else counted

@@ -1,10 +1,10 @@
-"""The exchange and the queues of a mesh, and how they come to be.
+"""Declares the exchange and the queues of a mesh.
 
 One direct exchange per namespace. A queue is bound under its address; private queues also under the broadcast
 key of their agent, so that a broadcast to an agent that nobody declared is a message without a receiver and
 not an error that closes the channel. The exchange carries dead letters as well.
 
-A queue that exists is used with the arguments it has: an upgrade never stops on a queue.
+An existing queue is used with its own arguments, so that no upgrade fails on a queue.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from meshpoint.model.messages import Address, dead_letters_of, nested_of, privat
 log = logging.getLogger(__name__)
 
 MAX_LENGTH = 100_000
-"""Messages in a new queue before it refuses more."""
+"""Maximum messages in a new queue; a full queue refuses more."""
 _DEAD_LETTERS = 10_000
-"""Dead letters in a new queue before it drops the oldest, unless the other queues are shorter."""
+"""Maximum dead letters in a new queue, or fewer if the other queues are shorter; the oldest are dropped."""
 _RESPONSES_PER_REQUEST = 10
-"""How much longer the response queue may be: one task waits for many responses."""
+"""Factor for the response queue: one task can wait for many responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Topology:
     def private_queue(self) -> FieldTable:
         """The arguments of a private queue.
 
-        Classic, as it is made for one incarnation: a quorum queue is without a leader for good when the broker
-        is killed just after making it (seen with 3.10), and then every broadcast waits for it. Its consumer counts
+        Classic, because each incarnation declares its own: a quorum queue declared just before the broker is killed
+        may never get a leader (seen with 3.10), and then every broadcast waits for it. Its consumer counts
         deliveries.
         """
         return {
@@ -123,14 +123,14 @@ async def _create_exchange(link: Link, topology: Topology) -> None:
 
 
 class Declaring:
-    """Makes queues exist; remembers those that others made with other arguments, and warns of them once."""
+    """Declares queues; warns once about each existing queue that has different arguments."""
 
     def __init__(self, link: Link, topology: Topology) -> None:
         self._link, self._topology = link, topology
         self._as_they_are: set[str] = set()
 
     async def agent(self, agent: AgentName, shards: int) -> None:
-        """Make the shared queues of `agent` exist, with so many for requests.
+        """Declare the shared queues of `agent`, including its request shards.
 
         Raises:
             ConfigurationError: the login may not declare or bind a queue.
@@ -139,7 +139,7 @@ class Declaring:
             await self._declare(address, arguments, address)
 
     async def private(self, agent: AgentName, replica: ReplicaId) -> None:
-        """Make the private queue of `replica` exist, with the broadcasts of its agent.
+        """Declare the private queue of `replica` and bind it to its agent's broadcasts.
 
         Raises:
             ConfigurationError: as `agent`.
@@ -149,10 +149,10 @@ class Declaring:
         await self._declare(address, self._topology.private_queue(), *keys)
 
     async def bind(self, address: Address) -> None:
-        """Bind the queue of `address`, whoever declared it, under its address.
+        """Bind the queue of `address` under its address, even if another process declared it.
 
         Raises:
-            BrokerUnavailable: there is no such queue, or the login may not bind it.
+            BrokerUnavailable: the queue does not exist, or the login may not bind it.
         """
         async with self._link.topology_channel() as channel:
             with translated(f"binding {address}"):
@@ -178,7 +178,7 @@ class Declaring:
             self._as_they_are.add(name)
 
     async def _use(self, name: str, *keys: str) -> bool:
-        """Bind the queue `name` as it is; False if there is none."""
+        """Bind the existing queue `name`; `False` if it does not exist."""
         async with self._link.topology_channel() as channel:
             with translated(f"looking for {name}"):
                 try:

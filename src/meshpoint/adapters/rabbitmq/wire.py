@@ -1,7 +1,7 @@
 """The wire to the broker: what is written in one turn of the event loop leaves in one system call.
 
-aiormq writes each frame by itself, and the broker reads it by itself. What arrives is split into frames here, so that
-messages need not pass through the library (`frames.py`).
+aiormq writes each frame separately, and the broker reads it separately. Incoming data is split into frames here, so
+that messages bypass the library (`frames.py`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from meshpoint.adapters.rabbitmq.frames import FrameReader, FrameTaker
 
 
 class Wire(TransportFactory):
-    """Both directions of one connection. The library makes it when it connects, and writes and reads through it."""
+    """Both directions of one connection. The library creates it on connecting and uses it for all I/O."""
 
     def __init__(self) -> None:
         self._frames: FrameReader | None = None
         self._writer: _GatheringWriter | None = None
 
     async def create(self, url: URL, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """What `asyncio.open_connection` makes, with a reader that splits and a writer that gathers."""
+        """Like `asyncio.open_connection`, with a reader that splits frames and a writer that batches them."""
         provider: SSLContextProvider = kwargs["ssl_context_provider"]
         context: ssl.SSLContext | None = await provider.get_context() if url.scheme == "amqps" else None
         loop = asyncio.get_running_loop()
@@ -39,17 +39,17 @@ class Wire(TransportFactory):
         return reader, self._writer
 
     def take(self, channel: int, taker: FrameTaker) -> None:
-        """Hand the frames of `channel` to `taker` from now on."""
+        """Route the frames of `channel` to `taker` from now on."""
         if self._frames is not None:
             self._frames.take(channel, taker)
 
     def leave(self, channel: int, taker: FrameTaker) -> None:
-        """Hand the frames of `channel` to the library again."""
+        """Route the frames of `channel` to the library again."""
         if self._frames is not None:
             self._frames.leave(channel, taker)
 
     def write(self, frames: bytes) -> None:
-        """Send `frames` with all that is written in this turn. On a lost connection they are lost too."""
+        """Send `frames` with all other writes of this loop iteration. They are lost if the connection is lost."""
         if self._writer is not None:
             self._writer.write(frames)
 

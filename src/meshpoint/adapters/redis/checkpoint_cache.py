@@ -25,7 +25,7 @@ _CONNECTIONS = 4
 class RedisCheckpointCache:
     """One copy for each operation and agent, under `{namespace}:checkpoint:{analysis_id}:{agent_type}`.
 
-    `secret` returns the key that authenticates copies: one that was written without it is never used.
+    `secret` returns the key that authenticates copies; a copy written without it is never used.
     A request takes `timeout` at most. After one that failed, Redis is not asked for `retry_after`; then one request
     tries, while the others are still refused. `clock` counts seconds; `time_limit` bounds a request. For one event
     loop.

@@ -35,8 +35,8 @@ class RedisConnection:
     A request takes `timeout` at most. After one that failed, Redis is not asked for `retry_after`; then one request
     tries, while the others are still refused. `clock` counts seconds. No request is sent twice. For one event loop.
 
-    `setting` is the key that has the URL. `unavailable` is raised when Redis does not answer. `time_limit` bounds a
-    request, in seconds.
+    `setting` is the configuration key of the URL. `unavailable` is raised when Redis does not answer. `time_limit`
+    limits a request, in seconds.
 
     Raises:
         ConfigurationError: `url` is none of a Redis.

@@ -1,4 +1,4 @@
-"""How a copy is stored: a marker byte and the checkpoint as JSON. `seal` puts an authentication code before it."""
+"""The stored form of a copy: a marker byte and the checkpoint as JSON, behind the authentication code of `seal`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def encoded(checkpoint: AgentCheckpoint) -> bytes:
 
 
 async def decoded(stored: bytes) -> AgentCheckpoint:
-    """The checkpoint in `stored`, which is authenticated: decompressing anything else could fill the memory.
+    """Decode authenticated bytes: decompressing anything else could exhaust memory.
 
     Raises:
         CheckpointError: it is no checkpoint that this release can read.

@@ -1,6 +1,6 @@
 """Authenticates what Redis returns, with a key that Redis never sees.
 
-Everyone who can write to Redis could otherwise forge a checkpoint. The key lies in the mesh's database.
+Without it, any client with write access to Redis could forge a checkpoint. The key is stored in the mesh's database.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ SIZE = 32
 """Bytes of an authentication code."""
 
 Secret: TypeAlias = Callable[[], Awaitable[bytes]]
-"""Returns the key of the mesh, between 16 and 64 bytes. Asked once."""
+"""Returns the key of the mesh, 16 to 64 bytes. Called once."""
 
 
 class Seal:
-    """Codes that prove who wrote a value, and under which name."""
+    """Computes and checks authentication codes, which also cover the name of a value."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
         self._key: bytes | None = None
 
     async def sealed(self, name: str, content: bytes) -> bytes:
-        """`content` behind its authentication code.
+        """Prefix `content` with its authentication code.
 
         Raises:
             Unavailable: the database that has the key does not answer.
@@ -35,10 +35,10 @@ class Seal:
         return await self._code(name, content) + content
 
     async def opened(self, name: str, stored: bytes) -> bytes:
-        """The content that `sealed` wrote under `name`.
+        """Verify and return the content that `sealed` wrote under `name`.
 
         Raises:
-            CheckpointError: it was written without the key, or under another name, or has changed since.
+            CheckpointError: it was written without the key or under another name, or was changed.
             Unavailable: the database that has the key does not answer.
         """
         code, content = stored[:SIZE], stored[SIZE:]

@@ -31,7 +31,7 @@ class RedisSnapshots:
         {namespace}:l1_snapshot:{A}         the chunks, A being the agent id in braces
         {namespace}:l1_snapshot_meta:{A}    digest, order, number of chunks, manifest behind its authentication code
 
-    `secret` returns the key for that code: a snapshot that was written without it is never used.
+    `secret` returns the key for that code; a snapshot written without it is never used.
     Each lives for `ttl`. A request takes `timeout` at most. After one that failed, Redis is not asked for
     `retry_after`. `clock` counts seconds. For one event loop.
 
@@ -134,7 +134,7 @@ class RedisSnapshots:
             raise MemoryUnavailable(f"{_name(agent_id)}: the key that authenticates it: {error}") from error
 
     async def _opened(self, agent_id: str, packed: Packed) -> Packed:
-        """`packed` with its own manifest, which has a digest of every key: so no chunk needs a code of its own."""
+        """Verify the manifest of `packed`. It has a digest of every key, so chunks need no separate codes."""
         _, meta = self._keys(agent_id)
         try:
             manifest = await self._seal.opened(self._sealed_name(agent_id, packed), packed.manifest)

@@ -6,11 +6,11 @@ returns those it moved. What it did not move is left to the general transaction 
 `ending`, which decides under the row's lock what that means. So there is one place for decisions, and none of them
 is repeated here.
 
-As everywhere, tasks are locked in order of id and calls only under the lock of their task. A pause or an end of a
-task that another session holds is left to the general transaction too, so that it holds up nobody else's. A claim
-waits, since replicas that count outcomes on one join hold it for one commit; but no longer than `lock_timeout`, after
-which claims skip such tasks for a while. Where another session holds a call or a join, the statement ends after that
-time, and all its items go to the general transaction, which finds out whose it is. A guard on
+As everywhere, tasks are locked in order of id and calls only under the lock of their task. If another session holds
+a task, its pause or end is also left to the general transaction, so that it does not delay the rest of the batch. A
+claim waits for the lock, since replicas that count outcomes on one join hold it for a single commit, but only for
+`lock_timeout`; after that, claims skip such tasks for a while. If another session holds a call or a join, the
+statement fails after that time and the general transaction finds out which task is affected. A guard on
 a locked row is evaluated on the row's newest version, after the lock was waited for. What others wrote into *other*
 rows meanwhile is invisible to this statement, whose snapshot is older: nothing here reads such rows for a decision,
 and where outcomes of a task are missing from what a claim returns, `READ_OWNED` reads them all, later.
@@ -197,7 +197,7 @@ met_joins AS (
 # Record outcomes of calls that every call of a join must have; give the tasks whose join that meets to `$2`, or make
 # them ready. Returns the outcomes recorded, for each task, by their place in the arrays; if the task goes on, whether
 # it does here; if so, its row, and the outcomes that it had before, as far as this statement sees them.
-# More than `$15` bytes of earlier outcomes are left to `READ_OWNED`: no row of a result may have 1 GiB.
+# Earlier outcomes above `$15` bytes are left to `READ_OWNED`: a result row must stay below 1 GiB.
 CLAIM = f"""/* commits: claim */
 WITH locked AS MATERIALIZED (
   SELECT t.logical_task_id, t.generation, t.state_format
@@ -261,7 +261,7 @@ SELECT counted.places, met.here, met.total_expected, before.*, owned.*,
                AND s.status <> 'pending') <= $15::bigint) AS before ON true
 """
 
-# The same for tasks that nobody else holds; the others are left to the general transaction.
+# The same, skipping tasks that other sessions hold: they are left to the general transaction.
 CLAIM_FREE = CLAIM.replace("commits: claim", "commits: claim free").replace(
     "FOR NO KEY UPDATE OF t)", "FOR NO KEY UPDATE OF t SKIP LOCKED)"
 )
@@ -407,8 +407,8 @@ UPDATE agent_paused_tasks AS t SET reply_sent = true, wake_at = expires_at
   FROM locked WHERE t.logical_task_id = locked.logical_task_id
 """
 
-# Look tasks up by id, without a lock: those that have ended bring their reply. It also returns the time, in a row of
-# NULLs when there are none.
+# Look up tasks by id, without a lock; ended tasks include their reply. Also returns the time, in a row of NULLs if
+# no task exists.
 LOOKUP = """/* reads: lookup */
 SELECT t.logical_task_id, t.agent_name, t.status, t.fence, t.reply, t.reply_to, t.requester_app_id, t.parent_task_id,
        t.task_deadline, t.idle_timeout, t.ended_at, t.reply_attempts, t.request_digest, clock.now

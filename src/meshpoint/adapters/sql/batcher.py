@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 BATCH_BYTES = 4 * 1024 * 1024
 """About what one batch carries, so that none takes so long that others wait for it."""
 PART_BYTES = 16 * 1024 * 1024
-"""What one statement carries at most, or what is read at once: PostgreSQL ends a statement above 1 GiB."""
+"""Maximum bytes sent in one statement, or read at once: PostgreSQL aborts a statement above 1 GiB."""
 BATCH_ITEMS = 32
 """What one batch holds: enough to share a commit, few enough for the next batch to be packed while it is away."""
 _IDLE_TURN = 0.0002
@@ -48,7 +48,7 @@ class _Group(Generic[Item, Result]):
 
 
 def in_parts(items: Sequence[Item], size: Callable[[Item], int], most: int = PART_BYTES) -> Iterator[list[Item]]:
-    """`items` in order, in parts of at most `most` bytes; one that is larger goes alone."""
+    """Split `items`, in order, into parts of at most `most` bytes. A larger item gets a part of its own."""
     part: list[Item] = []
     total = 0
     for item in items:
@@ -139,7 +139,7 @@ class Batcher(Generic[Item, Result]):
             self._flushing = None
 
     async def _let_more_come(self) -> None:
-        # Also after a batch: items that a flush brings back at once must not spin on the lock that holds them up.
+        # Also after a batch, so that items requeued by a flush do not spin on the lock that blocks them.
         if self._linger and self._waiting and sum(len(group.items) for group in self._waiting) < self._most:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), self._linger)

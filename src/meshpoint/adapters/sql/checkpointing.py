@@ -54,7 +54,7 @@ from meshpoint.model.requesters import binds, same_requester
 NOT_NEEDED = Failed(FailureKind.CANCELLED, "the join no longer needed it")
 
 MOST_OF_A_ROW = 256 * 1024 * 1024
-"""Bytes of a state with its context, packed: a row of PostgreSQL can be written with 1 GiB, but not read again."""
+"""Maximum packed bytes of a state with its context: PostgreSQL can write a row of 1 GiB, but not read it back."""
 KEEP_ALIVES_PER_TIMEOUT = 3  # so that a requester misses two before it gives up
 
 
@@ -84,7 +84,7 @@ async def begin(
 async def _without_early_cancels_of_others(
     tx: Transaction, firsts: Sequence[tuple[Run, Requester]], locked: LockedTasks, terms: Terms
 ) -> LockedTasks:
-    """`locked` without the tombstones of cancels that do not bind these first runs, which are deleted."""
+    """Delete the tombstones of early cancels that do not apply to these first runs; return the remaining rows."""
     in_the_way = [
         run.task_id
         for run, requester in firsts
@@ -104,7 +104,7 @@ def _is_of(row: Row[Any], run: Run, terms: Terms) -> bool:
 
 
 def _is_cancelled(row: Row[Any], run: Run, requester: Requester, terms: Terms) -> bool:
-    """Whether the task of this requester, and not another one under its id, was cancelled."""
+    """Whether this requester's task was cancelled, rather than another task with the same id."""
     if row.status != TaskState.CANCELLED:
         return False
     same = _is_of(row, run, terms) and same_requester(row.requester_app_id, requester.app_id)

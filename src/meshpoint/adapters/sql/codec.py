@@ -64,7 +64,7 @@ async def unpack(stored: bytes | None) -> bytes | None:
 
 
 def unpacked_size(stored: bytes) -> int:
-    """How many bytes `unpack` will make of `stored`."""
+    """Size in bytes of `stored` after unpacking."""
     if stored[:1] != ZSTD:
         return len(stored) - 1
     return max(int(zstandard.frame_content_size(stored[1:])), 0)

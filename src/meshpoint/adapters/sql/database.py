@@ -41,7 +41,7 @@ Values = Mapping[str, Any]
 class Transaction:
     """One open transaction, or one autocommitted read.
 
-    With `skip_locked` it waits for no row that another session holds: the tasks of such rows are left out.
+    With `skip_locked` it does not wait for rows that another session holds; their tasks are left out.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Database:
                 await self.engine.dispose()
 
     async def check_session(self, time: DatabaseTime) -> None:
-        """See that what a server or a pooler makes of this URL's sessions is what transitions need; tell `time`.
+        """Check that sessions of this URL, possibly through a pooler, behave as transitions require; update `time`.
 
         Raises:
-            ConfigurationError: it is not, or the database refuses the URL's user.
-            StoreUnavailable: no answer came.
+            ConfigurationError: they do not, or the database refuses the URL's user.
+            StoreUnavailable: the database did not answer.
         """
         if self.dialect.is_sqlite:
             return
@@ -130,7 +130,7 @@ class Database:
         Raises:
             StoreUnavailable: nothing was written.
             CommitInDoubt: COMMIT was sent, and no answer came.
-            RowLocked: a lock was not free in time; nothing was written.
+            RowLocked: timed out waiting for a lock; nothing was written.
         """
         return await self._repeat(lambda connection: self._commit(connection, body, skip_locked))
 
@@ -188,7 +188,7 @@ class Database:
 
 
 def _means_locked(error: Exception, skip_locked: bool) -> bool:
-    """Whether somebody holds a row. A step that skips such rows and still waited met a lock on a table: an outage."""
+    """Whether a row lock caused it. A step that skips locked rows and still timed out met a table lock: an outage."""
     if isinstance(error, RowLocked):
         return True
     return is_row_lock_timeout(error) if skip_locked else is_lock_timeout(error)

@@ -22,7 +22,7 @@ from meshpoint.model.ids import TaskId, new_id
 
 
 async def due(tx: Transaction, replica: Replica, limit: int, terms: Terms) -> Due:
-    """How much of each kind is due."""
+    """Count the work of each kind that is due."""
     (row,) = await tx.rows(
         sql.COUNT_DUE, agent=terms.names.qualified(replica.agent), formats=sorted(replica.formats), limit=limit
     )
@@ -30,7 +30,7 @@ async def due(tx: Transaction, replica: Replica, limit: int, terms: Terms) -> Du
 
 
 async def take(tx: Transaction, replica: Replica, limit: int, suspects: int, terms: Terms) -> OwnedTasks:
-    """Own ready tasks, among them at most `suspects` that were rescued often."""
+    """Acquire ready tasks, including at most `suspects` suspects."""
     rows = await tx.rows(
         sql.PICK_READY,
         agent=terms.names.qualified(replica.agent),
@@ -45,12 +45,12 @@ async def take(tx: Transaction, replica: Replica, limit: int, suspects: int, ter
 
 
 async def take_over(tx: Transaction, replica: Replica, limit: int, suspects: int, terms: Terms) -> OwnedTasks:
-    """Own running tasks whose lease is over. Those that were rescued often become ready, but for `suspects`."""
+    """Acquire running tasks whose lease has expired. Suspects beyond `suspects` become ready instead."""
     rows = await tx.rows(
         sql.PICK_LOST, agent=terms.names.qualified(replica.agent), formats=sorted(replica.formats), limit=limit
     )
     mine, others = _parted(rows, suspects, lambda row: row.rescues + 1)
-    # Where nothing runs in a process of its own, each lost owner counts.
+    # Without isolated processes, each lost owner counts as an attempt.
     attempts = {row.logical_task_id: max(row.attempt, 1) + (not replica.isolates) for row in rows}
     taken = [_taken(replica, row) for row in mine]
     ready = [made_ready(row, new_id(), row.now) for row in others]
@@ -62,7 +62,7 @@ async def take_over(tx: Transaction, replica: Replica, limit: int, suspects: int
 def _parted(
     rows: Sequence[Row[Any]], suspects: int, rescues: Callable[[Row[Any]], int]
 ) -> tuple[list[Row[Any]], list[Row[Any]]]:
-    """Those that a replica with room for so many `suspects` can run, and the others."""
+    """Split tasks into those that a replica with room for `suspects` suspects can run, and the rest."""
     mine, others = list[Row[Any]](), list[Row[Any]]()
     for row in rows:
         suspect = rescues(row) >= SUSPECT_FROM
@@ -83,14 +83,14 @@ async def _in_turn(tx: Transaction, rows: Sequence[Row[Any]]) -> OwnedTasks:
 
 @dataclass(frozen=True, slots=True)
 class Renewals:
-    """What became of leases that were not extended: lost to another run, or on a row that somebody holds."""
+    """Leases that were not extended: lost to another run, or on a row that another session holds."""
 
     lost: list[Run]
     held: list[Run]
 
 
 async def renew(tx: Transaction, runs: Sequence[Run], replica: Replica) -> Renewals:
-    """Extend leases, but for those on rows that another session holds: none of the others may wait for it."""
+    """Extend leases, skipping rows that another session holds so that they do not delay the others."""
     ids = sorted({run.task_id for run in runs})
     locked = await tx.rows(sql.LOCK_FREE_TASKS, ids=ids)
     mine, others = _of_these_runs(runs, locked)
@@ -106,7 +106,7 @@ async def renew(tx: Transaction, runs: Sequence[Run], replica: Replica) -> Renew
 
 
 async def renew_when_free(tx: Transaction, run: Run, replica: Replica, patience: timedelta) -> None:
-    """Wait for a row that somebody holds, and extend the lease if the run still owns it."""
+    """Wait for a locked row, then extend its lease if the run still owns it."""
     await tx.run(sql.SET_LOCK_TIMEOUT, limit=f"{math.ceil(patience.total_seconds() * 1000)}ms")
     locked = await tx.rows(sql.LOCK_TASKS, ids=[run.task_id])
     if _of_these_runs([run], locked)[0]:
@@ -114,7 +114,7 @@ async def renew_when_free(tx: Transaction, run: Run, replica: Replica, patience:
 
 
 def _of_these_runs(runs: Sequence[Run], rows: Sequence[Row[Any]]) -> tuple[list[Run], list[Run]]:
-    """The runs that own one of `rows`, and the others."""
+    """Split runs into those that own one of `rows` and the rest."""
     owned = {(row.logical_task_id, row.fence) for row in rows if row.status == TaskState.RUNNING}
     mine = [run for run in runs if (run.task_id, run.fence) in owned]
     return mine, [run for run in runs if (run.task_id, run.fence) not in owned]
@@ -128,7 +128,7 @@ async def keep_alives(tx: Transaction, replica: Replica, limit: int, terms: Term
         [
             {
                 "task_id": row.logical_task_id,
-                # A requester that asks for more than one a second must not keep the sweeper busy with itself.
+                # At most one a second, so that a single requester cannot keep the sweeper busy.
                 "keep_alive_at": row.now + max(row.idle_timeout / KEEP_ALIVES_PER_TIMEOUT, 1.0),
             }
             for row in rows

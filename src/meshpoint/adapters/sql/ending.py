@@ -212,11 +212,11 @@ def _own_row(wish: Cancel, locked: LockedTasks, terms: Terms) -> Row[Any] | None
 
 
 def _refused(wish: Cancel, row: Row[Any] | None) -> CancelStale | CancelRefused | CancelRequested | None:
-    """Why the task is left as it is: its requester is another one, or has asked for it anew since."""
+    """Why the cancel is refused: the task has another requester, or was requested again since."""
     if row is None or is_early(row):
         return None
     if wish.sender not in {None, wish.agent} and not same_requester(row.requester_app_id, wish.sender):
-        if row.status == TaskState.RUNNING and row.cancel_requested:  # as good as cancelled: its owner may not know
+        if row.status == TaskState.RUNNING and row.cancel_requested:  # its owner may not know yet
             return _requested(row)
         return None if row.status == TaskState.CANCELLED else CancelRefused()
     stale = wish.parent is not None and row.parent_task_id not in {None, wish.parent}
@@ -224,7 +224,7 @@ def _refused(wish: Cancel, row: Row[Any] | None) -> CancelStale | CancelRefused 
 
 
 def _further(wish: Cancel, row: Row[Any] | None) -> Columns | None:
-    """A tombstone that is to name one more sender of a cancel."""
+    """An early cancel's tombstone, with one more sender to add."""
     if row is None or not is_early(row) or not _is_further(wish, row):
         return None
     return {"task_id": wish.task_id, "cancellers": with_canceller(row.requester_app_id, wish.sender)}

@@ -29,8 +29,8 @@ SELECT set_config(name, value, false) FROM unnest($1::text[], $2::text[]) AS giv
 """
 
 LOCK_TIMEOUT = timedelta(seconds=1)
-"""How long a statement waits for a lock. Locks between replicas last for one commit; a longer one is somebody's open
-transaction, and the step is then repeated without the locked rows."""
+"""How long a statement waits for a lock. Replicas hold locks for one commit; a longer one belongs to an open
+transaction elsewhere, and the step is repeated without the locked rows."""
 
 _FIX = "use postgresql://user@host/name, or sqlite:///meshpoint.db on one host"
 _OPTIONS = frozenset({"host", "port", "ssl", "sslmode", "passfile", "target_session_attrs", "krbsrvname", "gsslib"})
@@ -61,7 +61,7 @@ def async_url(url: str) -> URL:
 
 
 def _check_options(url: URL, known: frozenset[str]) -> None:
-    """Refuse options that the driver does not know: it would raise a `TypeError` for each connection."""
+    """Refuse options unknown to the driver, which would raise `TypeError` for each connection."""
     for name, value in url.query.items():
         if name not in known:
             problem = f"has the unknown option {name!r:.80}"
@@ -115,14 +115,14 @@ def _postgres(
         connect_args={"timeout": min(seconds, 10.0), "command_timeout": seconds, "server_settings": session},
     )
     settings = {
-        # Whatever the defaults of the server, the database or the role are.
+        # Overrides the defaults of the server, the database and the role.
         "default_transaction_isolation": "read committed",
         "default_transaction_read_only": "off",
         "standard_conforming_strings": "on",
         "statement_timeout": str(math.ceil(seconds * 1000)),
-        # No statement holds up the others of its connection for the sake of one locked row.
+        # One locked row must not delay the other statements of a connection.
         "lock_timeout": str(math.ceil(lock_timeout.total_seconds() * 1000)),
-        # What answers COMMIT must have written it. Stricter values than this one stay.
+        # A COMMIT must be on disk before it is acknowledged. Stricter values are kept.
         "synchronous_commit": "on",
     }
 
@@ -134,7 +134,7 @@ def _postgres(
 
 
 async def _set(driver: Any, settings: Mapping[str, str]) -> None:
-    """Set what the store depends on, for this session: not on a connection that a pooler lends to others next."""
+    """Set the parameters the store depends on, but not on connections that a pooler shares with other clients."""
     names, values = list(settings), list(settings.values())
     await driver.fetch(_SET, names, values, driver.get_server_pid())
 
@@ -171,7 +171,7 @@ def _refuse_other_kinds(path: Path) -> None:
 
 
 def keep_private(engine: AsyncEngine) -> None:
-    """Let a SQLite file that `engine` creates, and the two next to it, be its owner's alone."""
+    """Make a SQLite file that `engine` creates, with its two companion files, readable only by its owner."""
 
     @event.listens_for(engine.sync_engine, "do_connect")
     def create(dialect: object, record: object, arguments: list[Any], options: dict[str, Any]) -> None:
@@ -183,4 +183,4 @@ def keep_private(engine: AsyncEngine) -> None:
             except FileExistsError as error:
                 raise ConfigurationError("session_db_url", str(error), "name another file") from error
             except OSError:
-                return  # SQLite says it better
+                return  # SQLite has the better error message

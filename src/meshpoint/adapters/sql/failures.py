@@ -12,8 +12,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from meshpoint.errors import ConfigurationError
 
 DRIVER_ERRORS = (DBAPIError, PoolTimeout, OSError, asyncpg.PostgresError, asyncpg.InterfaceError)
-"""Errors of SQLAlchemy, its pool and the driver. SQLAlchemy 2.0 does not wrap a refused connection; the driver's
-timeout is an `OSError`."""
+"""Errors from SQLAlchemy, its pool and the driver. SQLAlchemy 2.0 does not wrap a refused connection, and the
+driver's timeout is an `OSError`."""
 
 
 class Failure(Enum):
@@ -29,7 +29,7 @@ _REFUSED = ("28", "3D000", "42501")
 # Classes of SQLSTATE: connection, resources, operator intervention, system error; a standby that cannot write; and
 # what somebody changed and will change again: a login, a right, a table, a column. No task is to blame for those.
 _AWAY = ("08", "53", "57", "58", "25006", "55P03", "42P01", "42703", *_REFUSED)
-# A prepared statement is not there, or there already: a pooler has put another session in the place of this one.
+# A prepared statement is missing or exists already: a pooler has switched to another server session.
 _POOLED = ("26000", "42P05")
 _POOLER = "a connection pooler does not keep prepared statements"
 _POOLER_FIX = "use PgBouncer 1.21 or later with max_prepared_statements above 0, or pool_mode = session"
@@ -52,7 +52,7 @@ def failure(error: BaseException) -> Failure:
 
 
 def is_pooled(error: BaseException) -> bool:
-    """Whether a pooler has put another session in the place of this one. The statement did not run."""
+    """Whether a pooler has switched this connection to another server session. The statement did not run."""
     return _sqlstate(error) in _POOLED
 
 
@@ -62,14 +62,14 @@ def is_duplicate(error: BaseException) -> bool:
 
 
 def is_lock_timeout(error: BaseException) -> bool:
-    """Whether a lock was not free in time."""
+    """Whether waiting for a lock timed out."""
     return _sqlstate(error) == "55P03"
 
 
 def is_row_lock_timeout(error: BaseException) -> bool:
-    """Whether that lock was the end of another transaction that holds a row, and not a lock on a whole table.
+    """Whether the statement waited for another transaction's row lock rather than a table lock.
 
-    PostgreSQL says which row it waited for in the error's context. A wait behind another waiter has none.
+    PostgreSQL names the row in the error's context, except when the statement queued behind another waiter.
     """
     return is_lock_timeout(error) and bool(getattr(_driver_error(error), "context", None))
 
@@ -89,7 +89,7 @@ def certainly_rolled_back(error: BaseException) -> bool:
 
 
 def refused(error: BaseException | None) -> ConfigurationError | None:
-    """The database's refusal of the user or the database that the URL names, as a configuration error."""
+    """Convert the database's refusal of the URL's user or database name to a configuration error."""
     if error is None:
         return None
     if _sqlite_name(error) == "SQLITE_NOTADB":
@@ -113,7 +113,7 @@ def brief(error: BaseException) -> str:
 
 
 def _is_misconfigured(error: BaseException) -> bool:
-    # SQLAlchemy puts an error of its own between.
+    # SQLAlchemy wraps the driver's error in one of its own.
     return isinstance(_of_driver(error).__cause__, asyncpg.exceptions.ClientConfigurationError)
 
 
@@ -124,7 +124,7 @@ def _is_misuse(error: BaseException) -> bool:
 
 
 def _driver_error(error: BaseException) -> BaseException:
-    """The driver's own error, under those that SQLAlchemy wraps around it."""
+    """Unwrap the driver's error."""
     original = _of_driver(error)
     return original.__cause__ if original is not error and original.__cause__ is not None else original
 

@@ -1,4 +1,4 @@
-"""What other sessions were seen to hold, so that nobody waits for it again and again."""
+"""Remembers which rows other sessions held recently, to avoid waiting for them repeatedly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST = 10_000
 
 
 class HeldRows:
-    """Remembers for a few seconds that a lock was not free in time, and which tasks were left out for one."""
+    """Remembers for a few seconds that a lock timed out, and which tasks were skipped because of a lock."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
@@ -20,22 +20,22 @@ class HeldRows:
 
     @property
     def skipping(self) -> bool:
-        """Whether to skip rows that others hold instead of waiting for them."""
+        """Whether to skip locked rows instead of waiting for them."""
         return self._clock() < self._waited_until
 
     def waited(self) -> None:
-        """A statement waited in vain."""
+        """Record that a statement timed out waiting for a lock."""
         self._waited_until = self._clock() + _WAITED
 
     def note(self, task_ids: Iterable[str]) -> None:
-        """These were left out."""
+        """Record skipped tasks."""
         now = self._clock()
         self._tasks = {task_id: until for task_id, until in self._tasks.items() if until > now}
         if len(self._tasks) < _MOST:
             self._tasks.update(dict.fromkeys(task_ids, now + _HELD))
 
     def among(self, task_ids: Iterable[str]) -> set[str]:
-        """Those that were left out a moment ago: they take a path on which they hold up nobody else."""
+        """The recently skipped tasks among `task_ids`; they take a path where they do not delay other tasks."""
         if not self._tasks:
             return set()
         now = self._clock()

@@ -70,7 +70,7 @@ class Lane:
         Raises:
             StoreUnavailable: nothing was written.
             CommitInDoubt: it was sent, and no answer came.
-            RowLocked: a lock was not free in time. The connection is as good as before.
+            RowLocked: timed out waiting for a lock. The connection stays usable.
         """
         in_doubt = False
         async with self._turn:

@@ -38,9 +38,9 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class LockedTasks:
-    """Tasks that no other transaction can change now, and the time since when.
+    """Tasks that no other transaction can change, and when they were locked.
 
-    `held`: those left out because another session holds the task or a row below it.
+    `held`: tasks left out because another session holds the task or one of its rows.
     """
 
     now: float
@@ -67,7 +67,7 @@ async def lock_task(tx: Transaction, task_id: str) -> LockedTasks:
     """Lock one task.
 
     Raises:
-        RowLocked: another session holds it, or a row below it.
+        RowLocked: another session holds it, or one of its rows.
     """
     locked = await lock_tasks(tx, [task_id])
     if locked.held:
@@ -76,9 +76,9 @@ async def lock_task(tx: Transaction, task_id: str) -> LockedTasks:
 
 
 async def held_below(tx: Transaction, task_ids: Iterable[str]) -> set[str]:
-    """Those of some locked tasks with a call, a join, a checkpoint or an operation that another session holds.
+    """Locked tasks with a call, join, checkpoint or operation that another session holds.
 
-    Empty unless this transaction skips such rows. The rows that are free are locked.
+    Empty unless this transaction skips such rows. All other rows are locked.
     """
     ids = sorted(task_ids)
     if not (tx.skip_locked and ids):

@@ -20,7 +20,7 @@ from meshpoint.adapters.sql.failures import DRIVER_ERRORS, refused
 from meshpoint.adapters.sql.schema import recorded_revision
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 
-_MIGRATIONS = 0x6D657368  # the key of the lock: "mesh"
+_MIGRATIONS = 0x6D657368  # the advisory lock's key: "mesh"
 _CONNECT_TIMEOUT = timedelta(seconds=10)
 
 
@@ -104,7 +104,7 @@ async def in_one_transaction(url: URL, work: Callable[[Connection], None]) -> No
             if sqlite:
                 await connection.exec_driver_sql("BEGIN IMMEDIATE")
             else:
-                # The default may be read-only; and upgrades that are run at once follow each other.
+                # The default may be read-only. The lock makes concurrent upgrades run one after another.
                 await connection.exec_driver_sql("SET TRANSACTION READ WRITE")
                 await connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MIGRATIONS})")
             await connection.run_sync(work)

@@ -46,7 +46,7 @@ IN_PLACE_OF = "ON CONFLICT (analysis_id, agent_type, seq) DO UPDATE SET " + ", "
 
 # ── secrets ────────────────────────────────────────────────────────────────────────────────────────
 
-# Make the key of a mesh, unless it has one.
+# Store a key for a mesh, unless it has one.
 INSERT_SECRET = """
 INSERT INTO agent_mesh_secrets (namespace, copy_key) VALUES (:namespace, :key) ON CONFLICT (namespace) DO NOTHING
 """
@@ -106,8 +106,8 @@ DELETE FROM agent_operations WHERE operation_id {one_of:ids}
 
 # ── checkpoints ────────────────────────────────────────────────────────────────────────────────────
 
-# Note the newest checkpoint of a running task. If it has come further, its attempts begin again, and its rescues are
-# no more than make it run in a process of its own.
+# Record the newest checkpoint of a running task. Progress resets its attempts and lowers its rescues to the number
+# at which a task is a suspect.
 UPDATE_SAVED = """
 UPDATE agent_paused_tasks SET
   checkpoint_seq = :seq, attempt = CASE WHEN :progressed THEN 1 ELSE attempt END,

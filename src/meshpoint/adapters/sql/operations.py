@@ -32,9 +32,9 @@ class SqlOperations:
     _held: HeldRows
 
     async def _write(self, body: Callable[[Transaction], Awaitable[T]]) -> T:
-        """What `body` returned, after its transaction has committed.
+        """Run `body` in a transaction, commit, and return its result.
 
-        When a lock is not free in time, the transaction is repeated, and waits for no row that others hold.
+        If waiting for a lock times out, the transaction is repeated without waiting for locked rows.
         """
         if not self._held.skipping:
             try:
@@ -96,7 +96,7 @@ class SqlOperations:
         return await self._write(lambda tx: reviving.revive(tx, wish, request, self._terms))
 
     async def copy_key(self) -> bytes:
-        """The key that authenticates this mesh's copies outside the database. The first caller makes it."""
+        """The key that authenticates copies outside the database. The first caller generates it."""
         namespace = self._terms.names.namespace
 
         async def made(tx: Transaction) -> bytes:

@@ -100,12 +100,12 @@ def _lease(row: Row[Any], attempts: int, terms: Terms) -> dict[str, Any]:
 
 
 async def keep_replies(tx: Transaction, wishes: Sequence[tuple[KeepReply, bytes | None]], terms: Terms) -> list[bool]:
-    """Write tombstones with replies, given packed, for tasks that have no row."""
+    """Insert tombstones with packed replies for tasks that have no row."""
 
     async def turn(each: list[tuple[KeepReply, bytes | None]]) -> list[bool]:
         locked = await lock_tasks(tx, [wish.reply.task_id for wish, _ in each])
         absent = [(wish, body) for wish, body in each if wish.reply.task_id not in locked.rows]
-        absent.sort(key=lambda pair: pair[0].reply.task_id)  # an insert waits for another of its key
+        absent.sort(key=lambda pair: pair[0].reply.task_id)  # an insert waits for a concurrent insert of the same key
         await tx.each(sql.INSERT_KEPT_REPLY, [_kept(wish, body, locked.now, terms) for wish, body in absent])
         again = [wish for wish, _ in each if wish.again and _ended_here(wish, locked, terms)]
         await tx.each(sql.UPDATE_REPLY_DUE, [_due_again(wish, locked.now, terms) for wish in again])
@@ -152,7 +152,7 @@ async def mark_sent(tx: Transaction, sent: Sequence[Send]) -> None:
     if not tx.dialect.is_sqlite:
         await tx.run(sql.COMMIT_LAZILY)
     locked = await lock_tasks(tx, [send.task_id for send in sent])
-    sent = [send for send in sent if send.task_id not in locked.held]  # a mark that is lost sends again
+    sent = [send for send in sent if send.task_id not in locked.held]  # a lost mark only causes a resend
     replies = [{"task_id": send.task_id, "fence": send.fence} for send in sent if isinstance(send, Reply)]
     await tx.each(sql.MARK_REPLIED, replies)
     await _mark_dispatched(tx, {(send.task_id, send.sub_task_id) for send in sent if isinstance(send, Dispatch)})

@@ -48,9 +48,9 @@ def made_ready(row: Row[Any], run_id: str, now: float) -> Columns:
 
 @dataclass(frozen=True, slots=True)
 class OwnedTasks:
-    """Rows of tasks that a replica owns, read after their locks were held. Decoded when no lock is held any more.
+    """Rows of owned tasks, read under their locks and decoded after the locks are released.
 
-    A task that is not in `calls` has more outcomes than are read at once: see `read_large`.
+    A task missing from `calls` has too many outcome bytes to read at once: see `read_large`.
     """
 
     tasks: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class OwnedTasks:
 
     @property
     def large(self) -> list[Any]:
-        """The rows of tasks whose outcomes are still to be read."""
+        """The rows of tasks whose outcomes have not been read yet."""
         return [row for task_id, row in self.tasks.items() if task_id not in self.calls]
 
     async def decoded(
@@ -95,10 +95,10 @@ async def read_owned(tx: Transaction, task_ids: Sequence[str]) -> OwnedTasks:
 
 
 async def read_large(database: Database, row: Any) -> list[StoredOutcome]:
-    """The outcomes of an owned task, in call order, read in parts. Nobody changes them while the task is owned.
+    """Read the outcomes of an owned task in parts, in call order. They do not change while the task is owned.
 
     Raises:
-        LookupError: they are not all there, since another run owns the task by now.
+        LookupError: some are missing, because another run owns the task by now.
     """
     task_id = row.logical_task_id
     sizes = await database.read(lambda tx: tx.rows(sql.READ_SIZES, task_id=task_id, generation=row.generation))
@@ -111,7 +111,7 @@ async def read_large(database: Database, row: Any) -> list[StoredOutcome]:
 
 
 async def read_run(tx: Transaction, run: Run) -> OwnedTasks:
-    """Read the task that exactly this run owns, without a lock; nothing if it owns none."""
+    """Read the task owned by exactly this run, without a lock."""
     owned = await read_owned(tx, [run.task_id])
     row = owned.tasks.get(run.task_id)
     mine = row is not None and (row.status, row.run_id, row.fence) == (TaskState.RUNNING, run.id, run.fence)

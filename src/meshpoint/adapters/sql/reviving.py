@@ -68,7 +68,7 @@ def _requester(wish: Revive, row: Row[Any], more: Row[Any]) -> Requester:
     if wish.requester != NOBODY:
         return wish.requester
     waits = row.reply_to is not None and not more.reply_sent
-    # Nobody waits: but the task stays the business of its requester.
+    # No reply is expected, but the task still belongs to its requester.
     return replace(requester_of(row), deadline=None) if waits else Requester(app_id=row.requester_app_id)
 
 

@@ -48,7 +48,7 @@ _OWN_COLUMNS = frozenset({*_JSON_COLUMNS, "security_context"})
 
 
 def instant(seconds: float) -> datetime:
-    """An instant of the database as the model has it. One that no calendar has becomes the last one that it has."""
+    """Convert a database instant to a datetime, clamped to the latest representable one."""
     return datetime.fromtimestamp(min(max(seconds, _EARLIEST), FAR_FUTURE), UTC)
 
 
@@ -174,7 +174,7 @@ async def known_of(row: Any, names: Names) -> Known:
 
 
 def is_early(row: Any) -> bool:
-    """Whether a row is no task's, but a cancel's that came before its request."""
+    """Whether a row is the tombstone of a cancel that arrived before its request."""
     return bool(row.status == TaskState.CANCELLED and row.fence == 0 and row.reply_to is None)
 
 
@@ -242,9 +242,9 @@ def run_of(row: Any, names: Names) -> Run:
 async def resumable_of(
     row: Any, calls: Sequence[StoredOutcome] | None, names: Names, max_join_bytes: int
 ) -> Resumable:
-    """A running task's row, and its calls in call order, as what its next segment needs.
+    """Build the input of a task's next segment from its row and its calls, in call order.
 
-    Without `calls`, their outcomes are too large to be read.
+    `calls` is missing if their outcomes are too large to read.
     """
     refused = None
     size = row.outcome_bytes if calls is None else _unpacked_size(calls)
@@ -277,7 +277,7 @@ async def resumable_of(
 async def _outcome(found: bytes | None) -> Outcome:
     stored = found[1:] if found is not None and found[:1] == RAW else await unpack(found)
     if stored is not None and len(stored) > _TAKES_LONG:
-        await asyncio.sleep(0)  # each takes milliseconds to decode, and a lease may have to be renewed meanwhile
+        await asyncio.sleep(0)  # decoding one takes milliseconds, and leases must be renewed meanwhile
     return _decoded(stored)
 
 

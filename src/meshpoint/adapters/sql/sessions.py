@@ -1,4 +1,4 @@
-"""What a session of PostgreSQL must be like, and whether a pooler before it keeps prepared statements."""
+"""Checks PostgreSQL sessions at the start: their settings, and whether a pooler keeps prepared statements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshpoint.errors import ConfigurationError
 
 _PATIENCE = 2.0  # seconds
 _OTHERS = 6
-"""Connections with which the one is found on which a statement was prepared; fewer than the store has in all."""
+"""Connections opened to find the one with the prepared statement; fewer than the store uses in total."""
 _SESSION = """
 SELECT pg_backend_pid() AS pid, current_setting('default_transaction_isolation') AS isolation,
        current_setting('default_transaction_read_only') AS read_only,
@@ -22,10 +22,10 @@ SELECT pg_backend_pid() AS pid, current_setting('default_transaction_isolation')
 
 
 async def check_session(engine: AsyncEngine, time: DatabaseTime) -> None:
-    """See that the sessions of `engine` are such that transitions work. `time` hears what time it is there.
+    """Check that transitions work on the sessions of `engine`. Also updates `time`.
 
     Raises:
-        ConfigurationError: a pooler keeps the store from setting what it depends on, and the defaults are others.
+        ConfigurationError: a pooler prevents the store from setting what it depends on, and the defaults differ.
     """
     async with engine.connect() as connection:
         driver = await _driver(connection)
@@ -44,7 +44,7 @@ async def check_session(engine: AsyncEngine, time: DatabaseTime) -> None:
 
 
 async def _see_that_statements_stay(engine: AsyncEngine, driver: Any) -> None:
-    """Use a prepared statement while another transaction has the server's connection on which it was prepared."""
+    """Use a prepared statement while another transaction occupies the server connection that prepared it."""
     async with driver.transaction():
         kept = await driver.prepare("SELECT pg_backend_pid()")
         pid = await kept.fetchval()
@@ -58,7 +58,7 @@ async def _see_that_statements_stay(engine: AsyncEngine, driver: Any) -> None:
                     if await beside.fetchval("SELECT pg_backend_pid()") == pid:
                         await kept.fetchval()
                         return
-            except TimeoutError:  # the pooler has no more connections: with so few, run time must show it
+            except TimeoutError:  # the pooler has no more connections, so the check is inconclusive
                 return
 
 

@@ -4,10 +4,10 @@ operations and their checkpoints are on a second one, `operation_statements`.
 
 Whoever changes a task, a call or a join first holds the lock of the task, and tasks are locked in order of id:
 so nothing deadlocks, and calls and joins need no locks of their own. (Only the sender's lease on a call or a join,
-its mark on a join, and an extended idle deadline are written without the task; they wait for nobody.) LOCK statements
-wait for their rows, though no longer than `lock_timeout`; then the transaction is repeated with LOCK_FREE statements.
-These and PICK statements skip rows that others hold. What a decision rests on is read by a later statement than the
-one that locks: the snapshot of a statement that waited for a lock is older than the lock.
+its mark on a join, and an extended idle deadline are written without the task's lock, and without waiting.) LOCK
+statements wait for their rows up to `lock_timeout`; then the transaction is repeated with LOCK_FREE statements. These
+and PICK statements skip locked rows. The data for a decision is read by a later statement than the one that locks:
+the snapshot of a statement that waited for a lock is older than the lock.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ WITH locked AS MATERIALIZED (
 SELECT locked.*, {clock} AS now FROM (SELECT count(*) AS n FROM locked) AS counted LEFT JOIN locked ON counted.n > 0
 """
 
-# The same for tasks that nobody else holds.
+# The same, skipping tasks that other sessions hold.
 LOCK_FREE_TASKS = LOCK_TASKS.replace("{for_update}", "{skip_locked}")
 
-# Which of these tasks exist, without a lock.
+# Find which of these tasks exist, without a lock.
 READ_IDS = """
 SELECT logical_task_id FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
 """
 
-# Which runs own tasks, without a lock.
+# Find which runs own tasks, without a lock.
 READ_OWNERS = """
 SELECT logical_task_id, status, fence FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
 """
 
-# How long the rest of this transaction waits for a lock.
+# Limit lock waits for the rest of this transaction.
 SET_LOCK_TIMEOUT = "SELECT set_config('lock_timeout', :limit, true)"
 
-# Lock what belongs to locked tasks, and tell the tasks that have a row which another session holds.
+# Lock the rows of locked tasks, and return the tasks with a row that another session holds.
 LOCK_FREE_BELOW = """
 WITH calls AS MATERIALIZED (
   SELECT logical_task_id, sub_task_id FROM agent_peer_sub_tasks
@@ -74,7 +74,7 @@ LOOKUP = f"""
 SELECT {_REPLY}, request_digest, {{instant}} AS now FROM agent_paused_tasks WHERE logical_task_id {{one_of:ids}}
 """
 
-# Read tasks whole, to resume them, and how large the outcomes of their pause are.
+# Read complete tasks to resume them, with the size of their pause's outcomes.
 READ_TASKS = """
 SELECT t.*, (SELECT coalesce(sum(length(c.outcome)), 0) FROM agent_peer_sub_tasks AS c
               WHERE c.logical_task_id = t.logical_task_id AND c.invocation_id = t.generation) AS outcome_bytes
@@ -130,7 +130,7 @@ UPDATE agent_paused_tasks SET
 WHERE logical_task_id = :task_id
 """
 
-# Give a task whose lease is over to a run, or make it ready: its owner is lost, whatever ended it.
+# Give a task whose lease has expired to a run, or make it ready. Its owner counts as lost.
 UPDATE_RESCUED = """
 UPDATE agent_paused_tasks SET
   status = :status, fence = :fence, run_id = :run_id, owner = :owner, wake_at = :wake_at,
@@ -164,8 +164,8 @@ UPDATE agent_paused_tasks SET
 WHERE logical_task_id = :task_id
 """
 
-# Leave a tombstone for a task whose cancel came before its request. It names the sender of the cancel (NULL: it binds
-# every request); nobody is known who waits for a reply.
+# Insert a tombstone for a task whose cancel came before its request. It names the sender of the cancel (NULL: it
+# applies to every request); no requester is known yet.
 INSERT_TOMBSTONE = """
 INSERT INTO agent_paused_tasks (
   logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, reply, reply_sent,
@@ -174,13 +174,13 @@ VALUES (:task_id, :agent, 'cancelled', 0, 0, :run_id, 0, :expires_at, :reply, tr
   :canceller, :now, :now, :expires_at)
 """
 
-# Add the sender of a further cancel to such a tombstone.
+# Add the sender of another cancel to such a tombstone.
 UPDATE_CANCELLERS = """
 UPDATE agent_paused_tasks SET requester_app_id = :cancellers
 WHERE logical_task_id = :task_id AND status = 'cancelled' AND fence = 0 AND reply_to IS NULL
 """
 
-# Keep the reply of a task that has no row, because its requester's queue did not take it.
+# Keep the reply of a task without a row, because its requester's queue did not accept it.
 INSERT_KEPT_REPLY = """
 INSERT INTO agent_paused_tasks (
   logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, reply, reply_sent, reply_attempts,
@@ -189,8 +189,8 @@ VALUES (:task_id, :agent, :status, 0, 0, :run_id, 0, :wake_at, :reply, false, 1,
   :reply_to, :requester_app_id, :parent_task_id, :task_deadline, :idle_timeout, :now, :now, :expires_at)
 """
 
-# Make the reply of an ended task due again, for the requester who asked once more. One that is still due to the same
-# address keeps its turn.
+# Make the reply of an ended task due again after a repeated request. A reply still due to the same address keeps its
+# turn.
 UPDATE_REPLY_DUE = """
 UPDATE agent_paused_tasks SET
   reply_sent = false, reply_attempts = 1, wake_at = :wake_at, reply_to = :reply_to,
@@ -211,7 +211,8 @@ UPDATE agent_paused_tasks SET wake_at = :wake_at WHERE logical_task_id {one_of:i
 
 # ── what time makes due ────────────────────────────────────────────────────────────────────────────
 
-# Count what is due, each kind up to a limit, without a lock. Each part asks as the statement that picks its rows.
+# Count due work, each kind up to a limit, without locks. Each part has the condition of the statement that picks its
+# rows.
 COUNT_DUE = """
 SELECT
   (SELECT count(*) FROM (
@@ -250,7 +251,7 @@ SELECT logical_task_id, agent_name, generation, fence, run_id, attempt, state_fo
  ORDER BY wake_at LIMIT :limit {skip_locked}
 """
 
-# Ready tasks that a replica can go on with; among those rescued often, a few at most.
+# Ready tasks that a replica can resume, including a limited number of suspects.
 PICK_READY = """
 SELECT logical_task_id, agent_name, generation, fence, attempt, rescues, {instant} AS now
   FROM agent_paused_tasks
@@ -259,7 +260,7 @@ SELECT logical_task_id, agent_name, generation, fence, attempt, rescues, {instan
  ORDER BY wake_at LIMIT :limit {skip_locked}
 """
 
-# Running tasks whose lease is over, that a replica can go on with.
+# Running tasks with an expired lease that a replica can resume.
 PICK_LOST = """
 SELECT logical_task_id, agent_name, generation, fence, attempt, rescues, {instant} AS now
   FROM agent_paused_tasks
@@ -318,7 +319,7 @@ SELECT c.logical_task_id, c.sub_task_id, c.invocation_id, c.peer_agent, c.status
     ON j.logical_task_id = c.logical_task_id AND j.invocation_id = c.invocation_id
 """
 
-# Read calls whole, by key, to see what was asked.
+# Read complete calls by key, to get their requests.
 READ_REQUESTS = """
 SELECT c.* FROM {pairs} JOIN agent_peer_sub_tasks AS c
     ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
@@ -368,7 +369,7 @@ SELECT c.logical_task_id, c.call_id, c.peer_agent, c.outcome
  WHERE c.logical_task_id {one_of:ids} ORDER BY c.logical_task_id, c.seq
 """
 
-# The outcomes of one pause, in call order: how large each is.
+# The sizes of one pause's outcomes, in call order.
 READ_SIZES = """
 SELECT sub_task_id, call_id, peer_agent, coalesce(length(outcome), 0) AS bytes FROM agent_peer_sub_tasks
  WHERE logical_task_id = :task_id AND invocation_id = :generation ORDER BY seq
@@ -411,8 +412,8 @@ SELECT c.logical_task_id, c.sub_task_id, c.peer_agent, c.idle_timeout AS call_id
  WHERE c.status = 'pending'
 """
 
-# Extend an idle deadline, if nobody has closed the call, extended it further or holds its row. The task is not
-# locked: a session that holds it must not make a call time out whose peer is at work.
+# Extend an idle deadline, unless the call is closed, extended further or locked. The task is not locked: a session
+# that holds it must not make a call time out while its peer is working.
 EXTEND_IDLE = """
 UPDATE agent_peer_sub_tasks SET timeout_deadline = :timeout_deadline
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id

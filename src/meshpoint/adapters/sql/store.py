@@ -80,7 +80,7 @@ Result = TypeVar("Result")
 _LAST_MARKS_WITHIN = 2.0  # seconds
 _SECOND_LOOKS = (0.02, 0.05, 0.1)  # seconds
 _RENEWED_APART = 4
-"""Leases on rows that others hold which are waited for at a time, each on a connection of its own."""
+"""Leases on locked rows that are waited for at once, each on its own connection."""
 _MARKS_TOGETHER, _LOCKS_TOGETHER = 4096, 256
 PackedRequestedPause: TypeAlias = tuple[checkpointing.PackedPause, bytes | None]
 """A checkpoint, and the request of its task, packed."""
@@ -106,8 +106,8 @@ class SqlCheckpointStore(SqlOperations):
         mark_within: how long marks may wait for others; whoever brings them does not. A crash loses them, and what
             they mark is sent again.
         hot_path: False sends everything through the general transactions, as on SQLite.
-        max_join_bytes: of the outcomes of one join, unpacked; a task with more is handed over without them, to fail.
-        lock_timeout: how long a statement on PostgreSQL waits for a lock. Then rows that others hold are skipped.
+        max_join_bytes: limit for the unpacked outcomes of one join; tasks above it come without them, and fail.
+        lock_timeout: how long a PostgreSQL statement waits for a lock. After that, locked rows are skipped.
 
     Raises:
         ConfigurationError: `url` names no database that Meshpoint runs on.
@@ -173,7 +173,7 @@ class SqlCheckpointStore(SqlOperations):
 
     @property
     def present(self) -> datetime | None:
-        """The present instant of the database's clock, as far as it is known. A file has that of its host."""
+        """The current time by the database's clock, if known. SQLite uses the host's clock."""
         return self._time.present if self._clock is None else self._clock.now()
 
     async def open(self) -> None:
@@ -252,7 +252,7 @@ class SqlCheckpointStore(SqlOperations):
 
     @contextmanager
     def _noting_held(self, task_ids: Iterable[TaskId]) -> Iterator[None]:
-        """Remember tasks with a row that is held, so that their next attempt holds up no others."""
+        """Remember tasks with a locked row, so that their next attempt does not delay others."""
         try:
             yield
         except RowLocked:
@@ -260,10 +260,10 @@ class SqlCheckpointStore(SqlOperations):
             raise
 
     def _none_held(self, results: Sequence[Result | Locked]) -> list[Result]:
-        """All of `results`, if another session holds none of their tasks.
+        """Return `results` if none of their tasks is locked by another session.
 
         Raises:
-            RowLocked: it holds one. What was written of the others is found by the repetition.
+            RowLocked: one is locked. Repeating the call finds the writes for the other tasks.
         """
         held = {result.task_id for result in results if isinstance(result, Locked)}
         if held:
@@ -326,7 +326,7 @@ class SqlCheckpointStore(SqlOperations):
         self, packed: Sequence[tuple[Claim, bytes | None]], replica: Replica, slots: int
     ) -> claiming.Arrivals:
         arrivals = await self._write(lambda tx: claiming.claim(tx, packed, replica, slots, self._terms))
-        for pause in _SECOND_LOOKS:  # replicas hold the rows of a join for a moment, people for longer
+        for pause in _SECOND_LOOKS:  # replicas lock the rows of a join only briefly; longer locks belong to people
             locked = [place for place, each in enumerate(arrivals.verdicts) if isinstance(each, Locked)]
             known = self._held.among(packed[place][0].task_id for place in locked)
             again = [place for place in locked if packed[place][0].task_id not in known]
@@ -399,7 +399,7 @@ class SqlCheckpointStore(SqlOperations):
         return await self._write(lambda tx: ending.cancel(tx, packed, self._terms))
 
     async def requested(self, calls: Sequence[tuple[TaskId, TaskId]]) -> list[Dispatch | None]:
-        """The requests of calls, as they were sent."""
+        """The requests of calls, as sent."""
         keys = pairs(sorted(set(calls)))
         rows = await self._database.read(lambda tx: tx.rows(sql.READ_REQUESTS, pairs=keys)) if calls else []
         found = {
@@ -421,7 +421,7 @@ class SqlCheckpointStore(SqlOperations):
     # ── due work ───────────────────────────────────────────────────────────────────────────────────
 
     async def due(self, replica: Replica, limit: int) -> Due:
-        """How much of each kind is due."""
+        """Count the work of each kind that is due."""
         return await self._database.read(lambda tx: due.due(tx, replica, limit, self._terms))
 
     async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
@@ -440,12 +440,12 @@ class SqlCheckpointStore(SqlOperations):
         return list((await self._read(owned, replica)).values())
 
     async def owned(self, run: Run) -> Resumable | None:
-        """The task that exactly this run owns."""
+        """Read the task owned by exactly this run."""
         owned = await self._database.read(lambda tx: owning.read_run(tx, run))
         return (await self._read(owned)).get(run.task_id)  # its owner renews the lease
 
     async def _read(self, owned: OwnedTasks, replica: Replica | None = None) -> dict[str, Resumable]:
-        """Owned tasks, decoded; what cannot be is given back for another replica. `replica` keeps the leases."""
+        """Decode owned tasks; unreadable ones are released to another replica. `replica` keeps the leases."""
         if not owned.large:
             return await self._decoded(owned)
         if replica is None:
@@ -464,12 +464,12 @@ class SqlCheckpointStore(SqlOperations):
             if row.outcome_bytes <= self._terms.max_join_bytes:
                 try:
                     calls[row.logical_task_id] = await owning.read_large(self._database, row)
-                except LookupError:  # another run owns the task by now
+                except LookupError:  # another run owns the task now
                     del tasks[row.logical_task_id]
         return OwnedTasks(tasks, calls)
 
     async def _keep(self, runs: Sequence[Run], replica: Replica) -> None:
-        """Extend the leases of tasks that take long to be read."""
+        """Extend the leases of tasks that take long to read."""
         while True:
             await asyncio.sleep(replica.lease.total_seconds() / 3)
             with suppress(StoreUnavailable):
@@ -483,9 +483,9 @@ class SqlCheckpointStore(SqlOperations):
         return readable
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
-        """Extend leases; the runs that have lost theirs.
+        """Extend leases; return the runs that lost theirs.
 
-        A lease on a row that another session holds is extended as soon as the row is free, apart from the others.
+        A lease on a locked row is extended separately, as soon as the row is free.
         """
         if not runs:
             return []
@@ -499,7 +499,7 @@ class SqlCheckpointStore(SqlOperations):
     async def _renew_when_free(self, run: Run, replica: Replica) -> None:
         patience = self._command_timeout * 0.9
         try:
-            with suppress(StoreUnavailable):  # the next turn finds it still held, or free
+            with suppress(StoreUnavailable):  # the next renewal tries again
                 await self._database.write(lambda tx: due.renew_when_free(tx, run, replica, patience))
         finally:
             del self._renewing[run]
@@ -521,7 +521,7 @@ class SqlCheckpointStore(SqlOperations):
         return await leased.decoded(self._terms.names)
 
     async def keep_replies(self, wishes: Sequence[KeepReply]) -> list[bool]:
-        """Keep replies of tasks without a row."""
+        """Keep replies for tasks without a row."""
         if not wishes:
             return []
         packed = [(wish, await pack(wish.reply.body)) for wish in wishes]

@@ -114,7 +114,7 @@ tasks = Table(
     Column("retry_count", Integer, nullable=False, server_default=text("0")),
     # what comes from outside
     Column("rescues", Integer, nullable=False, server_default=text("0")),  # lost owners since the last pause
-    Column("request_digest", String),  # of the input: a second request under this id must have the same
+    Column("request_digest", String),  # of the input; a second request under this id must match it
 )
 
 calls = Table(
@@ -175,7 +175,7 @@ operations = Table(
 )
 
 
-# The key that authenticates what replicas keep outside the database, in Redis. One row for each mesh.
+# The key that authenticates data that replicas keep in Redis. One row per mesh.
 secrets = Table(
     "agent_mesh_secrets",
     metadata,

@@ -1,4 +1,4 @@
-"""The database's time, as far as this process knows it."""
+"""This process's estimate of the database's clock."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from time import monotonic
 
 
 class DatabaseTime:
-    """An estimate of the database's clock from what its statements say, carried on by the monotonic clock.
+    """Estimates the database's clock from timestamps in results, advanced by the monotonic clock.
 
-    The database read its clock between the moment when a statement was sent and the one when its answer came. So each
-    answer bounds the difference between the two clocks from both sides; the estimate moves only when it is outside.
+    The database reads its clock between sending a statement and receiving its result, so each result bounds the
+    difference between the two clocks on both sides. The estimate changes only when it is outside these bounds.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -19,11 +19,11 @@ class DatabaseTime:
         self._ahead: float | None = None
 
     def heard(self, now: float, sent_at: float) -> None:
-        """The answer to a statement that was sent at `sent_at`, of the monotonic clock, said that it was `now`."""
+        """Record that a statement sent at `sent_at` (monotonic) returned `now` as the database's time."""
         least, most = now - self.clock(), now - sent_at
         self._ahead = least if self._ahead is None else min(max(self._ahead, least), most)
 
     @property
     def present(self) -> datetime | None:
-        """The present instant; None before anything was heard."""
+        """The current time, or `None` before the first result."""
         return None if self._ahead is None else datetime.fromtimestamp(self.clock() + self._ahead, UTC)

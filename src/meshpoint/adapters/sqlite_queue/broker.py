@@ -35,9 +35,9 @@ class SqliteBroker:
         private_ttl: how long a private queue outlives its broker.
         poll_interval: how long a message from another process may lie unseen.
         busy_timeout: how long to wait for other writers before `BrokerUnavailable`.
-        max_length: messages in a queue of requests from which on it refuses more; None is no limit.
+        max_length: maximum messages in a request queue before it refuses more; `None` means no limit.
         private_max_length: the same for the private queues of this namespace.
-        dead_letters_max_length: dead letters of one agent from which on the oldest are dropped.
+        dead_letters_max_length: maximum dead letters of one agent before the oldest are dropped.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class SqliteBroker:
 
     @property
     def connected(self) -> bool:
-        """Whether the last transaction worked."""
+        """Whether the last transaction succeeded."""
         return self._thread is not None and self._thread.connected
 
     @property
     def can_publish(self) -> bool:
-        """Whether the last transaction worked."""
+        """Whether the last transaction succeeded."""
         return self.connected
 
     def consuming(self, address: Address) -> bool:
-        """Whether a consumer of `address` was started here and not cancelled, and the last transaction worked."""
+        """Whether this process consumes `address`, and the last transaction succeeded."""
         return self.connected and any(each.consumer.address == address for each in self._attached)
 
     @property
@@ -87,7 +87,7 @@ class SqliteBroker:
 
     @property
     def max_message_bytes(self) -> int | None:
-        """There is no limit."""
+        """No limit."""
         return None
 
     async def open(self) -> None:
@@ -165,7 +165,7 @@ class SqliteBroker:
 
 
 def _row(message: Message) -> Row | None:
-    """The row of `message`; None if no queue can take it."""
+    """The row of `message`, or `None` if it cannot be stored."""
     if not is_sendable(message):
         _log.warning("message %r cannot be sent: its envelope is too large", message.message_id[:300])
         return None
@@ -186,7 +186,7 @@ class SqliteSubscription:
 
     @property
     def cancelled(self) -> bool:
-        """Whether it takes no more deliveries."""
+        """Whether it has stopped taking deliveries."""
         return self._cancelled
 
     async def resize(self, prefetch: int) -> None:

@@ -1,6 +1,6 @@
 """A message as a row of `meshpoint_queue_content`.
 
-SQLite stores any type in any column, and other programs can write to the file, so a row is checked value by value.
+SQLite stores any type in any column, and other programs can write to the file, so each value is checked.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def _bounded(column: str) -> str:
 
 
 READ_COLUMNS = ", ".join(_bounded(name) for name in COLUMNS.split(", "))
-"""`COLUMNS` for a SELECT. A value that is too large to load becomes one that `from_row` refuses."""
+"""`COLUMNS` for a SELECT. Values too large to load are replaced with values that `from_row` refuses."""
 
 
 def to_row(message: Message) -> Row:
-    """The values of `COLUMNS`.
+    """Encode a message as the values of `COLUMNS`.
 
     Raises:
         UnicodeEncodeError: a text cannot be stored.
-        ValueError: the body or a text is too large to be read again.
+        ValueError: the body or a text is too large to read back.
     """
     row = (
         message.type.value,
@@ -57,10 +57,10 @@ def to_row(message: Message) -> Row:
 
 
 def from_row(row: tuple[Any, ...], dead_reason: str | None) -> Message:
-    """The message of such a row; `dead_reason` becomes its header.
+    """Decode such a row; `dead_reason` becomes a header.
 
     Raises:
-        PoisonMessage: a value is missing, too large, or of a wrong type; names its column.
+        PoisonMessage: a value is missing, too large, or has the wrong type; names its column.
     """
     kind, message_id, correlation_id, app_id, reply_to, user_id, headers, timestamp, body = row
     try:
@@ -96,14 +96,14 @@ def _text(column: str, value: object) -> str:
         raise PoisonMessage(f"{column}: must be text, not {type(value).__name__}")
     if not value.isascii():
         try:
-            value.encode()  # fails where `QueueThread` met bytes that are not UTF-8
+            value.encode()  # fails if `QueueThread` read bytes that are not UTF-8
         except UnicodeEncodeError as error:
             raise PoisonMessage(f"{column}: is not UTF-8") from error
     return value
 
 
 def _headers(text: object) -> dict[str, HeaderValue]:
-    """The headers of types that Meshpoint knows. The wire specification ignores the others."""
+    """The headers with supported types; the wire specification ignores all others."""
     try:
         table = json.loads(_required("headers", text))
     except (ValueError, RecursionError) as error:
@@ -118,7 +118,7 @@ def _headers(text: object) -> dict[str, HeaderValue]:
 
 
 def _instant(value: object) -> datetime | None:
-    """When the message was sent, if that can be read: nothing depends on it."""
+    """When the message was sent, if readable; nothing depends on it."""
     try:
         instant = datetime.fromisoformat(value) if isinstance(value, str) else None
     except ValueError:

@@ -53,9 +53,9 @@ class Consumer:
 
 @dataclass(slots=True)
 class Turn:
-    """What one transaction brings to the event loop.
+    """The result of one transaction, for the event loop.
 
-    `look_again`: rows that were no messages took places of a claim, so more may be ready.
+    `look_again`: unreadable rows took up part of a claim, so more messages may be ready.
     """
 
     results: list[tuple[asyncio.Future[Any], object]] = field(default_factory=list)

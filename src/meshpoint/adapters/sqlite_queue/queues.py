@@ -30,9 +30,9 @@ DELIVERY_LIMIT = "delivery limit"
 """Why a message is dead that was given back too often."""
 
 _UNREADABLE = 0
-"""The holder of dead letters that no consumer can read. Operators read them with SQL. No broker has this number."""
+"""Holder of dead letters that consumers cannot read; operators read them with SQL. No broker uses this number."""
 _BATCH_BYTES = 64 * 1024 * 1024
-"""Bytes of bodies from which on a claim takes no more."""
+"""Total body bytes after which a claim takes no more messages."""
 _MOST_DELIVERIES = 2**31
 
 _MINE = "id = ? AND holder = ? AND deliveries = ?"
@@ -52,7 +52,7 @@ _DEAD_LETTER = """
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Messages that a queue may hold: what is beyond is refused, or among dead letters the oldest is dropped."""
+    """Maximum messages in a queue. Full queues refuse more; dead-letter queues drop the oldest."""
 
     private: int | None = None
     requests: int | None = None
@@ -81,8 +81,8 @@ class Queues:
         self, db: sqlite3.Connection, namespace: str, delivery_limit: int, limits: Limits = Limits()
     ) -> None:
         self._db, self._namespace, self._delivery_limit, self._limits = db, namespace, delivery_limit, limits
-        self.set_aside = 0  # rows that were no messages
-        self._room: dict[str, int] = {}  # messages that a queue surely takes before it is counted again
+        self.set_aside = 0  # unreadable rows
+        self._room: dict[str, int] = {}  # messages that each queue accepts before it is counted again
 
     # Queues
 
@@ -136,7 +136,7 @@ class Queues:
     # Messages
 
     def publish(self, messages: Sequence[tuple[Address, Row]]) -> list[Published]:
-        """Append each message to its queue, if the queue exists and has room."""
+        """Append each message to its queue if the queue exists and has room."""
         kinds = {name: self._kind(name) for name in {self._name(address) for address, _ in messages}}
         results = []
         for address, row in messages:
@@ -151,14 +151,14 @@ class Queues:
         return results
 
     def broadcast(self, agent: AgentName, row: Row) -> None:
-        """Append a message to each private queue of `agent` that has room."""
+        """Append a message to every private queue of `agent` with room for it."""
         query = "SELECT name FROM meshpoint_queue WHERE agent = ? AND private"
         for (name,) in self._db.execute(query, (self._name(agent),)).fetchall():
             if self._has_room(name, private=True):
                 self._insert(name, row)
 
     def trim_dead_letters(self) -> None:
-        """Drop the oldest dead letters beyond the limit."""
+        """Drop the oldest dead letters above the limit."""
         if (limit := self._limits.dead_letters) is None:
             return
         query = "SELECT DISTINCT dead_letters FROM meshpoint_queue WHERE substr(name, 1, ?) = ?"
@@ -179,7 +179,7 @@ class Queues:
     def claim(self, address: Address, holder: int, limit: int) -> list[Claimed]:
         """Hand up to `limit` messages to `holder`, oldest first.
 
-        A row that is no message becomes a dead letter as it is, and costs one place.
+        An unreadable row becomes a dead letter unchanged, and counts towards `limit`.
         """
         claimed, size = list[Claimed](), 0
         for id_, deliveries, dead_reason, missing, *content in self._ready_rows(address, limit):
@@ -207,7 +207,7 @@ class Queues:
         except sqlite3.OperationalError as error:
             if "decode" not in str(error):
                 raise
-        # A text that is not UTF-8: read it so that only its own row is unreadable.
+        # A text is not UTF-8: read it such that only its own row is unreadable.
         self._db.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
         try:
             return self._db.execute(_SELECT_READY, values).fetchall()
@@ -224,7 +224,7 @@ class Queues:
             self._db.execute(statement, (reason, id_))
 
     def give_back_orphans(self) -> None:
-        """Give back messages whose holder does not exist."""
+        """Requeue messages whose holder does not exist."""
         orphaned = f"holder IS NOT {_UNREADABLE} AND holder NOT IN (SELECT id FROM meshpoint_queue_holder)"
         self._give_back(f"holder IS NOT NULL AND {orphaned}", ())
 
@@ -263,7 +263,7 @@ class Queues:
         return buried + self._db.execute(statement, tuple(values)).rowcount
 
     def _has_room(self, name: str, *, private: bool) -> bool:
-        """Whether the queue takes one more. It is not counted each time, so it may grow somewhat over its limit."""
+        """Whether the queue has room. It is not counted each time, so it may exceed its limit slightly."""
         limit = self._limits.private if private else self._limits.requests if takes_requests(name) else None
         if limit is None:
             return True
@@ -287,7 +287,7 @@ class Queues:
         self._db.execute(_INSERT_CONTENT, (self._db.execute(statement, (name,)).lastrowid, *row))
 
     def _kind(self, name: str) -> bool | None:
-        """Whether the queue is a private one; None when there is no such queue."""
+        """Whether the queue is private; `None` if it does not exist."""
         row = self._db.execute("SELECT private FROM meshpoint_queue WHERE name = ?", (name,)).fetchone()
         return None if row is None else bool(row[0])
 

@@ -49,8 +49,8 @@ _BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 def connect(path: Path, busy_timeout: float) -> sqlite3.Connection:
     """An autocommit connection to the queues in `path`, created if they are not there.
 
-    Several processes may do this at once. A new file, and the two that SQLite puts next to it, can be read and
-    written only by their owner.
+    Several processes may do this at once. A new file and its two companion files can be read and written only by
+    their owner.
 
     Raises:
         ConfigurationError: this can never be a queue file: no folder, no database, no local disk, another version.
