@@ -983,6 +983,17 @@ def _stale(world: World) -> list[Letter]:
     return [task, a_cancel(world, agent, task_id).with_headers({"x-parent-task-id": f"{world.mark}~resume-1"})]
 
 
+@recipe("a resumed nap, and its copies", deep=True)
+def _resumed_nap(world: World) -> list[Letter]:
+    nap = _now(world, "sleeper", 1500).with_headers({"x-resume": "1"})
+    return [nap, *[_same(world, nap.without_header("x-resume"))] * 2]
+
+
+@recipe("a crowd of naps", deep=True)
+def _crowd(world: World) -> list[Letter]:
+    return [_now(world, "sleeper", 400, task_id=f"{world.mark}-{number}") for number in range(25)]
+
+
 @recipe("an id that only a resumed call may have", deep=True)
 def _marked_id(world: World) -> Letter:
     return a_request(world, "leaf", f"{world.mark}-{new_id()}~resume-1")
@@ -991,7 +1002,7 @@ def _marked_id(world: World) -> Letter:
 @recipe("a status for nobody", deep=True)
 def _unheard(world: World) -> list[Letter]:
     quiet = _now(world, world.chance.choice(("asker", "doubter")), 1).but(reply_to=None)
-    return [quiet, *([a_status(world, world.calls[-1])] if world.calls else [])]
+    return [quiet, *(a_status(world, call) for call in list(world.calls)[-6:])]
 
 
 @recipe("a flood of news", deep=True)

@@ -226,6 +226,24 @@ async def test_a_message_is_not_unroutable_while_its_queue_is_there(
     assert await broker.publish([(REQUESTS, a_message())]) == [Published.OVERLOADED]
 
 
+async def test_a_look_that_is_given_up_ends_no_connection(connect: Connect, own_rabbit: RabbitServer) -> None:
+    """Where there is no queue, the broker closes the channel: a cancelled call must not close it as well."""
+    async with Proxy(own_rabbit.url) as proxy:
+        broker, inbox = await connect(proxy.url), Inbox()
+        await broker.declare(AGENT)
+        await broker.consume(REQUESTS, 1, inbox)
+        before = proxy.connections
+        for turns in range(300):
+            look = asyncio.ensure_future(broker.depth(private_of(AGENT, ReplicaId(f"gone-{turns}"))))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            look.cancel()
+        assert await broker.depth(private_of(AGENT, ReplicaId("gone"))) is None
+        await send(broker, REQUESTS, a_message())
+        assert (await inbox.next()).count == 1
+        assert proxy.connections == before
+
+
 async def test_a_broker_that_hangs_up_is_away() -> None:
     """aiormq ends such an attempt to connect with `StopAsyncIteration`."""
     with pytest.raises(BrokerUnavailable), translated("connecting"):

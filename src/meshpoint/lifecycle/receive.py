@@ -140,6 +140,7 @@ def claim(message: Message, options: Options) -> Claim:
     body = parse(ResponseBody, _within(options, message))
     if not message.app_id:
         raise PoisonMessage("app_id: a response must name its sender")
+    _name("app_id", message.app_id)
     if (reason := impostor(message, options)) is not None:
         raise PoisonMessage(reason)
     return Claim(
@@ -161,6 +162,7 @@ def unreadable_claim(message: Message, reason: str, options: Options) -> Claim |
         return None
     try:
         task_id, sub_task_id = _parent_task(message), _sub_task(message)
+        _name("app_id", message.app_id)
     except PoisonMessage:
         return None
     failed = Failed(FailureKind.INVALID, f"the response cannot be read: {bounded_reason(reason)}")
@@ -179,7 +181,7 @@ def status(message: Message, options: Options) -> StatusNews:
         raise PoisonMessage(f"statusUpdate.status.state: {said.state} ends a task; send a response")
     part = said.message.parts[0] if said.message else None
     data = None if part is None else part.text if part.text is not None else part.data
-    progress = Progress(_parent_task(message), _sub_task(message), message.app_id)
+    progress = Progress(_parent_task(message), _sub_task(message), _name("app_id", message.app_id))
     return StatusNews(progress, data)
 
 

@@ -77,6 +77,7 @@ class RabbitMqBroker:
         self._declaring_queues = Declaring(self._consuming, self._topology)
         self._missing = _Missing()
         self._looking = asyncio.Semaphore(_LOOKS_AT_ONCE)
+        self._looks: set[asyncio.Task[int | None]] = set()
         self._watching: asyncio.Task[None] | None = None
         self._subscriptions: list[RabbitSubscription] = []
         self._wanted: dict[tuple[AgentName, ReplicaId | None], None] = {}
@@ -198,6 +199,19 @@ class RabbitMqBroker:
             short_string(name)
         except ValueError:
             return None
+        look = asyncio.create_task(self._depth(name, address))
+        self._looks.add(look)
+        look.add_done_callback(self._looked)
+        return await asyncio.shield(look)
+
+    def _looked(self, look: asyncio.Task[int | None]) -> None:
+        self._looks.discard(look)
+        if not look.cancelled():
+            look.exception()  # whoever asked may have gone
+
+    async def _depth(self, name: str, address: Address) -> int | None:
+        """Never cancelled: aiormq then closes the channel, and RabbitMQ, which closes it too where there is no queue,
+        ends the connection of all consumers with "expected 'channel.open'" (seen with 3.10 and aiormq 7.2.4)."""
         async with self._looking, self._consuming.channel() as channel:
             try:
                 with translated(f"looking at {address[:100]}"):
