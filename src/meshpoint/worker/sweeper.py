@@ -213,7 +213,7 @@ class Sweeper:
         return False
 
     def _resume(self, home: Home, tasks: Sequence[Resumable], *, taken_over: bool = False) -> None:
-        """Run the next segment of each task. One that hits a defect frees its slot and waits for its lease to expire."""
+        """Run the next segment of each task. After a defect, a task is left to its lease."""
         for task in tasks:
             try:
                 self._segments.resume(home, task, taken_over=taken_over, apart=task.suspect)
