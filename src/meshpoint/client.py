@@ -33,9 +33,9 @@ from meshpoint.model.outcomes import Outcome, encode_outcome
 from meshpoint.ports.broker import Broker, Delivery, Published, Subscription
 
 _SHARDS_REMEMBERED = 300.0
-"""Seconds. RabbitMQ logs an error for each look at a missing queue."""
+"""Seconds. RabbitMQ logs an error for each lookup of a missing queue."""
 _ANSWERED_KEPT = 10_000
-"""Replies whose digests are kept."""
+"""Number of replies whose digests are kept."""
 
 
 class UnknownAgent(MeshpointError):
@@ -52,7 +52,7 @@ class Reply:
 
 
 class Shards:
-    """How many request queues each agent has, asked of the broker every five minutes."""
+    """The number of request queues of each agent, checked with the broker every five minutes."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -60,7 +60,7 @@ class Shards:
         self._counts: dict[AgentName, tuple[int, float]] = {}
 
     async def count(self, agent: AgentName) -> int:
-        """The request queues of `agent`, at least 1."""
+        """The number of request queues of `agent`, at least 1."""
         if (known := self._known(agent)) is None:
             async with self._asking:
                 if (known := self._known(agent)) is None:
@@ -73,7 +73,7 @@ class Shards:
         return count if until > asyncio.get_running_loop().time() else None
 
     def forget(self, agent: AgentName) -> None:
-        """Ask again before the next request."""
+        """Check again before the next request."""
         self._counts.pop(agent, None)
 
     async def _found(self, agent: AgentName) -> int:
@@ -85,7 +85,7 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """What is kept of a reply: to tell a further one that says the same from one that does not."""
+    """Identifies a reply, to distinguish a repeated reply from a conflicting one."""
 
     agent: str
     asked: str | None
@@ -95,8 +95,7 @@ class _Answered:
 class Client:
     """Sends requests and waits for their replies, on a broker that it opens and closes.
 
-    The broker's queues are shared out by the name of the sender: give clients that should not wait behind each other
-    names of their own.
+    Request queues are chosen by sender name: use different names for clients that should not wait behind each other.
 
     Replies come to a queue of this client's own; a reply to a client that is gone is dropped by the agent after
     `reply_retry_time`. Replies are matched by task id; the first one counts. A further one is dropped, and
@@ -110,7 +109,7 @@ class Client:
         self._id = ReplicaId(new_id())
         self._waiting: dict[TaskId, asyncio.Future[Reply]] = {}
         self._agents: dict[TaskId, str] = {}
-        self._answered: dict[TaskId, _Answered] = {}  # the last ones
+        self._answered: dict[TaskId, _Answered] = {}  # the most recent ones
         self._shards = Shards(broker)
         self._asked: dict[TaskId, str] = {}  # the fingerprints of requests
         self._subscription: Subscription | None = None
@@ -160,7 +159,7 @@ class Client:
                 raise ValueError(f"the request to agent {agent!r} is larger than the broker accepts")
 
     async def _publish(self, agent: AgentName, request: Message) -> Published:
-        """Publish to the one of the agent's request queues that is for this client."""
+        """Publish to the agent's request queue for this client."""
         address = shard_for(agent, self._name, await self._shards.count(agent))
         (word,) = await self._broker.publish([(address, request)])
         if word is Published.UNROUTABLE and address != requests_of(agent):
@@ -188,7 +187,7 @@ class Client:
         return reply
 
     def _closed(self, task_id: TaskId, reply: asyncio.Future[Reply]) -> None:
-        """Forget what nobody waits for any more."""
+        """Forget a request without a waiting caller."""
         if self._waiting.get(task_id) is reply:
             del self._waiting[task_id], self._agents[task_id]
             self._asked.pop(task_id, None)
@@ -253,11 +252,11 @@ class Client:
     def _answer(self, waiting: asyncio.Future[Reply], task_id: TaskId, message: Message) -> None:
         asked = self._asked.get(task_id)
         if waiting.done():
-            return  # nobody waits any more
+            return  # the caller has given up
         try:
             body = parse(ResponseBody, message.body)
             if asked is not None and body.refuses not in {None, asked}:
-                return  # it refuses the request of somebody else who uses this id
+                return  # it refuses another sender's request with the same id
             outcome = body.outcome()
         except PoisonMessage as error:
             waiting.set_exception(error)

@@ -1,7 +1,7 @@
 """The event loop that replicas run on: uvloop's where it is installed, about a fifth less CPU per message.
 
-It outlives an exit that agent code asks for in a callback, and a stop. And how often garbage is looked for: what a
-message leaves behind is freed without it, so Python's default mostly walks over what stays.
+It survives exits and `stop` calls in callbacks of agent code. Also tunes garbage collection: messages are freed
+without it, so Python's default schedule mostly scans long-lived objects.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _loop_class() -> Any:
-    if find_spec("uvloop") is None:  # there is none for some platforms
+    if find_spec("uvloop") is None:  # not available on some platforms
         return getattr(asyncio, "ProactorEventLoop", asyncio.SelectorEventLoop)
     return import_module("uvloop").Loop
 
 
 @cache
 def _lasting(loop_class: Any) -> Callable[[], asyncio.AbstractEventLoop]:
-    """`loop_class`, but that only its main task and a Ctrl-C end it: no callback, and no `stop` in agent code."""
+    """A subclass of `loop_class` that only its main task or Ctrl-C can end; callbacks and `stop` cannot."""
 
     class LastingLoop(loop_class):  # type: ignore[misc]
         _awaited: asyncio.Future[Any] | None = None
         begun_again: Callable[[], object] | None = None
-        """Called when the loop goes on after an exit. uvloop resets the signals' wake-up file descriptor then."""
+        """Called when the loop continues after an exit: uvloop then resets the signal wake-up file descriptor."""
 
         def run_until_complete(self, future: Any) -> Any:
             self._awaited = main = asyncio.ensure_future(future, loop=self)

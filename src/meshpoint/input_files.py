@@ -1,4 +1,4 @@
-"""Files that a person names: read whole, and never more than fits."""
+"""Reads files named by users, up to a size limit."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ _MIB = 1024 * 1024
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """The content of `path`, which may be a pipe or a device.
+    """Read `path`, which may be a pipe or a device.
 
     Raises:
-        OSError: it cannot be read, or has more than `most` bytes; `strerror` says which.
+        OSError: it cannot be read or is larger than `most` bytes, as `strerror` explains.
     """
     try:
         with path.open("rb") as file:
             return _whole(file, most)
-    except ValueError as error:  # a zero character in its name
+    except ValueError as error:  # NUL character in the name
         raise OSError(errno.EINVAL, str(error)) from error
 
 
 def read_stream(stream: IO[bytes], most: int) -> bytes:
-    """The rest of `stream`, up to its end.
+    """Read `stream` to its end.
 
     Raises:
-        OSError: it has more than `most` bytes.
+        OSError: it is larger than `most` bytes.
     """
     return _whole(stream, most)
 

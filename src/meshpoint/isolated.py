@@ -1,6 +1,6 @@
-"""The process of an isolated run: one segment of one task, with connections of its own.
+"""The process of an isolated run: one segment of one task, with its own connections.
 
-`adapters.child_process` starts it, and says what goes through its pipes.
+`adapters.child_process` starts it and documents the protocol of its pipes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ log = logging.getLogger("meshpoint.isolated")
 _BEAT = 1.0
 """Seconds between signs of life."""
 _ATOMIC = 4096
-"""Bytes that a pipe takes whole or not at all."""
+"""Bytes that a pipe writes atomically."""
 _LET_DIE_FIRST = "1000"
 _PR_SET_PDEATHSIG = 1
 
 
 def main(given: Mapping[str, Any]) -> NoReturn:
-    """Run the segment that `given` names, then end this process, whatever agent code has left running."""
+    """Run the segment named by `given`, then end this process even if agent code is still running."""
     _end_with_parent()
     tells = Tells(int(given["tells"]))
     code = 1
@@ -62,7 +62,7 @@ async def _run(given: Mapping[str, Any], tells: Tells) -> None:
     (agent,) = settings.agents
     options, loop = agent.options(), asyncio.get_running_loop()
     stop, cancel = asyncio.Event(), asyncio.Event()
-    # Some platforms signal every process of a service: the segment has as long as those of our parent.
+    # Some platforms signal every process of a service: the segment gets as much time as those of our parent.
     loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(options.drain_timeout.total_seconds(), stop.set))
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     told = {Word.CANCEL: cancel, Word.DRAIN: stop}
@@ -87,15 +87,15 @@ async def _beat(tells: Tells) -> None:
 
 
 class Tells:
-    """What the parent hears: events, signs of life, how the run went. An observer."""
+    """An observer that reports events, signs of life and the result to the parent."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._lock = descriptor, threading.Lock()
-        os.set_inheritable(descriptor, False)  # not for the processes that agent code starts
+        os.set_inheritable(descriptor, False)  # not inherited by processes that agent code starts
         os.set_blocking(descriptor, False)
 
     def emit(self, event: Event) -> None:
-        """Send an event; lost when the parent does not read."""
+        """Send an event; it is lost if the parent does not read."""
         told = {
             "step": event.step,
             "phase": event.phase,
@@ -108,15 +108,15 @@ class Tells:
             self._write({"event": {**told, "detail": {}}})
 
     def alive(self) -> None:
-        """The event loop runs."""
+        """Report that the event loop is running."""
         self._write({"alive": True})
 
     def started(self) -> None:
-        """The lease is renewed here from now on."""
+        """Report that this process renews the lease from now on."""
         self._write({"started": True}, must=True)
 
     def exit(self, ending: Ending, reason: str = "") -> None:
-        """How the run went."""
+        """Report the result of the run."""
         self._write({"exit": ending.name, "reason": reason[:1000]}, must=True)
 
     def _write(self, value: Mapping[str, Any], *, must: bool = False) -> bool:
@@ -137,7 +137,7 @@ class Tells:
 
 
 def _listen(act: Callable[[Word], object]) -> None:
-    """Do what the parent says, from a thread: agent code may block the event loop. Without a parent, end at once."""
+    """Obey the parent from a thread, since agent code may block the event loop. If the parent dies, end at once."""
 
     def listen() -> None:
         for line in sys.stdin.buffer:
@@ -148,7 +148,7 @@ def _listen(act: Callable[[Word], object]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Die with the parent also while agent code holds the interpreter; be the first to go when memory runs out."""
+    """Die with the parent even while agent code holds the interpreter, and be the OOM killer's first choice."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

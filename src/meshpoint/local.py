@@ -28,13 +28,13 @@ async def local_mesh(
     observer: Observer | None = None,
     **options: Any,
 ) -> AsyncIterator[Client]:
-    """Serve `agents` while the block runs; gives a client to ask them. Code that runs at its end has one more second.
+    """Serve `agents` while the block runs, and yield a client. Code still running at the end gets one more second.
 
         async with local_mesh(travel, flights) as mesh:
             outcome = await mesh.ask("travel", {"city": "Rome"})
 
-    Pausing is the real thing: a paused task is a row, not an object. Code that swallows its cancellation at the end
-    is left behind after `release_timeout_seconds`, with a warning.
+    Pausing works as in production: a paused task is a row, not an object. Code that swallows its cancellation at the
+    end is abandoned after `release_timeout_seconds`, with a warning.
 
     Args:
         agents: what to serve: functions under `@agent`, instances of `StatefulAgent`.

@@ -1,4 +1,4 @@
-"""Files that only their owner may read: task data, messages, exports."""
+"""Files readable only by their owner: task data, messages, exports."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _OWNER_ONLY = 0o600
 def create_private(path: Path) -> bool:
     """Create an empty file at `path` with mode 0600, and report whether it was created here.
 
-    An existing file stays as it is. A symbolic link is never followed to create its target, so nobody can point
-    this process at a file of their choice.
+    An existing file is left unchanged. A symbolic link is never followed to create its target, so other users cannot
+    make this process create a file of their choice.
 
     Raises:
-        FileExistsError: `path` is a symbolic link to nothing.
+        FileExistsError: `path` is a dangling symbolic link.
         OSError: the file cannot be created.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

@@ -37,9 +37,9 @@ from meshpoint.worker import Worker
 _CLOCK = SystemClock()
 _EXCHANGES: dict[str, MemoryExchange] = {}
 _ENDED_KEPT = 10_000
-"""Ids of ended tasks that a process knows, so that a duplicate of their request is not run again."""
+"""Ids of ended tasks that a process remembers, so that it does not run duplicates of their requests."""
 _CLOSING, _LEAST = 10.0, 0.25
-"""Seconds that closing the broker's connection may take, and that it gets when a drain took all its time."""
+"""Maximum seconds for closing the broker's connection, granted even if a drain took all its time."""
 
 
 def make_broker(mesh: MeshSettings) -> Broker:
@@ -176,7 +176,7 @@ def make_snapshots(
 
 
 def make_isolation(agent: AgentSettings, mesh: MeshSettings, observer: Observer) -> Isolation | None:
-    """What runs single tasks of an agent in processes of their own; `None` where another process cannot run them."""
+    """Runs single tasks of an agent in separate processes; `None` if another process cannot run them."""
     if not agent.stateless_checkpointing or urlsplit(mesh.broker_url).scheme == "memory":
         return None
     from meshpoint.adapters.child_process import ChildProcesses
@@ -186,15 +186,16 @@ def make_isolation(agent: AgentSettings, mesh: MeshSettings, observer: Observer)
 
 
 def isolated_options(options: Options) -> Options:
-    """`options` for a process that runs a single segment: there is no slot for another one."""
+    """`options` for a process that runs a single segment."""
     return replace(options, max_concurrency=0)
 
 
 async def serve(settings: Settings, *, observer: Observer | None = None, stop: asyncio.Event | None = None) -> None:
     """Run all agents of `settings` until `stop` is set; then drain.
 
-    It returns within the longest `drain_timeout + release_timeout` after that. Agent code that does not stop by then
-    is left behind on the event loop, with a warning that names its tasks. Their leases are renewed until it ends.
+    Returns within the longest `drain_timeout + release_timeout` after `stop`. Agent code that does not stop by
+    then is abandoned on the event loop, with a warning that names its tasks. Their leases are renewed until it
+    ends.
 
     Raises:
         ConfigurationError: something in `settings` cannot work; names the key and the fix.
@@ -218,7 +219,7 @@ async def serve(settings: Settings, *, observer: Observer | None = None, stop: a
 
 
 async def close_broker(broker: Broker, workers: Sequence[Worker]) -> None:
-    """Close the connection of `workers` that have ended, in the time that their drains have left."""
+    """Close the broker connection of ended `workers`, in the time left by their drains."""
     within = max((worker.seconds_left for worker in workers), default=_CLOSING)
     await bounded(broker.close(), min(max(within, _LEAST), _CLOSING), "closing the broker's connection")
 

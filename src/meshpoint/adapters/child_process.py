@@ -1,8 +1,8 @@
-"""Isolated runs as child processes of this one: the same interpreter, import path, environment and folder.
+"""Isolated runs as child processes, with the same interpreter, import path, environment and working directory.
 
-A child reads the settings, secrets among them, from its standard input, where nobody else sees them. Later, that pipe
-asks it to stop, and closes when this process dies, however it dies. Through a second pipe the child sends the events
-of its segment, which are emitted here, and the result of the run. What it prints goes to our standard error.
+A child reads the settings, including secrets, from its standard input, where no other process can see them. Later the
+same pipe carries stop requests, and closes when this process dies for any reason. Through a second pipe the child
+sends its segment's events, which are emitted here, and the result of the run. Its output goes to our standard error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger("meshpoint.isolated")
 _STDERR = 2
 _LONGEST_LINE = 1 << 16
 _LAST_WORDS = 1.0
-"""Seconds. What a process has written before it ended is in the pipe already."""
+"""Seconds. Everything a process wrote before it ended is in the pipe already."""
 _BOOTSTRAP = """
 import json, sys
 given = json.loads(sys.stdin.buffer.readline())
@@ -43,7 +43,7 @@ main(given)
 class ChildProcesses:
     """Starts a process for each isolated run of one agent.
 
-    `settings` are that agent's, as JSON. A process whose event loop stands still for `stall` is killed.
+    `settings` are the agent's settings as JSON. A process whose event loop is blocked for `stall` is killed.
     """
 
     def __init__(self, settings: Mapping[str, Any], observer: Observer, stall: timedelta) -> None:
@@ -55,14 +55,14 @@ class ChildProcesses:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-P",  # the import path is ours, not that of the folder
+                "-P",  # use our import path, not one derived from the working directory
                 "-c",
                 _BOOTSTRAP,
-                f"{run.agent}/{run.task_id}",  # for people who look at a list of processes
+                f"{run.agent}/{run.task_id}",  # shown in process listings
                 stdin=asyncio.subprocess.PIPE,
                 stdout=_STDERR,
                 pass_fds=[write],
-                start_new_session=True,  # the terminal's Ctrl-C is for us
+                start_new_session=True,  # the terminal's Ctrl-C must reach only us
             )
         except BaseException:
             os.close(read)
@@ -93,7 +93,7 @@ class ChildProcess:
         self._alive_at = 0.0
 
     async def exit(self) -> Exit:
-        """Wait until it has ended."""
+        """Wait until the process has ended."""
         hearing, ended = asyncio.create_task(self._hear()), asyncio.create_task(self._process.wait())
         try:
             await asyncio.wait({hearing, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -135,7 +135,7 @@ class ChildProcess:
                     self._exit = Exit(Ending.DIED, f"was killed: its event loop stood still for {self._stall:g} s")
                     self.kill()
                     return
-                # Our own event loop may have stood still, and signs of life be in the pipe.
+                # Our own event loop may have been blocked while signs of life arrived in the pipe.
                 doubted, self._alive_at = True, loop.time() - self._stall
                 continue
             if not line:
@@ -153,7 +153,7 @@ class ChildProcess:
             self._exit = Exit(Ending[told["exit"]], str(told.get("reason", "")))
         elif "started" in told:
             self._on_started()
-        elif "alive" in told:  # events do not tell: a thread renews leases
+        elif "alive" in told:  # events prove nothing: a thread renews leases
             self._alive_at = asyncio.get_running_loop().time()
 
 

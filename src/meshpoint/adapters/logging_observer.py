@@ -61,14 +61,14 @@ _BENEATH_DEBUG = logging.DEBUG // 2
 """The level of looks that found nothing: several in each sweep, which is told anyway."""
 _CHATTY = ("aio_pika", "aiormq", "aiosqlite", "sqlalchemy")
 _KNOWN_CAUSES = ("CancelledError", "StoreUnavailable", "CommitInDoubt", "BrokerUnavailable")
-"""Draining cancels what still runs; an outage has events of its own, which are not repeated with each failed step."""
+"""Draining cancels running steps, and an outage has its own events, so these failures are logged as debug."""
 _LONGEST = 200
 """Characters of a string in a line. Details tell what happened; what passes through is not theirs to tell."""
 _IDS_SHOWN = 3
 
 
 class Style(TypedDict):
-    """How a process logs, for the processes that it starts."""
+    """This process's log settings, for its child processes."""
 
     level: str
     as_json: bool
@@ -78,7 +78,7 @@ _style: Style = {"level": "warning", "as_json": False}
 
 
 def style() -> Style:
-    """How this process logs."""
+    """The log settings of this process."""
     return _style
 
 

@@ -10,9 +10,9 @@ _COUNTS_SLEEP = hasattr(time, "CLOCK_BOOTTIME")
 
 
 class SystemClock:
-    """A clock that goes by itself: the wall clock when it was made, carried on by the monotonic one.
+    """The wall clock at creation, advanced by the monotonic clock.
 
-    So no step of the wall clock, back or forth, stops what waits for a deadline or ends it early.
+    A step of the wall clock, in either direction, therefore neither delays nor triggers deadlines.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class SystemClock:
         return self._made + timedelta(seconds=self.monotonic() - self._made_at)
 
     def monotonic(self) -> float:
-        """Seconds that no change of the wall clock touches. They pass while the machine sleeps, where it tells so."""
+        """Seconds unaffected by changes of the wall clock. Time asleep is included where the platform reports it."""
         return time.clock_gettime(time.CLOCK_BOOTTIME) if _COUNTS_SLEEP else time.monotonic()
 
     async def sleep(self, duration: timedelta) -> None:

@@ -30,7 +30,7 @@ class ExitCode(IntEnum):
     CANCELLED = 5  # the task was cancelled
     NO_ANSWER = 6  # no answer in time; the task may still end
     HELD = 7  # another process runs this session
-    ABANDONED = 8  # the drain's time was over, and agent code still ran
+    ABANDONED = 8  # the drain timed out while agent code was still running
     NOT_FOUND = 10  # why an operation is not resumed, in the order of the checks
     RUNNING = 11
     COMPLETED = 12

@@ -75,7 +75,7 @@ async def _serve(settings: Settings, supervised: bool) -> None:
     options = [agent.options() for agent in settings.agents]
 
     def stop_because(why: str) -> None:
-        with suppress(RuntimeError):  # the event loop has ended already
+        with suppress(RuntimeError):  # the event loop has already ended
             loop.call_soon_threadsafe(stop.because, why)
 
     limit = max((each.drain_timeout + each.release_timeout).total_seconds() for each in options)
@@ -107,7 +107,7 @@ def _command(configs: list[Path], level: str, log_json: bool) -> list[str]:
 
 @contextmanager
 def _on_signal(act: Callable[[], None], *, what: str) -> Iterator[None]:
-    """Call `act` on SIGTERM and SIGINT, and log `what` it does."""
+    """Call `act` on SIGTERM and SIGINT, and log `what`."""
     loop = asyncio.get_running_loop()
 
     def heard(number: signal.Signals) -> None:

@@ -29,7 +29,7 @@ Examples:
 """
 
 LARGEST_INPUT = 64 * 1024 * 1024
-"""Bytes that a file or standard input may have."""
+"""Maximum bytes of a file or standard input."""
 
 _DEFAULT_WAIT = 60.0
 _REPLY_TIME = 5.0

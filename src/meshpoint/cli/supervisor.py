@@ -54,7 +54,7 @@ class Supervisor:
             _terminate(process)
 
     async def run(self) -> ExitCode:
-        """Return when all replicas have ended after `stop`: OK when each drained, ABANDONED when one took too long.
+        """Run until all replicas have ended after `stop`. Returns OK if all drained, ABANDONED if one took too long.
 
         A replica that refuses its configuration on its first start stops the others: none of them could serve.
         """

@@ -1,8 +1,8 @@
-"""Ends the process when a drain takes too long: from a thread, so that no agent code can prevent it.
+"""Ends the process when a drain takes too long, from a thread that agent code cannot block.
 
-Agent code may block the event loop, swallow its cancellation, or leave threads that Python waits for at its exit. The
-thread hears of signals through Python's wake-up file descriptor, which is written to also while the main thread is
-busy, and counts the time from there.
+Agent code may block the event loop, swallow its cancellation, or leave threads that Python waits for at exit. The
+watchdog thread receives signals through Python's wake-up file descriptor, which works even while the main thread is
+busy, and measures the time from there.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STDIN = 0
 _WAKE = b"\0"
 _MARGIN = 0.5
-"""Seconds after the drain's bound. Until then, the event loop ends the process in order."""
+"""Seconds after the drain's time limit in which the event loop can still end the process cleanly."""
 _FLUSHED_WITHIN = 1.0
 
 
 class Watchdog:
-    """Asks to `stop` on SIGTERM and SIGINT, and ends the process `limit` seconds later, or at a second signal.
+    """Calls `stop` on SIGTERM or SIGINT, and ends the process `limit` seconds later or at a second signal.
 
-    Signals that come within `one_wish` seconds are one. `supervised`: the end of standard input is a signal, too.
-    `code` is what the process exits with at the limit.
+    Signals within `one_wish` seconds count as one. `supervised`: the end of standard input counts as a signal, too.
+    `code` is the exit code at the limit.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Watchdog:
         self.code = ExitCode.ABANDONED
 
     def __enter__(self) -> Self:
-        """Begin to listen. Call it in the main thread, when the event loop runs."""
+        """Start listening. Call this in the main thread while the event loop runs."""
         os.set_blocking(self._writing, False)
         for number in _SIGNALS:
             self._before[number] = signal.signal(number, self._in_main_thread)
@@ -68,7 +68,7 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the signals to others again. After a signal, the rest of the process's end is bounded as well."""
+        """Stop handling signals. After a signal, the remaining shutdown stays limited."""
         if error is None:
             self.code = ExitCode.OK
         elif isinstance(error, MeshpointError):
@@ -84,12 +84,12 @@ class Watchdog:
             os.write(self._writing, _WAKE)
 
     def listen(self) -> None:
-        """Let Python write signals to this thread first. The event loop gets them from here."""
+        """Make Python report signals to this thread first; it passes them to the event loop."""
         before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._loop_fd = before if before != self._writing else self._loop_fd
 
     def exit_now(self) -> None:
-        """End the process without waiting for anything but its log."""
+        """End the process, waiting only for its log."""
         flush_logs()
         os._exit(self.code)
 
@@ -143,7 +143,7 @@ class Watchdog:
             self._begin(f"{number.name} received")
             return now
         if now - first >= self._one_wish:
-            time.sleep(_MARGIN)  # the main thread ends the process by then, unless it is stuck
+            time.sleep(_MARGIN)  # unless it is stuck, the main thread ends the process before
             flush_logs()
             os._exit(128 + number)
         return first
@@ -158,10 +158,10 @@ class Watchdog:
 
 
 class Ending(LoggingObserver):
-    """Logs events. When the last of `agents` has drained, and code of any was abandoned, `exit_now` is called.
+    """Logs events. Calls `exit_now` when the last of `agents` has drained and any of their code was abandoned.
 
-    By then nothing is left to do but to close the broker's connection, and that gives requests to other replicas
-    whose code still runs here.
+    Only the broker's connection is left to close by then, and closing it would give other replicas requests whose
+    code still runs here.
     """
 
     def __init__(self, agents: int, exit_now: Callable[[], None]) -> None:
@@ -169,7 +169,7 @@ class Ending(LoggingObserver):
         self._left, self._abandoned, self._exit_now = agents, False, exit_now
 
     def emit(self, event: Event) -> None:
-        """Log `event`, and see whether it was the last."""
+        """Log `event` and check whether it was the last."""
         super().emit(event)
         self._abandoned |= event.step is Step.ABANDONED
         if event.step is Step.DRAINED:
@@ -179,7 +179,7 @@ class Ending(LoggingObserver):
 
 
 def flush_logs() -> None:
-    """Wait a moment for the thread that writes logs."""
+    """Wait briefly for the logging thread."""
     queues: list[Any] = [
         handler.queue for handler in logging.getLogger().handlers if isinstance(handler, QueueHandler)
     ]
@@ -187,6 +187,6 @@ def flush_logs() -> None:
     while not all(queue.empty() for queue in queues) and time.monotonic() < give_up_at:
         time.sleep(0.005)
     if queues:
-        time.sleep(0.02)  # the last record is taken, and is being written
+        time.sleep(0.02)  # the last record has been taken and is being written
     sys.stdout.flush()
     sys.stderr.flush()

@@ -181,7 +181,7 @@ class PrefetchSuite(BrokerCase):
     async def test_resize_up_takes_more_while_what_was_taken_stays_unsettled(
         self, broker: Broker, taken: str
     ) -> None:
-        """Up, down and up again, by less than there is already: `taken` before or after that, all is unsettled."""
+        """Raise, lower and raise the prefetch while all `taken` deliveries stay unsettled."""
         inbox = Inbox()
         subscription = await broker.consume(REQUESTS, 3, inbox)
         await send(broker, REQUESTS, *(a_message() for _ in range(2)))

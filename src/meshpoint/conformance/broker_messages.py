@@ -41,7 +41,7 @@ NEVER_SENT: dict[str, dict[str, object]] = {
     "long name of a header": {"headers": {"x" * 256: 1}},
     "other value": {"headers": {"x-some": b"bytes"}},
 }
-"""Changes that make a message one that no broker can carry."""
+"""Changes that make a message impossible to send."""
 
 
 class PublishSuite(BrokerCase):
@@ -141,7 +141,7 @@ class DeclareSuite(BrokerCase):
         await until_depth(broker, dead_letters_of(AGENT), 1)
 
     async def test_requests_can_have_several_queues(self, broker: Broker, other: Broker) -> None:
-        """More of them with each greater number, and never fewer."""
+        """A larger number adds queues; a smaller one removes none."""
         for asked, there in ((1, 1), (3, 3), (2, 3)):
             await broker.declare(AGENT, shards=asked)
             depths = [await other.depth(shard_of(AGENT, number)) for number in range(5)]

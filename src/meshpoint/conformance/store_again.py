@@ -207,7 +207,7 @@ class OrderSuite:
     async def test_a_task_that_was_resumed_by_hand_stays_its_requesters(self, store: CheckpointStore) -> None:
         run = await failed(store)
         await sent(store, run.task_id)
-        await store.end([an_end(await revived(store, run.task_id), FAILED)])  # nobody waits for it
+        await store.end([an_end(await revived(store, run.task_id), FAILED)])  # no reply is expected
         stranger = again(run.task_id, "01", requester=a_requester(app_id="stranger"))
         assert await store.revive(stranger) == NotRevived(Refusal.NOT_FOUND, ASKED_BY_ANOTHER)
         assert await store.revive(again(run.task_id, "01")) == Revived(run.task_id, AGENT, 2)
@@ -226,7 +226,7 @@ class OrderSuite:
             assert not isinstance(await store.revive(replace(wish, digest="this")), NotRevived)
 
     async def test_a_task_of_the_release_before_learns_its_input(self, store: CheckpointStore) -> None:
-        """Its rows have no digest, and are compared with nothing."""
+        """Its rows have no digest, so any input matches."""
         run = await begun(store)
         assert await store.revive(again(run.task_id, "01", adopt=True, digest="this")) == Adopted()
         known = (await store.lookup([run.task_id]))[run.task_id]

@@ -139,7 +139,7 @@ class LeaseSuite:
 
 
 class RescueSuite:
-    """Tasks whose owners were lost again and again: they may be what ended them."""
+    """Tasks that lost their owners repeatedly, and may have killed them."""
 
     async def test_a_rescue_is_no_attempt_where_suspects_are_isolated(
         self, store: CheckpointStore, clock: FakeClock
@@ -252,13 +252,13 @@ class RescueSuite:
 
 
 async def rescued(store: CheckpointStore, clock: FakeClock) -> Resumable:
-    """The only running task, now that its lease has expired, owned by `ISOLATING`."""
+    """Expire the only running task's lease, and return it owned by `ISOLATING`."""
     clock.advance(LEASE + SECOND)
     return one(await store.take_over(ISOLATING, 10, 10))
 
 
 async def suspects(store: CheckpointStore, clock: FakeClock, count: int) -> list[Resumable]:
-    """Tasks that have lost two owners since they began, owned by `ISOLATING`."""
+    """Tasks that lost two owners since they began, owned by `ISOLATING`."""
     for _ in range(count):
         await begun(store)
     for _ in range(2):

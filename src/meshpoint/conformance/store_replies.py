@@ -1,4 +1,4 @@
-"""Replies that could not be delivered, of tasks without a row; and how much is due."""
+"""Undeliverable replies of tasks without a row, and the count of due work."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def a_kept_reply(run: Run | None = None, *, keep: timedelta | None = HOUR, again
 
 
 class RepliesSuite:
-    """A reply whose requester's queue does not take it waits in a row of its own."""
+    """A reply that its requester's queue refuses waits in a row of its own."""
 
     async def test_a_kept_reply_is_offered_after_its_lease(self, store: CheckpointStore, clock: FakeClock) -> None:
         wish = a_kept_reply()
@@ -136,7 +136,7 @@ class RepliesSuite:
         wish = a_kept_reply()
         await store.keep_replies([wish])
         clock.advance(LEASED)
-        await store.unsent(AGENT, 10)  # leased for twice as long now
+        await store.unsent(AGENT, 10)  # the lease has doubled
         assert await store.keep_replies([replace(wish, run_id=a_run().id, again=True)]) == [True]
         clock.advance(LEASED)
         assert await store.unsent(AGENT, 10) == []
@@ -149,7 +149,7 @@ class RepliesSuite:
 
 
 class DueSuite:
-    """How much is due, found without changing anything."""
+    """Counts due work without changing anything."""
 
     async def test_nothing_is_due_of_nothing(self, store: CheckpointStore) -> None:
         assert await store.due(HERE, 10) == Due()
@@ -162,7 +162,7 @@ class DueSuite:
         assert await store.due(HERE, 10) == Due()
         clock.advance(max(LEASE, TIMEOUT) + SECOND)
         await ready(store)
-        for _ in range(2):  # counting takes nothing
+        for _ in range(2):  # counting leases nothing
             due = await store.due(HERE, 10)
             assert (due.ready, due.lapsed, due.expired, due.keep_alives) == (1, 1, 1, 1)
             assert due.unsent >= 2  # the reply, and the call that has an hour

@@ -52,7 +52,7 @@ async def begin_redelivered(
 ) -> list[tuple[BeginResult, bool]]:
     """Insert rows for tasks without one, each with its order, in one transaction.
 
-    As many as there are free slots are running, and hold one each: those come with `True`. The others are ready.
+    Tasks returned with `True` are running and hold one slot each, as far as slots are free. The rest are ready.
     """
     home = site.durable
     assert home is not None

@@ -128,9 +128,9 @@ def _chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
 
 
 def _all_items(chunks: Sequence[bytes], sizes: Sequence[int] | None) -> Iterator[Item]:
-    """The items of all chunks, which may decompress to little more than `sizes`: the manifest's, in bytes.
+    """Decode the items of all chunks, decompressing to little more than the manifest's `sizes`, in bytes.
 
-    None of a chunk that is damaged: the manifest knows what they were. The previous release wrote no sizes.
+    Damaged chunks yield no items; the manifest lists what is missing. The previous release wrote no sizes.
     """
     largest = _LARGEST_CHUNK if sizes is None else max(sizes, default=0)
     budget = _LARGEST if sizes is None else sum(sizes) + largest
@@ -159,7 +159,7 @@ def _compressed(plain: bytes) -> bytes:
 
 
 def _decompressed(stored: bytes, most: int) -> bytes:
-    """The content of `stored`, at most `most` bytes: a few kilobytes of zstd can hold gigabytes."""
+    """Decompress `stored` to at most `most` bytes: a few kilobytes of zstd can expand to gigabytes."""
     size = zstandard.frame_content_size(stored)
     if not 0 <= size <= most:
         raise ValueError(f"its frame has {size} bytes instead of at most {most}")

@@ -105,7 +105,7 @@ class ResponseBody(Body):
 
     @property
     def refuses(self) -> str | None:
-        """The fingerprint of the request that was not run, if none was."""
+        """The fingerprint of the refused request, if any."""
         refused = self.task.metadata.get("refuses")
         return None if refused is None else str(refused)
 

@@ -15,14 +15,14 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 LONGEST = timedelta(days=3650)
-"""What a timeout or a deadline may be at most: an instant that far away can be kept and read back."""
+"""Maximum timeout or deadline; an instant that far away can still be stored and read back."""
 
 
 def check_duration(duration: object, name: str) -> None:
-    """See that `duration` is one that can be kept.
+    """Check that `duration` can be stored.
 
     Raises:
-        AgentMisbehaved: it is not positive, longer than ten years, or no duration.
+        AgentMisbehaved: it is not a duration, not positive, or longer than ten years.
     """
     if not isinstance(duration, timedelta):
         raise AgentMisbehaved(f"{name} must be a timedelta, not {type(duration).__name__}")

@@ -22,7 +22,7 @@ from meshpoint.model.subtasks import AgentCheckpoint, Child, Operation, Saved
 Checkpoint: TypeAlias = dict[str, JsonValue]
 
 SUSPECT_FROM = 2
-"""Rescues since the last pause from which on a task runs in a process of its own."""
+"""Rescues since the last pause at which a task becomes a suspect and runs in its own process."""
 
 
 class TaskState(StrEnum):
@@ -52,10 +52,10 @@ class CallState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Who takes tasks: one incarnation of a replica, and the state formats its agent can read.
+    """A replica's incarnation, and the state formats that its agent can read.
 
-    `isolates` says that it runs suspects in processes of their own and counts the deaths there. Where nobody does,
-    each rescue counts as an attempt.
+    `isolates`: it runs suspects in their own processes and counts deaths there. Otherwise each rescue counts as an
+    attempt.
     """
 
     id: ReplicaId
@@ -106,7 +106,7 @@ class Begin:
     """Write a task as `running` in generation 0, with its request kept: before its first segment, or within it.
 
     `operation` is written with it when a subtask is about to run. `order` is the `Revive.order` of a requester that
-    asks again for a task that has no row. With `queued` the task is `ready` instead, for any replica that has a slot.
+    asks again for a task that has no row. With `queued` the task is `ready` instead, for any replica with a slot.
     """
 
     run: Run
@@ -197,8 +197,8 @@ class End:
 class Release:
     """Give a running task back as `ready`. `incompatible` when its state could not be read here.
 
-    `counted` raises its attempts: its own process died, or it must not go on for ever. `death` says how that process
-    died; the row keeps it for the next owner, who may have to say why the task failed.
+    `counted` increments its attempts, because its own process died or it has been rescued too often. `death`
+    describes that death; the row keeps it for the next owner, in case the task fails.
     """
 
     run: Run
@@ -213,8 +213,8 @@ class Cancel:
     """End a task as cancelled, with `reply` as its reply's body.
 
     `parent` is the `parent_task_id` under which whoever cancels has asked for it, None when that is not known. A task
-    that was asked for under another one since is left alone. `sender` must be the task's requester, or the agent
-    itself; `None` may cancel every task.
+    that was asked for under another one since is left alone. `sender` must be the task's requester or the agent
+    itself; `None` may cancel any task.
     """
 
     task_id: TaskId
@@ -227,10 +227,10 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class KeepReply:
-    """Keep a reply that could not be delivered at once, in a tombstone, if its task has no row.
+    """Keep an undeliverable reply in a tombstone if its task has no row.
 
-    `keep` is how long the row stays after now; None: as long as any tombstone. With `again`, the request of an ended
-    task was delivered once more: the reply in its row becomes due again, for the requester of `reply`.
+    `keep` is how long the row stays, `None` for as long as any tombstone. With `again`, the request of an ended task
+    was delivered again: the reply in its row becomes due again, for the requester of `reply`.
     """
 
     run_id: RunId
@@ -306,10 +306,10 @@ Send: TypeAlias = Dispatch | CancelNotice | Reply
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """How much of each kind time has made due, each counted up to a limit. Locked rows count."""
+    """Counts of due work of each kind, each up to a limit, including locked rows."""
 
     ready: int = 0
-    lapsed: int = 0  # running tasks whose lease has expired
+    lapsed: int = 0  # running tasks with an expired lease
     expired: int = 0
     keep_alives: int = 0
     unsent: int = 0
@@ -320,10 +320,10 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A task's row, as a request that arrives again needs it. `reply` is set when the task has ended.
+    """The parts of a task's row that a repeated request needs. `reply` is set once the task has ended.
 
-    `requester` is who asked, `digest` that of the input; `None` is not known. `early`: the row is no task's, but a
-    cancel's that came before its request, and `requester` is who cancelled.
+    `requester` and the input's `digest` are `None` if unknown. `early`: the row is the tombstone of a cancel that
+    came before its request, and `requester` is the canceller.
     """
 
     task_id: TaskId
@@ -336,7 +336,7 @@ class Known:
 
     @property
     def forgotten(self) -> bool:
-        """Whether the task has ended, its reply was sent, and only its id is known."""
+        """Whether the task has ended, its reply was sent, and only its id is still known."""
         return self.state.ended and self.reply is None
 
 
@@ -394,11 +394,11 @@ class Resumable:
     """A task this replica now owns, read after its row was locked.
 
     `outcomes` holds (call id, peer, outcome) in call order; it is empty in generation 0, where `request` is
-    to be run from the start. `attempt` counts the runs of this segment that may have killed their process, this one
-    included; `rescues` counts the owners that were lost since the last pause, whatever ended them, and `death` says
-    how the task's own process died last. `checkpoint` is the number of an operation's last checkpoint, 0 before the
-    first, None for a task that is none; `retry_count` how often it was resumed. `refused` says why its outcomes are
-    not here: they are too large for one replica, and the task can only fail.
+    to be run from the start. `attempt` counts the runs of this segment that may have killed their process, including
+    this one; `rescues` counts the owners lost since the last pause for any reason, and `death` describes how the
+    task's own process last died. `checkpoint` is the number of an operation's last checkpoint, 0 before the
+    first, None for a task that is none; `retry_count` how often it was resumed. `refused` says why the outcomes are
+    missing: they are too large for one replica, and the task can only fail.
     """
 
     run: Run
@@ -419,7 +419,7 @@ class Resumable:
 
     @property
     def suspect(self) -> bool:
-        """Whether this task may be what ended its owners: it runs apart from the others."""
+        """Whether this task may have killed its owners and must run separately."""
         return self.rescues >= SUSPECT_FROM
 
 
@@ -486,9 +486,9 @@ class AllArrived:
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """Another session of the database holds the task, or a row below it. Nothing was written: try again later.
+    """Another database session holds the task or one of its rows. Nothing was written; try again later.
 
-    `sub_task_id` is the claim's; a cancel has none.
+    `sub_task_id` belongs to the claim; it is `None` for a cancel.
     """
 
     task_id: TaskId
@@ -542,7 +542,7 @@ class CancelStale:
 
 @dataclass(frozen=True, slots=True)
 class CancelRefused:
-    """The task is another requester's. Nothing changed."""
+    """The task belongs to another requester. Nothing changed."""
 
 
 CancelResult: TypeAlias = (

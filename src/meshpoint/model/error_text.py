@@ -1,16 +1,16 @@
-"""The text of an error, as it is sent, stored and logged: bounded, and safe to take from an error that misbehaves."""
+"""Error texts for sending, storing and logging: limited in length, and safe even for errors that misbehave."""
 
 from __future__ import annotations
 
 MAX_ERROR_TEXT = 10_000
-"""Characters of an error that are kept."""
+"""Maximum characters of an error text."""
 
 
 def described(error: BaseException) -> str:
-    """`Type: message` of any error. One whose `__str__` fails is described by its type alone."""
+    """`Type: message` of any error, or the type alone if `__str__` fails."""
     try:
         name = type(error).__name__
-    except BaseException:  # a metaclass may raise whatever it likes
+    except BaseException:  # a metaclass may raise anything
         name = "an error"
     return storable(f"{name}: {_message(error)}")
 
@@ -28,7 +28,7 @@ def _message(error: BaseException) -> str:
 
 
 def storable(text: str) -> str:
-    """`text` as every database and every message takes it, cut after `MAX_ERROR_TEXT` characters with a note."""
+    """Make `text` storable in any database and message; cut it after `MAX_ERROR_TEXT` characters, with a note."""
     if len(text) > MAX_ERROR_TEXT:
         text = f"{text[:MAX_ERROR_TEXT]}… ({len(text) - MAX_ERROR_TEXT} characters left out)"
     if "\0" in text:

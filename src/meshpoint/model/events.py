@@ -58,12 +58,12 @@ class Step(StrEnum):
     STORE_AWAY = "store_away"
     STORE_BACK = "store_back"
     BROKER_AWAY = "broker_away"
-    ROW_LOCKED = "row_locked"  # another session of the database holds a task's row: what needs it waits
+    ROW_LOCKED = "row_locked"  # another database session holds a task's row, and the steps that need it wait
     BROKER_BACK = "broker_back"
     REPLY_UNROUTABLE = "reply_unroutable"
-    STATUS_DROPPED = "status_dropped"  # a peer sent more news than are forwarded
-    REPLY_DROPPED = "reply_dropped"  # it could neither be delivered nor kept
-    MESSAGE_REJECTED = "message_rejected"  # the broker can never take it: too large, or not encodable
+    STATUS_DROPPED = "status_dropped"  # a peer sent more status updates than are forwarded
+    REPLY_DROPPED = "reply_dropped"  # a reply could be neither delivered nor kept
+    MESSAGE_REJECTED = "message_rejected"  # the broker can never accept it: too large, or not encodable
     CODE_CANCELLED = "code_cancelled"  # running agent code was cancelled
     LEASE_LOST = "lease_lost"
     SUBTASK_REUSED = "subtask_reused"  # its deliverable is recorded: it does not run
@@ -72,12 +72,12 @@ class Step(StrEnum):
     CHECKPOINT_COPY = "checkpoint_copy"  # the fast copy of a checkpoint could not be written or read
     MEMORY_RECOVERED = "memory_recovered"  # a working memory is at hand again, and from where
     MEMORY_TROUBLE = "memory_trouble"  # it, or its copy, could not be written or read
-    DEFECT = "defect"  # the engine, a store or a broker raised what it should not: logged, and the replica serves on
-    ABANDONED = "abandoned"  # the drain's time is over, and agent code still runs
-    ISOLATED = "isolated"  # a task that lost its owners runs in a process of its own
-    ISOLATED_DIED = "isolated_died"  # and that process died
+    DEFECT = "defect"  # unexpected exception in the engine, a store or a broker; the replica keeps serving
+    ABANDONED = "abandoned"  # the drain timed out while agent code was still running
+    ISOLATED = "isolated"  # a task that lost its owners runs in its own process
+    ISOLATED_DIED = "isolated_died"  # that process died
     OWNER_LOST = "owner_lost"  # an operation ends as failed because its replica died
-    MEMORY_FULL = "memory_full"  # max_in_memory tasks wait in memory: further requests wait at the broker
+    MEMORY_FULL = "memory_full"  # max_in_memory tasks wait in memory; new requests wait at the broker
 
 
 ONLY_TOLD = frozenset(

@@ -27,9 +27,9 @@ Letter = tuple[Address, Message]
 
 
 def request_letter(call: Dispatch, reply_to: Address, margin: timedelta) -> Letter:
-    """A peer request, for the peer's queue of nested requests.
+    """A request to a peer, addressed to its nested-request queue.
 
-    The peer gets the call's deadline less `margin`, so that its answer can still arrive.
+    The peer's deadline is `margin` earlier than the call's, so that its response can still arrive.
     """
     peers_own, retry = plain_id(call.sub_task_id)
     headers = {
@@ -65,9 +65,9 @@ def cancel_message(
     parent: str | None = None,
     on_behalf_of: str | None = None,
 ) -> Message:
-    """A wish that `task_id` end as cancelled, if it is still at work for `parent`: None asks for nobody's sake.
+    """A cancel of `task_id`, if it still works for `parent`; `None` matches any parent.
 
-    A replica that passes a cancel on to the others sends it `on_behalf_of` its sender.
+    A replica that forwards a cancel to the others sends it `on_behalf_of` the original sender.
     """
     headers: dict[str, HeaderValue] = {} if parent is None else {Header.PARENT_TASK.value: parent}
     if on_behalf_of is not None:
@@ -98,9 +98,9 @@ def reply_letter(reply: Reply) -> Letter | None:
 
 
 def fingerprint(request: Message) -> str:
-    """What tells this request from any other, however often it is sent: a digest of its body and its headers.
+    """A digest of this request's body and headers, the same each time it is sent.
 
-    Whoever refuses a request names it by this; so its requester knows whether that one was its own.
+    A refusal contains it, so that the requester can check that its own request was refused.
     """
     digest = hashlib.blake2b(request.body, digest_size=16)
     for header in _FINGERPRINTED:
@@ -156,7 +156,7 @@ def wake_message(agent: AgentName) -> Message:
 
 
 def reply_bytes(task_id: TaskId, context_id: str | None, outcome: Outcome, *, refuses: str | None = None) -> bytes:
-    """The body of the reply that carries `outcome`; `refuses` is the fingerprint of a request that was not run."""
+    """The body of the reply with `outcome`; `refuses` is the fingerprint of a request that was not run."""
     timestamp = datetime.now(UTC).isoformat()
     return response_body(task_id, context_id, outcome, timestamp=timestamp, refuses=refuses).to_bytes()
 

@@ -24,35 +24,35 @@ def requests_of(agent: AgentName) -> Address:
 
 
 MOST_SHARDS = 64
-"""Request queues that one agent may have."""
+"""Maximum request queues of one agent."""
 _TAKES_REQUESTS = re.compile(r"[.](req([.][0-9]+)?|nested)$")
 
 
 def shard_of(agent: AgentName, number: int) -> Address:
-    """The request queue of `agent` with that number. The first, 0, is the one that every agent has."""
+    """The request queue of `agent` with this number. Every agent has number 0."""
     return Address(f"{agent}.req.{number}") if number else requests_of(agent)
 
 
 def shard_for(agent: AgentName, sender: str, shards: int) -> Address:
-    """The request queue of `agent` for the requests of `sender`: the same for all that it sends."""
+    """The request queue of `agent` for all requests from `sender`."""
     return shard_of(agent, zlib.crc32(sender.encode()) % shards)
 
 
 def takes_requests(address: str) -> bool:
-    """Whether requests go to `address`: its queue has a limit, so that a flood is refused."""
+    """Whether `address` receives requests; such queues have a limit, so that floods are refused."""
     return _TAKES_REQUESTS.search(address) is not None
 
 
 def nested_of(agent: AgentName) -> Address:
     """The queue for requests to `agent` that were made inside another task.
 
-    Apart from `requests_of`, so that tasks that wait for their peers never keep the requests out that they wait for.
+    Separate from `requests_of`, so that tasks waiting for their peers never block the requests they are waiting for.
     """
     return Address(f"{agent}.nested")
 
 
 def instead_of_nested(address: Address) -> Address | None:
-    """The queue of all requests to the agent whose nested requests go to `address`; None for other addresses."""
+    """The ordinary request queue of the agent with nested-request queue `address`; `None` for other addresses."""
     agent, _, kind = address.partition(".")
     return requests_of(AgentName(agent)) if kind == "nested" else None
 
@@ -73,21 +73,21 @@ def dead_letters_of(agent: AgentName) -> Address:
 
 
 def is_private(address: Address) -> bool:
-    """Whether `address` is the queue of one incarnation."""
+    """Whether `address` is one incarnation's private queue."""
     return ".private." in address
 
 
 def is_dead_letters(address: Address) -> bool:
-    """Whether `address` is a queue of dead letters."""
+    """Whether `address` is a dead-letter queue."""
     return address.endswith(".dlq")
 
 
 LONGEST_REASON = 500
-"""Characters of a reason that is kept with a dead letter."""
+"""Maximum characters of a dead letter's reason."""
 
 
 def bounded_reason(reason: str) -> str:
-    """`reason` as it can be sent: valid UTF-8, and at most 500 characters."""
+    """Make `reason` sendable: valid UTF-8, and at most 500 characters."""
     text = reason[:LONGEST_REASON].encode("utf-8", "backslashreplace").decode()
     return text if len(reason) <= LONGEST_REASON >= len(text) else f"{text[: LONGEST_REASON - 1]}…"
 
@@ -113,7 +113,7 @@ class Header(StrEnum):
     RESUME = "x-resume"  # greater in each attempt of the requester: a task that failed or was cancelled is to go on
     TRACEPARENT = "traceparent"
     DEAD_REASON = "x-dead-reason"
-    ON_BEHALF_OF = "x-on-behalf-of"  # in a cancel that a replica passes on to the others: who sent it
+    ON_BEHALF_OF = "x-on-behalf-of"  # the original sender of a cancel that a replica forwards
 
 
 HeaderValue = str | int | float
@@ -139,7 +139,7 @@ class Message:
 
     @property
     def nested(self) -> bool:
-        """Whether a task made this request: its call depth is above 0."""
+        """Whether a task made this request, that is, its call depth is above 0."""
         try:
             return float(self.headers.get(Header.CALL_DEPTH.value, 0)) > 0
         except (TypeError, ValueError, OverflowError):
@@ -147,19 +147,19 @@ class Message:
 
 
 LONGEST_TEXT = 255
-"""Bytes of an id, a name or an address in a message."""
+"""Maximum bytes of an id, name or address in a message."""
 LONGEST_HEADERS = 120_000
-"""Bytes of all headers together: a little less than what fits into one frame of AMQP."""
+"""Maximum bytes of all headers together, slightly below one AMQP frame."""
 
 
 def is_sendable(message: Message) -> bool:
-    """Whether a broker can carry the envelope of `message`. Bodies have limits of their own."""
+    """Whether a broker can carry the envelope of `message`. Bodies have separate limits."""
     texts = message.message_id, message.correlation_id, message.app_id, message.reply_to, message.user_id
     try:
         if any(len(text.encode()) > LONGEST_TEXT for text in texts if text):
             return False
         return sum(_header_bytes(str(key), value) for key, value in message.headers.items()) <= LONGEST_HEADERS
-    except ValueError:  # not writable in UTF-8, or of another type
+    except ValueError:  # not encodable as UTF-8, or of another type
         return False
 
 

@@ -85,7 +85,7 @@ class Revive:
     waiting, pending or parked one is taken as well. `adopt` leaves an active task at its work, and lets it answer
     this requester.
 
-    `digest` is that of the input in `request`. A requester that asks again must ask for the same.
+    `digest` is the digest of the input in `request`. A repeated request must have the same input.
     """
 
     task_id: TaskId

@@ -37,11 +37,11 @@ class Options:
     max_concurrency: int = 10  # segments that run at a time in one replica
     max_in_memory: int = 100  # paused tasks that one replica holds in memory
     max_call_depth: int = 10
-    max_fan_out: int = 1000  # calls of one pause
-    request_shards: int = 1  # queues over which requests are spread by their senders
+    max_fan_out: int = 1000  # maximum calls of one pause
+    request_shards: int = 1  # number of request queues, chosen by sender
     max_attempts: int = 5  # runs of one segment that may end in the death of their process
     max_message_bytes: int = 10_000_000
-    max_join_bytes: int = 2_000_000_000  # of all outcomes of one pause; a task with more fails
+    max_join_bytes: int = 2_000_000_000  # limit for all outcomes of one pause; a task above it fails
     peer_timeout: timedelta = timedelta(minutes=10)
     deadline_margin: timedelta = timedelta(milliseconds=500)  # a peer's deadline is this much before its caller's
     lease: timedelta = timedelta(seconds=15)
@@ -59,12 +59,12 @@ class Options:
     begin_at_delivery: int = 3  # from this delivery on, a task is written as running before it runs
     ack_policy: AckPolicy = AckPolicy.AT_CHECKPOINT
     on_checkpoint_failure: OnCheckpointFailure = OnCheckpointFailure.KEEP_IN_MEMORY
-    isolated_stall: timedelta = timedelta(minutes=5)  # the event loop of a task's own process may block so long
+    isolated_stall: timedelta = timedelta(minutes=5)  # how long the event loop of a task's own process may block
     on_lost_owner: OnLostOwner = OnLostOwner.TAKE_OVER
     secret_keys: tuple[str, ...] = ()  # whose values are masked in what is kept of a failure, beside the usual ones
     memory_max_bytes: int = 64 * 1024 * 1024  # of one task's working memory
     memory_keep: bool = False  # after a task has completed, until its time is over
     app_version: str | None = None
-    # by name, the broker login, or one of several, that its messages must carry
+    # broker logins allowed for each sender name
     peer_logins: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    operator_logins: tuple[str, ...] = ()  # which may cancel and resume any task by message
+    operator_logins: tuple[str, ...] = ()  # logins that may cancel and resume any task by message

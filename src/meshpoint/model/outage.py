@@ -1,4 +1,4 @@
-"""How often an outage is reported: at its start, then less and less often, and at its end."""
+"""Reports an outage at its start, at growing intervals, and at its end."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 _FIRST_INTERVAL = 60.0
 _LONGEST_INTERVAL = 900.0
-"""Seconds between two reports of one outage."""
+"""Seconds between reports of one outage."""
 
 
 class Outage:
-    """Something that may be unavailable. `clock` gives monotonic seconds.
+    """Tracks outages of one service. `clock` returns monotonic seconds.
 
-    An outage that begins within a minute after the last one continues its reports, so that a server that comes and
-    goes each second is not reported each second.
+    An outage that begins within a minute of the last one continues its report schedule, so that a flapping server is
+    not reported each time.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -30,7 +30,7 @@ class Outage:
         return self._since is not None
 
     def failed(self) -> float | None:
-        """Note a failed attempt. If it is to be reported now: seconds since the first one of this outage."""
+        """Record a failed attempt. Returns the outage's length in seconds if a report is due, otherwise `None`."""
         now = self._clock()
         if self._since is None:
             self._since, self._reported = now, False
@@ -44,7 +44,7 @@ class Outage:
         return now - self._since
 
     def over(self) -> tuple[float, bool]:
-        """Note that an attempt worked: how many seconds the outage lasted, and whether it had been reported."""
+        """Record a successful attempt. Returns the outage's length in seconds and whether it had been reported."""
         now, since = self._clock(), self._since
         if since is None:
             return 0.0, False

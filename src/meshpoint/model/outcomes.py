@@ -37,7 +37,7 @@ class Ok(Generic[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A call without a result: `kind` is for code, `message` for people. A very long message is cut, with a note."""
+    """A call without a result: `kind` is for code, `message` for people. Very long messages are cut, with a note."""
 
     kind: FailureKind
     message: str = ""

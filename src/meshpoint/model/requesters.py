@@ -1,28 +1,28 @@
-"""Whose a task is, and which early cancels bind a request: names as the stores keep them."""
+"""Compares requesters, and early cancels with requests, using the names that stores keep."""
 
 from __future__ import annotations
 
 _MOST_CANCELLERS = 8
-_SEPARATOR = "\n"  # in no name: names are printable
+_SEPARATOR = "\n"  # cannot occur in a name, since names are printable
 
 
 def same_requester(known: str | None, other: str | None) -> bool:
-    """Whether two requests come from one requester. `None` is not known, and is compared with nothing."""
+    """Whether two requesters are the same. `None` is unknown and matches any."""
     return None in (known, other) or known == other
 
 
 def same_input(known: str | None, other: str | None) -> bool:
-    """Whether two digests are of one input. `None` is not known, and is compared with nothing."""
+    """Whether two input digests are the same. `None` is unknown and matches any."""
     return None in (known, other) or known == other
 
 
 def binds(cancellers: str | None, requester: str | None) -> bool:
-    """Whether a cancel that came before its request is of this requester; `None` binds every request."""
+    """Whether an early cancel applies to this requester's request; `None` applies to every request."""
     return cancellers is None or requester is None or requester in cancellers.split(_SEPARATOR)
 
 
 def with_canceller(cancellers: str | None, canceller: str | None) -> str | None:
-    """`cancellers` and one more, who may be anybody (`None`)."""
+    """Add a canceller to `cancellers`; `None` stands for any."""
     if cancellers is None or canceller is None:
         return None
     names = cancellers.split(_SEPARATOR)

@@ -82,9 +82,9 @@ def masked(text: str, keys: Collection[str] = ()) -> str:
 
 
 def _without_private_keys(text: str) -> str:
-    """`text` with `***` for each private key. One without an end is cut off, and everything behind it may be key.
+    """Replace each private key in `text` with `***`. If a key has no end marker, the rest of the text is cut.
 
-    A single pass, as a pattern that looked for the end from each beginning would take quadratic time.
+    A single pass, because a pattern that searches for the end from each beginning would take quadratic time.
     """
     kept: list[str] = []
     end = 0

@@ -16,7 +16,7 @@ class Published(Enum):
     ACCEPTED = auto()  # stored by the broker
     UNROUTABLE = auto()  # no such queue: nobody ever declared it
     OVERLOADED = auto()  # refused for now: try again later
-    REJECTED = auto()  # this message can never be sent: too large, or it cannot be encoded
+    REJECTED = auto()  # it can never be sent: too large, or not encodable
 
 
 class Delivery(Protocol):
@@ -65,21 +65,21 @@ class Broker(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether it can be reached now and every consumer is attached, as far as is known."""
+        """Whether the broker is reachable and every consumer attached, as far as is known."""
 
     @property
     def can_publish(self) -> bool:
         """Whether messages can be sent now, as far as is known."""
 
     def consuming(self, address: Address) -> bool:
-        """Whether a consumer of this process is attached to `address` now, as far as is known.
+        """Whether this process has a consumer attached to `address`, as far as is known.
 
-        While it is not, responses may be stuck there, and no deadline that depends on them is enforced.
+        If not, responses may be stuck there, and deadlines that depend on them are not enforced.
         """
 
     @property
     def max_message_bytes(self) -> int | None:
-        """Bytes of the largest body that the broker takes, as far as is known. A larger one is `REJECTED`."""
+        """Largest body in bytes that the broker accepts, if known. Larger ones are `REJECTED`."""
 
     async def open(self) -> None:
         """Connect."""
@@ -88,10 +88,10 @@ class Broker(Protocol):
         """Cancel consumers, give unsettled deliveries back, disconnect."""
 
     async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
-        """Make the queues of `agent` (requests, nested requests, responses, dead letters) exist, for good.
+        """Declare the permanent queues of `agent`: requests, nested requests, responses and dead letters.
 
         With `replica`, also that incarnation's private queue, which gets the agent's broadcasts and
-        disappears when unused for a while. With `shards` above 1, as many queues for requests.
+        disappears when unused for a while. `shards` is the number of request queues.
         """
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:

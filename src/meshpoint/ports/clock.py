@@ -13,7 +13,7 @@ class Clock(Protocol):
         """The present instant, aware, in UTC."""
 
     def monotonic(self) -> float:
-        """Seconds since some start. Never steps: for measuring how long something takes."""
+        """Seconds from an arbitrary start, for measuring durations. Never steps."""
 
     async def sleep(self, duration: timedelta) -> None:
         """Return after `duration`."""

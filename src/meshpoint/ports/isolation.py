@@ -1,4 +1,4 @@
-"""Runs one segment in a process of its own, so that its death ends nothing else."""
+"""Runs one segment in its own process, so that its death affects nothing else."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meshpoint.model.checkpoint import Run
 class Ending(Enum):
     """How an isolated run ended."""
 
-    SETTLED = auto()  # it committed the outcome, a pause or a release, and sent what followed
-    DIED = auto()  # its process died first
-    UNSTARTED = auto()  # no agent code ran: its connections failed, or there was no process to be had
-    IMPOSSIBLE = auto()  # no agent code can run there: the process cannot import the agent
+    SETTLED = auto()  # it committed an outcome, pause or release, and sent the messages that follow
+    DIED = auto()  # its process died before that
+    UNSTARTED = auto()  # no agent code ran: connections failed, or the process could not be started
+    IMPOSSIBLE = auto()  # the process cannot import the agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +28,23 @@ class Exit:
 
 
 class Word(StrEnum):
-    """What an isolated run may be asked to do."""
+    """A request to an isolated run."""
 
-    CANCEL = "cancel"  # stop the code, and end the task as cancelled
-    DRAIN = "drain"  # stop the code, and release the task
+    CANCEL = "cancel"  # stop the code and end the task as cancelled
+    DRAIN = "drain"  # stop the code and release the task
 
 
 class IsolatedRun(Protocol):
     """One segment in its own process. It ends with the process that started it."""
 
     async def exit(self) -> Exit:
-        """Wait until its process has ended."""
+        """Wait until the process has ended."""
 
     def tell(self, word: Word) -> None:
         """Ask it to stop."""
 
     def kill(self) -> None:
-        """End its process now, if it still runs."""
+        """Kill the process if it is still running."""
 
 
 class Isolation(Protocol):
@@ -54,5 +54,5 @@ class Isolation(Protocol):
         """Run the segment that `run` owns. `on_started` is called once the process renews the lease itself.
 
         Raises:
-            OSError: there is no process to be had.
+            OSError: the process could not be started.
         """

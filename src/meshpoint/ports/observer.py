@@ -80,5 +80,5 @@ class Steps:
     def _emit(self, step: Step, phase: Phase, ids: tuple[TaskId, ...], detail: dict[str, JsonValue]) -> None:
         try:
             self.observer.emit(Event(step, phase, self.agent, self.replica, ids, detail))
-        except Exception:  # it must not raise; whoever wrote it did not know
+        except Exception:  # observers must not raise, but this one did
             log.exception("the observer failed at %s %s", step.value, phase.value)

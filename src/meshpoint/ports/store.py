@@ -58,9 +58,8 @@ class Transitions(Protocol):
     async def begin(self, begins: Sequence[Begin]) -> list[BeginResult]:
         """Write tasks as `running`, generation 0, fence 1, attempt 1, with a lease and the request kept.
 
-        Any other row of that task: `Fenced`; a cancelled one: `CancelFound(None)`. With `Begin.order`, the row knows
-        in which order it was asked for: see `revive`. With `Begin.queued`, the row is `ready` at once: attempt 0, no
-        owner.
+        Any other row of that task: `Fenced`; a cancelled one: `CancelFound(None)`. The row keeps `Begin.order`: see
+        `revive`. With `Begin.queued`, the row is `ready` at once, with attempt 0 and no owner.
         """
 
     async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
@@ -109,7 +108,7 @@ class Transitions(Protocol):
         """
 
     async def requested(self, calls: Sequence[tuple[TaskId, TaskId]]) -> list[Dispatch | None]:
-        """The requests of calls, by task and `sub_task_id`, as they were sent; `None`: there is no such call."""
+        """The requests of calls, by task and `sub_task_id`, as sent; `None` for a missing call."""
 
     async def progress(self, updates: Sequence[Progress]) -> list[ProgressNoted | None]:
         """Extend the idle deadline of pending calls, never past the absolute one, and tell whom to forward to.
@@ -123,7 +122,7 @@ class DueWork(Protocol):
     """What time alone makes due. Rows locked by others are skipped."""
 
     async def due(self, replica: Replica, limit: int) -> Due:
-        """How much of each kind is due for `replica`, counted up to `limit`: one read that changes nothing."""
+        """Count the work of each kind that is due for `replica`, up to `limit`, in one read without changes."""
 
     async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
         """Waiting tasks with calls or a join past their deadline: close those calls, count them, take the task.
@@ -135,20 +134,20 @@ class DueWork(Protocol):
     async def take(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
         """`ready` tasks that are due and whose format the replica reads, oldest first: now `running` here.
 
-        At most `suspects` of them have been rescued `SUSPECT_FROM` times or more.
+        At most `suspects` of them are suspects, that is, rescued `SUSPECT_FROM` times or more.
         """
 
     async def take_over(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
         """`running` tasks of this agent whose lease has expired: fence + 1, rescues + 1, owned by `replica`.
 
-        Where `replica` does not isolate suspects, attempt + 1 too: nothing else counts.
-        In generation 0 any replica of the agent may take them; later only those that read the format. Beyond
-        `suspects`, those that were now rescued `SUSPECT_FROM` times or more become `ready` instead, and are not
-        returned: nobody owns what it cannot run.
+        If `replica` does not isolate suspects, attempt + 1 too, because no deaths are counted otherwise. In
+        generation 0 any replica of the agent may take them; later only replicas that read the format. Suspects
+        (rescued `SUSPECT_FROM` times or more) beyond the limit `suspects` become `ready` without an owner and are
+        not returned.
         """
 
     async def owned(self, run: Run) -> Resumable | None:
-        """The task that exactly this run owns, read again for another process of its owner; None: it is lost."""
+        """Read the task owned by exactly this run, for another process of its owner. `None` if it was lost."""
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
         """Extend the leases of running tasks under exactly these fences; return the runs that lost theirs.
@@ -170,11 +169,11 @@ class Outbox(Protocol):
         """Dispatches, cancel notices and replies that are due; each is leased to the caller with back-off."""
 
     async def keep_replies(self, wishes: Sequence[KeepReply]) -> list[bool]:
-        """Keep replies that could not be delivered, of tasks without a row; whether each will be sent from here.
+        """Keep undeliverable replies of tasks without a row. Returns, for each, whether it will be sent from here.
 
         A task without a row becomes a tombstone (generation 0, fence 0) whose reply is due after the dispatch lease.
         False: another run's row has the id, and nothing changed. With `KeepReply.again`, an ended task of this agent
-        has its reply due again, to the address in `KeepReply.reply`; one that is still due there keeps its turn.
+        has its reply due again, to the address in `KeepReply.reply`; a reply still due there keeps its turn.
         """
 
     async def mark_sent(self, sent: Sequence[Send]) -> None:
@@ -206,7 +205,7 @@ class CheckpointStore(Transitions, DueWork, Outbox, Catalog, Operations, Protoco
 
     @property
     def present(self) -> datetime | None:
-        """The present instant of the store's clock, at no cost; None where it is not known."""
+        """The current time by the store's clock, without I/O; `None` if unknown."""
 
     async def open(self) -> None:
         """Connect and check the schema.

@@ -23,10 +23,10 @@ class WorkingMemory(Protocol):
         """Whether a memory outlives its process. If not, every checkpoint in SQL carries the snapshot."""
 
     async def open(self) -> None:
-        """Check that it answers.
+        """Check that the memory answers.
 
         Raises:
-            MemoryUnavailable: it does not; the message names the setting with its address.
+            MemoryUnavailable: it does not; the message names the setting to check.
         """
 
     async def execute(self, owner: Owner, commands: Sequence[Command], *, seen: int = 0) -> tuple[int, list[Answer]]:

@@ -43,7 +43,7 @@ def read(path: Path, env: Mapping[str, str]) -> dict[str, Any]:
         raise ConfigurationError(str(path), _yaml_problem(error), "correct the YAML there") from error
     except RecursionError as error:
         raise ConfigurationError(str(path), "is nested too deep", "flatten it") from error
-    except (ValueError, OverflowError, AttributeError, TypeError) as error:  # of a date or a number that is none
+    except (ValueError, OverflowError, AttributeError, TypeError) as error:  # from an invalid date or number
         raise ConfigurationError(
             str(path), f"has a value that cannot be read: {error}", "put it in quotes"
         ) from error
@@ -89,17 +89,17 @@ def _replacement(reference: re.Match[str], env: Mapping[str, str], key: str) -> 
 
 
 def refuse_expansion(content: object) -> None:
-    """Refuse YAML whose aliases multiply: a few lines of them can stand for gigabytes.
+    """Refuse YAML whose aliases multiply: a few lines can expand to gigabytes.
 
     Raises:
-        yaml.YAMLError: `content` has too many values when each alias counts, or contains itself.
+        yaml.YAMLError: `content` has too many values after expansion, or contains itself.
     """
     if _expanded(content, {}) > _MOST_VALUES:
         raise yaml.YAMLError(_TOO_MANY)
 
 
 def _expanded(value: object, sizes: dict[int, int]) -> int:
-    """How many values `value` has, with each alias counted wherever it stands. `sizes` remembers by identity."""
+    """Count the values in `value` after expanding aliases. `sizes` caches results by identity."""
     if not isinstance(value, dict | list):
         return 1
     known = sizes.get(id(value))
@@ -127,7 +127,7 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        super().flatten_mapping(node)  # copies what '<<' names
+        super().flatten_mapping(node)  # copies the target of '<<'
         if len(node.value) > _MOST_VALUES:
             raise yaml.YAMLError(_TOO_MANY)
 

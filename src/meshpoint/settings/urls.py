@@ -68,13 +68,13 @@ def _scheme(url: str, key: str, accepted: tuple[str, ...], fix: str) -> str:
 
 
 def _check_server(url: str, key: str, fix: str) -> None:
-    """Check host and port, which drivers parse late and complain about in their own words."""
+    """Check host and port, which drivers parse late, with errors of their own."""
     if " " in url:
         raise ConfigurationError(key, "has a space", "write %20 for it")
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as error:  # its text may quote the password
+    except ValueError as error:  # its message may contain the password
         raise ConfigurationError(key, "has a host or a port that cannot be read", fix) from error
     if port == 0:
         raise ConfigurationError(key, "has the port 0", fix)

@@ -21,16 +21,16 @@ def kept(error: Exception) -> str:
 
 
 def made_again(name: str, text: str) -> Exception:
-    """The error of subtask `name` that `kept` wrote: of the same type if that is loaded and can be made again.
+    """Rebuild the error of subtask `name` that `kept` stored, with the same type if it is loaded and constructible.
 
-    A record imports nothing and calls nothing but an exception's constructor.
+    A record never imports anything, and calls nothing but an exception's constructor.
     """
     known = json.loads(text)
     module, _, qualified = known["type"].partition(":")
     kind = _loaded_exception(module, qualified)
     error = None
     if kind is not None and known["args"] is not None:
-        with suppress(Exception):  # a constructor that wants something else
+        with suppress(Exception):  # the constructor has other parameters
             error = kind(*known["args"])
     if error is not None and str(error) == known["message"]:
         return error
@@ -38,7 +38,7 @@ def made_again(name: str, text: str) -> Exception:
 
 
 def _loaded_exception(module: str, qualified: str) -> type[Exception] | None:
-    """The exception class of this name, if its module is loaded and defines it."""
+    """The exception class with this name, if its module is already loaded and defines it."""
     found: object = sys.modules.get(module)
     for step in qualified.split("."):
         found = vars(found).get(step) if isinstance(found, ModuleType | type) else None

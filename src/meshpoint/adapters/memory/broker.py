@@ -22,22 +22,22 @@ class MemoryBroker:
 
     @property
     def connected(self) -> bool:
-        """Whether it is open."""
+        """Whether the broker is open."""
         return self._open
 
     @property
     def can_publish(self) -> bool:
-        """Whether it is open."""
+        """Whether the broker is open."""
         return self.connected
 
     def consuming(self, address: Address) -> bool:
-        """Whether a consumer of `address` was started here and not cancelled."""
+        """Whether this broker has an active consumer of `address`."""
         attached = any(each.queue.address == address and not each.cancelled for each in self._consumers)
         return self.connected and attached
 
     @property
     def max_message_bytes(self) -> int | None:
-        """There is no limit."""
+        """No limit."""
         return None
 
     async def open(self) -> None:

@@ -19,7 +19,7 @@ class FakeClock:
         return self._now
 
     def monotonic(self) -> float:
-        """Seconds that it was moved by."""
+        """Seconds that the clock was advanced."""
         return (self._now - self._start).total_seconds()
 
     async def sleep(self, duration: timedelta) -> None:

@@ -33,7 +33,7 @@ class MemoryDueWork:
         self._tables = tables
 
     async def due(self, replica: Replica, limit: int) -> Due:
-        """How much of each kind is due."""
+        """Count the work of each kind that is due."""
         now, mine = self._tables.clock.now(), [row for row in self._live() if row.agent == replica.agent]
         readable = [row for row in mine if row.readable_by(replica)]
         asleep = [row for row in mine if row.state in {TaskState.WAITING, TaskState.READY}]
@@ -83,7 +83,7 @@ class MemoryDueWork:
         return owned
 
     async def owned(self, run: Run) -> Resumable | None:
-        """The task that exactly this run owns."""
+        """The task owned by exactly this run."""
         row = self._tables.live.get(run.task_id)
         return row.resumable() if row is not None and row.state is TaskState.RUNNING and row.run == run else None
 

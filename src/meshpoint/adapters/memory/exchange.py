@@ -81,9 +81,8 @@ class MemoryExchange:
     """What a broker's server would hold; it lasts as long as the object.
 
     A message given back for the `delivery_limit`-th time goes to the dead letters. A private queue disappears
-    `private_ttl` after the last broker that used it was closed, and refuses more than `private_max_length` messages.
-    A queue of requests refuses more than `max_length`.
-    Beyond `dead_letters_max_length` the oldest dead letters are dropped.
+    `private_ttl` after the last broker that used it was closed, and holds at most `private_max_length` messages.
+    A request queue holds at most `max_length`. Above `dead_letters_max_length`, the oldest dead letters are dropped.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class MemoryExchange:
         return [queue for queue in self._queues.values() if queue.private and queue.agent == agent]
 
     def has_room(self, queue: Queue) -> bool:
-        """Whether the queue takes one more message."""
+        """Whether the queue has room for another message."""
         limit = self._private_max_length if queue.private else self._max_length
         return len(queue.ready) < limit or not (queue.private or takes_requests(queue.address))
 

@@ -50,7 +50,7 @@ class MemoryOperations:
         self._tables = tables
 
     async def copy_key(self) -> bytes:
-        """The key that authenticates copies; gone with the process, as the tasks are."""
+        """The key that authenticates copies. It is lost with the process, as the tasks are."""
         return self._tables.copy_key
 
     async def track(self, wish: Track) -> BeginResult:
@@ -242,7 +242,7 @@ def _requester(wish: Revive, row: TaskRow) -> Requester:
     if wish.requester != NOBODY:
         return wish.requester
     waits = row.requester.reply_to is not None and not row.reply_sent
-    # Nobody waits: but the task stays the business of its requester.
+    # No reply is expected, but the task still belongs to its requester.
     return replace(row.requester, deadline=None) if waits else Requester(app_id=row.requester.app_id)
 
 

@@ -38,7 +38,7 @@ class MemoryOutbox:
         return sends
 
     async def keep_replies(self, wishes: Sequence[KeepReply]) -> list[bool]:
-        """Keep replies of tasks without a row."""
+        """Keep replies for tasks without a row."""
         return [self._keep(wish) for wish in wishes]
 
     def _keep(self, wish: KeepReply) -> bool:
@@ -88,13 +88,13 @@ class MemoryCatalog:
 
 
 def sends_due(row: TaskRow, now: datetime) -> int:
-    """How many requests, cancels and replies of `row` are due to be sent."""
+    """Count the requests, cancels and replies of `row` that are due."""
     calls = sum(_call_due(call, now) for call in row.calls.values())
     return calls + _reply_due(row, now)
 
 
 def _call_due(call: CallRow, now: datetime) -> bool:
-    # A request past its deadline is not worth sending: it is about to expire.
+    # A request past its deadline is not sent: it is about to expire.
     expired = call.state is CallState.PENDING and call.due_at <= now
     return call.unsent and not expired and call.send_at <= now
 

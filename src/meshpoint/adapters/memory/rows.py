@@ -158,7 +158,7 @@ class TaskRow:
 
     @property
     def early(self) -> bool:
-        """Whether this is no task, but a cancel that came before its request; its requester is who cancelled."""
+        """Whether this is the tombstone of a cancel that came before its request; its requester is the canceller."""
         return self.state is TaskState.CANCELLED and self.fence == 0 and self.requester.reply_to is None
 
     @property
@@ -233,7 +233,7 @@ class TaskRow:
         return CancelNotice(self.agent, self.task_id, call.sub_task_id, call.peer)
 
     def known(self, reply: Reply | None) -> Known:
-        """The task as those meet it who ask for it again."""
+        """The task as a repeated request sees it."""
         requester = self.requester.app_id
         return Known(
             self.task_id, self.agent, self.state, reply, requester=requester, digest=self.digest, early=self.early
@@ -269,7 +269,7 @@ class TaskRow:
 
 
 _FEW = 1_000
-"""Tombstones that may stand in vain."""
+"""Stale tombstone entries allowed before a clean-up."""
 
 
 class Tables:
@@ -277,8 +277,8 @@ class Tables:
 
     A tombstone whose end was moved, or which is none any more, stands there once more or in vain.
 
-    With `ended_kept`, a task whose outcome is confirmed is forgotten, but for what `over` knows of the last so many:
-    who asked for it, and with which input.
+    With `ended_kept`, a task is forgotten when its outcome is confirmed. Only the requesters and input digests of the
+    last ones are kept, in `over`.
     """
 
     def __init__(self, clock: Clock, timings: StoreTimings, ended_kept: int | None = None) -> None:
@@ -301,7 +301,7 @@ class Tables:
                 index.pop(row.task_id, None)
 
     def forget_if_over(self, row: TaskRow) -> None:
-        """Forget a task with which nothing is left to be done."""
+        """Forget a task that needs no further work."""
         if self._ended_kept is None or not row.state.ended or row.unsent or row.early or _resumable(row):
             return
         del self.tasks[row.task_id]
@@ -313,7 +313,7 @@ class Tables:
             heapq.heapify(self.tombstones)
 
     def known(self, task_id: TaskId) -> Known | None:
-        """What is known of a task, if anything is."""
+        """The task as far as it is known, or `None`."""
         row = self.tasks.get(task_id)
         if row is None:
             return self.over.get(task_id)
@@ -344,7 +344,7 @@ class Tables:
         self.put(row)
 
     def keep_reply(self, wish: KeepReply) -> None:
-        """Write a tombstone whose reply is due, for a task that has no row."""
+        """Insert a tombstone with a due reply, for a task without a row."""
         now, reply = self.clock.now(), wish.reply
         row = TaskRow(reply.task_id, reply.agent, wish.run_id, reply.requester, reply.state, now, now)
         row.fence, row.reply, row.ended_at = 0, reply.body, now

@@ -19,9 +19,9 @@ class MemoryCheckpointStore(MemoryTransitions, MemoryDueWork, MemoryOutbox, Memo
     No method awaits anything: each runs to its end before another task of the event loop can look, so none can
     leave a transition half done, not even when it is cancelled.
 
-    A task is a tombstone with its reply for `timings.tombstone_ttl`. With `ended_kept`, one whose reply was sent is
-    forgotten at once, and only the ids of the last so many are known: a duplicate of their request is recognised, and
-    is not answered again.
+    An ended task stays as a tombstone with its reply for `timings.tombstone_ttl`. With `ended_kept`, it is forgotten
+    once its reply is sent, and only the last `ended_kept` ids are kept: a duplicate of such a request is recognised
+    and not answered again.
     """
 
     def __init__(self, clock: Clock, *, timings: StoreTimings, ended_kept: int | None = None) -> None:
@@ -34,7 +34,7 @@ class MemoryCheckpointStore(MemoryTransitions, MemoryDueWork, MemoryOutbox, Memo
 
     @property
     def present(self) -> datetime:
-        """The present instant of this store's clock."""
+        """The current time by this store's clock."""
         return self._tables.clock.now()
 
     async def open(self) -> None:

@@ -100,7 +100,7 @@ class MemoryTransitions:
         return [self._cancel(cancel) for cancel in cancels]
 
     async def requested(self, calls: Sequence[tuple[TaskId, TaskId]]) -> list[Dispatch | None]:
-        """The requests of calls, as they were sent."""
+        """The requests of calls, as sent."""
         rows = [(self._tables.tasks.get(task_id), sub_task_id) for task_id, sub_task_id in calls]
         found = [(row, None if row is None else row.calls.get(sub_task_id)) for row, sub_task_id in rows]
         return [None if row is None or call is None else row.dispatch(call) for row, call in found]
@@ -132,7 +132,7 @@ class MemoryTransitions:
         return Begun(row.run)
 
     def _row_for(self, run: Run, requester: Requester) -> TaskRow | None:
-        """The task's row; an early cancel that does not bind this first run counts for nothing."""
+        """The task's row, ignoring an early cancel that does not apply to this first run."""
         row = self._tables.tasks.get(run.task_id)
         if row is None or run.fence > 0 or not row.early:
             return row
@@ -247,7 +247,7 @@ class MemoryTransitions:
             row.fence = 0  # no run ever owned it
             tables.entomb(row, TaskState.CANCELLED, cancel.run_id, cancel.reply)
             return CancelBeforeRequest()
-        if row.agent != cancel.agent:  # this agent knows no such task
+        if row.agent != cancel.agent:  # this agent has no such task
             return CancelBeforeRequest()
         if row.early:
             return _cancel_again(row, cancel, now)
@@ -303,7 +303,7 @@ def _refuse_pause(row: TaskRow | None, pause: Pause) -> PauseResult | None:
 
 
 def _is_cancelled(row: TaskRow, run: Run, requester: Requester) -> bool:
-    """Whether the task of this requester, and not another one under its id, was cancelled."""
+    """Whether this requester's task was cancelled, rather than another task with the same id."""
     if row.state is not TaskState.CANCELLED:
         return False
     same = row.agent == run.agent and same_requester(row.requester.app_id, requester.app_id)
@@ -311,10 +311,10 @@ def _is_cancelled(row: TaskRow, run: Run, requester: Requester) -> bool:
 
 
 def _cancel_again(row: TaskRow, cancel: Cancel, now: datetime) -> CancelResult:
-    """A further cancel that comes before the request."""
+    """Record another cancel that comes before the request."""
     before = row.requester.app_id
     row.requester = replace(row.requester, app_id=with_canceller(before, cancel.sender))
-    if row.requester.app_id != before or row.run_id == cancel.run_id:  # its broadcast may not have been sent
+    if row.requester.app_id != before or row.run_id == cancel.run_id:  # its broadcast may be unsent
         return CancelBeforeRequest()
     return CancelTooLate(row.reply_at(now))
 

@@ -43,7 +43,7 @@ class LocalWorkingMemory:
         return False
 
     async def open(self) -> None:
-        """Nothing to check: it is in this process."""
+        """Nothing to check: the memory is in this process."""
 
     async def execute(self, owner: Owner, commands: Sequence[Command], *, seen: int = 0) -> tuple[int, list[Answer]]:
         """Do commands in order; the version then, and what each answered.
