@@ -30,6 +30,7 @@ async def run_apart(
     try:
         await asyncio.wait({watching})
     except asyncio.CancelledError:  # the process ends with the replica
+        watch.replica_ends = True
         watching.cancel()
         raise
     finally:
@@ -47,6 +48,7 @@ class _Watch:
     isolation: Isolation
     release_within: float
     on_started: Callable[[], None]
+    replica_ends: bool = False
     killed: bool = False
     kill_at: float | None = None  # of the event loop's clock
 
@@ -70,8 +72,8 @@ class _Watch:
         try:
             done, _ = await asyncio.wait({ending}, timeout=left)
         except asyncio.CancelledError:
-            if self.segment.stopped is None:
-                raise
+            if self.replica_ends or self.segment.stopped is None:
+                raise  # and the process is killed, whatever it was told before
             assert me is not None
             me.uncancel()
             self._stop(process, self.segment.stopped)

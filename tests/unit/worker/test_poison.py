@@ -230,6 +230,25 @@ async def test_a_drain_releases_a_suspect_and_counts_nothing(mesh: Mesh, boss: P
     assert await boss.reply(task) == Ok("done")
 
 
+async def test_a_drain_ends_a_process_that_does_not_heed_its_cancel(mesh: Mesh, boss: Puppet) -> None:
+    gate = Gate()
+    agent = gated("agent", gate)
+    cells = Cells(mesh, agent)
+    (task,) = await suspected(mesh, boss, agent, gate, 1, isolation=cells)
+    quick = {"drain_timeout": timedelta(0), "release_timeout": timedelta(seconds=1)}
+    replica = await mesh.replica(agent, isolation=cells, **quick)
+    await mesh.advance(LEASE)
+    cell = await cells.cell()
+    await gate.reach(3)
+    cell.hang()
+    await boss.cancel("agent", task)
+    await mesh.settle()
+    assert cell.words == [Word.CANCEL]
+    await replica.drain()
+    await mesh.settle()
+    assert cell.ended
+
+
 async def test_a_replica_that_dies_takes_the_process_along_and_counts_a_rescue(mesh: Mesh, boss: Puppet) -> None:
     gate = Gate()
     agent = gated("agent", gate)
