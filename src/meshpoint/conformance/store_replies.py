@@ -141,6 +141,24 @@ class RepliesSuite:
         clock.advance(LEASED)
         assert await store.unsent(AGENT, 10) == []
 
+    async def test_a_kept_reply_takes_the_place_of_a_cancel_that_came_before_its_request(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        """A cancel leaves a row while a task without one runs: the task's reply must not be lost for it."""
+        wishes = [a_kept_reply(), a_kept_reply()]
+        mine, theirs = (wish.reply.task_id for wish in wishes)
+        await store.cancel([a_cancel(mine, sender="desk"), a_cancel(theirs, sender="stranger")])
+        for _ in range(2):
+            assert await store.keep_replies(wishes) == [True, True]
+        clock.advance(LEASED)
+        offered = {each.task_id: each for each in await store.unsent(AGENT, 10)}
+        assert offered == {wish.reply.task_id: replace(wish.reply, age=LEASED) for wish in wishes}
+
+    async def test_a_kept_reply_knows_the_input_of_its_request(self, store: CheckpointStore) -> None:
+        wish = replace(a_kept_reply(), digest="of the input")
+        await store.keep_replies([wish])
+        assert (await store.lookup([wish.reply.task_id]))[wish.reply.task_id].digest == "of the input"
+
     async def test_another_agents_row_is_left_alone(self, store: CheckpointStore) -> None:
         wish = a_kept_reply()
         await store.keep_replies([wish])

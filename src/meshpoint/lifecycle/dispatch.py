@@ -185,11 +185,11 @@ class Outgoing:
         except Unavailable as error:  # losing a mark only sends again
             self._site.patience.note_away(error)
 
-    async def answer(self, reply: Reply, run_id: RunId, *, again: bool = False) -> None:
+    async def answer(self, reply: Reply, run_id: RunId, *, again: bool = False, digest: str | None = None) -> None:
         """Publish a reply that no run commits. If it cannot be delivered at once, it is kept and sent later.
 
         Afterwards the request may be acked: the reply is confirmed, stored in a row, or its loss is reported.
-        `again`: the request of an ended task was delivered again.
+        `again`: the request of an ended task was delivered again. `digest` is that of the request's input.
         """
         letter = reply_letter(reply)
         if letter is None:
@@ -201,7 +201,8 @@ class Outgoing:
         if word is Published.REJECTED:
             self._note_rejected(reply)
         elif word is not Published.ACCEPTED:
-            await self._keep(reply, run_id, gone=word is Published.UNROUTABLE, again=again)
+            keep = self._site.options.reply_retry_time if word is Published.UNROUTABLE else None
+            await self._keep(KeepReply(run_id, reply, keep, again, digest))
 
     async def _prompt_word(self, reply: Reply, letter: Letter) -> Published:
         """Publish a reply. Returns `OVERLOADED` if the broker works but does not confirm it."""
@@ -229,12 +230,11 @@ class Outgoing:
             raise BrokerUnavailable("publishing a reply: the broker did not confirm it")
         return word
 
-    async def _keep(self, reply: Reply, run_id: RunId, *, gone: bool, again: bool) -> None:
-        home = self._site.homes[0]
+    async def _keep(self, wish: KeepReply) -> None:
+        home, reply = self._site.homes[0], wish.reply
         if not self._has_room:
             self._drop(reply, "as many replies as max_in_memory allows wait already")
             return
-        wish = KeepReply(run_id, reply, self._site.options.reply_retry_time if gone else None, again)
         with self._site.steps.step(Step.END, [reply.task_id], state=reply.state.value):
             (kept,) = await self._site.patience.until_answered(lambda: home.store.keep_replies([wish]))
         if not kept:

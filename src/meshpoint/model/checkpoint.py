@@ -229,14 +229,18 @@ class Cancel:
 class KeepReply:
     """Keep an undeliverable reply in a tombstone if its task has no row.
 
+    An early cancel's row is no task's: the reply replaces it.
+
     `keep` is how long the row stays, `None` for as long as any tombstone. With `again`, the request of an ended task
-    was delivered again: the reply in its row becomes due again, for the requester of `reply`.
+    was delivered again: the reply in its row becomes due again, for the requester of `reply`. `digest` is that of the
+    request's input.
     """
 
     run_id: RunId
     reply: Reply
     keep: timedelta | None = None
     again: bool = False
+    digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

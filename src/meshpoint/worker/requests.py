@@ -428,7 +428,8 @@ class Requests:
 
     async def _refuse(self, segment: Segment, refused: Failed) -> None:
         reply = finish.refusal_for(segment, refused)
-        await self._outgoing.answer(reply, segment.run.id, again=refused.kind is FailureKind.CANCELLED)
+        again = refused.kind is FailureKind.CANCELLED
+        await self._outgoing.answer(reply, segment.run.id, again=again, digest=segment.digest)
         await self._settled(segment)
 
     async def _refuse_in_use(self, segment: Segment, whose: str = "") -> None:

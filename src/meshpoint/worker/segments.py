@@ -576,7 +576,7 @@ class Segments:
 
     async def _answer(self, segment: Segment, reply: Reply) -> None:
         """Answer a task without a row: once its reply is confirmed or kept, ack its request."""
-        await self._outgoing.answer(reply, segment.run.id)
+        await self._outgoing.answer(reply, segment.run.id, digest=segment.digest)
         await self.ack(segment)
 
     async def ack(self, segment: Segment) -> None:

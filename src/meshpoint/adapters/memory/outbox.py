@@ -44,7 +44,7 @@ class MemoryOutbox:
     def _keep(self, wish: KeepReply) -> bool:
         reply, tables = wish.reply, self._tables
         row = tables.tasks.get(reply.task_id)
-        if row is None:
+        if row is None or (row.early and not wish.again):
             tables.keep_reply(wish)
             return True
         if wish.again and row.state.ended and row.agent == reply.agent:

@@ -347,7 +347,7 @@ class Tables:
         """Insert a tombstone with a due reply, for a task without a row."""
         now, reply = self.clock.now(), wish.reply
         row = TaskRow(reply.task_id, reply.agent, wish.run_id, reply.requester, reply.state, now, now)
-        row.fence, row.reply, row.ended_at = 0, reply.body, now
+        row.fence, row.reply, row.ended_at, row.digest = 0, reply.body, now, wish.digest
         row.send_at = now + self.timings.dispatch_lease
         row.due_at = self.expiry(row) if wish.keep is None else now + wish.keep
         heapq.heappush(self.tombstones, (row.due_at, row.task_id))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Row
@@ -13,7 +13,16 @@ from sqlalchemy import Row
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.database import Transaction
 from meshpoint.adapters.sql.locking import LockedTasks, Terms, in_rounds, lock_tasks
-from meshpoint.adapters.sql.rows import Columns, Names, by_task, dispatch_of, notice_of, reply_of, requester_columns
+from meshpoint.adapters.sql.rows import (
+    Columns,
+    Names,
+    by_task,
+    dispatch_of,
+    is_early,
+    notice_of,
+    reply_of,
+    requester_columns,
+)
 from meshpoint.model.checkpoint import (
     CallState,
     CancelNotice,
@@ -103,7 +112,9 @@ async def keep_replies(tx: Transaction, wishes: Sequence[tuple[KeepReply, bytes 
     """Insert tombstones with packed replies for tasks that have no row."""
 
     async def turn(each: list[tuple[KeepReply, bytes | None]]) -> list[bool]:
-        locked = await lock_tasks(tx, [wish.reply.task_id for wish, _ in each])
+        locked = await _without_early_cancels(
+            tx, await lock_tasks(tx, [wish.reply.task_id for wish, _ in each]), each
+        )
         absent = [(wish, body) for wish, body in each if wish.reply.task_id not in locked.rows]
         absent.sort(key=lambda pair: pair[0].reply.task_id)  # an insert waits for a concurrent insert of the same key
         await tx.each(sql.INSERT_KEPT_REPLY, [_kept(wish, body, locked.now, terms) for wish, body in absent])
@@ -116,6 +127,18 @@ async def keep_replies(tx: Transaction, wishes: Sequence[tuple[KeepReply, bytes 
     return await in_rounds(wishes, lambda pair: pair[0].reply.task_id, turn)
 
 
+async def _without_early_cancels(
+    tx: Transaction, locked: LockedTasks, wishes: Sequence[tuple[KeepReply, bytes | None]]
+) -> LockedTasks:
+    """`locked` without the rows of cancels that came while the task of a reply ran, which are deleted."""
+    first = {wish.reply.task_id for wish, _ in wishes if not wish.again}
+    early = [task_id for task_id, row in locked.rows.items() if task_id in first and is_early(row)]
+    if not early:
+        return locked
+    await tx.run(sql.DELETE_TASKS, ids=early)
+    return replace(locked, rows={id_: row for id_, row in locked.rows.items() if id_ not in early})
+
+
 def _kept(wish: KeepReply, body: bytes | None, now: float, terms: Terms) -> Columns:
     reply, deadline = wish.reply, wish.reply.requester.deadline
     as_others = max(now, deadline.timestamp() if deadline else now) + terms.tombstone_ttl
@@ -125,6 +148,7 @@ def _kept(wish: KeepReply, body: bytes | None, now: float, terms: Terms) -> Colu
         "status": reply.state.value,
         "run_id": wish.run_id,
         "reply": body,
+        "digest": wish.digest,
         "now": now,
         "expires_at": as_others if wish.keep is None else now + wish.keep.total_seconds(),
     }

@@ -184,9 +184,11 @@ WHERE logical_task_id = :task_id AND status = 'cancelled' AND fence = 0 AND repl
 INSERT_KEPT_REPLY = """
 INSERT INTO agent_paused_tasks (
   logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, reply, reply_sent, reply_attempts,
-  reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, checkpointed_at, ended_at, expires_at)
+  reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, checkpointed_at, ended_at, expires_at,
+  request_digest)
 VALUES (:task_id, :agent, :status, 0, 0, :run_id, 0, :wake_at, :reply, false, 1,
-  :reply_to, :requester_app_id, :parent_task_id, :task_deadline, :idle_timeout, :now, :now, :expires_at)
+  :reply_to, :requester_app_id, :parent_task_id, :task_deadline, :idle_timeout, :now, :now, :expires_at,
+  :digest)
 """
 
 # Make the reply of an ended task due again after a repeated request. A reply still due to the same address keeps its
