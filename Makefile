@@ -1,6 +1,6 @@
 # Every target sets up what it needs in .venv: only git, make, Python 3.11+ and a package index are assumed.
 #   make demo    the demonstration; installs the runtime dependencies only
-#   make test    the checks, then every test; `make test ARGS="-k claim"` runs some
+#   make test    the checks, then every test, JOBS=3 at a time; `make test ARGS="-k claim"` runs some
 #   make outages database and broker away for a minute under load, each; the suite has a short form
 #   make chaos   every fault at random, for MINUTES=20, and a ledger that must balance; the suite has a short form
 #   make fuzz    mutated messages on live replicas for MINUTES=10, with honest traffic next to them; the suite has a minute
@@ -19,6 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 STAMPS := $(VENV)/.installed
 ARGS ?=
+JOBS ?= 3
 SEEDS ?= 200
 MINUTES ?= 20
 
@@ -30,11 +31,11 @@ demo: $(STAMPS)/runtime
 
 # AFTER_TESTS is for .ci/run.
 test: check
-	@$(BIN)/python -m pytest $(ARGS) $(AFTER_TESTS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS) $(AFTER_TESTS)
 
 lowest:
 	@$(MAKE) --no-print-directory VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt .venv-lowest/.installed/dev
-	@.venv-lowest/bin/python -m pytest $(ARGS)
+	@.venv-lowest/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 outages: $(STAMPS)/dev
 	@MESHPOINT_OUTAGE_SECONDS=60 $(BIN)/python -m pytest tests/acceptance/test_outages.py $(ARGS)

@@ -207,5 +207,9 @@ class NotJson(MeshpointError, ValueError):
     """A value that is not JSON was set on a context; the message names its key."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """A person's signal that ends whatever runs, agent code included. Raised by a signal handler, never by agents."""
+
+
 NO_DEFECT = (Unavailable, ConfigurationError)
 """What no single message is to blame for; anything else that a room raises is a defect."""

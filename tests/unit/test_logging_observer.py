@@ -65,7 +65,7 @@ def test_events_have_levels(told: Event, level: int) -> None:
     assert level_of(told) == level
 
 
-@pytest.mark.parametrize("step", LOOKS)
+@pytest.mark.parametrize("step", sorted(LOOKS))
 def test_the_beat_of_the_looks_is_not_even_for_those_who_debug(stream: io.StringIO, step: Step) -> None:
     with logs(stream, "debug") as observer:
         observer.emit(event(step, Phase.BEFORE))

@@ -22,7 +22,7 @@ from meshpoint.cli.exec_result import document_of, export, tell
 from meshpoint.cli.exits import ExitCode
 from meshpoint.cli.output import print_note
 from meshpoint.cli.steps import shown_steps
-from meshpoint.errors import ConfigurationError
+from meshpoint.errors import ConfigurationError, Interrupted
 
 if TYPE_CHECKING:
     from meshpoint.exec.embedded import Exec
@@ -231,7 +231,7 @@ def _on_signals(act: Callable[[int], object]) -> Iterator[None]:
     def on_signal(number: int, _: object) -> None:
         nonlocal heard
         if heard:
-            raise KeyboardInterrupt
+            raise Interrupted
         heard = True
         os.write(2, _CANCELLING)  # not by way of a stream, whose write it may have interrupted
         loop.call_soon_threadsafe(act, number)

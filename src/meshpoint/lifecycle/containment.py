@@ -18,6 +18,7 @@ from contextvars import Context, ContextVar, copy_context
 from types import CoroutineType, TracebackType
 from typing import Any, cast
 
+from meshpoint.errors import Interrupted
 from meshpoint.model.error_text import described
 
 log = logging.getLogger("meshpoint.run")
@@ -64,6 +65,8 @@ def from_outside(error: BaseException) -> bool:
     """Whether this exit came from a person's Ctrl-C rather than a `raise`."""
     if not isinstance(error, KeyboardInterrupt):
         return False
+    if isinstance(error, Interrupted):
+        return True
     innermost: TracebackType | None = None
     trace = error.__traceback__
     while trace is not None:

@@ -31,7 +31,7 @@ def test_json_is_kept_as_it_is(mapping: dict[str, Any], sequence: list[Any]) -> 
     assert copy.deepcopy(JsonDict(mapping)) == pickle.loads(pickle.dumps(JsonDict(mapping))) == mapping
 
 
-@pytest.mark.parametrize("value", NOT_JSON, ids=repr)
+@pytest.mark.parametrize("value", NOT_JSON, ids=lambda value: type(value).__name__)
 def test_every_way_to_set_a_dicts_value_refuses_what_is_not_json(value: Any) -> None:
     flags = JsonDict({"kept": 1}, name="flags")
     ways: list[Callable[[], object]] = [
@@ -49,7 +49,7 @@ def test_every_way_to_set_a_dicts_value_refuses_what_is_not_json(value: Any) -> 
     assert flags == {"kept": 1}
 
 
-@pytest.mark.parametrize("value", NOT_JSON, ids=repr)
+@pytest.mark.parametrize("value", NOT_JSON, ids=lambda value: type(value).__name__)
 def test_every_way_to_set_a_lists_value_refuses_what_is_not_json(value: Any) -> None:
     items = JsonList([1], name="items")
     ways: list[tuple[Callable[[], object], int]] = [
