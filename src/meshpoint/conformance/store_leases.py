@@ -36,6 +36,7 @@ from meshpoint.conformance.build import (
 )
 from meshpoint.model.calls import FIRST
 from meshpoint.model.checkpoint import (
+    Begun,
     KeepAlive,
     Release,
     Resumable,
@@ -249,6 +250,15 @@ class RescueSuite:
         task = one(await store.take(THERE, 1))
         assert (task.request, task.run.generation, task.run.fence, task.attempt) == (b"request", 0, 2, 1)
         assert kind_of(one(await store.begin([wish]))) == "Fenced"
+
+    async def test_a_repeated_begin_tells_what_the_first_one_wrote(self, store: CheckpointStore) -> None:
+        """How many slots are free may have changed since."""
+        for queued in (True, False):
+            wish = replace(a_begin(), queued=queued)
+            first = one(await store.begin([wish]))
+            assert isinstance(first, Begun)
+            assert first.queued is queued
+            assert await store.begin([replace(wish, queued=not queued)]) == [first]
 
 
 async def rescued(store: CheckpointStore, clock: FakeClock) -> Resumable:

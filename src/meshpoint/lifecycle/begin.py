@@ -47,17 +47,15 @@ async def begin(
             return site.memory, await _write(wish, site.memory, site)
 
 
-async def begin_redelivered(
-    redelivered: Sequence[tuple[Segment, str | None]], site: Site
-) -> list[tuple[BeginResult, bool]]:
+async def begin_redelivered(redelivered: Sequence[tuple[Segment, str | None]], site: Site) -> list[BeginResult]:
     """Insert rows for tasks without one, each with its order, in one transaction.
 
-    Tasks returned with `True` are running and hold one slot each, as far as slots are free. The rest are ready.
+    Tasks that are not `queued` are running and hold one slot each, as far as slots are free. The rest are ready.
     """
     home = site.durable
     assert home is not None
 
-    async def attempt() -> list[tuple[BeginResult, bool]]:
+    async def attempt() -> list[BeginResult]:
         # Hold slots for one attempt only: during an outage, in-memory tasks need them.
         granted = site.slots.take(len(redelivered))
         used = 0
@@ -65,11 +63,10 @@ async def begin_redelivered(
             results = await home.store.begin(
                 [_wish(each, order, site, queued=place >= granted) for place, (each, order) in enumerate(redelivered)]
             )
-            begun = [(result, isinstance(result, Begun) and place < granted) for place, result in enumerate(results)]
-            used = sum(runs for _, runs in begun)
+            used = sum(isinstance(result, Begun) and not result.queued for result in results)
         finally:
             site.slots.give_back(granted - used)
-        return begun
+        return results
 
     with site.steps.step(Step.BEGIN, [segment.run.task_id for segment, _ in redelivered]):
         return await site.patience.until_answered(attempt)

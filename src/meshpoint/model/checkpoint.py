@@ -346,9 +346,10 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The row is there and this run owns it (also when it found itself)."""
+    """The row is there and this run owns it (also when it found itself). `queued`: nobody does, it is ready."""
 
     run: Run
+    queued: bool = False
 
 
 @dataclass(frozen=True, slots=True)

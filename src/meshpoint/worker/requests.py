@@ -217,8 +217,8 @@ class Requests:
         assert home is not None
         results = await begin_redelivered([(segment, request.resume) for segment, request, _ in arrived], self._site)
         running: list[tuple[Segment, receive.Request]] = []
-        for (segment, request, _), (result, runs) in zip(arrived, results, strict=True):
-            if runs and isinstance(result, Begun):
+        for (segment, request, _), result in zip(arrived, results, strict=True):
+            if isinstance(result, Begun) and not result.queued:
                 segment.run, segment.home = result.run, home
                 self._segments.own(segment)
                 running.append((segment, request))

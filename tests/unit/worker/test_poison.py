@@ -17,6 +17,7 @@ from meshpoint.ports.isolation import Ending, Exit, Word
 
 from .agents import Gate, Scripted, gated, gated_after
 from .cells import KILLED, Cells
+from .faults import IN_DOUBT
 from .mesh import Mesh
 from .puppet import Puppet
 
@@ -384,3 +385,34 @@ async def test_redelivered_requests_have_rows_before_any_of_them_runs(mesh: Mesh
     assert set(unacked) <= {0, 4}
     gate.opened.set()
     assert [await boss.reply(task) for task in tasks] == [Ok("done")] * 6
+
+
+async def test_redelivered_requests_whose_commit_was_in_doubt_run_at_once(mesh: Mesh, boss: Puppet) -> None:
+    """They were written as running here, and their slots are taken by others when the answer comes."""
+    gate = Gate()
+    agent = gated("agent", gate)
+    first = await mesh.replica(agent)
+    tasks = [await boss.ask("agent", number) for number in range(3)]
+    await gate.reach(3)
+    await first.crash()
+    second = await mesh.replica(agent)
+    await gate.reach(6)
+    third = await mesh.replica(agent, max_concurrency=3)
+    third.store.fail("begin", IN_DOUBT)
+    slots = third.worker.site.slots
+
+    async def others_come() -> None:
+        third.store.after.clear()
+        slots.give_back(-3)
+
+    third.store.after["begin"] = others_come
+    await second.crash()
+    await mesh.events.wait(Step.STORE_AWAY)
+    await mesh.advance(5)
+    await gate.reach(9)
+    assert slots.free == -3
+    slots.give_back(3)
+    gate.opened.set()
+    assert [await boss.reply(task) for task in tasks] == [Ok("done")] * 3
+    await mesh.settle()
+    assert slots.free == 3

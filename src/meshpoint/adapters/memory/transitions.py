@@ -115,9 +115,9 @@ class MemoryTransitions:
         if row is not None:
             if _is_cancelled(row, run, begin.requester):
                 return CancelFound(None)
-            written = TaskState.READY if begin.queued else TaskState.RUNNING
-            itself = row.state is written and (row.run_id, row.fence, row.generation) == (run.id, 1, 0)
-            return Begun(row.run) if itself else Fenced()
+            itself = (row.run_id, row.fence, row.generation) == (run.id, 1, 0)
+            queued = row.state is TaskState.READY and row.attempt == 0
+            return Begun(row.run, queued) if itself and (queued or row.state is TaskState.RUNNING) else Fenced()
         now = tables.clock.now()
         row = TaskRow(
             run.task_id, run.agent, run.id, begin.requester, TaskState.RUNNING, now, now + begin.replica.lease
@@ -129,7 +129,7 @@ class MemoryTransitions:
         if begin.operation is not None:
             row.operation = OperationRow(begin.operation, now, begin.operation.preserve)
         tables.put(row)
-        return Begun(row.run)
+        return Begun(row.run, begin.queued)
 
     def _row_for(self, run: Run, requester: Requester) -> TaskRow | None:
         """The task's row, ignoring an early cancel that does not apply to this first run."""

@@ -112,14 +112,15 @@ def _is_cancelled(row: Row[Any], run: Run, requester: Requester, terms: Terms) -
 
 
 def _begin_result(wish: Begin, row: Row[Any] | None, terms: Terms) -> BeginResult:
-    run, written = wish.run, TaskState.READY if wish.queued else TaskState.RUNNING
-    begun = Begun(Run(run.task_id, run.agent, run.id, fence=1, generation=0))
+    run = wish.run
+    owned = Run(run.task_id, run.agent, run.id, fence=1, generation=0)
     if row is None:
-        return begun
+        return Begun(owned, wish.queued)
     if _is_cancelled(row, run, wish.requester, terms):
         return CancelFound(None)
-    found_itself = (row.status, row.run_id, row.fence, row.generation) == (written, run.id, 1, 0)
-    return begun if found_itself else Fenced()
+    found_itself = (row.run_id, row.fence, row.generation) == (run.id, 1, 0)
+    queued = row.status == TaskState.READY and row.attempt == 0  # a run that was released counts as an attempt
+    return Begun(owned, queued) if found_itself and (queued or row.status == TaskState.RUNNING) else Fenced()
 
 
 def _begun_columns(wish: Begin, request: bytes | None, now: float, terms: Terms) -> Columns:
