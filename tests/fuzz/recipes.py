@@ -35,6 +35,7 @@ class World:
     calls: deque[Letter] = field(default_factory=lambda: deque(maxlen=200))
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
     mark: str = "fz-0000000"
+    napping: str = ""  # a task that runs for a while and has a row
 
     def some(self, kind: str) -> Letter | None:
         """An honest message of `kind` that went by."""
@@ -74,10 +75,11 @@ class Cook:
     def _remember(self, letter: Letter) -> None:
         agent, _, kind = letter.key.partition(".")
         properties, named = letter.properties, str(letter.properties.get("correlation_id", "")).startswith("fz-")
+        sound = letter.raw_headers is None and "user_id" not in properties  # else the broker closes the connection
         if (
             kind == "req"
             and named
-            and letter.raw_headers is None
+            and sound
             and properties.get("app_id") == ME
             and properties.get("type") == "request"
         ):
@@ -972,7 +974,8 @@ for _what, _then in {
 @recipe("a failed task that is resumed", deep=True)
 def _fails(world: World) -> list[Letter]:
     failed = _now(world, world.chance.choice(("leaf", "spark")), "no piece")
-    return [failed, _same(world, failed).with_headers({"x-resume": "1"}), _same(world, failed)]
+    resumed = _same(world, failed).with_headers({"x-resume": "1"})
+    return [failed, resumed, _same(world, failed), resumed]
 
 
 @recipe("a cancel for an earlier attempt", deep=True)
@@ -985,13 +988,19 @@ def _stale(world: World) -> list[Letter]:
 
 @recipe("a resumed nap, and its copies", deep=True)
 def _resumed_nap(world: World) -> list[Letter]:
-    nap = _now(world, "sleeper", 1500).with_headers({"x-resume": "1"})
-    return [nap, *[_same(world, nap.without_header("x-resume"))] * 2]
+    nap = _now(world, "sleeper", 2500).with_headers({"x-resume": "1"})
+    before, world.napping = world.napping, str(nap.properties["correlation_id"])
+    cancel = [a_cancel(world, "sleeper", before)] if before else []
+    return [*cancel, nap, *[_same(world, nap.without_header("x-resume"))] * 2]
+
+
+for _turn in range(3):
+    recipe(f"a resumed nap, and the end of the last one, {_turn}", deep=True)(_resumed_nap)
 
 
 @recipe("a crowd of naps", deep=True)
 def _crowd(world: World) -> list[Letter]:
-    return [_now(world, "sleeper", 400, task_id=f"{world.mark}-{number}") for number in range(25)]
+    return [_now(world, "sleeper", 400, task_id=f"{world.mark}-{number}") for number in range(40)]
 
 
 @recipe("an id that only a resumed call may have", deep=True)

@@ -38,7 +38,7 @@ from .rows import ROWS, RowSide
 _CALLS = 12
 """Calls to the lying peer that are to be open."""
 _STEP = 0.05
-ELSEWHERE = ("ledger.", f"{EVIL}.", f"{ME}.")
+ELSEWHERE = ("ledger.", "nobody.", f"{EVIL}.", f"{ME}.")
 """Addresses that are nobody's who is served here."""
 _MB = 1024 * 1024
 
