@@ -6,7 +6,7 @@ import logging
 from datetime import datetime, timedelta
 from functools import partial
 
-from meshpoint.errors import NO_DEFECT
+from meshpoint.errors import NO_DEFECT, ConfigurationError
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.receive import Request
 from meshpoint.lifecycle.senders import may_be_answered
@@ -74,7 +74,11 @@ class Refusals:
         self._site.steps.note(
             Step.DEAD_LETTER, TaskId(message.correlation_id), type=message.type.value, reason=reason
         )
-        await self._site.patience.until_answered(partial(delivery.dead_letter, reason))
+        try:
+            await self._site.patience.until_answered(partial(delivery.dead_letter, reason))
+        except ConfigurationError:  # no other message may wait until somebody has mended that
+            log.exception("message %s: it cannot be dead-lettered, and comes again", message.message_id)
+            self._spawn(self._requeue_later(delivery))
 
     async def set_aside(self, delivery: Delivery, error: Exception) -> None:
         """Dead-letter a delivery whose handling met a defect, so that it cannot break one replica after the other."""

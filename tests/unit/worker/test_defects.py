@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from meshpoint.adapters.memory.exchange import MemoryDelivery
+from meshpoint.errors import ConfigurationError
 from meshpoint.model.calls import Call
 from meshpoint.model.events import Step
 from meshpoint.model.messages import Header
@@ -92,6 +94,27 @@ async def test_a_response_that_breaks_the_claim_is_set_aside_alone(mesh: Mesh, b
     await peer.respond(asked, 1, headers={Header.PARENT_TASK.value: BAD})
     await peer.respond(asked, 2)
     assert await boss.reply(task_id) == Ok({"peer": 2})
+    assert len(mesh.dead_letters("asker")) == 1
+
+
+async def test_a_letter_that_no_dead_letters_take_keeps_no_other_waiting(
+    mesh: Mesh, boss: Puppet, peer: Puppet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their queue was deleted, and the login may not declare it again: a person has to."""
+    await mesh.replica(asker("asker", "peer"))
+    task_id = await boss.ask("asker", 1)
+    asked = await peer.request_number()
+    bury = MemoryDelivery.dead_letter
+
+    async def refused(*_: Any) -> bool:
+        raise ConfigurationError("mesh.broker_url", "the login may not declare the queue", "grant it that")
+
+    monkeypatch.setattr(MemoryDelivery, "dead_letter", refused)
+    await boss.cancel("asker", "no id\0")
+    await peer.respond(asked, 2)
+    assert await boss.reply(task_id) == Ok({"peer": 2})
+    monkeypatch.setattr(MemoryDelivery, "dead_letter", bury)
+    await mesh.advance(5)
     assert len(mesh.dead_letters("asker")) == 1
 
 
