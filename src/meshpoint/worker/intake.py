@@ -257,14 +257,16 @@ class Intake:
         leaving = [each for each in self.inbox.waiting if _may_go(each)]
         for delivery in leaving:
             self.inbox.withdraw(delivery)
-        for lane in list(self._lanes.values()):
-            if self._spare(lane) > 0:
-                await self._resize(lane, 0)
-        self._turned_away.set()
-        self._turned_away.clear()
-        for delivery in leaving:
-            with suppress(Unavailable):  # a lost connection requeues it too
-                await delivery.requeue()
+        try:
+            for lane in list(self._lanes.values()):
+                if self._spare(lane) > 0:
+                    await self._resize(lane, 0)
+            self._turned_away.set()
+            self._turned_away.clear()
+        finally:  # also when a drain ends this halfway: nobody else has them
+            for delivery in leaving:
+                with suppress(Unavailable):  # its connection is lost, which requeues it too
+                    await delivery.requeue()
 
 
 def _name(shard: int) -> str:

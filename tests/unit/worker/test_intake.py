@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 from typing import Any
 
@@ -218,3 +219,31 @@ async def test_a_peer_without_any_queue_is_undeliverable(mesh: Mesh, boss: Puppe
     task_id = await boss.ask("asker", 1)
     await mesh.advance(60)
     assert await boss.reply(task_id) == Ok({"nobody": "undeliverable"})
+
+
+async def test_a_drain_gives_back_what_was_about_to_leave(mesh: Mesh, boss: Puppet) -> None:
+    """An idle replica takes it then, and not only when this one is gone."""
+    gate = Gate()
+    draining = await mesh.replica(busy(gate), max_concurrency=1)
+    await boss.ask("agent", "long")
+    await gate.reach(1)
+    intake = draining.worker._intake
+    nested = nested_of(AgentName("agent"))
+    await boss.send("agent", boss.request("instant", call_depth=1), nested)
+    await mesh.settle()
+    assert len(intake.inbox.waiting) == 1
+    resizing = asyncio.Event()
+
+    async def for_ever(*_: Any) -> None:
+        resizing.set()
+        await asyncio.Event().wait()
+
+    intake._resize = for_ever  # type: ignore[method-assign]
+    leaving = asyncio.create_task(intake._turn_away())
+    await resizing.wait()
+    await intake.subscriptions["nested"].cancel()
+    leaving.cancel()
+    await asyncio.wait({leaving})
+    await mesh.replica(busy(gate))
+    await mesh.settle()
+    assert len(boss.replies()) == 1
