@@ -149,7 +149,7 @@ class Worker:
 
         Raises:
             Unavailable: the broker or the database did not answer within `startup_timeout`.
-            ConfigurationError: the database is not migrated, or a queue exists with other arguments.
+            ConfigurationError: the database is not migrated, or the login may not declare a queue.
         """
         with contained() as containing:
             try:
