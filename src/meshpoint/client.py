@@ -222,7 +222,7 @@ class Client:
         headers: dict[str, HeaderValue] = {Header.CALL_DEPTH.value: 0}
         if timeout is not None:
             if timeout > LONGEST:
-                raise ValueError(f"timeout is {timeout}; it may be ten years at most")
+                raise ValueError(f"timeout is {timeout}; the maximum is ten years")
             headers[Header.DEADLINE.value] = (datetime.now(UTC) + timeout).timestamp()
         message = Message(
             type=MessageType.REQUEST,

@@ -240,7 +240,7 @@ async def test_a_suspect_that_blocks_its_event_loop_is_killed(mesh: Mesh, tmp_pa
     replica = await mesh.replica(config)
     (good,) = await doses(client, trace, None)
     assert (await within(good)).outcome == Ok("well")
-    assert "its event loop stood still" in failure((await within(asked)).outcome)
+    assert "its event loop was blocked" in failure((await within(asked)).outcome)
     assert len(replica.of("isolated_died:noted")) == 2
 
 

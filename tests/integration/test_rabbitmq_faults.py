@@ -281,7 +281,7 @@ async def test_a_queue_of_other_settings_is_used_as_it_is(
     await broker.consume(REQUESTS, 1, inbox)
     await send(broker, REQUESTS, a_message())
     await inbox.next()
-    told = [record.getMessage() for record in caplog.records if "used as it is" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "keeps its existing arguments" in record.getMessage()]
     assert sum(f"{namespace}.travel.resp" in each for each in told) == 1
 
 

@@ -78,8 +78,8 @@ LONG = "replace(hex(zeroblob(600000)), '0', 'x')"
         ("body = 'text'", "body: must be a blob"),
         ("body = 12", "body: must be a blob"),
         ("body = zeroblob(134217729)", "body: must be a blob of a size"),
-        ("deliveries = 'many'", "deliveries: is no count"),
-        ("deliveries = 9223372036854775807", "deliveries: is no count"),
+        ("deliveries = 'many'", "deliveries: is not a count"),
+        ("deliveries = 9223372036854775807", "deliveries: is not a count"),
     ],
 )
 async def test_an_unreadable_row_becomes_a_dead_letter_as_it_is(

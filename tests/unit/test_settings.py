@@ -381,8 +381,8 @@ MERGED = "x: &a0 {k: 1, l: 2}\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (BOMB, "its aliases stand for more than"),
-        (MERGED, "its aliases stand for more than"),
+        (BOMB, "its aliases expand to more than"),
+        (MERGED, "its aliases expand to more than"),
         ("mesh: &a [*a]\n", "an alias contains itself"),
         ("mesh: " + "[" * 10_000, "is nested too deep"),
         ("mesh: 2026-99-99\n", "has a value that cannot be read"),

@@ -132,7 +132,7 @@ class ChildProcess:
                     line = await self._told.readline()
             except TimeoutError:
                 if doubted:
-                    self._exit = Exit(Ending.DIED, f"was killed: its event loop stood still for {self._stall:g} s")
+                    self._exit = Exit(Ending.DIED, f"was killed: its event loop was blocked for {self._stall:g} s")
                     self.kill()
                     return
                 # Our own event loop may have been blocked while signs of life arrived in the pipe.
@@ -143,7 +143,7 @@ class ChildProcess:
             try:
                 self._understand(json.loads(line))
             except (ValueError, KeyError, TypeError):
-                log.warning("what an isolated run tells cannot be read: %.100r", line)
+                log.warning("unreadable output from an isolated run: %.100r", line)
             doubted = doubted and loop.time() >= self._alive_at + self._stall
 
     def _understand(self, told: Mapping[str, Any]) -> None:

@@ -118,7 +118,7 @@ class Watchdog:
         while True:
             left = None if self._deadline is None else self._deadline - time.monotonic()
             if left is not None and left <= 0:
-                log.warning("the drain's time is over: the process ends with exit code %d", self.code)
+                log.warning("the drain timed out: the process ends with exit code %d", self.code)
                 self.exit_now()
             ready, _, _ = select.select(self._watched, [], [], left)
             if self._ended:

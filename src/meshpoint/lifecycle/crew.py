@@ -83,7 +83,7 @@ class Crew:
         if tasks:
             _, left = await asyncio.wait(tasks, timeout=within)
             for task in left:
-                log.warning("drain: %s does not end, and is left behind", task.get_coro())
+                log.warning("drain: %s does not end and is abandoned", task.get_coro())
 
 
 async def bounded(step: Coroutine[Any, Any, None], within: float, what: str) -> None:
@@ -96,6 +96,6 @@ async def bounded(step: Coroutine[Any, Any, None], within: float, what: str) -> 
         raise
     if not done:
         task.cancel()
-        log.warning("%s did not end within %.3g s, and is left behind", what, within)
+        log.warning("%s did not end within %.3g s and is abandoned", what, within)
     elif not task.cancelled() and (error := task.exception()) is not None:
         log.warning("%s failed: %s", what, described(error))

@@ -107,7 +107,7 @@ class Outgoing:
                 return False
 
     def _note_rejected(self, send: Send) -> None:
-        reason = "the broker never takes it: too large, or it cannot be encoded"
+        reason = "the broker can never accept it: too large, or not encodable"
         self._site.steps.note(Step.MESSAGE_REJECTED, send.task_id, type=type(send).__name__.lower(), reason=reason)
 
     async def _publish(
@@ -233,12 +233,12 @@ class Outgoing:
     async def _keep(self, wish: KeepReply) -> None:
         home, reply = self._site.homes[0], wish.reply
         if not self._has_room:
-            self._drop(reply, "as many replies as max_in_memory allows wait already")
+            self._drop(reply, "max_in_memory replies are waiting already")
             return
         with self._site.steps.step(Step.END, [reply.task_id], state=reply.state.value):
             (kept,) = await self._site.patience.until_answered(lambda: home.store.keep_replies([wish]))
         if not kept:
-            self._drop(reply, "the id has the row of another run")
+            self._drop(reply, "the row with its id belongs to another run")
         elif not home.durable:
             self._kept_in_memory.add(reply.task_id)
 
@@ -258,7 +258,7 @@ class Outgoing:
             if self._has_room:
                 self._kept_in_memory.add(reply.task_id)
                 return True
-            self._drop(reply, "as many replies as max_in_memory allows wait already")
+            self._drop(reply, "max_in_memory replies are waiting already")
         else:
             gone = reply.requester.reply_to is not None and self._addresses.gone(reply.requester.reply_to)
             wish = KeepReply(RunId(new_id()), reply, self._site.options.reply_retry_time if gone else None)
@@ -268,7 +268,7 @@ class Outgoing:
                 self._site.patience.note_away(error)
                 return False
             if not kept:
-                self._drop(reply, "the id has the row of another run")
+                self._drop(reply, "the row with its id belongs to another run")
         await home.store.mark_sent([reply])
         return True
 
@@ -281,7 +281,7 @@ class Outgoing:
         if not self._addresses.blocked(letter[0], fresh=True):
             word = (await self._site.patience.until_answered(partial(self._words, [letter])))[0]
         if word is not Published.ACCEPTED:
-            self._drop(reply, "its address did not take it")
+            self._drop(reply, "its queue did not accept it")
 
     def drop_kept(self) -> None:
         """Report the replies that are lost when this process ends."""

@@ -74,7 +74,7 @@ class LockedLetters:
             try:
                 await self._handle([received for received, _, _ in part], home, shared=shared)
             except NO_DEFECT:
-                log.warning("%d letters are handled again later", len(part), exc_info=True)
+                log.warning("%d letters will be retried later", len(part), exc_info=True)
                 self._kept += part
             except BaseException:
                 self._kept += part + kept

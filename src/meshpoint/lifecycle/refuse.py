@@ -88,7 +88,7 @@ class Refusals:
         except NO_DEFECT:
             raise
         except Exception:
-            log.exception("message %s: it could not be set aside, and comes again", delivery.message.message_id)
+            log.exception("message %s: not dead-lettered, it will be redelivered", delivery.message.message_id)
             self._spawn(self._requeue_later(delivery))
 
     async def _requeue_later(self, delivery: Delivery) -> None:

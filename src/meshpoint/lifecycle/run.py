@@ -167,7 +167,7 @@ async def _guarded(begin: Begin, segment: Segment, secret_keys: Sequence[str]) -
         try:
             return Raised(_result_of_error(error, segment, secret_keys))
         except Exception as second:  # for example, circular causes
-            log.warning("task %s: what its code raised cannot be read: %s", segment.run.task_id, described(second))
+            log.warning("task %s: its error cannot be described: %s", segment.run.task_id, described(second))
             return Raised(_failed(FailureKind.ERROR, described(error), segment))
 
 

@@ -105,4 +105,4 @@ def foreign_address(message: Message) -> str | None:
     name, dot, _ = message.reply_to.partition(".")
     if dot and name == message.app_id:
         return None
-    return f"reply_to: {message.reply_to[:_QUOTED]!r} is no address under {message.app_id[:_QUOTED]!r}"
+    return f"reply_to: {message.reply_to[:_QUOTED]!r} is not an address under {message.app_id[:_QUOTED]!r}"

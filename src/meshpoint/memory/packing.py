@@ -162,7 +162,7 @@ def _decompressed(stored: bytes, most: int) -> bytes:
     """Decompress `stored` to at most `most` bytes: a few kilobytes of zstd can expand to gigabytes."""
     size = zstandard.frame_content_size(stored)
     if not 0 <= size <= most:
-        raise ValueError(f"its frame has {size} bytes instead of at most {most}")
+        raise ValueError(f"its frame has {size} bytes; the limit is {most}")
     return zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompress(stored, allow_extra_data=False)
 
 

@@ -56,14 +56,14 @@ class AgentSettings(Section):
         default=DEFAULT.max_call_depth, description="agents that may call one another in a chain"
     )
     max_fan_out: Count = Field(
-        default=DEFAULT.max_fan_out, description="calls that an agent may make at once, in one pause"
+        default=DEFAULT.max_fan_out, description="maximum calls that an agent makes in one pause"
     )
     request_shards: int = Field(
         default=DEFAULT.request_shards,
         ge=1,
         le=MOST_SHARDS,
-        description="queues over which requests are spread by their senders, so that a flood of one leaves the "
-        "others their share; 1 to 64",
+        description="number of request queues, 1 to 64; each sender uses one, so that a flood from one sender "
+        "leaves the others their share",
     )
     max_attempts: Count = Field(
         default=DEFAULT.max_attempts, description="runs of one segment that may end in the death of their process"
@@ -74,7 +74,7 @@ class AgentSettings(Section):
     )
     max_join_bytes: Bytes = Field(
         default=DEFAULT.max_join_bytes,
-        description="bytes of all outcomes of one pause, which its task has in memory together; with more it fails",
+        description="maximum bytes of all outcomes of one pause, held in memory together; a task above it fails",
     )
     peer_timeout_seconds: Seconds = Field(
         default=DEFAULT.peer_timeout.total_seconds(),
@@ -187,7 +187,7 @@ class AgentSettings(Section):
     )
     isolated_stall_seconds: Seconds = Field(
         default=DEFAULT.isolated_stall.total_seconds(),
-        description="how long a task in a process of its own may block its event loop before that process is killed",
+        description="how long a task in its own process may block its event loop before the process is killed",
     )
     on_lost_owner: OnLostOwner = Field(
         default=DEFAULT.on_lost_owner,
@@ -199,7 +199,7 @@ class AgentSettings(Section):
     )
     peer_logins: dict[str, str | tuple[str, ...]] = Field(
         default={},
-        description="by name, the broker login, or a list of them, that its messages must carry (RabbitMQ verifies "
+        description="by sender name, the broker login or logins that its messages must come from (RabbitMQ verifies "
         "logins); {}: any",
     )
     operator_logins: tuple[str, ...] = Field(

@@ -14,7 +14,7 @@ from meshpoint.input_files import read_bounded
 
 _LARGEST = 16 * 1024 * 1024  # bytes
 _MOST_VALUES = 100_000
-_TOO_MANY = f"its aliases stand for more than {_MOST_VALUES} values"
+_TOO_MANY = f"its aliases expand to more than {_MOST_VALUES} values"
 
 _REFERENCE = re.compile(
     r"(?P<escaped>\$\$\{)|\$\{\s*(?P<name>[A-Za-z_]\w*)\s*(?:,\s*(?P<default>[^}]*?)\s*)?\}|(?P<broken>\$\{)"

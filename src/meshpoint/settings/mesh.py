@@ -38,7 +38,7 @@ class MeshSettings(Section):
     )
     max_queue_length: Count = Field(
         default=100_000,
-        description="messages that wait in one queue; the broker refuses more requests, and senders try later",
+        description="maximum messages in one queue; a full request queue refuses more, and senders retry later",
     )
     private_queue_ttl_seconds: Seconds = Field(
         default=3600, description="how long the private queue of a replica outlives its last use"

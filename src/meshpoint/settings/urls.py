@@ -57,7 +57,7 @@ def _scheme(url: str, key: str, accepted: tuple[str, ...], fix: str) -> str:
     if not colon:
         raise ConfigurationError(key, "is not a URL", fix)
     if not url.isprintable() or len(url) > _LONGEST:
-        problem = f"has characters that cannot be printed, or more than {_LONGEST}"
+        problem = f"has unprintable characters, or more than {_LONGEST} characters"
         raise ConfigurationError(key, problem, fix)
     if scheme not in accepted:
         name = _NAMES.get(scheme.partition("+")[0], f"the scheme {scheme!r}")
@@ -70,25 +70,25 @@ def _scheme(url: str, key: str, accepted: tuple[str, ...], fix: str) -> str:
 def _check_server(url: str, key: str, fix: str) -> None:
     """Check host and port, which drivers parse late, with errors of their own."""
     if " " in url:
-        raise ConfigurationError(key, "has a space", "write %20 for it")
+        raise ConfigurationError(key, "has a space", "write %20 instead")
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:  # its message may contain the password
-        raise ConfigurationError(key, "has a host or a port that cannot be read", fix) from error
+        raise ConfigurationError(key, "has an invalid host or port", fix) from error
     if port == 0:
         raise ConfigurationError(key, "has the port 0", fix)
     try:
         (parts.hostname or "").encode("idna").decode("idna")
     except UnicodeError as error:
-        raise ConfigurationError(key, f"{parts.hostname!r:.80} is no host name", fix) from error
+        raise ConfigurationError(key, f"{parts.hostname!r:.80} is not a valid host name", fix) from error
 
 
 def _with_absolute_file(url: str, key: str) -> str:
     scheme, _, rest = url.partition("://")
     file, mark, query = rest.partition("?")
     if "%00" in file:
-        raise ConfigurationError(key, "names a file with a zero character", f"write {scheme}:///meshpoint.db")
+        raise ConfigurationError(key, "contains a NUL character", f"write {scheme}:///meshpoint.db")
     if not file.startswith("/"):
         problem = "takes three slashes before its file" if file else "names no file"
         raise ConfigurationError(key, problem, f"write {scheme}:///{file or 'meshpoint.db'}")

@@ -87,7 +87,7 @@ class Letters:
             if again:
                 await self._refusals.set_aside(received[0][0], error)
                 return
-            log.warning("%d messages are handled again, one by one", len(received), exc_info=True)
+            log.warning("retrying %d messages one by one", len(received), exc_info=True)
             for each in received:
                 await self._take_in([each], home, shared=shared, again=True)
 
@@ -175,7 +175,7 @@ class Letters:
                 others.append(delivery)
         kept = [each for each in readable if each[0] not in others]
         for delivery in others:
-            await self._refusals.dead_letter(delivery, "it refuses another request than that of the call")
+            await self._refusals.dead_letter(delivery, "it refuses a request that is not this call's")
         return kept
 
     def _fingerprint(self, call: Dispatch, home: Home) -> str:

@@ -202,7 +202,7 @@ class Segments:
         """Why a task that lost too many owners is not run again."""
         if task.attempt > self._site.options.max_attempts:
             reason = f"its segment was run {task.attempt - 1} times and no run came to its end"
-            return f"{reason}; the last process of its own {task.death}" if task.death else reason
+            return f"{reason}; its last process {task.death}" if task.death else reason
         if task.rescues > _RESCUES_PER_ATTEMPT * self._site.options.max_attempts:
             return f"its replica was lost {task.rescues} times and no run came to its end"
         return None
@@ -330,7 +330,7 @@ class Segments:
                 release = Release(segment.run, self._site.options.incompatible_pause, counted=True)
                 await self._release(segment.home, release, "a defect")
             except Exception:
-                log.exception("task %s: it cannot be put off", segment.run.task_id)
+                log.exception("task %s: it cannot be rescheduled", segment.run.task_id)
 
     async def _close(self, segment: Segment) -> None:
         try:

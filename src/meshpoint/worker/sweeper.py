@@ -103,7 +103,7 @@ class Sweeper:
         except NO_DEFECT:
             raise
         except Exception:
-            log.exception("agent %s: what is due could not be counted", self._site.agent)
+            log.exception("agent %s: due work could not be counted", self._site.agent)
             return Due(limit, limit, limit, limit, limit)
         if home.durable and self._site.patience.note_back():
             self._graces[True].begin()

@@ -162,7 +162,7 @@ class Worker:
                     self._serve(
                         "letters", partial(self._serve_letters, self._shared_inbox, shared_home, shared=True)
                     ),
-                    self._serve("what is due", self._serve_due),
+                    self._serve("due work", self._serve_due),
                 ]
                 governors = [
                     self._serve("intake of requests", self._intake.govern),
@@ -422,7 +422,7 @@ class Worker:
     async def _rest(self, closed: asyncio.Task[None], entrances: Sequence[asyncio.Task[None]]) -> None:
         # What an entrance has begun, it ends: a claim that is given up halfway may own a task that nobody runs.
         await asyncio.wait([closed, *entrances])
-        self._serve("what is due in memory", self._serve_due_in_memory)
+        self._serve("due work in memory", self._serve_due_in_memory)
         await self.segments.none_left()
 
     async def _give_back(self) -> None:

@@ -75,9 +75,7 @@ async def test_only_deaths_apart_count(mesh: Mesh, boss: Puppet) -> None:
         await mesh.advance(10)
     reply = await boss.reply(task)
     assert isinstance(reply, Failed)
-    assert reply.message == (
-        f"its segment was run 3 times and no run came to its end; the last process of its own {KILLED}"
-    )
+    assert reply.message == (f"its segment was run 3 times and no run came to its end; its last process {KILLED}")
     assert len(cells.all) == 3
     (dead,) = mesh.events.of(Step.DEAD_TASK)
     assert dead.task_ids == (task,)

@@ -261,7 +261,7 @@ class RabbitMqBroker:
                 await self._declaring_queues.bind(address)
                 return Published.ACCEPTED
         except (BrokerUnavailable, ConfigurationError) as error:
-            log.warning("cannot mend the way to %s: %s", address, error)
+            log.warning("cannot repair the route to %s: %s", address, error)
         if there or self._missing.will_return(address):
             return Published.OVERLOADED
         self._missing.looked(address)
@@ -320,10 +320,10 @@ class RabbitMqBroker:
             word = await self._publish_copy(key, content.message_id, properties, body)
             if word is not Published.REJECTED:
                 break
-            log.error("a dead letter of %s cannot be copied whole: %s", address, bounded_reason(reason))
+            log.error("a dead letter of %s can be copied only in part: %s", address, bounded_reason(reason))
         if word is Published.ACCEPTED:
             return True
-        log.error("the dead letters of %s do not take a message (%s): %s", agent, word.name, bounded_reason(reason))
+        log.error("the dead-letter queue of %s refuses a message (%s): %s", agent, word.name, bounded_reason(reason))
         return False
 
     async def _publish_copy(self, key: Address, id_: str | None, properties: bytes, body: bytes) -> Published:

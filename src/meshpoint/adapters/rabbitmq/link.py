@@ -280,7 +280,7 @@ class Link:
             else:
                 seconds, reported = self._outage.over()
                 if reported:
-                    log.warning("%s: connected again after %.0f s", self._purpose, seconds)
+                    log.warning("%s: reconnected after %.0f s", self._purpose, seconds)
                 pauses = growing_pauses()
                 await asyncio.wait([wired.underlay.closing])
 

@@ -149,7 +149,7 @@ class Publisher:
             log.warning("the broker closed a channel because of one message: %s", text)
             return False
         self.max_body = int(found[1])
-        log.warning("the broker takes bodies of at most %d bytes", self.max_body)
+        log.warning("the broker accepts bodies of at most %d bytes", self.max_body)
         return True
 
     async def _send(self, parcels: Sequence[Parcel]) -> list[Word]:
@@ -198,7 +198,7 @@ class Publisher:
         if not isinstance(word, _FAULTS):
             raise word
         self._learn(word)
-        log.error("the broker does not take message %s: %s", parcel.message_id, word)
+        log.error("the broker refuses message %s: %s", parcel.message_id, word)
         return Published.REJECTED
 
     async def _confirming(self, wired: Wired) -> ConfirmingChannel:

@@ -186,7 +186,7 @@ class RabbitSubscription:
         try:
             self._on_delivery(delivery)
         except Exception as error:  # a defect in the receiver must not close the connection that all agents share
-            log.exception("message %s could not be handed on", message.message_id)
+            log.exception("message %s could not be passed to its consumer", message.message_id)
             self._set_aside(arrived, content, intake, f"internal error: {type(error).__name__}: {error}")
 
     def _count(self, arrived: Arrived, content: Content) -> int:

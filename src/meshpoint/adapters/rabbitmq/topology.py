@@ -174,7 +174,7 @@ class Declaring:
         if not await self._use(name, *keys):
             raise _not_allowed(name) from refused
         if name not in self._as_they_are:
-            log.warning("the queue %s is used as it is, with other settings than are configured: %s", name, refused)
+            log.warning("the queue %s keeps its existing arguments, not the configured ones: %s", name, refused)
             self._as_they_are.add(name)
 
     async def _use(self, name: str, *keys: str) -> bool:

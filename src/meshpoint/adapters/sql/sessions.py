@@ -37,7 +37,7 @@ async def check_session(engine: AsyncEngine, time: DatabaseTime) -> None:
             ("default_transaction_read_only", session["read_only"], "off"),
         ):
             if found != needed:
-                problem = f"its sessions have {name} = {found}, and a pooler keeps Meshpoint from setting it"
+                problem = f"its sessions have {name} = {found}, and a pooler prevents Meshpoint from setting it"
                 raise ConfigurationError("session_db_url", problem, f"run: ALTER ROLE … SET {name} = '{needed}'")
         if session["pid"] != driver.get_server_pid():
             await _see_that_statements_stay(engine, driver)

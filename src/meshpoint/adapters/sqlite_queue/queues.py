@@ -187,7 +187,7 @@ class Queues:
                 break
             try:
                 if missing or not (isinstance(deliveries, int) and 0 <= deliveries < _MOST_DELIVERIES):
-                    raise PoisonMessage("the row has no content" if missing else "deliveries: is no count")
+                    raise PoisonMessage("the row has no content" if missing else "deliveries: is not a count")
                 message = from_row(tuple(content), None if dead_reason is None else str(dead_reason))
             except PoisonMessage as error:
                 self._set_aside(address, id_, str(error), missing=bool(missing))
