@@ -38,7 +38,7 @@ def properties(
     kind: bytes = b"request",
     app_id: bytes = b"a",
 ) -> bytes:
-    """The flags and values of a content header; whole unless told otherwise."""
+    """Encode the flags and values of a content header; complete by default."""
     flags = 0x2000 | 0x0400 | 0x0080 | 0x0020 | 0x0008 | (0x0040 if timestamp is not None else 0)
     stamp = b"" if timestamp is None else struct.pack(">Q", timestamp)
     values = (long(headers), short(correlation_id), short(message_id), stamp, short(kind), short(app_id))

@@ -62,7 +62,7 @@ async def _run(given: Mapping[str, Any], tells: Tells) -> None:
     (agent,) = settings.agents
     options, loop = agent.options(), asyncio.get_running_loop()
     stop, cancel = asyncio.Event(), asyncio.Event()
-    # Some platforms signal every process of a service: the segment gets as much time as those of our parent.
+    # Some platforms signal every process of a service: the segment gets as much time as our parent's segments.
     loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(options.drain_timeout.total_seconds(), stop.set))
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     told = {Word.CANCEL: cancel, Word.DRAIN: stop}

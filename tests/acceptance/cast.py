@@ -121,7 +121,7 @@ async def poison(ctx: TaskExecutionContext, deadly: bool) -> str:
 
 
 class Dose(BaseModel):
-    """What `ward` does: run for so many `seconds`, then end its process as `how` says, if it does.
+    """The behaviour of `ward`: run for `seconds`, then end its process as `how` says, if set.
 
     With `asks`, it first asks `peer`. A line in `trace` for each segment that begins, with its process.
     """
@@ -134,7 +134,7 @@ class Dose(BaseModel):
 
 @agent("ward", version="1")
 async def ward(ctx: TaskExecutionContext, dose: Dose) -> str:
-    """A good task, or a poison."""
+    """A good task, or a poison task."""
     if dose.asks:
         await ctx.call(peer(1))
     await ctx.status("begun")
@@ -165,7 +165,7 @@ async def ward(ctx: TaskExecutionContext, dose: Dose) -> str:
 
 
 def hang() -> None:
-    """Stand in the way of everything else in this process."""
+    """Block everything else in this process."""
     while True:
         time.sleep(1)
 
@@ -238,7 +238,7 @@ async def _swallows_all() -> None:
 
 @agent("outrageous", version="1")
 async def outrageous(ctx: TaskExecutionContext, what: str) -> str:
-    """Does what would end its process: at once, or after a pause."""
+    """Raises an exception that would end its process, at once or after a pause."""
     error = {"KeyboardInterrupt": KeyboardInterrupt, "SystemExit": SystemExit, "GeneratorExit": GeneratorExit}
     kind, _, where = what.partition(" ")
     if where.endswith("after a pause"):

@@ -1,4 +1,4 @@
-"""Two replicas on real servers get messages that nothing can read, beside honest ones."""
+"""Two replicas on real servers get unreadable messages along with honest ones."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def _bad_messages_beside_honest_ones(mesh: Mesh) -> None:
 
 
 async def _dead(rung: Rung, expected: int) -> None:
-    """Return when so many dead letters lie there; each can be read, and its reason is short."""
+    """Wait for a number of dead letters; each is readable and has a short reason."""
     wired = await connect(rung.broker_url)
     queue = f"{rung.namespace}.{dead_letters_of(ROOT)}"
     channel = (await wired.open_channel()).channel

@@ -1,4 +1,4 @@
-"""Agent code that resists the end of its replica, or would end it: `meshpoint run` on real servers."""
+"""Agent code that resists the shutdown of its replica, or would end it: `meshpoint run` on real servers."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ middle_peer = Peer("middle", Piece, int)
 
 
 def right(agent_name: str, work: Work, outcome: Outcome) -> bool:
-    """Whether `outcome` is one that the agent may come to."""
+    """Whether `outcome` is allowed for the agent."""
     match agent_name:
         case "viper":
             return isinstance(outcome, Failed) and outcome.kind is FailureKind.ERROR
@@ -119,7 +119,7 @@ async def root(ctx: TaskExecutionContext, work: Work) -> Answer:
 
 @agent("viper", version="1")
 async def viper(ctx: TaskExecutionContext, work: Work) -> None:
-    """Kills its process: no neighbour may die of it more than twice, and it must end as failed."""
+    """Kills its process: no neighbour may lose its process to it more than twice, and it must fail."""
     _note("viper", ctx.task_id, work.number)
     os.kill(os.getpid(), signal.SIGKILL)
 

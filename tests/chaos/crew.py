@@ -150,7 +150,7 @@ class Crew:
             await post.database.__aexit__(None, None, None)
 
     async def drain(self) -> None:
-        """End every replica with SIGTERM, for good. One that does not end is killed, and counts as a failed drain."""
+        """End every replica with SIGTERM. A replica that does not end is killed and counts as a failed drain."""
         self._ending = True
         for post in self.posts:
             post.signal(signal.SIGTERM)

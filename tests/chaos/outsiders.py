@@ -1,4 +1,4 @@
-"""What comes from outside as a fault: locks on rows, floods, and requests whose replies cannot be delivered."""
+"""Faults from outside: locks on rows, floods, and requests with undeliverable replies."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def hold_rows(db_url: str, seconds: float) -> str:
 
 
 def a_request(sender: str, reply_to: str | None) -> Message:
-    """A request to `leaf` from somebody who is not in the ledger."""
+    """A request to `leaf` from a sender outside the ledger."""
     task_id = new_id()
     piece = Piece(number=next(_numbers), round=0, index=0)
     said = A2AMessage(message_id=task_id, role="ROLE_USER", parts=[Part(data=piece.model_dump())], task_id=task_id)

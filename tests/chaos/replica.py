@@ -44,7 +44,7 @@ class Order:
 
 
 class SteppedClock(SystemClock):
-    """The clock of a machine that is wrong about the time: each step takes the next of its offsets."""
+    """A wrong clock: each step applies the next of its offsets."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from .ledger import Answer, Entry, Ledger
 _LEDGER = AgentName("ledger")
 REPLIES = responses_of(_LEDGER)
 _EXTRA = 1_000_000
-"""Numbers beyond this are those of requests that a fault sends."""
+"""Larger numbers belong to requests sent by faults."""
 _PAUSE = 0.3
 """Seconds before a request is sent again that the broker did not take."""
 
@@ -45,8 +45,8 @@ def work(number: int, chance: random.Random) -> Work:
 class Stream:
     """Keeps `rate` requests a second going, and at most `in_flight` unanswered. An async context manager.
 
-    Answers come to a quorum queue, which outlives every restart of the broker and of nobody else. Of `agents`, each
-    is asked in turn. With `login`, only what comes from that login of the broker counts as an answer.
+    Replies go to a quorum queue, which survives every restart of the broker. The `agents` are asked in turn. With
+    `login`, only messages from that broker login count as answers.
     """
 
     def __init__(

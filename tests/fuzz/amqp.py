@@ -1,4 +1,4 @@
-"""AMQP 0-9-1 by hand: a client without the checks of a library, so that any bytes can be sent and received."""
+"""A minimal AMQP 0-9-1 client without validation, so that any bytes can be sent and received."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROPERTIES = (
     "cluster_id",
 )
 """In the order of the wire; the first has the highest flag."""
-_PREFETCH = 100  # else the broker keeps in its memory what this process has not read yet
+_PREFETCH = 100  # otherwise the broker buffers everything this process has not read yet
 _BYTES = {"delivery_mode", "priority"}
 
 
@@ -52,7 +52,7 @@ def _bytes(text: str | bytes) -> bytes:
 
 
 def short(text: str | bytes) -> bytes:
-    """A short string; what is beyond 255 bytes is cut, as there is no way to write it."""
+    """Encode a short string, cut to the 255 bytes that AMQP allows."""
     raw = _bytes(text)[:255]
     return bytes((len(raw),)) + raw
 
@@ -90,7 +90,7 @@ def table(headers: Headers) -> bytes:
 
 @dataclass(frozen=True)
 class Letter:
-    """One message as it goes on the wire. `properties` are by name; `raw_headers` replaces the table of headers."""
+    """One message on the wire. `properties` are by name; `raw_headers` replaces the header table."""
 
     key: str
     properties: dict[str, str | bytes | int]
@@ -197,7 +197,7 @@ def _table(raw: bytes) -> dict[str, str | int | float]:
 
 @dataclass(frozen=True)
 class Received:
-    """One message that came. `header` is the payload of its header frame."""
+    """One received message. `header` is the payload of its header frame."""
 
     key: str
     header: bytes
@@ -209,7 +209,7 @@ class Closed(Exception):
 
 
 class Wire:
-    """One connection with one channel: publishes with confirms, consumes, and acks what it has passed on."""
+    """One connection with one channel: publishes with confirms, consumes, and acks delivered messages."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -264,12 +264,12 @@ class Wire:
         await self._reply(50, 11)
 
     async def bind(self, queue: str, exchange: str, key: str) -> None:
-        """Let `queue` get what is sent under `key`."""
+        """Bind `queue` to `key`."""
         self._method(1, 50, 20, b"\0\0" + short(queue) + short(exchange) + short(key) + b"\0" + table({}))
         await self._reply(50, 21)
 
     async def consume(self, queue: str, tag: str, receive: Callable[[Received], None]) -> None:
-        """Take everything out of `queue`."""
+        """Consume `queue` without a limit."""
         self._consumers[tag] = receive
         self._method(1, 60, 20, b"\0\0" + short(queue) + short(tag) + b"\0" + table({}))
         await self._reply(60, 21)

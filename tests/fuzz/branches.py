@@ -1,4 +1,4 @@
-"""Which branches of taking messages in were reached: listed from the source, counted while a replica runs."""
+"""Branch coverage of message handling: branches are listed from the source and counted while a replica runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODULES = (
 
 @dataclass(frozen=True, order=True)
 class Branch:
-    """One branch: `what` is its first line as it is written, `line` where that stands."""
+    """One branch: `what` is the text of its first line, `line` its line number."""
 
     module: str
     function: str
@@ -35,7 +35,7 @@ class Branch:
 
     @property
     def name(self) -> str:
-        """As people see it."""
+        """The name for reports."""
         return f"{self.module.removeprefix('meshpoint.')}.{self.function}: {self.what}"
 
 
@@ -89,7 +89,7 @@ class Counting:
         self.lines: Counter[tuple[str, int]] = Counter()
 
     def start(self) -> None:
-        """Count from now on."""
+        """Start counting."""
         sys.settrace(self._called)
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:

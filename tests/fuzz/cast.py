@@ -1,4 +1,4 @@
-"""The agents under fuzz, next to those under chaos: in-process ones, and two that call a peer which lies."""
+"""The agents under fuzz, in addition to the chaos agents: in-process agents, and two that call a lying peer."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ _ANYWHERE = {
 
 
 def reason_to_exclude(branch: Branch) -> str | None:
-    """Why no message can reach `branch`, if so."""
+    """Why no message can reach `branch`, or `None`."""
     module = branch.module.removeprefix("meshpoint.")
     for text, reason in _ANYWHERE.items():
         if text in branch.what:

@@ -1,4 +1,4 @@
-"""The fuzzer at RabbitMQ: what it hears, and how it sends."""
+"""The fuzzer's connection to RabbitMQ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNCONFIRMED = 300
 
 
 class RabbitSide:
-    """Hears all that goes by, plays the lying peer, sends letters under a login of its own, collects dead letters."""
+    """Records all traffic, plays the lying peer, sends letters under a separate login, collects dead letters."""
 
     def __init__(self, rabbit: RabbitServer, namespace: str, world: World) -> None:
         self._rabbit, self._namespace, self._world = rabbit, namespace, world
@@ -29,7 +29,7 @@ class RabbitSide:
         self._telling: dict[asyncio.Task[None], None] = {}
         self._url = rabbit.url.replace("guest:guest", f"{ME}:{_PASSWORD}")
         self.words: Counter[str] = Counter()
-        self.refused: set[str] = set()  # marks of what the broker did not take
+        self.refused: set[str] = set()  # marks of messages refused by the broker
         self.dead: set[str] = set()  # marks among the dead letters
         self.replied: set[str] = set()  # marks in replies to the fuzzer
         self.closings: Counter[str] = Counter()  # why the broker closed the fuzzer's connection
@@ -57,7 +57,7 @@ class RabbitSide:
         await self._stack.aclose()
 
     async def send(self, mark: str, recipe: str, letter: Letter) -> None:
-        """Publish; the broker's word is entered when it comes."""
+        """Publish; the broker's answer is recorded when it arrives."""
         if recipe in CLOSING:
             async with Wire(self._url) as own:
                 told = await own.publish(self._exchange, letter)
@@ -72,7 +72,7 @@ class RabbitSide:
         task.add_done_callback(lambda done: self._telling.pop(done, None))
 
     async def all_told(self) -> None:
-        """Return when the broker has said something of each."""
+        """Wait until the broker has answered each message."""
         await asyncio.gather(*list(self._telling), return_exceptions=True)
 
     async def _tell(self, mark: str, told: asyncio.Future[str]) -> None:
@@ -130,7 +130,7 @@ class RabbitSide:
 
 
 def letter_of(received: Received) -> Letter | None:
-    """The letter that was received, to be sent again; None if that would be guessing."""
+    """Rebuild a received letter to send it again; `None` if that is not possible exactly."""
     found = readable(received.header)
     if found is None:
         return None

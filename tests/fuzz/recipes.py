@@ -1,4 +1,4 @@
-"""How a mutated message is made: take a valid one and change one thing, so that most get past the first checks."""
+"""Recipes for mutated messages: a valid message with one change, so that most pass the first checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = ("request", "response", "status", "cancel", "wake")
 
 @dataclass
 class World:
-    """What the fuzzer knows of the mesh: what it saw go by, and what it did itself."""
+    """What the fuzzer knows about the mesh: observed traffic and its own messages."""
 
     chance: random.Random
     seen: dict[str, deque[Letter]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=200)))
@@ -38,7 +38,7 @@ class World:
     napping: str = ""  # a task that runs for a while and has a row
 
     def some(self, kind: str) -> Letter | None:
-        """An honest message of `kind` that went by."""
+        """An observed honest message of `kind`."""
         found = self.seen[kind]
         return self.chance.choice(found) if found else None
 
@@ -49,7 +49,7 @@ class World:
 
 @dataclass
 class Cook:
-    """Chooses recipes: of each rank in turn, and each of a rank once before any comes again."""
+    """Chooses recipes, rank by rank; each recipe of a rank is used once before any is repeated."""
 
     world: World
     names: list[str]
@@ -93,13 +93,13 @@ def _rank(name: str) -> int:
 Recipe = Callable[[World], Letter | list[Letter] | None]
 RECIPES: dict[str, Recipe] = {}
 FORGED: set[str] = set()
-"""Recipes that take somebody else's name. Only a broker that verifies logins can tell them."""
+"""Recipes that use another sender's name. Only a broker that verifies logins can detect them."""
 SPECIAL: set[str] = set()
-"""Recipes that are written one by one, not made from a table of values: a third of all messages."""
+"""Recipes written individually rather than generated from a table of values: a third of all messages."""
 DEEP: set[str] = set()
 """Recipes that alone reach certain branches: another third."""
 CLOSING: set[str] = set()
-"""Recipes for which the broker may close the connection: they are sent on one of their own, and seldom."""
+"""Recipes that can make the broker close the connection; sent rarely, on a separate connection."""
 
 
 def recipe(
@@ -139,7 +139,7 @@ def an_input(world: World, agent: str) -> Any:
 
 
 def a_request(world: World, agent: str | None = None, task_id: str | None = None, **changes: Any) -> Letter:
-    """A request that is as it should be."""
+    """A valid request."""
     agent = agent or world.chance.choice(("leaf", "spark", "leaf", "spark", "sleeper", "asker", "doubter"))
     task_id = task_id or f"{world.mark}-{new_id()}"
     body = {
@@ -215,7 +215,7 @@ def a_cancel(world: World, agent: str | None = None, task_id: str | None = None,
 
 
 def valid(world: World, kind: str) -> Letter | None:
-    """A message of `kind` that is as it should be."""
+    """A valid message of `kind`."""
     match kind:
         case "request":
             return a_request(world)
@@ -890,7 +890,7 @@ def _my_status(world: World) -> Letter | None:
 # Sequences that reach what single messages do not.
 
 EVE = "eve"
-"""Another name of the fuzzer's: a requester who is not the one that asked."""
+"""Another name for the fuzzer: a requester other than the original one."""
 
 
 def _asked(world: World, agent: str, *, back: int) -> Letter | None:

@@ -1,4 +1,4 @@
-"""One replica under fuzz: counts the branches that it takes, and notes how each mutated message was settled."""
+"""One replica under fuzz: counts the branches it takes, and records how each mutated message was settled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .branches import Counting
 MARK = re.compile(rb"fz-\d{7}")
 """In a message id, a header or a body of each mutated message."""
 SETTLED = "fuzz_settled"
-"""The event that tells how one was settled."""
+"""The event that reports how a message was settled."""
 _NEAR = 4096
 
 
@@ -28,7 +28,7 @@ def marks_of(*parts: bytes) -> set[str]:
 
 
 def main(order: Order, told: Connection) -> None:
-    """Serve as a replica under chaos does; write the counts at the end. SIGUSR1 begins to count anew."""
+    """Serve like a replica under chaos; write the counts at the end. SIGUSR1 resets them."""
     counting = Counting()
     signal.signal(signal.SIGUSR1, lambda *_: counting.lines.clear())
     counting.start()
@@ -40,7 +40,7 @@ def main(order: Order, told: Connection) -> None:
 
 
 class WatchedBroker(WrappedBroker):
-    """Notes how its marked deliveries are settled."""
+    """Records how marked deliveries are settled."""
 
     def __init__(self, broker: Broker, events: EventFile, order: Order) -> None:
         super().__init__(broker)

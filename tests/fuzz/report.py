@@ -16,11 +16,11 @@ from .excluded import reason_to_exclude
 from .replica import SETTLED
 
 REACHED = 20
-"""How often each branch is to be reached."""
+"""Required hits of each branch."""
 SLOWER = 5.0
-"""The honest p99 under fuzz, in those of the quiet time."""
+"""Maximum ratio of the honest p99 under fuzz to the quiet p99."""
 GROWN = 20.0
-"""MB by which a replica may be larger in the end."""
+"""Maximum growth of a replica, in MB."""
 PER_MINUTE = 5000
 _OUTCOMES = {
     "segment",
@@ -38,7 +38,7 @@ _OUTCOMES = {
 
 @dataclass
 class Report:
-    """What is written as JSON and shown as a table. `demands` are the conditions that are judged."""
+    """The result, written as JSON and shown as a table. `demands` are the conditions checked."""
 
     broker: str
     seed: int
@@ -70,20 +70,20 @@ class Report:
 
     @property
     def good(self) -> bool:
-        """Whether nothing is to be said against it."""
+        """Whether all conditions are met."""
         return not self.faults
 
 
 @dataclass
 class Accounts:
-    """What became of each mutated message."""
+    """The fate of each mutated message."""
 
     by: Counter[str]
     missing: list[str]
 
 
 def account(sent: Mapping[str, str], folder: Path, refused: set[str], dead: set[str], replied: set[str]) -> Accounts:
-    """For each mark, what became of its message. `sent` has the recipe by mark."""
+    """Find the fate of each marked message. `sent` has the recipe by mark."""
     settled: dict[str, tuple[str, str, str]] = {}
     outcomes: set[str] = set()
     for _, step, _, _, ids, detail in tally.events(folder):
@@ -109,7 +109,7 @@ def account(sent: Mapping[str, str], folder: Path, refused: set[str], dead: set[
 
 
 def unreached(folder: Path) -> tuple[int, list[str], dict[str, str]]:
-    """How many branches there are, those that were not reached often enough, and those that cannot be."""
+    """The number of branches, the ones not reached often enough, and the unreachable ones."""
     counts: Counter[tuple[str, int]] = Counter()
     for path in folder.glob("*.branches"):
         for module, line, count in json.loads(path.read_text()):

@@ -1,4 +1,4 @@
-"""The fuzzer at a SQLite queue: writes rows, and reads those of others."""
+"""The fuzzer's access to a SQLite queue: writes rows and reads the rows of others."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class RowSide:
         await asyncio.sleep(0)
 
     async def all_told(self) -> None:
-        """Nothing is under way here."""
+        """Nothing is in flight here."""
 
     def collect(self) -> None:
         """Note the marks among the dead letters, and delete those."""

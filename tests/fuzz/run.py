@@ -36,16 +36,16 @@ from .report import Report
 from .rows import ROWS, RowSide
 
 _CALLS = 12
-"""Calls to the lying peer that are to be open."""
+"""Target number of open calls to the lying peer."""
 _STEP = 0.05
 ELSEWHERE = ("ledger.", "nobody.", f"{EVIL}.", f"{ME}.")
-"""Addresses that are nobody's who is served here."""
+"""Addresses without a consumer in this mesh."""
 _MB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a run is to be. `by_the_clock`: rates and latencies are judged as well."""
+    """The parameters of a run. `by_the_clock`: rates and latencies are checked too."""
 
     seed: int
     seconds: float
@@ -62,7 +62,7 @@ class Wish:
 
 @dataclass
 class Running:
-    """A run that goes on, for whoever shows it."""
+    """A run in progress, for display."""
 
     wish: Wish
     ledger: Ledger
@@ -79,7 +79,7 @@ Watch = Callable[[Running], None]
 async def run(
     wish: Wish, rabbit: RabbitServer | None, postgres: PostgresServer | None, watch: Watch | None = None
 ) -> Report:
-    """Do it: on the servers, or without any on SQLite files. `watch` gets the run once, when it starts."""
+    """Run on the given servers, or on SQLite files without servers. `watch` gets the run when it starts."""
     folder = Path(tempfile.mkdtemp(prefix="meshpoint-fuzz-"))
     try:
         async with _database(postgres, folder) as db_url:
@@ -182,7 +182,7 @@ class Fuzz:
         made = self._cook.next()
         if made is not None and len(self._world.calls) < _CALLS and self._cook.made % 3 == 0 and not self._wish.only:
             made = None
-        if made is None:  # its recipe has nothing to work with: let there be more calls to answer
+        if made is None:  # the recipe has no material: wait for more calls to answer
             letter = a_request(self._world, self._world.chance.choice(("asker", "doubter")))
             made = ("request: to ask the liar", [letter])
         name, letters = made
@@ -231,7 +231,7 @@ class Fuzz:
         fuzzed = reports.p99(ledger, self._times["fuzz"], self._times["end"])
         spent = self._times["end"] - self._times["fuzz"]
         opened = self._opened()
-        # A copy of a request may run in another replica, too, where the agent has no database.
+        # Without a database, a copy of a request may also run in another replica.
         in_process = {id_ for id_, entry in ledger.entries.items() if entry.agent in IN_PROCESS}
         grown = max((used[-1] - used[0] for used in self._memory.values()), default=0.0)
         found = Report(

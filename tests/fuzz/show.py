@@ -1,4 +1,4 @@
-"""A run of the fuzzer as people see it: a progress bar, then a table."""
+"""The display of a fuzzer run: a progress bar, then a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN = 40
 
 
 async def follow(running: Running, console: Console) -> None:
-    """Show how it goes until cancelled: on a terminal all the time, else a line every half minute."""
+    """Show progress until cancelled: continuously on a terminal, otherwise a line every half minute."""
     total = running.wish.quiet + running.wish.seconds
     if not console.is_terminal:
         while True:

@@ -26,7 +26,7 @@ from meshpoint.ports.broker import Delivery, Published
 from meshpoint.worker import Worker
 
 GUARD = 60
-"""Seconds after which a test that waits has failed: far more than anything here takes."""
+"""Seconds after which a waiting test fails; far more than anything here takes."""
 _CLOCK = SystemClock()
 QUICK = {
     "sweep_interval": timedelta(seconds=0.1),

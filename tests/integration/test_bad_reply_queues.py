@@ -1,4 +1,4 @@
-"""Reply queues that are full or missing hold up nobody else."""
+"""Full or missing reply queues delay no other requester."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ async def test_a_request_that_comes_again_with_a_full_reply_queue_is_acked(
         assert await desk.reply(task_id) == Ok(42)
         await full_queue(operator, namespace, "desk.private.full")
         await live.events.wait(Step.MARK, Phase.AFTER, task_id=task_id)
-        while task_id in live.worker.segments.live:  # it is leaving: a request that comes now is acked with its row
+        while task_id in live.worker.segments.live:  # it is leaving: a new request is acked once it has a row
             await asyncio.sleep(0)
         before = len(live.events.of(Step.ACK, Phase.AFTER, task_id))
         await desk.ask("doubler", 21, reply_to="desk.private.full", task_id=task_id)

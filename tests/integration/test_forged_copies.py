@@ -1,4 +1,4 @@
-"""Whoever can write to Redis can lose copies, and can forge none."""
+"""Write access to Redis can destroy copies, but not forge them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def press(ctx: TaskExecutionContext, city: str) -> str:
 
 
 def previous_format(content: bytes) -> bytes:
-    """As the release before wrote a copy: behind a digest that anybody can compute."""
+    """A copy as the previous release wrote it, behind a digest that anyone can compute."""
     body = b"\x00" + content
     return blake2b(body, digest_size=16).hexdigest().encode() + b"\n" + body
 

@@ -128,7 +128,7 @@ async def mesh(url: str, namespace: str, *agents: Any, **options: Any) -> AsyncI
 async def test_many_tasks_that_call_their_own_group_all_end(
     amqp_url: str, namespace: str, agents: list[Any], input_: Any, result: int
 ) -> None:
-    """More than may be held in memory at once: their requests wait, those of their children do not."""
+    """More tasks than fit into memory: their requests wait, their children's requests do not."""
     async with mesh(amqp_url, namespace, *agents) as (client, _):
         outcomes = await answers(client, agents[0].name, [input_] * 200)
     assert outcomes == [Ok(result)] * 200

@@ -1,4 +1,4 @@
-"""A replica whose private queue cannot be attached serves what needs the shared queues only."""
+"""A replica without its private queue still serves everything that needs only the shared queues."""
 
 from __future__ import annotations
 

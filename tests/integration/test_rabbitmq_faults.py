@@ -227,7 +227,7 @@ async def test_a_message_is_not_unroutable_while_its_queue_is_there(
 
 
 async def test_a_look_that_is_given_up_ends_no_connection(connect: Connect, own_rabbit: RabbitServer) -> None:
-    """Where there is no queue, the broker closes the channel: a cancelled call must not close it as well."""
+    """The broker closes the channel of a lookup for a missing queue; a cancelled call must not close it too."""
     async with Proxy(own_rabbit.url) as proxy:
         broker, inbox = await connect(proxy.url), Inbox()
         await broker.declare(AGENT)
@@ -274,7 +274,7 @@ async def test_a_deleted_queue_is_declared_and_consumed_again(
 async def test_a_queue_of_other_settings_is_used_as_it_is(
     connect: Connect, caplog: pytest.LogCaptureFixture, namespace: str
 ) -> None:
-    """An upgrade with other arguments never stops on a queue."""
+    """An upgrade never stops at a queue with other arguments."""
     await connect(delivery_limit=20)
     broker, inbox = await connect(delivery_limit=30, max_length=7), Inbox()
     await broker.declare(AGENT)

@@ -1,4 +1,4 @@
-"""Whatever a stranger puts into a message, it costs that message alone."""
+"""Odd content affects only its own message."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def opened(proxy: Proxy, namespace: str) -> AsyncIterator[Open]:
 
 
 async def the_dead(url: str, queue: str, count: int) -> list[DeliveredMessage]:
-    """The dead letters as any client sees them, one with the library's own decoder."""
+    """The dead letters as seen by a client that uses the library's own decoder."""
     connection = await aiormq.connect(url)
     try:
         channel = await connection.channel()

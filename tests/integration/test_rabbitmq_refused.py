@@ -1,4 +1,4 @@
-"""What the broker does not take costs that message alone, and what somebody deleted there is made again."""
+"""A refused message affects no other message, and deleted broker objects are declared again."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def test_a_dead_letter_whose_body_is_too_large_by_now_is_kept_without_it(
 
 
 async def test_frames_that_the_broker_refuses_cost_the_connection_once(opened: Open, proxy: Proxy) -> None:
-    """Nothing of ours makes such frames; if something ever does, it must not be repeated for ever."""
+    """Our code never produces such frames; if it ever does, they must not be retried forever."""
     broker, inbox = await opened(), Inbox()
     await broker.consume(REQUESTS, 100, inbox)
     key, fine = short_string(REQUESTS), a_message(b"fine")
@@ -140,7 +140,7 @@ async def test_frames_that_the_broker_refuses_cost_the_connection_once(opened: O
 
 
 async def until_published(broker: RabbitMqBroker, address: Address, message: object) -> None:
-    """Return when the broker took it; until then it may say that it will later."""
+    """Publish until the broker accepts it; it may be overloaded until then."""
     async with asyncio.timeout(30):
         while True:
             try:
@@ -275,7 +275,7 @@ async def echo(ctx: TaskExecutionContext, size: int) -> str:
 
 
 class Ears:
-    """Hears no event."""
+    """Ignores all events."""
 
     def emit(self, event: Event) -> None:
         pass
@@ -286,7 +286,7 @@ class Ears:
 async def test_a_result_beyond_the_limit_of_the_broker_is_answered(
     opened: Open, own_rabbit: RabbitServer, namespace: str, tmp_path: Path, durable: bool
 ) -> None:
-    """As a failure, as often as it is asked for; and the results beside it arrive."""
+    """As a failure, each time it is requested; and other results still arrive."""
     url = f"sqlite:///{tmp_path / 'tasks.db'}"
     settings = AgentSettings(
         name="echo",

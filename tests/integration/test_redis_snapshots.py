@@ -128,7 +128,7 @@ async def test_a_forgotten_snapshot_leaves_no_key(snapshots: RedisSnapshots, raw
 
 @pytest.mark.parametrize("field", ["manifest", "digest", "order"])
 async def test_a_forged_snapshot_is_found(snapshots: RedisSnapshots, raw: Any, namespace: str, field: str) -> None:
-    """Whoever writes one without the key, or changes one field of one that is authentic."""
+    """A snapshot written without the key, or an authentic one with a changed field."""
     await snapshots.put(A, a_snapshot(1))
     old = await raw.hget(meta_of(namespace), "manifest")
     await snapshots.put(A, a_snapshot(2))

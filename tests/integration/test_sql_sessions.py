@@ -1,4 +1,4 @@
-"""Defaults of the server, poolers before it, and upgrades that are run at once."""
+"""Server defaults, poolers, and concurrent upgrades."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_two_replicas_count_on_one_join_whatever_the_default_isolation(
 
 
 async def test_a_pooler_that_forgets_statements_fails_no_task(store: SqlCheckpointStore) -> None:
-    """As PgBouncer below 1.21 in transaction mode: the session has no statement of those that were prepared."""
+    """Like PgBouncer below 1.21 in transaction mode: prepared statements are missing from the session."""
     pause = await paused(store)
     run = (await resumed(store)).run
     assert isinstance(one(await store.begin([a_begin()])), Begun)
@@ -111,7 +111,7 @@ async def test_a_pooler_that_forgets_statements_fails_no_task(store: SqlCheckpoi
 
 
 async def repeated(step: Callable[[], Awaitable[T]]) -> T:
-    """What a step returns that is repeated, as the engine does, while the database is unavailable."""
+    """Repeat a step while the database is unavailable, as the engine does, and return its result."""
     for _ in range(3):
         with suppress(StoreUnavailable):
             return await step()
@@ -119,7 +119,7 @@ async def repeated(step: Callable[[], Awaitable[T]]) -> T:
 
 
 class Pooler:
-    """As many sessions of a server as clients, lent for one transaction, whichever is free."""
+    """One server session per client; each transaction borrows any free one."""
 
     def __init__(self, *, keeps_statements: bool) -> None:
         self.keeps_statements = keeps_statements

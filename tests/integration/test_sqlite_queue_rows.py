@@ -1,4 +1,4 @@
-"""Rows that are no messages: each is settled by itself, and its neighbours arrive."""
+"""Unreadable rows: each is settled separately, and its neighbours arrive."""
 
 from __future__ import annotations
 

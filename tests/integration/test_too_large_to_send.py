@@ -1,4 +1,4 @@
-"""What the broker never takes is not retried: a reply becomes a small failure, a request ends its call."""
+"""Messages the broker can never accept are not retried: a reply becomes a failure, a request ends its call."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_a_reply_above_the_brokers_limit_becomes_a_failure(
             failed = await desk.reply(large)
             assert isinstance(failed, Failed)
             assert f"the broker accepts at most {LIMIT}" in failed.message
-        if policy == "on_receipt":  # its row has the large reply: who asks again gets the same failure
+        if policy == "on_receipt":  # the row has the large reply; a repeated request gets the same failure
             acks = len(live.events.of(Step.ACK, Phase.AFTER, large))
             await desk.ask("writer", 3 * LIMIT, task_id=large)
             await desk.until(lambda: len(desk.replies(large)) == 2)

@@ -62,7 +62,7 @@ async def mended(ctx: TaskExecutionContext, said: str) -> str:
 
 
 class Events:
-    """Hears events, and awaits them."""
+    """Records and awaits events."""
 
     def __init__(self) -> None:
         self.all: list[Event] = []

@@ -68,7 +68,7 @@ def untied(due: Sequence[Story], limit: int) -> int:
 
 
 def takeable(ledger: Ledger, replica: Replica, suspects: int) -> list[Story]:
-    """The ready tasks that `replica` may take: all of those that were rescued often, or none."""
+    """The ready tasks that `replica` may take, with all suspects or none."""
     due = runnable(ledger, replica, TaskState.READY)
     return [story for story in due if suspects or story.rescues < SUSPECT_FROM]
 

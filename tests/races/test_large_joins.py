@@ -1,4 +1,4 @@
-"""Outcomes that are too large to be written or read at once, one statement of PostgreSQL having at most 1 GiB."""
+"""Outcomes too large to write or read at once, since a PostgreSQL statement is limited to 1 GiB."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CALLS = "abcdefgh"
 
 
 def large(size: int = SIZE) -> Ok[str]:
-    """An outcome that no compression makes small."""
+    """An incompressible outcome."""
     return Ok(base64.b85encode(os.urandom(size)).decode())
 
 

@@ -66,7 +66,7 @@ class Boss:
         await self._send(requests_of(AgentName("root")), message)
 
     async def cancel(self, agent: AgentName, task_id: TaskId) -> None:
-        """Wish a task of `agent` cancelled, whoever asked for it."""
+        """Cancel a task of `agent`, regardless of its requester."""
         await self._send(responses_of(agent), replace(cancel_message(BOSS, task_id), user_id=OPERATOR))
 
     async def _send(self, address: Address, message: Message) -> None:

@@ -52,7 +52,10 @@ def logs(stream: io.StringIO, level: str = "info", *, as_json: bool = False) -> 
         (event(Step.CHECKPOINT, Phase.BEFORE, "t"), logging.DEBUG),
         (event(Step.DUPLICATE, Phase.NOTED, "t"), logging.DEBUG),
         (event(Step.CLAIM, Phase.FAILED, "t", error="ValueError: a defect"), logging.WARNING),
-        (event(Step.CLAIM, Phase.FAILED, "t", error="StoreUnavailable: away"), logging.DEBUG),  # told once, apart
+        (
+            event(Step.CLAIM, Phase.FAILED, "t", error="StoreUnavailable: away"),
+            logging.DEBUG,
+        ),  # emitted once, separately
         (event(Step.REPLY, Phase.FAILED, "t", error="BrokerUnavailable: away"), logging.DEBUG),
         (event(Step.REPLY_DROPPED, Phase.NOTED, "t"), logging.WARNING),
         (event(Step.MESSAGE_REJECTED, Phase.NOTED, "t"), logging.WARNING),

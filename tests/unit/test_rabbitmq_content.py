@@ -212,7 +212,7 @@ async def test_frames_are_split_wherever_the_network_cuts(piece: int) -> None:
 
 
 async def test_the_library_hears_a_heartbeat_where_it_sees_no_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts a connection as lost on which it reads nothing."""
+    """It considers a connection lost if it reads nothing."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(loop=loop)
     frames = FrameReader(reader, loop)

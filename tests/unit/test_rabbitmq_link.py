@@ -1,4 +1,4 @@
-"""A connection that cannot be made is tried again and again, and reported now and then."""
+"""A connection that fails is retried, and the outage is reported at intervals."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ async def test_few_acks_leave_after_a_moment(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_nothing_is_written_to_a_channel_that_the_broker_has_closed() -> None:
-    """The library answers at once, and a frame after that ends the connection of all agents."""
+    """The library replies at once, and a later frame would close the connection of all agents."""
     intake, wire = await taking(2, prefetch=2)
     assert not wire.taker(1, struct.pack(">HH", 20, 40))
     assert intake.lost

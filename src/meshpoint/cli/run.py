@@ -50,8 +50,8 @@ def run(
     """Serve agents until SIGTERM or Ctrl-C, then drain.
 
     The drain takes no longer than drain_timeout_seconds and release_timeout_seconds together. Then the process ends
-    with exit code 8, whatever agent code does. A second signal ends it at once. With several replicas, one that dies
-    is started again.
+    with exit code 8, even if agent code is still running. A second signal ends it at once. With several replicas, a
+    replica that dies is restarted.
     """
     from meshpoint.adapters.logging_observer import logging_to
 

@@ -110,9 +110,9 @@ def cancel_task(
     agent: Agent = None,
     as_json: sources.AsJson = False,
 ) -> None:
-    """Cancel a task in its agent's database, and tell the agent. With --agent, only tell the agent.
+    """Cancel a task in its agent's database and notify the agent. With --agent, only send the agent a message.
 
-    An agent that is told heeds the task's requester, and the logins in its operator_logins.
+    An agent accepts such a message from the task's requester and from the logins in its operator_logins.
     """
     from meshpoint.model.ids import TaskId
 
@@ -248,7 +248,7 @@ async def _find(
 
 
 async def _cancel_in(databases: list[AgentSettings], namespace: str, task: TaskSummary) -> None:
-    """End a task as cancelled, or let whoever runs it know; replicas send its reply."""
+    """End a task as cancelled, or mark it for the replica that runs it; replicas send its reply."""
     from meshpoint.lifecycle.cancel import CANCELLED
     from meshpoint.model.checkpoint import Cancel
     from meshpoint.model.ids import RunId, new_id

@@ -286,7 +286,7 @@ class CancellerSuite:
         assert isinstance(one(await store.begin([other])), Begun)
 
     async def test_an_early_cancel_of_nobody_in_particular_binds_all(self, store: CheckpointStore) -> None:
-        """Including one that finds the tombstone of another sender."""
+        """Even if it finds the tombstone of another sender."""
         plain, widened = a_run(), a_run()
         await store.cancel([a_cancel(widened.task_id, sender="mallory")])
         for run in (plain, widened):

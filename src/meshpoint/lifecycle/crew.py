@@ -76,7 +76,7 @@ class Crew:
             await asyncio.wait(self._tasks)
 
     async def end(self, within: float) -> None:
-        """Cancel all tasks. Abandon those that do not end within the given seconds."""
+        """Cancel all tasks. Abandon tasks that do not end within the given seconds."""
         tasks = {task for task in self._tasks if task is not asyncio.current_task()}
         for task in tasks:
             task.cancel()

@@ -252,7 +252,7 @@ class Outgoing:
     async def put_away(self, home: Home, reply: Reply) -> bool:
         """Keep an undeliverable reply of an in-memory task. Returns `True` if its request may be acked.
 
-        The reply is stored in the database if there is one, otherwise in this process, up to a limit.
+        The reply is stored in the database or, without one, in this process, up to a limit.
         """
         if self._site.durable is None:
             if self._has_room:
@@ -357,7 +357,7 @@ class Outgoing:
         return words
 
     async def _published(self, letters: Sequence[Letter]) -> list[Published]:
-        """Publish letters. One that cannot be encoded does not affect the others."""
+        """Publish letters. A letter that cannot be encoded does not affect the others."""
         try:
             return await self._routes.publish(letters, self._site.broker.publish)
         except NO_DEFECT:

@@ -54,7 +54,7 @@ class Site:
 
     @property
     def present(self) -> datetime:
-        """The current time for judging deadlines: the database's, if there is one."""
+        """The current time for judging deadlines, by the database's clock if possible."""
         known = None if self.durable is None else self.durable.store.present
         return self.clock.now() if known is None else known
 

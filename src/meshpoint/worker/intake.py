@@ -284,7 +284,7 @@ def _rounded_up(held: int) -> int:
 
 
 async def _first(*steps: Coroutine[Any, Any, object]) -> None:
-    """Wait until one of `steps` ends and cancel the rest."""
+    """Wait until any of `steps` ends and cancel the rest."""
     tasks = [asyncio.ensure_future(step) for step in steps]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

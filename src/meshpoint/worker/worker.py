@@ -143,7 +143,7 @@ class Worker:
     # ── serving ────────────────────────────────────────────────────────────────────────────────────
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set, then drain: within `drain_timeout + release_timeout`, whatever agent code does.
+        """Serve until `stop` is set, then drain, always within `drain_timeout + release_timeout`.
 
         Code that does not stop by then is abandoned, with a warning: see `abandoned`.
 

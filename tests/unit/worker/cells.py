@@ -1,4 +1,4 @@
-"""Isolated runs without processes: a worker each, beside the replica that started it, which a test may kill."""
+"""Isolated runs without processes: each is a worker next to its replica, and tests can kill it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Cell:
         self._running.cancel()
 
     def hang(self) -> None:
-        """Heed no word any more."""
+        """Stop reacting to requests."""
         self._deaf = True
 
     @property

@@ -1,4 +1,4 @@
-"""A defect in any method of a store, a broker or a delivery: the replica serves on, and holds nothing for ever."""
+"""A defect in any method of a store, broker or delivery: the replica keeps serving and leaks nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .puppet import Puppet
 
 
 class Defect(Exception):
-    """Nothing that anybody expects."""
+    """An unexpected exception."""
 
 
 def methods_of(port: Any) -> list[str]:
@@ -109,7 +109,7 @@ async def test_the_replica_serves_on(
     for asked in list(peer.requests):
         await peer.respond(asked, 1)
     await boss.cancel("asker", early[0])
-    if method != "lookup":  # without it, nobody can know that this is no new task, and the defect is its answer
+    if method != "lookup":  # without it, the task looks new, and the defect is its answer
         await boss.ask("asker", 1, early[1])
     await mesh.advance(3)
     assert await boss.reply(await boss.ask("doubler", 4)) == Ok(8), "another agent is not disturbed"

@@ -56,7 +56,7 @@ async def swallows_a_group(*_: Any) -> Any:
 
 
 class Silent(Exception):
-    """Its text cannot be had."""
+    """Its text cannot be read."""
 
     def __str__(self) -> str:
         raise SystemExit("no text")
@@ -73,7 +73,7 @@ class Odd(Exception, metaclass=Nameless):
 
 
 class Trap:
-    """A result that raises whatever is done with it."""
+    """A result that raises on any access."""
 
     def __getattribute__(self, name: str) -> Any:
         raise KeyboardInterrupt

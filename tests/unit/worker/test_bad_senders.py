@@ -1,4 +1,4 @@
-"""Senders that no row can keep: their messages are dead letters, and no statement fails for them."""
+"""Senders that cannot be stored: their messages become dead letters, and no statement fails."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ async def test_an_overloaded_requester_gets_its_reply_however_late(mesh: Mesh, b
     replica.broker.fail(*[Published.OVERLOADED] * 100, type="response")
     task_id = await boss.ask("doubler", 1)
     await mesh.settle()
-    assert mesh.unacked("doubler") == 0  # a full queue holds up nothing here
+    assert mesh.unacked("doubler") == 0  # a full queue delays nothing here
     await mesh.advance(90)
     assert boss.replies() == []
     assert mesh.events.of(Step.REPLY_UNROUTABLE) == []

@@ -1,4 +1,4 @@
-"""Which requests a replica takes from the broker: from which queues, and how many."""
+"""The requests that a replica takes from each queue of its agent."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def time_passes(mesh: Mesh, seconds: float) -> None:
 
 
 async def all_slots_resumed(mesh: Mesh, boss: Puppet, peer: Puppet, gate: Gate, slots: int) -> None:
-    """Let every slot of the only replica be taken by a task that went on after a pause."""
+    """Fill every slot of the only replica with a resumed task."""
     for number in range(slots):
         await boss.ask("agent", number)
         await peer.respond(await peer.request_number(number + 1), 1)
@@ -133,7 +133,7 @@ async def test_a_cancelled_request_is_not_requeued(mesh: Mesh, boss: Puppet, pee
 
 
 async def test_each_queue_has_its_turn(mesh: Mesh, boss: Puppet) -> None:
-    """One queue is full of long requests; what comes to the other one does not wait for all of them."""
+    """One queue is full of long requests; requests in the other one do not wait for all of them."""
     order = list[Any]()
     gates: dict[int, Gate] = {number: Gate() for number in range(20)}
 

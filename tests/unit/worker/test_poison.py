@@ -350,7 +350,7 @@ async def test_without_processes_a_suspect_runs_while_nothing_else_does(mesh: Me
     gates[2].opened.set()
     assert await boss.reply(other) == Ok("done")
     await gates[1].reach(3)
-    assert gates[2].visits == 1  # nothing begins beside it
+    assert gates[2].visits == 1  # nothing else starts meanwhile
     gates[1].opened.set()
     assert [await boss.reply(task) for task in (suspect, later)] == [Ok("done")] * 2
     await mesh.settle()

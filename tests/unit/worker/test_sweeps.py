@@ -1,4 +1,4 @@
-"""The sweeper takes what is due in batches until nothing is left, and keeps no slot for what it may not find."""
+"""The sweeper handles due work in batches until none is left, and reserves slots only for tasks it found."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_a_claim_takes_one_slot_for_all_responses_of_a_task(mesh: Mesh, bo
     second = Held(running, "claim")
     first.opened.set()
     await second.reached.wait()
-    await boss.ask("agent", 2)  # finds the other slot, whatever holds up the claim
+    await boss.ask("agent", 2)  # finds the other slot even if the claim is delayed
     await peer.request_number(8)
     second.opened.set()
 

@@ -1,4 +1,4 @@
-"""A task id is no credential: only who asked for a task may ask again, resume it or cancel it."""
+"""A task id is not a credential: only its requester may repeat, resume or cancel a task."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def test_the_same_requester_asks_for_something_else(
 
 
 def refused_once(boss: Puppet, reply: object) -> bool:
-    """Whether `reply` says that the id is in use; what came is forgotten."""
+    """Whether `reply` says that the id is in use. Clears the received messages."""
     boss.letters.clear()
     return isinstance(reply, Failed) and reply.message.startswith(IN_USE)
 
@@ -373,7 +373,7 @@ async def test_an_outsider_does_not_cancel(
 
 
 async def meddle(mesh: Mesh, mallory: Puppet, replica: str, task_id: TaskId) -> None:
-    """Cancel somebody else's task, by the agent's queue and by a replica's own."""
+    """Cancel another sender's task, through the agent's queue and a replica's private queue."""
     await mallory.cancel("echo", task_id)
     cancel = cancel_message(AgentName("mallory"), task_id, on_behalf_of="boss")
     await mallory.say_to(f"echo.private.{replica}", cancel)
@@ -484,7 +484,7 @@ BAD: dict[str, dict[str, Any]] = {
 async def test_what_a_forger_is_refused_ends_nobodys_call(
     mesh: Mesh, boss: Puppet, mallory: Puppet, durable: bool, bad: str
 ) -> None:
-    """Nobody's login is listed: the forged request seems to come from `asker`, whose call it names."""
+    """No logins are listed, so the forged request seems to come from `asker`, whose call it names."""
     gate = Gate()
     asking = await mesh.replica(asker("asker", "slow"), durable=durable)
     await mesh.replica(slow(gate))

@@ -1,4 +1,4 @@
-"""A replica whose clock is wrong, beside a database whose clock is right."""
+"""A replica with a wrong clock and a database with a correct one."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class Publisher:
         return [_word(future) for future in sent]
 
     async def _send_apart(self, parcels: Sequence[Parcel]) -> list[Published]:
-        """Send messages one by one on a separate connection, because one of them may have closed a channel."""
+        """Send messages one by one on a separate connection, to find the message that closed a channel."""
         words: list[Published] = []
         blamed = 0
         async with self._apart:

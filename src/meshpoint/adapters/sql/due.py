@@ -62,7 +62,7 @@ async def take_over(tx: Transaction, replica: Replica, limit: int, suspects: int
 def _parted(
     rows: Sequence[Row[Any]], suspects: int, rescues: Callable[[Row[Any]], int]
 ) -> tuple[list[Row[Any]], list[Row[Any]]]:
-    """Split tasks into those that a replica with room for `suspects` suspects can run, and the rest."""
+    """Split tasks into what a replica with room for `suspects` suspects can run, and the rest."""
     mine, others = list[Row[Any]](), list[Row[Any]]()
     for row in rows:
         suspect = rescues(row) >= SUSPECT_FROM
@@ -114,7 +114,7 @@ async def renew_when_free(tx: Transaction, run: Run, replica: Replica, patience:
 
 
 def _of_these_runs(runs: Sequence[Run], rows: Sequence[Row[Any]]) -> tuple[list[Run], list[Run]]:
-    """Split runs into those that own one of `rows` and the rest."""
+    """Split runs into owners of `rows` and the rest."""
     owned = {(row.logical_task_id, row.fence) for row in rows if row.status == TaskState.RUNNING}
     mine = [run for run in runs if (run.task_id, run.fence) in owned]
     return mine, [run for run in runs if (run.task_id, run.fence) not in owned]

@@ -6,7 +6,7 @@ Whoever changes a task, a call or a join first holds the lock of the task, and t
 so nothing deadlocks, and calls and joins need no locks of their own. (Only the sender's lease on a call or a join,
 its mark on a join, and an extended idle deadline are written without the task's lock, and without waiting.) LOCK
 statements wait for their rows up to `lock_timeout`; then the transaction is repeated with LOCK_FREE statements. These
-and PICK statements skip locked rows. The data for a decision is read by a later statement than the one that locks:
+and PICK statements skip locked rows. The data for a decision is read by a statement after the lock:
 the snapshot of a statement that waited for a lock is older than the lock.
 """
 
