@@ -227,6 +227,21 @@ class PrefetchSuite(BrokerCase):
         assert await delivery.ack()
         await self.nothing_is_left(broker, two)
 
+    async def test_a_resize_that_meets_a_cancel_takes_nothing_either(self, broker: Broker, other: Broker) -> None:
+        one, two, late = Inbox(), Inbox(), a_message()
+        subscription = await broker.consume(REQUESTS, 10, one)
+        await send(broker, REQUESTS, a_message())
+        first = await one.next()
+        await asyncio.gather(subscription.cancel(), subscription.resize(20))
+        await send(broker, REQUESTS, late)
+        await other.consume(REQUESTS, 10, two)
+        delivery = await two.next()
+        assert delivery.message.message_id == late.message_id
+        assert one.empty()
+        assert await first.ack()
+        assert await delivery.ack()
+        await self.nothing_is_left(broker, two)
+
     async def test_cancelling_twice_is_harmless(self, broker: Broker) -> None:
         subscription = await broker.consume(REQUESTS, 1, Inbox())
         await subscription.cancel()

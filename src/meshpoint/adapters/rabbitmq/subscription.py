@@ -103,8 +103,10 @@ class RabbitSubscription:
 
     async def cancel(self) -> None:
         """Take no more deliveries; those unsettled can still be settled, then the channel closes."""
-        await self.resize(0)
-        self._cancelled = True
+        self._cancelled = True  # from here on, a resize changes nothing
+        self._limit = 0
+        with suppress(BrokerUnavailable):  # there is no consumer any more
+            await self._adjust()
         self._wake.set()
 
     async def close(self) -> None:
