@@ -1000,7 +1000,7 @@ for _turn in range(3):
 
 @recipe("a crowd of naps", deep=True)
 def _crowd(world: World) -> list[Letter]:
-    return [_now(world, "sleeper", 400, task_id=f"{world.mark}-{number}") for number in range(40)]
+    return [_now(world, "sleeper", 200, task_id=f"{world.mark}-{number}") for number in range(25)]
 
 
 @recipe("an id that only a resumed call may have", deep=True)

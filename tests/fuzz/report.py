@@ -21,6 +21,8 @@ SLOWER = 5.0
 """Maximum ratio of the honest p99 under fuzz to the quiet p99."""
 GROWN = 20.0
 """Maximum growth of a replica, in MB."""
+REOPENED = 1000
+"""Minimum messages per further connection: a replica tries a suspicious message on a connection of its own."""
 PER_MINUTE = 5000
 _OUTCOMES = {
     "segment",
@@ -148,7 +150,7 @@ def judge(report: Report, *, by_the_clock: bool) -> None:
         "honest outcomes duplicated": report.duplicated,
         "replicas that fell": report.fell,
         "drains that failed": report.bad_drains,
-        "connections opened again": report.reconnects,
+        "connections opened again": report.reconnects if report.reconnects > report.messages / REOPENED else 0,
         "bad messages unaccounted for": len(report.unaccounted),
         f"branches reached less than {REACHED} times": len(report.unreached),
     }
