@@ -208,8 +208,8 @@ class NotJson(MeshpointError, ValueError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A person's signal that ends whatever runs, agent code included. Raised by a signal handler, never by agents."""
+    """A person's signal that ends all running code, including agent code. Raised only by a signal handler."""
 
 
 NO_DEFECT = (Unavailable, ConfigurationError)
-"""What no single message is to blame for; anything else that a room raises is a defect."""
+"""Errors that are not the fault of a single message; anything else that a room raises is a defect."""

@@ -73,7 +73,7 @@ class _Watch:
             done, _ = await asyncio.wait({ending}, timeout=left)
         except asyncio.CancelledError:
             if self.replica_ends or self.segment.stopped is None:
-                raise  # and the process is killed, whatever it was told before
+                raise  # the process is killed even after an earlier request
             assert me is not None
             me.uncancel()
             self._stop(process, self.segment.stopped)

@@ -189,7 +189,7 @@ class Outgoing:
         """Publish a reply that no run commits. If it cannot be delivered at once, it is kept and sent later.
 
         Afterwards the request may be acked: the reply is confirmed, stored in a row, or its loss is reported.
-        `again`: the request of an ended task was delivered again. `digest` is that of the request's input.
+        `again`: the request of an ended task was delivered again. `digest` is the digest of the request's input.
         """
         letter = reply_letter(reply)
         if letter is None:

@@ -76,8 +76,8 @@ class Refusals:
         )
         try:
             await self._site.patience.until_answered(partial(delivery.dead_letter, reason))
-        except ConfigurationError:  # no other message may wait until somebody has mended that
-            log.exception("message %s: it cannot be dead-lettered, and comes again", message.message_id)
+        except ConfigurationError:  # other messages must not wait until an operator fixes it
+            log.exception("message %s: it cannot be dead-lettered and will be redelivered", message.message_id)
             self._spawn(self._requeue_later(delivery))
 
     async def set_aside(self, delivery: Delivery, error: Exception) -> None:

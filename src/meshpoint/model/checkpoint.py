@@ -229,11 +229,11 @@ class Cancel:
 class KeepReply:
     """Keep an undeliverable reply in a tombstone if its task has no row.
 
-    An early cancel's row is no task's: the reply replaces it.
+    The tombstone of an early cancel does not count as the task's row: the reply replaces it.
 
     `keep` is how long the row stays, `None` for as long as any tombstone. With `again`, the request of an ended task
-    was delivered again: the reply in its row becomes due again, for the requester of `reply`. `digest` is that of the
-    request's input.
+    was delivered again: the reply in its row becomes due again, for the requester of `reply`. `digest` is the digest
+    of the request's input.
     """
 
     run_id: RunId
@@ -346,7 +346,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The row is there and this run owns it (also when it found itself). `queued`: nobody does, it is ready."""
+    """The row exists and this run owns it, also after a repeated begin. `queued`: it is ready, without an owner."""
 
     run: Run
     queued: bool = False

@@ -263,7 +263,7 @@ class Intake:
                     await self._resize(lane, 0)
             self._turned_away.set()
             self._turned_away.clear()
-        finally:  # also when a drain ends this halfway: nobody else has them
+        finally:  # also if a drain interrupts this: they are in no other list
             for delivery in leaving:
                 with suppress(Unavailable):  # its connection is lost, which requeues it too
                     await delivery.requeue()

@@ -207,7 +207,7 @@ class RabbitMqBroker:
     def _looked(self, look: asyncio.Task[int | None]) -> None:
         self._looks.discard(look)
         if not look.cancelled():
-            look.exception()  # whoever asked may have gone
+            look.exception()  # the caller may be gone
 
     async def _depth(self, name: str, address: Address) -> int | None:
         """Never cancelled: aiormq then closes the channel, and RabbitMQ, which closes it too where there is no queue,
