@@ -409,13 +409,12 @@ class Worker:
             for entrance in entrances:
                 entrance.cancel()
             await _within(self._left() - self._closing_time, self._give_back())
-        await _within(self._left() - self._closing_time, self._unsubscribe("private", self._private_inbox))
+        await _within(self._left() - self._closing_time, self._unsubscribe(["private"], self._private_inbox))
         self._outgoing.drop_kept()
 
     async def _stop_consuming(self) -> None:
-        for name in self._intake.names:
-            await self._unsubscribe(name, self._intake.inbox)
-        await self._unsubscribe("shared", self._shared_inbox)
+        await self._unsubscribe(self._intake.names, self._intake.inbox)
+        await self._unsubscribe(["shared"], self._shared_inbox)
         self._poke()
         self.segments.ready_somewhere.set()
 
@@ -453,13 +452,17 @@ class Worker:
             closing.append(self._leases.close(within, list(self.segments.unfinished.values())))
         await asyncio.gather(*closing)
 
-    async def _unsubscribe(self, name: str, inbox: Inbox) -> None:
+    async def _unsubscribe(self, names: Sequence[str], inbox: Inbox) -> None:
+        """Cancel all of these first: the broker would bring back what is requeued, and count it again."""
         try:
-            if name in self._subscriptions:
-                await self._subscriptions[name].cancel()
+            for subscription in [self._subscriptions[name] for name in names if name in self._subscriptions]:
+                try:
+                    await subscription.cancel()
+                except Unavailable as error:  # what is un-acked is given back when the connection closes
+                    self.site.patience.note_away(error)
             for delivery in inbox.close():
                 await delivery.requeue()
-        except Unavailable as error:  # what is un-acked is given back when the connection closes
+        except Unavailable as error:
             self.site.patience.note_away(error)
         finally:
             inbox.close()

@@ -12,7 +12,7 @@ from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Step
 from meshpoint.model.ids import AgentName
-from meshpoint.model.messages import nested_of, requests_of
+from meshpoint.model.messages import nested_of, requests_of, shard_of
 from meshpoint.model.outcomes import Ok
 
 from .agents import Gate, Scripted, asker, doubler
@@ -247,3 +247,22 @@ async def test_a_drain_gives_back_what_was_about_to_leave(mesh: Mesh, boss: Pupp
     await mesh.replica(busy(gate))
     await mesh.settle()
     assert len(boss.replies()) == 1
+
+
+async def test_a_drain_gives_each_request_back_once(mesh: Mesh, boss: Puppet) -> None:
+    """Not once for each queue: the broker counts deliveries, and so do we."""
+    gate = Gate()
+    draining = await mesh.replica(busy(gate), max_concurrency=1, request_shards=4)
+    agent = AgentName("agent")
+    await boss.send("agent", boss.request("long"), nested_of(agent))
+    await gate.reach(1)
+    for number in range(4):
+        await boss.send("agent", boss.request("instant"), shard_of(agent, number))
+    await mesh.settle()
+    assert len(draining.worker._intake.inbox.waiting) == 4
+    stopping = asyncio.create_task(draining.drain())
+    await mesh.settle()
+    queues = [mesh.exchange.queue(shard_of(agent, number)) for number in range(4)]
+    assert [[item.count for item in queue.ready] for queue in queues if queue] == [[1]] * 4
+    gate.opened.set()
+    await stopping
