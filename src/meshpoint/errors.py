@@ -41,10 +41,15 @@ class MeshpointError(Exception):
     """Any error that Meshpoint raises on purpose."""
 
 
+_LONGEST_PART = 2_000
+"""Characters: an error quotes what somebody wrote, and stays readable."""
+
+
 class ConfigurationError(MeshpointError):
     """The configuration cannot work. `key` names the setting, `fix` what to write instead."""
 
     def __init__(self, key: str, problem: str, fix: str) -> None:
+        key, problem = (text if len(text) <= _LONGEST_PART else f"{text[:_LONGEST_PART]}…" for text in (key, problem))
         super().__init__(f"{key}: {problem}; {fix}")
         self.key, self.problem, self.fix = key, problem, fix
 

@@ -31,6 +31,7 @@ from meshpoint.model.context import Report
 from meshpoint.model.events import Step
 from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.letters import (
+    LONGEST_STATUS,
     Letter,
     cancel_letter,
     reply_bytes,
@@ -297,10 +298,15 @@ class Outgoing:
                 await self._words(wanted)
 
     def report_to(self, task_id: TaskId, requester: Requester) -> Report:
-        """What `ctx.status` calls: a status update to the requester, lost when the broker is away."""
+        """What `ctx.status` calls: a status update to the requester, lost when the broker is away, or too large."""
 
         async def report(data: JsonValue) -> None:
-            await self.tell([status_letter(self._site.agent, task_id, requester, data)])
+            letter = status_letter(self._site.agent, task_id, requester, data)
+            if letter is not None and (size := len(letter[1].body)) > LONGEST_STATUS:
+                reason = f"ctx.status was given too much: {size} bytes; at most {LONGEST_STATUS} are sent"
+                self._site.steps.note(Step.STATUS_DROPPED, task_id, reason=reason, dropped=1)
+                return
+            await self.tell([letter])
 
         return report
 

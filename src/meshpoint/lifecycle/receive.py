@@ -263,7 +263,7 @@ def _dict(body: RequestBody, key: str) -> dict[str, JsonValue]:
 def _trace(message: Message) -> dict[str, JsonValue]:
     """The trace context to pass to calls, or `None` if it is not a valid `traceparent`."""
     value = message.headers.get(Header.TRACEPARENT)
-    if value is None or (isinstance(value, str) and not _TRACEPARENT.fullmatch(value)):
+    if not isinstance(value, str) or not _TRACEPARENT.fullmatch(value):
         return {}
     return {Header.TRACEPARENT.value: value}
 

@@ -5,17 +5,22 @@ Unknown fields are ignored, so that a newer peer can add some.
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, ValidationError
 from pydantic.alias_generators import to_camel
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.ids import new_id
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from meshpoint.model.usage import TokenUsage
+
+_MOST_PARTS = 1000
+_LARGEST_USAGE = 128 * 1024
+"""Bytes: each thing wrong in it becomes an error in memory."""
 
 
 class Body(BaseModel):
@@ -31,6 +36,10 @@ class Body(BaseModel):
     def to_bytes(self) -> bytes:
         """The body as it travels."""
         return self.model_dump_json(by_alias=True, exclude_none=True).encode()
+
+    def free_values(self) -> list[JsonValue]:
+        """The values of no declared type that others read."""
+        return []
 
 
 class TaskState(StrEnum):
@@ -55,7 +64,7 @@ class A2AMessage(Body):
 
     message_id: Annotated[str, Field(default_factory=new_id)]
     role: Literal["ROLE_USER", "ROLE_AGENT"]
-    parts: Annotated[list[Part], Field(min_length=1)]
+    parts: Annotated[list[Part], Field(min_length=1, max_length=_MOST_PARTS), FailFast()]
     context_id: str | None = None
     task_id: str | None = None
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
@@ -69,6 +78,9 @@ class RequestBody(Body):
 
     message: A2AMessage
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
+
+    def free_values(self) -> list[JsonValue]:
+        return [self.message.parts[0].data, self.metadata]
 
     def input(self) -> JsonValue:
         """The agent's input: `data` of the first part, or its text."""
@@ -90,7 +102,7 @@ class TaskBody(Body):
     id: str
     context_id: str | None = None
     status: TaskStatus
-    artifacts: list[dict[str, JsonValue]] = Field(default_factory=list)
+    artifacts: Annotated[list[dict[str, JsonValue]], FailFast()] = Field(default_factory=list)
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
 
@@ -102,6 +114,10 @@ class ResponseBody(Body):
     """
 
     task: TaskBody
+
+    def free_values(self) -> list[JsonValue]:
+        said = self.task.status.message
+        return [said.parts[0].data if said else None, [*self.task.artifacts]]
 
     @property
     def refuses(self) -> str | None:
@@ -117,10 +133,7 @@ class ResponseBody(Body):
         """
         status, metadata = self.task.status, self.task.metadata
         part = status.message.parts[0] if status.message else Part()
-        try:
-            usage = TokenUsage.model_validate(metadata["usage"]) if metadata.get("usage") else TokenUsage()
-        except ValidationError as error:
-            raise PoisonMessage(f"task.metadata.usage: {error.errors()[0]['msg']}") from error
+        usage = _usage(metadata.get("usage"))
         match status.state:
             case TaskState.COMPLETED:
                 value = part.text if part.text is not None else part.data
@@ -149,6 +162,10 @@ class StatusBody(Body):
 
     status_update: StatusUpdate
 
+    def free_values(self) -> list[JsonValue]:
+        said = self.status_update.status.message
+        return [said.parts[0].data if said else None]
+
 
 class CancelBody(Body):
     """A wish that the task `id` end as cancelled."""
@@ -169,13 +186,46 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
     try:
         if b"NaN" in body or b"Infinity" in body:  # pydantic takes the bare words for numbers; JSON has no such thing
             from_json(body, allow_inf_nan=False, cache_strings="keys")
-        return kind.model_validate_json(body)
+        read = kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
         raise PoisonMessage(f"{where}: {first['msg']}") from error
     except ValueError as error:
         raise PoisonMessage(f"body: not JSON: {error}") from error
+    if any(_is_infinite(value) for value in read.free_values()):
+        raise PoisonMessage("body: it holds a number that no float can hold")
+    return read
+
+
+def _is_infinite(value: JsonValue) -> bool:
+    """Whether a number in `value` was too large, such as 1e400, and became infinity."""
+    if isinstance(value, float):
+        return math.isinf(value)
+    if not value or not isinstance(value, list | dict):
+        return False
+    written = to_json(value, inf_nan_mode="constants")
+    if b"Infinity" not in written:
+        return False
+    try:
+        from_json(written, allow_inf_nan=False)  # it may be a word in a text
+    except ValueError:
+        return True
+    return False
+
+
+def _usage(given: JsonValue) -> TokenUsage:
+    if not given:
+        return TokenUsage()
+    if len(to_json(given)) > _LARGEST_USAGE:
+        raise PoisonMessage(f"task.metadata.usage: has more than {_LARGEST_USAGE} bytes")
+    try:
+        usage = TokenUsage.model_validate(given)
+    except ValidationError as error:
+        raise PoisonMessage(f"task.metadata.usage: {error.errors()[0]['msg']}") from error
+    if not usage.is_plausible:
+        raise PoisonMessage("task.metadata.usage: a count is negative, or beyond 2**53")
+    return usage
 
 
 def response_body(

@@ -24,6 +24,9 @@ Checkpoint: TypeAlias = dict[str, JsonValue]
 SUSPECT_FROM = 2
 """Rescues since the last pause at which a task becomes a suspect and runs in its own process."""
 
+MOST_OF_A_ROW = 256 * 1024 * 1024
+"""Bytes of a state with its context, at rest: PostgreSQL writes a row of 1 GiB, but cannot read it again."""
+
 
 class TaskState(StrEnum):
     """Where a task's row stands. The last three are tombstones: the reply is kept until `expires_at`."""

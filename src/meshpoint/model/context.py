@@ -151,6 +151,7 @@ class TaskExecutionContext(Recording, Subtasking, Remembering):
 
     async def status(self, data: JsonValue) -> None:
         """Tell the requester how far the task is. Advisory: it may be lost or doubled, and nobody may listen.
+        More than 64 KiB are not sent, and the log says so.
 
         Raises:
             NotJson: `data` cannot be sent.

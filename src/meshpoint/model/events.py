@@ -61,7 +61,7 @@ class Step(StrEnum):
     ROW_LOCKED = "row_locked"  # another database session holds a task's row, and the steps that need it wait
     BROKER_BACK = "broker_back"
     REPLY_UNROUTABLE = "reply_unroutable"
-    STATUS_DROPPED = "status_dropped"  # a peer sent more status updates than are forwarded
+    STATUS_DROPPED = "status_dropped"  # more or larger status updates than are sent on
     REPLY_DROPPED = "reply_dropped"  # a reply could be neither delivered nor kept
     MESSAGE_REJECTED = "message_rejected"  # the broker can never accept it: too large, or not encodable
     CODE_CANCELLED = "code_cancelled"  # running agent code was cancelled

@@ -20,6 +20,11 @@ from meshpoint.errors import NotJson
 MAX_DEPTH = 100
 """Deeper nesting is refused: JSON parsers have limits of their own, and a list that holds itself has no end."""
 
+_MOST_DIGITS = 4_000
+_MOST = 10**_MOST_DIGITS
+_LEAST = -_MOST
+"""Integers lie between them. Python refuses to read or write those of more than 4,300 digits."""
+
 
 class JsonDict(dict[str, JsonValue]):
     """A dict of JSON values. `name` stands at the head of the key path in errors.
@@ -146,7 +151,12 @@ def _copied(value: Any, depth: int) -> Any:
     kind = type(value)
     if kind is str and _has_utf8(value):
         return value
-    if value is None or kind is int or kind is bool or (kind is float and math.isfinite(value)):
+    if (
+        value is None
+        or kind is bool
+        or (kind is int and _LEAST < value < _MOST)
+        or (kind is float and math.isfinite(value))
+    ):
         return value
     if kind is dict and depth <= MAX_DEPTH and all(type(key) is str and _has_utf8(key) for key in value):
         return {key: _copied(each, depth + 1) for key, each in value.items()}
@@ -181,6 +191,8 @@ def _checked(value: object, owner: JsonDict | JsonList, key: object) -> JsonValu
         case str():
             return _checked_text(value, owner, key)
         case int():
+            if not _LEAST < value < _MOST:
+                raise NotJson(f"{_at(owner, key)}: an integer of over {_MOST_DIGITS} digits is not readable JSON")
             return int.__int__(value)
         case float():
             if not math.isfinite(value):

@@ -25,6 +25,9 @@ from meshpoint.model.outcomes import Outcome
 
 Letter = tuple[Address, Message]
 
+LONGEST_STATUS = 65_536
+"""Bytes of the body of a status update that is sent."""
+
 
 def request_letter(call: Dispatch, reply_to: Address, margin: timedelta) -> Letter:
     """A request to a peer, addressed to its nested-request queue.

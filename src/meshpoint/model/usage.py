@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+_MOST = 2**53
+
 
 class Tokens(BaseModel):
     """Counts of tokens; `cached` is the part of `input` that a provider's cache served."""
@@ -35,6 +37,13 @@ class TokenUsage(BaseModel):
         """Whether nothing was counted."""
         total = self.total
         return not (total.input or total.output or total.cached or self.by_model or self.by_source)
+
+    @property
+    def is_plausible(self) -> bool:
+        """Whether all counts are such that sums of them stay numbers that JSON parsers read."""
+        every = (self.total, *self.by_model.values(), *self.by_source.values())
+        counts = (count for each in every for count in (each.input, each.output, each.cached))
+        return all(0 <= count <= _MOST for count in counts)
 
     def snapshot(self) -> TokenUsage:
         """A copy that later counts do not reach."""

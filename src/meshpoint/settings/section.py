@@ -13,7 +13,7 @@ TEN_YEARS = 315_360_000
 Seconds = Annotated[float, Field(gt=0, le=TEN_YEARS, allow_inf_nan=False)]
 SecondsOrZero = Annotated[float, Field(ge=0, le=TEN_YEARS, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
-Bytes = Annotated[int, Field(ge=1024)]
+Bytes = Annotated[int, Field(ge=1024, le=1024**4)]
 
 EMBEDDED = "sqlite:///meshpoint.db"
 DEFAULT = Options()

@@ -33,7 +33,7 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.events import Step
 from meshpoint.model.ids import RunId, TaskId, new_id
-from meshpoint.model.letters import Letter, cancel_message, fingerprint, request_letter, status_letter
+from meshpoint.model.letters import LONGEST_STATUS, Letter, cancel_message, fingerprint, request_letter, status_letter
 from meshpoint.model.messages import Message, MessageType
 from meshpoint.ports.broker import Delivery
 from meshpoint.ports.home import Home
@@ -42,7 +42,6 @@ from meshpoint.worker.segments import Segments
 log = logging.getLogger("meshpoint.letters")
 
 _STATUS_RATE = 20  # maximum status updates forwarded per second for one task
-_LONGEST_STATUS = 65_536  # maximum bytes of a forwarded status update
 
 Answer: TypeAlias = tuple[Delivery, Claim, str | None]
 """A response, the claim of its outcome, and, if unreadable, the reason."""
@@ -204,11 +203,11 @@ class Letters:
         letter = status_letter(self._site.agent, to.task_id, to.requester, data)
         if letter is None:
             return None
-        too_long = len(letter[1].body) > _LONGEST_STATUS
+        too_long = len(letter[1].body) > LONGEST_STATUS
         if not too_long and self._forwarded.lets_through(to.task_id):
             return letter
         if dropped := self._forwarded.drop(to.task_id):
-            reason = f"more than {_LONGEST_STATUS} bytes" if too_long else f"more than {_STATUS_RATE} a second"
+            reason = f"more than {LONGEST_STATUS} bytes" if too_long else f"more than {_STATUS_RATE} a second"
             self._site.steps.note(Step.STATUS_DROPPED, to.task_id, reason=reason, dropped=dropped)
         return None
 

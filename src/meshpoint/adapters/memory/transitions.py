@@ -14,7 +14,9 @@ from typing import assert_never
 from meshpoint.adapters.memory.joins import answer_again, go_on
 from meshpoint.adapters.memory.operations import close, save
 from meshpoint.adapters.memory.rows import CallRow, OperationRow, Tables, TaskRow, keep_alive_at
+from meshpoint.errors import AgentMisbehaved
 from meshpoint.model.checkpoint import (
+    MOST_OF_A_ROW,
     AllArrived,
     Arrival,
     Begin,
@@ -148,10 +150,13 @@ class MemoryTransitions:
             return refused
         if pause.requester.deadline is not None and pause.requester.deadline <= now:
             return PastDeadline()
+        context = json.dumps(pause.context)
+        if (size := len(context) + len(pause.state)) > MOST_OF_A_ROW:
+            raise AgentMisbehaved(f"the task's state has {size} bytes; a checkpoint keeps {MOST_OF_A_ROW} at most")
         if row is None:
             row = TaskRow(run.task_id, run.agent, run.id, pause.requester, TaskState.WAITING, now, now)
             row.request, row.digest = pause.request, pause.digest
-        self._write_checkpoint(row, pause, now)
+        self._write_checkpoint(row, pause, context, now)
         if row.operation is not None:
             row.operation.children += pause.children
             if pause.checkpoint is not None and pause.checkpoint.seq > row.operation.seq:
@@ -159,10 +164,10 @@ class MemoryTransitions:
         tables.put(row)
         return _committed(row)
 
-    def _write_checkpoint(self, row: TaskRow, pause: Pause, now: datetime) -> None:
+    def _write_checkpoint(self, row: TaskRow, pause: Pause, context: str, now: datetime) -> None:
         row.run_id, row.owner = pause.run.id, None
         row.generation, row.attempt, row.rescues, row.incompatible_since = row.generation + 1, 0, 0, None
-        row.context, row.body, row.state_format = json.dumps(pause.context), pause.state, pause.state_format
+        row.context, row.body, row.state_format = context, pause.state, pause.state_format
         row.checkpointed_at = row.due_at = now
         row.state, row.join, row.dead_reason = TaskState.WAITING, pause.join, None
         row.join_deadline = now + pause.join.deadline if pause.join.deadline else None

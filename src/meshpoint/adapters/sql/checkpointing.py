@@ -31,6 +31,7 @@ from meshpoint.adapters.sql.rows import (
 from meshpoint.adapters.sql.subtasking import save_with_pauses
 from meshpoint.errors import AgentMisbehaved
 from meshpoint.model.checkpoint import (
+    MOST_OF_A_ROW,
     Begin,
     BeginResult,
     Begun,
@@ -53,8 +54,6 @@ from meshpoint.model.requesters import binds, same_requester
 
 NOT_NEEDED = Failed(FailureKind.CANCELLED, "the join no longer needed it")
 
-MOST_OF_A_ROW = 256 * 1024 * 1024
-"""Maximum packed bytes of a state with its context: PostgreSQL can write a row of 1 GiB, but not read it back."""
 KEEP_ALIVES_PER_TIMEOUT = 3  # so that a requester misses two before it gives up
 
 
