@@ -195,10 +195,17 @@ async def test_a_reply_that_cannot_be_published_is_given_up(
     assert mesh.unacked("doubler") == 0
 
 
-async def test_a_request_whose_context_cannot_be_built_gives_its_slot_back(mesh: Mesh, boss: Puppet) -> None:
+async def test_a_request_whose_context_cannot_be_built_gives_its_slot_back(
+    mesh: Mesh, boss: Puppet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("no context")
+
     running = await mesh.replica(doubler, max_concurrency=1)
-    broken = await boss.ask("doubler", 1, traceparent=float("nan"))
-    assert isinstance(await boss.reply(broken), Failed)
+    with monkeypatch.context() as broken_context:
+        broken_context.setattr("meshpoint.lifecycle.receive.Request.context", refuse)
+        broken = await boss.ask("doubler", 1)
+        assert isinstance(await boss.reply(broken), Failed)
     good = await boss.ask("doubler", 2)
     assert await boss.reply(good) == Ok(4)
     await mesh.settle()
