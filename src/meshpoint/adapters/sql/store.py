@@ -79,6 +79,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 _LAST_MARKS_WITHIN = 2.0  # seconds
 _SECOND_LOOKS = (0.02, 0.05, 0.1)  # seconds
+_HELD_LONG = 1.0
+"""Seconds for which a row is locked before that is logged."""
 _RENEWED_APART = 4
 """Leases on locked rows that are waited for at once, each on its own connection."""
 _MARKS_TOGETHER, _LOCKS_TOGETHER = 4096, 256
@@ -492,16 +494,19 @@ class SqlCheckpointStore(SqlOperations):
         renewals = await self._write(lambda tx: due.renew(tx, runs, replica))
         for run in renewals.held:
             if run not in self._renewing and len(self._renewing) < _RENEWED_APART:
-                log.warning("task %s: another session holds its row; its lease is extended later", run.task_id)
                 self._renewing[run] = asyncio.create_task(self._renew_when_free(run, replica))
         return renewals.lost
 
     async def _renew_when_free(self, run: Run, replica: Replica) -> None:
         patience = self._command_timeout * 0.9
+        # This process's own transactions hold rows as well, for a moment: those are not worth a warning.
+        text = "task %s: another session holds its row; its lease is extended later"
+        warning = asyncio.get_running_loop().call_later(_HELD_LONG, log.warning, text, run.task_id)
         try:
             with suppress(StoreUnavailable):  # the next renewal tries again
                 await self._database.write(lambda tx: due.renew_when_free(tx, run, replica, patience))
         finally:
+            warning.cancel()
             del self._renewing[run]
 
     async def keep_alives(self, replica: Replica, limit: int) -> list[KeepAlive]:
