@@ -350,6 +350,15 @@ def test_a_variable_names_the_mesh(cli: Cli, mesh: Mesh, command: list[str]) -> 
     assert mesh.seen["mesh"].broker_url == "amqp://variable/"
 
 
+@pytest.mark.parametrize("option", ["--wait", "--timeout"])
+@pytest.mark.parametrize("seconds", ["1e30", "inf", "-1"])
+def test_send_refuses_durations_that_no_clock_has(cli: Cli, mesh: Mesh, option: str, seconds: str) -> None:
+    ended = cli("send", "a", "1", option, seconds)
+    assert ended.code == 2
+    assert "Input should be" in ended.err
+    assert not mesh.seen
+
+
 def test_send_refuses_to_wait_and_not_to_wait(cli: Cli, mesh: Mesh) -> None:
     assert cli("send", "travel", "x", "--wait", "1", "--no-wait").code == 2
     assert not mesh.seen

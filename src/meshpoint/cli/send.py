@@ -31,6 +31,7 @@ Examples:
 LARGEST_INPUT = 64 * 1024 * 1024
 """Maximum bytes of a file or standard input."""
 
+_TEN_YEARS = 315_360_000  # seconds
 _DEFAULT_WAIT = 60.0
 _REPLY_TIME = 5.0
 """Seconds beyond a task's deadline within which the answer that it was missed arrives."""
@@ -49,11 +50,15 @@ def send(
     broker: sources.Broker = None,
     namespace: sources.Namespace = None,
     wait: Annotated[
-        float | None, typer.Option("--wait", min=0, metavar="SECONDS", help="How long to wait for the answer. [60]")
+        float | None,
+        typer.Option(
+            "--wait", min=0, max=_TEN_YEARS, metavar="SECONDS", help="How long to wait for the answer. [60]"
+        ),
     ] = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Print the task's id and do not wait.")] = False,
     timeout: Annotated[
-        float | None, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="How long the task may take.")
+        float | None,
+        typer.Option("--timeout", min=0.001, max=_TEN_YEARS, metavar="SECONDS", help="How long the task may take."),
     ] = None,
     as_json: sources.AsJson = False,
 ) -> None:
