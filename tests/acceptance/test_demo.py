@@ -115,7 +115,7 @@ def test_interrupted_it_leaves_no_process_and_no_file(
     number: signal.Signals, environment: dict[str, str], tmp_path: Path
 ) -> None:
     demo = subprocess.Popen(
-        [*DEMO, "20"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [*DEMO, "500"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     assert demo.stderr is not None
     with demo:

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import asyncpg
 import pytest
@@ -26,7 +27,7 @@ from beside import answered_beside
 from loading import TABLES as CROWDED
 from loading import multiply, standing_task
 from meshpoint.adapters import sql
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlCheckpointStore, hot, owning
 from meshpoint.adapters.sql.dialect import Dialect
 from meshpoint.adapters.sql.held import HeldRows
 from meshpoint.adapters.sql.tables import archive, checkpoints, operations
@@ -248,6 +249,7 @@ class Life:
         await self._answer()
         if not self._beside_a_lock:
             await self._answer_beside_another()
+        await self._answer_in_parts()
         await self._expire()
         await self._keep_replies()
         await self._take_over()
@@ -293,6 +295,16 @@ class Life:
             claiming = asyncio.create_task(self._store.claim([a_claim(pause, "b")], HERE, 1))
         (arrival,) = await claiming
         assert isinstance(arrival, AllArrived)
+        await self._store.end([an_end(arrival.task.run)])
+
+    async def _answer_in_parts(self) -> None:
+        """The outcomes of a join have too many bytes to be read at once."""
+        (pause, *_) = await self._pause({"call_id": "a"}, {"call_id": "b"})
+        with patch.object(hot, "PART_BYTES", 0), patch.object(owning, "PART_BYTES", 0):
+            await self._store.claim([a_claim(pause, "a")], HERE, 1)
+            (arrival,) = await self._store.claim([a_claim(pause, "b")], HERE, 1)
+        assert isinstance(arrival, AllArrived)
+        assert [call_id for call_id, _, _ in arrival.task.outcomes] == ["a", "b"]
         await self._store.end([an_end(arrival.task.run)])
 
     async def _expire(self) -> None:

@@ -305,7 +305,7 @@ async def test_a_task_that_was_taken_over_while_its_claim_was_read_is_not_this_r
     await store.open()
     pause = await paused(store, "a", "b")
     assert store._hot is not None
-    read = store._hot._claims.read
+    read = store._hot._reads.read
 
     async def late(statement: str, *values: object) -> object:
         await holder.execute(
@@ -315,7 +315,7 @@ async def test_a_task_that_was_taken_over_while_its_claim_was_read_is_not_this_r
         return await read(statement, *values)
 
     holder = await asyncpg.connect(postgres_url)
-    monkeypatch.setattr(store._hot._claims, "read", late)
+    monkeypatch.setattr(store._hot._reads, "read", late)
     async with answered_beside(postgres_url, pause, "a"):  # so that there is something to read
         claiming = asyncio.create_task(store.claim([a_claim(pause, "b")], HERE, 1))
     assert isinstance(one(await claiming), MadeReady)
