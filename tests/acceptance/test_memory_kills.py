@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 import sys
@@ -30,6 +31,7 @@ from servers import copy_key
 pytestmark = [pytest.mark.servers, pytest.mark.slow]
 
 CHILD = Path(__file__).with_name("memory_child.py")
+TESTS = CHILD.parents[1]
 KEYS = 600
 BYTES = 10_000
 """Together more than is sent at once, so that there is something to be interrupted."""
@@ -104,7 +106,9 @@ class Patient:
         """Let a process do `work` and die at `step`; its exit code, and the steps it counted."""
         to = (self.redis_url, self.database_url, self.namespace, self.run.task_id, self.run.id, str(self.run.fence))
         process = await asyncio.create_subprocess_exec(
-            sys.executable, str(CHILD), *to, work, str(step), when, stdout=asyncio.subprocess.PIPE
+            *(sys.executable, str(CHILD), *to, work, str(step), when),
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(TESTS)},
         )
         printed, _ = await process.communicate()
         assert process.returncode is not None
