@@ -31,6 +31,8 @@ class Ledger:
         self._outcomes: dict[tuple[str, str], bytes] = {}
         self._rows: dict[tuple[str, str], tuple[int, int]] = {}
         self._ends: dict[tuple[str, str], bytes] = {}
+        self._early: set[tuple[str, str]] = set()
+        """Tasks that had no row when they were cancelled."""
         self._results: dict[str, set[bytes]] = defaultdict(set)
         self._recorded: dict[tuple[str, str, str], str] = {}
         self._deliverables: dict[tuple[str, str], set[str]] = defaultdict(set)
@@ -50,12 +52,15 @@ class Ledger:
         self.must(
             before[0] <= now[0] and before[1] <= now[1], f"{row.task_id}: fence or generation fell {before} → {now}"
         )
-        if row.state.ended:
+        if row.early and key not in self._ends:
+            self._early.add(key)  # not the task's end: the reply of a run without a row may replace it
+        elif row.state.ended:
             first = self._ends.setdefault(key, row.reply)
             self.must(first == row.reply, f"{row.task_id}: it ended twice")
             self._results[row.task_id].add(row.reply)
         else:
             self.must(key not in self._ends, f"{row.task_id}: it ended, and is {row.state} again")
+            self.must(key not in self._early, f"{row.task_id}: it was cancelled early, and is {row.state}")
         for call in row.calls.values():
             self._called(home, row, call)
         if row.operation is not None and row.operation.checkpoints:

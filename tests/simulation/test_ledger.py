@@ -1,0 +1,57 @@
+"""The ledger and the rows of cancels that come before their request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+
+from meshpoint.adapters.memory.rows import TaskRow
+from meshpoint.model.checkpoint import Requester, TaskState
+from meshpoint.model.ids import AgentName, RunId, TaskId
+from meshpoint.model.messages import responses_of
+
+from .ledger import DATABASE, Ledger
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+EARLY = TaskRow(
+    TaskId("t"),
+    AgentName("leaf"),
+    RunId("cancel"),
+    Requester(),
+    TaskState.CANCELLED,
+    NOW,
+    NOW,
+    fence=0,
+    reply=b"early",
+)
+ANSWERED = Requester(responses_of(AgentName("root")), AgentName("root"))
+KEPT = replace(EARLY, run_id=RunId("run"), requester=ANSWERED, state=TaskState.COMPLETED, reply=b"done")
+RUNNING = replace(KEPT, state=TaskState.RUNNING, fence=1, reply=b"")
+
+
+def noted(*rows: TaskRow) -> list[str]:
+    """What the ledger reports after these writes."""
+    ledger = Ledger()
+    for row in rows:
+        ledger.written(DATABASE, row)
+    return ledger.broken
+
+
+@pytest.mark.parametrize("rows", [(EARLY, EARLY), (EARLY, KEPT), (EARLY, KEPT, KEPT)])
+def test_a_kept_reply_may_replace_an_early_cancel(rows: tuple[TaskRow, ...]) -> None:
+    assert noted(*rows) == []
+
+
+def test_a_task_that_was_cancelled_early_never_begins() -> None:
+    assert noted(EARLY, RUNNING) == ["t: it was cancelled early, and is running"]
+
+
+@pytest.mark.parametrize("second", [EARLY, replace(KEPT, reply=b"other")])
+def test_a_kept_reply_stays_as_it_is(second: TaskRow) -> None:
+    assert noted(EARLY, KEPT, second) == ["t: it ended twice"]
+
+
+def test_a_task_that_ended_never_begins_again() -> None:
+    assert "t: it ended, and is running again" in noted(KEPT, RUNNING)
