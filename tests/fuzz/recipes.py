@@ -23,6 +23,10 @@ FULL = f"{ME}.full"
 KINDS = ("request", "response", "status", "cancel", "wake")
 
 
+FORGED = 666
+"""The result that forged answers carry."""
+
+
 @dataclass
 class World:
     """What the fuzzer knows about the mesh: observed traffic and its own messages."""
@@ -868,7 +872,7 @@ def _forged_answer(world: World) -> Letter | None:
     victim = world.some("request")
     if victim is None or "reply_to" not in victim.properties:
         return None
-    return a_response(world, victim, value=666, app_id=victim.key.partition(".")[0])
+    return a_response(world, victim, value=FORGED, app_id=victim.key.partition(".")[0])
 
 
 @recipe("answer to an honest call as mine")
@@ -876,7 +880,7 @@ def _my_answer(world: World) -> Letter | None:
     victim = world.some("request")
     if victim is None or "reply_to" not in victim.properties:
         return None
-    return a_response(world, victim, value=666, app_id=ME)
+    return a_response(world, victim, value=FORGED, app_id=ME)
 
 
 @recipe("status to an honest call as mine")

@@ -24,7 +24,7 @@ from meshpoint.ports.broker import Delivery, Published
 from meshpoint.settings import AgentSettings
 from meshpoint.wiring import worker_of
 
-GUARD = 60
+GUARD = 240
 """Seconds after which a test that waits has failed."""
 
 down = Peer("down", int, int)

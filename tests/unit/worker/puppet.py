@@ -28,7 +28,7 @@ from meshpoint.model.messages import Address, Header, Message, MessageType, nest
 from meshpoint.model.outcomes import Failed, Ok, Outcome
 from meshpoint.ports.broker import Delivery, Published
 
-GUARD = 20
+GUARD = 120
 """Seconds after which a test that waits for something has failed."""
 
 
