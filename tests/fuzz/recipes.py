@@ -23,7 +23,7 @@ FULL = f"{ME}.full"
 KINDS = ("request", "response", "status", "cancel", "wake")
 
 
-FORGED = 666
+FORGED_RESULT = 666
 """The result that forged answers carry."""
 
 
@@ -872,7 +872,7 @@ def _forged_answer(world: World) -> Letter | None:
     victim = world.some("request")
     if victim is None or "reply_to" not in victim.properties:
         return None
-    return a_response(world, victim, value=FORGED, app_id=victim.key.partition(".")[0])
+    return a_response(world, victim, value=FORGED_RESULT, app_id=victim.key.partition(".")[0])
 
 
 @recipe("answer to an honest call as mine")
@@ -880,7 +880,7 @@ def _my_answer(world: World) -> Letter | None:
     victim = world.some("request")
     if victim is None or "reply_to" not in victim.properties:
         return None
-    return a_response(world, victim, value=FORGED, app_id=ME)
+    return a_response(world, victim, value=FORGED_RESULT, app_id=ME)
 
 
 @recipe("status to an honest call as mine")

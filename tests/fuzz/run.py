@@ -30,7 +30,7 @@ from servers import PostgresServer, RabbitServer, own_database
 from . import report as reports
 from .mesh import HONEST, IN_PROCESS, LOGIN, configuration
 from .rabbit import RabbitSide
-from .recipes import EVIL, FORGED, ME, RECIPES, Cook, World, a_request
+from .recipes import EVIL, FORGED_RESULT, ME, RECIPES, Cook, World, a_request
 from .replica import main
 from .report import Report
 from .rows import ROWS, RowSide
@@ -225,7 +225,9 @@ class Fuzz:
         wish, ledger, crew = self._wish, self._running.ledger, self._running.crew
         if wish.broker == "sqlite":  # it has no logins: who can write the file can answer in any agent's name
             for entry in ledger.entries.values():
-                entry.answers = [each for each in entry.answers if getattr(each.outcome, "value", None) != FORGED]
+                entry.answers = [
+                    each for each in entry.answers if getattr(each.outcome, "value", None) != FORGED_RESULT
+                ]
         accounts = self._account(folder)
         count, few, excluded = reports.unreached(folder)
         few = few if wish.judge_branches and not wish.only else []
