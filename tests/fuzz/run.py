@@ -30,7 +30,7 @@ from servers import PostgresServer, RabbitServer, own_database
 from . import report as reports
 from .mesh import HONEST, IN_PROCESS, LOGIN, configuration
 from .rabbit import RabbitSide
-from .recipes import EVIL, FORGED_RESULT, ME, RECIPES, Cook, World, a_request
+from .recipes import EVIL, FORGED, FORGED_RESULT, ME, RECIPES, Cook, World, a_request
 from .replica import main
 from .report import Report
 from .rows import ROWS, RowSide
