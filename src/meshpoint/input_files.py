@@ -17,7 +17,7 @@ def read_bounded(path: Path, most: int) -> bytes:
     """
     try:
         with path.open("rb") as file:
-            return _whole(file, most)
+            return read_stream(file, most)
     except ValueError as error:  # NUL character in the name
         raise OSError(errno.EINVAL, str(error)) from error
 
@@ -28,11 +28,7 @@ def read_stream(stream: IO[bytes], most: int) -> bytes:
     Raises:
         OSError: it is larger than `most` bytes.
     """
-    return _whole(stream, most)
-
-
-def _whole(file: IO[bytes], most: int) -> bytes:
-    content = file.read(most + 1)
+    content = stream.read(most + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"has more than {most // _MIB} MiB")
     return content

@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 from meshpoint.adapters.redis.connection import RedisConnection
 from meshpoint.adapters.redis.copies import decoded, encoded
 from meshpoint.adapters.redis.seal import Seal, Secret
-from meshpoint.errors import CheckpointError, Unavailable
+from meshpoint.errors import CheckpointError
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.subtasks import AgentCheckpoint
 from meshpoint.ports.checkpoint_cache import CacheUnavailable
@@ -57,14 +57,14 @@ class RedisCheckpointCache:
             time_limit=time_limit,
         )
         self._namespace = namespace
-        self._seal = Seal(secret)
+        self._seal = Seal(secret, CacheUnavailable)
         self._ttl = ttl
 
     async def put(self, checkpoint: AgentCheckpoint) -> None:
         """Replace the copy, and let it live for `ttl`."""
         key = self._key(checkpoint.operation_id, checkpoint.agent)
         self._connection.refuse_while_away(key)
-        copy = await self._sealed(key, await encoded(checkpoint))
+        copy = await self._seal.sealed(key, await encoded(checkpoint))
         await self._ask(key, lambda redis: redis.set(key, copy, px=self._ttl))
 
     async def get(self, operation_id: TaskId, agent: AgentName) -> AgentCheckpoint | None:
@@ -74,7 +74,7 @@ class RedisCheckpointCache:
         if stored is None:
             return None
         try:
-            checkpoint = await decoded(await self._opened(key, stored))
+            checkpoint = await decoded(await self._seal.opened(key, stored))
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}") from error
         if (checkpoint.operation_id, checkpoint.agent) != (operation_id, agent):
@@ -89,18 +89,6 @@ class RedisCheckpointCache:
     async def close(self) -> None:
         """Release every connection."""
         await self._connection.close()
-
-    async def _sealed(self, key: str, content: bytes) -> bytes:
-        try:
-            return await self._seal.sealed(key, content)
-        except Unavailable as error:
-            raise CacheUnavailable(f"{key}: the key that authenticates copies: {error}") from error
-
-    async def _opened(self, key: str, stored: bytes) -> bytes:
-        try:
-            return await self._seal.opened(key, stored)
-        except Unavailable as error:
-            raise CacheUnavailable(f"{key}: the key that authenticates copies: {error}") from error
 
     def _key(self, operation_id: TaskId, agent: AgentName) -> str:
         return f"{self._namespace}:checkpoint:{operation_id}:{agent}"

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from typing import TypeAlias
 
-from meshpoint.errors import CheckpointError
+from meshpoint.errors import CheckpointError, Unavailable
 
 SIZE = 32
 """Bytes of an authentication code."""
@@ -22,8 +22,8 @@ Secret: TypeAlias = Callable[[], Awaitable[bytes]]
 class Seal:
     """Computes and checks authentication codes, which also cover the name of a value."""
 
-    def __init__(self, secret: Secret) -> None:
-        self._secret = secret
+    def __init__(self, secret: Secret, unavailable: type[Unavailable] = Unavailable) -> None:
+        self._secret, self._unavailable = secret, unavailable
         self._key: bytes | None = None
 
     async def sealed(self, name: str, content: bytes) -> bytes:
@@ -48,8 +48,14 @@ class Seal:
 
     async def _code(self, name: str, content: bytes) -> bytes:
         if self._key is None:
-            self._key = await self._secret()
+            self._key = await self._asked(name)
         code = blake2b(key=self._key, digest_size=SIZE)
         code.update(f"{len(name)}:{name}".encode())
         code.update(content)
         return code.digest()
+
+    async def _asked(self, name: str) -> bytes:
+        try:
+            return await self._secret()
+        except Unavailable as error:
+            raise self._unavailable(f"{name}: the key that authenticates it: {error}") from error

@@ -16,7 +16,7 @@ from meshpoint.adapters.redis.holding import name_of
 from meshpoint.adapters.redis.script_calls import Call, Reply
 from meshpoint.adapters.redis.scripts import APPEND_CHUNKS, GET_SNAPSHOT, PUT_SNAPSHOT
 from meshpoint.adapters.redis.seal import Seal, Secret
-from meshpoint.errors import CheckpointError, ConsistencyError, MemoryUnavailable, Unavailable
+from meshpoint.errors import CheckpointError, ConsistencyError, MemoryUnavailable
 from meshpoint.model.ids import new_id
 from meshpoint.model.memory import Packed
 
@@ -60,7 +60,7 @@ class RedisSnapshots:
             connections=_CONNECTIONS,
         )
         self._namespace = namespace
-        self._seal = Seal(secret)
+        self._seal = Seal(secret, MemoryUnavailable)
         self._ttl = ttl
 
     async def put(self, agent_id: str, packed: Packed) -> bool:
@@ -119,19 +119,13 @@ class RedisSnapshots:
             if batch:
                 await self._run(agent_id, batch, known=known)
             batch = [Call(APPEND_CHUNKS, (staged,), (_STAGED // _MILLISECOND, *part))]
-        manifest = await self._sealed(agent_id, packed)
+        manifest = await self._seal.sealed(self._sealed_name(agent_id, packed), packed.manifest)
         says = (packed.digest.encode(), packed.order, len(packed.chunks), manifest)
         swap = Call(PUT_SNAPSHOT, (chunks, meta, staged), (self._ttl // _MILLISECOND, *says))
         *_, [answer, *_] = await self._run(agent_id, [*batch, swap], known=known)
         if answer == b"incomplete":
             raise MemoryUnavailable(f"Redis, {_name(agent_id)}: it lost some of what it was given to keep")
         return bool(answer == b"ok")
-
-    async def _sealed(self, agent_id: str, packed: Packed) -> bytes:
-        try:
-            return await self._seal.sealed(self._sealed_name(agent_id, packed), packed.manifest)
-        except Unavailable as error:
-            raise MemoryUnavailable(f"{_name(agent_id)}: the key that authenticates it: {error}") from error
 
     async def _opened(self, agent_id: str, packed: Packed) -> Packed:
         """Verify the manifest of `packed`. It has a digest of every key, so chunks need no separate codes."""
@@ -140,8 +134,6 @@ class RedisSnapshots:
             manifest = await self._seal.opened(self._sealed_name(agent_id, packed), packed.manifest)
         except CheckpointError as error:
             raise ConsistencyError(f"{name_of(meta)} is not authentic: {error}") from error
-        except Unavailable as error:
-            raise MemoryUnavailable(f"{_name(agent_id)}: the key that authenticates it: {error}") from error
         return replace(packed, manifest=manifest)
 
     def _sealed_name(self, agent_id: str, packed: Packed) -> str:
