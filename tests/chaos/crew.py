@@ -87,14 +87,18 @@ class Post:
         return self.serving.is_set() and not self.frozen and self.told is None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send `number`, if there is still somebody to get it."""
-        if self.process is not None and self.process.pid is not None:
-            if number in {signal.SIGKILL, signal.SIGTERM}:
-                self.told = number
-                self.serving.clear()
-            if number is signal.SIGTERM:
-                self.told_at = time.monotonic()
+        """Send `number` unless the process has ended. It may have ended by itself, which its keeper notices later."""
+        if self.process is None or self.process.pid is None:
+            return
+        if number is signal.SIGTERM:
+            self.told_at = time.monotonic()
+        try:
             os.kill(self.process.pid, number)
+        except ProcessLookupError:
+            return
+        if number in {signal.SIGKILL, signal.SIGTERM}:
+            self.told = self.told or number
+            self.serving.clear()
 
 
 Configure = Callable[[str, str], dict[str, Any]]
@@ -142,8 +146,7 @@ class Crew:
 
     async def __aexit__(self, *failure: object) -> None:
         self._ending = True
-        for post in self.posts:
-            post.signal(signal.SIGKILL)
+        self._kill_all()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         for post in self.posts:
             await post.broker.__aexit__(None, None, None)
@@ -156,10 +159,12 @@ class Crew:
             post.signal(signal.SIGTERM)
         _, late = await asyncio.wait(self._keepers, timeout=_LONGEST_DRAIN + 1)
         if late:
-            for post in self.posts:
-                if post.process is not None and post.process.pid is not None:
-                    os.kill(post.process.pid, signal.SIGKILL)
+            self._kill_all()
         await asyncio.gather(*self._keepers)
+
+    def _kill_all(self) -> None:
+        for post in self.posts:
+            post.signal(signal.SIGKILL)
 
     async def fit(self) -> list[Post]:
         """The places that a fault may strike, as soon as there is one."""
