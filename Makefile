@@ -10,7 +10,7 @@
 #   make fmt     format in place
 #   make lowest  every test on the oldest versions that pyproject.toml allows
 #   make bench   Meshpoint beside others, on private servers; `make bench ARGS="store --quick"`
-#   make since REV=v0.1.0   is the store as fast as it was in REV? Both side by side
+#   make since REV=v0.1.0   is the store as fast as it was in REV? Both side by side; ARGS=--system for the whole system
 
 # `make test VENV=.venv-3.13 PYTHON=python3.13` runs on another interpreter.
 VENV := .venv

@@ -1,7 +1,9 @@
-"""`python -m benchmarks.since REVISION`: is the store as fast as it was? Two versions side by side, in turn.
+"""`python -m benchmarks.since REVISION`: is Meshpoint as fast as it was? Two versions side by side, in turn.
 
-Each version is a process of its own with a database of its own, on one PostgreSQL; each does a round, then the next
-does. The version at hand takes part twice, so that what differs between two equal ones is seen too.
+It measures the store, or with `--system` the whole system: a client, an agent, its peers, a broker and a database.
+
+Each version runs in its own processes with its own database, on one PostgreSQL; each does a round, then the next
+does. The version at hand takes part twice, which shows how far two equal versions differ.
 """
 
 from __future__ import annotations
@@ -12,15 +14,18 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import JsonValue
 from rich.console import Console
 
 from benchmarks.measure import Medians, Sample, interleaved
 from benchmarks.report import Cell, Report, Table
+from benchmarks.rivals.contender import Contender
 from benchmarks.stage import Stage
 
 ROOT = Path(__file__).parent.parent
@@ -30,6 +35,11 @@ NOW, AGAIN, BEFORE = "now", "now, once more", "before"
 FAN_OUTS = (1, 10, 100, 1000)
 _ROUNDS = 12
 _SECONDS = 1.0
+_SYSTEM_FAN_OUTS = (1, 10, 100)
+_SYSTEM_SECONDS = 3.0
+_IN_FLIGHT = 64
+"""Requests: enough to leave the machine no idle time."""
+_NOTE = "Each round is compared with its neighbour. The difference between now and now, once more is the noise."
 
 
 class Version:
@@ -39,7 +49,7 @@ class Version:
         self.name = name
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("version.py")), url],
-            env={"PYTHONPATH": ":".join(str(tree / folder) for folder in ("src", "tests", "."))},
+            env={"PYTHONPATH": _path(tree)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -74,14 +84,20 @@ class Version:
         return json.loads(answer)
 
 
+def _path(tree: Path) -> str:
+    return ":".join(str(tree / folder) for folder in ("src", "tests", "."))
+
+
 def main(
     revision: Annotated[str, typer.Argument(help="The commit, tag or branch to compare with.")],
+    system: Annotated[bool, typer.Option("--system", help="Measure the whole system, not the store alone.")] = False,
     quick: Annotated[bool, typer.Option(help="Half a minute.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure this tree's store beside that of REVISION: pause, N answers, resume, end."""
+    """Measure this tree beside REVISION: a task pauses, gets N answers, resumes and ends."""
+    compare = _compare_systems if system else _compare
     with _tree_of(revision) as tree:
-        report = asyncio.run(_compare(revision, tree, quick=quick))
+        report = asyncio.run(compare(revision, tree, quick=quick))
     report.save(RESULTS)
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
@@ -118,11 +134,46 @@ async def _compare(revision: str, tree: Path, *, quick: bool) -> Report:
             name="since",
             about={**await stage.about(), "before": _commit(revision), "now": _commit("HEAD")},
             tables=[_table(found)],
-            figures={
-                str(fan_out): {name: [sample.rate for sample in samples] for name, samples in medians.samples.items()}
-                for fan_out, medians in found.items()
-            },
+            figures=_rates(found),
         )
+
+
+async def _compare_systems(revision: str, tree: Path, *, quick: bool) -> Report:
+    async with Stage() as stage, contextlib.AsyncExitStack() as stack:
+        amqp = (await stage.rabbit()).url
+        systems = {
+            name: await _system(stack, where, name, amqp, await stage.empty_database())
+            for name, where in ((NOW, ROOT), (BEFORE, tree), (AGAIN, ROOT))
+        }
+        found: dict[int, Medians] = {}
+        for fan_out in _SYSTEM_FAN_OUTS:
+            rounds = {name: partial(_system_round, each, fan_out, quick) for name, each in systems.items()}
+            for warm_up in rounds.values():
+                await warm_up()
+            found[fan_out] = await interleaved(rounds, 4 if quick else _ROUNDS, title=f"N={fan_out}")
+        return Report(
+            name="since-system",
+            about={**await stage.about(), "before": _commit(revision), "now": _commit("HEAD")},
+            tables=[_system_table(found)],
+            figures=_rates(found),
+        )
+
+
+async def _system(stack: contextlib.AsyncExitStack, tree: Path, name: str, amqp: str, database: str) -> Contender:
+    """Start the mesh of `tree`, after its own migrations."""
+    # Without PYTHONSAFEPATH, `-m` would find the benchmarks of the current folder.
+    python = ["env", f"PYTHONPATH={_path(tree)}", "PYTHONSAFEPATH=1", sys.executable]
+    upgrade = "import sys; from meshpoint.adapters.sql import migrations; migrations.upgrade(sys.argv[1])"
+    await asyncio.to_thread(subprocess.run, [*python, "-c", upgrade, database], check=True)
+    mesh = [*python, "-m", "benchmarks.rivals.mesh", amqp, database, "--together"]
+    contender = await Contender.start(name, mesh)
+    stack.push_async_callback(contender.close)
+    return contender
+
+
+async def _system_round(system: Contender, fan_out: int, quick: bool) -> Sample:
+    done = await system.round(fan_out, _IN_FLIGHT, 1.0 if quick else _SYSTEM_SECONDS)
+    return Sample(len(done.latencies), done.seconds, {"p50": done.quantile(0.5), "p99": done.quantile(0.99)})
 
 
 def _commit(revision: str) -> str:
@@ -141,7 +192,33 @@ async def _rounds(versions: list[Version], fan_out: int, *, quick: bool) -> Medi
     return await interleaved(contenders, 4 if quick else _ROUNDS, title=f"N={fan_out}")
 
 
-def _table(found: dict[int, Medians]) -> Table:
+def _rates(found: Mapping[int, Medians]) -> dict[str, JsonValue]:
+    """The tasks per second of every round."""
+    return {
+        str(fan_out): {name: [sample.rate for sample in samples] for name, samples in medians.samples.items()}
+        for fan_out, medians in found.items()
+    }
+
+
+def _table(found: Mapping[int, Medians]) -> Table:
+    return Table(
+        "The store on PostgreSQL, now and before",
+        ["", "tasks/s", "÷ before", "lowest..highest", "commits that wrote", "WAL KiB", "client CPU µs"],
+        _rows(found, "commits", "wal_kib", "cpu_us"),
+        _NOTE,
+    )
+
+
+def _system_table(found: Mapping[int, Medians]) -> Table:
+    return Table(
+        f"The whole system on RabbitMQ and PostgreSQL, {_IN_FLIGHT} requests in flight, now and before",
+        ["", "tasks/s", "÷ before", "lowest..highest", "p50 ms", "p99 ms"],
+        _rows(found, "p50", "p99"),
+        _NOTE,
+    )
+
+
+def _rows(found: Mapping[int, Medians], *extras: str) -> list[list[Cell]]:
     rows: list[list[Cell]] = []
     for fan_out, medians in found.items():
         for name in (BEFORE, NOW, AGAIN):
@@ -151,15 +228,10 @@ def _table(found: dict[int, Medians]) -> Table:
                     f"N={fan_out} {name}",
                     medians.rate(name).median,
                     *([None, None] if name == BEFORE else [ratio.median, f"{ratio.low:.2g}..{ratio.high:.2g}"]),
-                    *[medians.extra(name, key).median for key in ("commits", "wal_kib", "cpu_us")],
+                    *[medians.extra(name, key).median for key in extras],
                 ]
             )
-    return Table(
-        "The store on PostgreSQL, now and before",
-        ["", "tasks/s", "÷ before", "lowest..highest", "commits that wrote", "WAL KiB", "client CPU µs"],
-        rows,
-        "Each round is held against that of its neighbour. What now and now, once more differ by is the noise.",
-    )
+    return rows
 
 
 if __name__ == "__main__":
