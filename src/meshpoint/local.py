@@ -14,9 +14,8 @@ from meshpoint.errors import ConfigurationError
 from meshpoint.model.ids import AgentName, new_id
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.observer import Observer
-from meshpoint.settings import AgentSettings, MeshSettings
+from meshpoint.settings import AgentSettings, MeshSettings, Settings
 from meshpoint.wiring import close_broker, first_of, make_broker, worker_of
-from meshpoint.worker import Worker
 
 
 @asynccontextmanager
@@ -51,14 +50,13 @@ async def local_mesh(
     _check_names(agents)
     mesh = MeshSettings(namespace=namespace or f"local-{new_id()}", broker_url=broker_url)
     with tempfile.TemporaryDirectory(prefix="meshpoint-", ignore_cleanup_errors=True) as folder:
-        settings = {"session_db_url": db_url or f"sqlite:///{folder}/tasks.db", **options}
+        given = {"session_db_url": db_url or f"sqlite:///{folder}/tasks.db", **options}
+        settings = Settings(mesh=mesh, agents=tuple(_settings(agent, given) for agent in agents))
         broker, hears, stop = make_broker(mesh), observer or LoggingObserver(), asyncio.Event()
-
-        def worker(agent: DurableAgent[Any, Any]) -> Worker:
-            kept = _settings(agent, settings)
-            return worker_of(agent, kept, mesh.namespace, broker, hears, kept.options())
-
-        workers = [worker(agent) for agent in agents]
+        workers = [
+            worker_of(agent, kept, mesh.namespace, broker, hears, kept.options())
+            for agent, kept in zip(agents, settings.agents, strict=True)
+        ]
         raised: Exception | None = None
         try:
             await broker.open()

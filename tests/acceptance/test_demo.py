@@ -110,13 +110,24 @@ async def test_a_replica_that_cannot_start_says_why_in_one_line() -> None:
     assert "\n" not in why
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "sigint"),
+    [
+        (signal.SIGINT, signal.SIG_DFL),
+        (signal.SIGTERM, signal.SIG_DFL),
+        (signal.SIGTERM, signal.SIG_IGN),  # as a shell starts what runs in the background
+    ],
+)
 def test_interrupted_it_leaves_no_process_and_no_file(
-    number: signal.Signals, environment: dict[str, str], tmp_path: Path
+    number: signal.Signals, sigint: signal.Handlers, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    demo = subprocess.Popen(
-        [*DEMO, "500"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    ours = signal.signal(signal.SIGINT, sigint)  # the child inherits it
+    try:
+        demo = subprocess.Popen(
+            [*DEMO, "500"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, ours)
     assert demo.stderr is not None
     with demo:
         next(line for line in demo.stderr if "SIGKILL" in line)

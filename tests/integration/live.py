@@ -16,12 +16,13 @@ from meshpoint.adapters.rabbitmq import RabbitMqBroker
 from meshpoint.adapters.sql import SqlCheckpointStore
 from meshpoint.adapters.system_clock import SystemClock
 from meshpoint.conformance.build import Timings
-from meshpoint.model.bodies import A2AMessage, Part, RequestBody, ResponseBody, parse
+from meshpoint.model.bodies import A2AMessage, Part, RequestBody, ResponseBody, parse, response_body
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
-from meshpoint.model.messages import Address, Header, Message, MessageType, requests_of, responses_of
+from meshpoint.model.letters import cancel_message
+from meshpoint.model.messages import Address, Header, Message, MessageType, nested_of, requests_of, responses_of
 from meshpoint.model.options import Options
-from meshpoint.model.outcomes import Outcome
+from meshpoint.model.outcomes import Ok, Outcome
 from meshpoint.ports.broker import Delivery, Published
 from meshpoint.worker import Worker
 
@@ -81,7 +82,8 @@ class Desk:
 
     async def open(self) -> Desk:
         await self._broker.declare(AgentName(self.name))
-        for address in (responses_of(AgentName(self.name)), requests_of(AgentName(self.name))):
+        for address_of in (responses_of, requests_of, nested_of):
+            address = address_of(AgentName(self.name))
             await self._broker.consume(address, 1000, self._take)
         return self
 
@@ -121,6 +123,28 @@ class Desk:
         """The reply to `task_id`, once it is there."""
         await self.until(lambda: bool(self.replies(task_id)))
         return self.replies(task_id)[0]
+
+    @property
+    def cancels(self) -> list[str]:
+        """Ids of the tasks whose cancel came here."""
+        return [letter.correlation_id for letter in self.letters if letter.type is MessageType.CANCEL]
+
+    async def depth(self, address: Address) -> int | None:
+        """How many messages wait at an address."""
+        return await self._broker.depth(address)
+
+    async def answer(self, request: Message, value: JsonValue) -> None:
+        """Reply to a request that came here."""
+        assert request.reply_to is not None
+        body = response_body(TaskId(request.correlation_id), None, Ok(value)).to_bytes()
+        parent = {Header.PARENT_TASK.value: request.headers[Header.PARENT_TASK.value]}
+        message = Message(MessageType.RESPONSE, body, new_id(), request.correlation_id, self.name, headers=parent)
+        assert await self._broker.publish([(request.reply_to, message)]) == [Published.ACCEPTED]
+
+    async def cancel(self, agent: str, task_id: str) -> None:
+        """Cancel a task."""
+        message = cancel_message(AgentName(self.name), TaskId(task_id))
+        assert await self._broker.publish([(responses_of(AgentName(agent)), message)]) == [Published.ACCEPTED]
 
     async def until(self, happened: Callable[[], bool]) -> None:
         async with asyncio.timeout(GUARD):

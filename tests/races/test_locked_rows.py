@@ -43,6 +43,7 @@ from meshpoint.model.checkpoint import (
     AllArrived,
     CancelledNow,
     Committed,
+    Duplicate,
     Ended,
     Locked,
     Pause,
@@ -193,6 +194,18 @@ async def test_a_batch_of_claims_loses_no_outcome_to_a_held_row(store: SqlCheckp
     ]
     again = await store.claim(claims[10:12], HERE, 1)
     assert [type(each) for each in again] == [StillWaiting, AllArrived]
+
+
+async def test_a_claim_given_twice_is_not_recorded_while_its_row_is_held(
+    store: SqlCheckpointStore, postgres_url: str
+) -> None:
+    pause = await paused(store)
+    claim = a_claim(pause)
+    async with held(postgres_url, pause.run.task_id):
+        assert await store.claim([claim, claim], HERE, 1) == [Locked(pause.run.task_id, sub(pause, "a"))] * 2
+    first, second = await store.claim([claim, claim], HERE, 1)
+    assert isinstance(first, AllArrived)
+    assert second == Duplicate(pause.run.task_id, sub(pause, "a"))
 
 
 # ── the other steps ────────────────────────────────────────────────────────────────────────────────

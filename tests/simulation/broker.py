@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from meshpoint.adapters.memory.broker import MemoryBroker, MemorySubscription
-from meshpoint.adapters.memory.exchange import MemoryExchange, Queue
+from meshpoint.adapters.memory.exchange import Item, MemoryExchange, Queue
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import Address, Message
@@ -47,14 +48,18 @@ class SimulatedExchange(MemoryExchange):
                 context=process_context(WORLD),
             )
 
-    def left_over(self) -> dict[str, int]:
+    def left_over(self, excused: Container[str]) -> dict[str, int]:
         """What is still in queues, or un-acked, without the private queues that nobody serves any more."""
         counts = {
-            queue.address: len(queue.ready) + sum(len(consumer.held) for consumer in queue.consumers)
+            queue.address: sum(item.message.correlation_id not in excused for item in _items(queue))
             for queue in self._queues.values()
             if queue.users or not queue.private
         }
         return {address: found for address, found in counts.items() if found}
+
+
+def _items(queue: Queue) -> Iterator[Item]:
+    return chain(queue.ready, *(consumer.held.values() for consumer in queue.consumers))
 
 
 class SimulatedBroker(MemoryBroker):

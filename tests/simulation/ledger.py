@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 
 from meshpoint.adapters.memory.rows import CallRow, TaskRow
 from meshpoint.errors import PoisonMessage
@@ -27,6 +28,8 @@ class Ledger:
         self.replies: dict[str, list[Outcome]] = defaultdict(list)
         self.calls: dict[str, str] = {}
         """The peer of each call that some store has committed, by sub-task."""
+        self._dropped: set[str] = set()
+        self._callers: dict[str, set[str]] = defaultdict(set)
         self._subs: dict[tuple[str, str, int, str], str] = {}
         self._outcomes: dict[tuple[str, str], bytes] = {}
         self._rows: dict[tuple[str, str], tuple[int, int]] = {}
@@ -41,6 +44,18 @@ class Ledger:
         """Note what does not hold."""
         if not holds:
             self.broken.append(otherwise)
+
+    def dropped(self, task_ids: Sequence[str]) -> None:
+        """A replica had no room for the replies of these tasks and said so."""
+        self._dropped.update(task_ids)
+
+    def excused(self) -> set[str]:
+        """Tasks that may stay open: a dropped reply was theirs or that of a call below them."""
+        found, new = set[str](), set(self._dropped)
+        while new:
+            found |= new
+            new = {caller for task_id in new for caller in self._callers[task_id]} - found
+        return found
 
     # ── rows ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -82,6 +97,7 @@ class Ledger:
 
     def _called(self, home: str, row: TaskRow, call: CallRow) -> None:
         self.calls[call.sub_task_id] = call.peer
+        self._callers[call.sub_task_id].add(row.task_id)
         place = home, row.task_id, call.generation, call.call_id
         sub = self._subs.setdefault(place, call.sub_task_id)
         self.must(sub == call.sub_task_id, f"call {place} has two sub-tasks: {sub}, {call.sub_task_id}")

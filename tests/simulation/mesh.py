@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -11,7 +11,7 @@ from itertools import count
 from random import Random
 from typing import Any
 
-from meshpoint.model.events import Event
+from meshpoint.model.events import Event, Step
 from meshpoint.model.messages import dead_letters_of
 from meshpoint.model.options import AckPolicy, OnCheckpointFailure, Options
 
@@ -96,7 +96,9 @@ class Mesh:
         return self.variant.durable and self.variant.options.on_checkpoint_failure is OnCheckpointFailure.WAIT
 
     def emit(self, event: Event) -> None:
-        """Tell the trace what a worker does."""
+        """Tell the trace what a worker does, and the ledger which replies it has no room for."""
+        if event.step is Step.REPLY_DROPPED and str(event.detail["reason"]).startswith("max_in_memory"):
+            self.ledger.dropped(event.task_ids)
         detail = " ".join(f"{key}={value}" for key, value in event.detail.items())
         ids = ",".join(event.task_ids)
         self.tell(f"{event.replica} {event.step.value} {event.phase.value} {ids} {detail}".rstrip())
@@ -131,18 +133,19 @@ class Mesh:
         await asyncio.sleep(1)
 
     def left_over(self) -> list[str]:
-        """What is not finished yet."""
-        left = [f"{address}: {found} messages" for address, found in self.exchange.left_over().items()]
-        left += [f"unanswered: {each}" for each in self.boss.asked if each.task_id not in self.boss.answered]
-        left += self._rows(DATABASE, self.store)
+        """Unfinished work, except tasks that wait for a dropped reply."""
+        excused = self.ledger.excused()
+        expected = [each for each in self.boss.asked if each.task_id not in excused]
+        left = [f"{address}: {found} messages" for address, found in self.exchange.left_over(excused).items()]
+        left += [f"unanswered: {each}" for each in expected if each.task_id not in self.boss.answered]
+        left += self._rows(DATABASE, self.store, excused)
         for process in self.living:
             worker = process.worker
             if worker.site.slots.free != self.variant.options.max_concurrency:
                 left.append(f"{process.name}: {worker.site.slots.free} slots are free")
             left += [f"{process.name} runs {task}" for task in worker.segments.live]
-            if len(worker.segments.held):
-                left.append(f"{process.name} holds requests")
-            left += self._rows(process.name, self.memories[process.name])
+            left += [f"{process.name} holds {task}" for task in worker.segments.held if task not in excused]
+            left += self._rows(process.name, self.memories[process.name], excused)
         return left
 
     def dead_letters(self) -> list[str]:
@@ -162,10 +165,13 @@ class Mesh:
         for process in self.processes:
             await process.broker.close()
 
-    def _rows(self, home: str, store: WatchedStore) -> list[str]:
-        tables = store.tables
-        rows = {**tables.live, **tables.sending}
-        return [f"{home}: {row.task_id} of {row.agent} is {row.state}, unsent {row.unsent}" for row in rows.values()]
+    def _rows(self, home: str, store: WatchedStore, excused: Container[str]) -> list[str]:
+        rows = {**store.tables.live, **store.tables.sending}
+        return [
+            f"{home}: {row.task_id} of {row.agent} is {row.state}, unsent {row.unsent}"
+            for row in rows.values()
+            if row.task_id not in excused
+        ]
 
     def _broker(self, process: str) -> SimulatedBroker:
         return SimulatedBroker(self.exchange, self.weather, process, self.ledger.heard)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from meshpoint.adapters.memory.rows import TaskRow
+from meshpoint.adapters.memory.rows import CallRow, TaskRow
 from meshpoint.model.checkpoint import Requester, TaskState
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.messages import responses_of
@@ -55,3 +55,19 @@ def test_a_kept_reply_stays_as_it_is(second: TaskRow) -> None:
 
 def test_a_task_that_ended_never_begins_again() -> None:
     assert "t: it ended, and is running again" in noted(KEPT, RUNNING)
+
+
+def test_a_dropped_reply_excuses_those_that_wait_for_it_and_nobody_else() -> None:
+    ledger = Ledger()
+    ledger.written("root-1", calling("root", "nested"))
+    ledger.written("nested-1", calling("nested", "leaf"))
+    ledger.written("root-1", calling("other", "another leaf"))
+    assert ledger.excused() == set()
+    ledger.dropped(["leaf"])
+    assert ledger.excused() == {"leaf", "nested", "root"}
+
+
+def calling(task_id: str, call: str) -> TaskRow:
+    """A task that waits for one call."""
+    pending = CallRow(TaskId(call), "0", AgentName("leaf"), 1, b"", {}, NOW, NOW, NOW, None)
+    return replace(RUNNING, task_id=TaskId(task_id), state=TaskState.WAITING, calls={pending.sub_task_id: pending})

@@ -100,6 +100,12 @@ async def test_a_worker_that_cannot_serve_ends_the_block(temporary: Path) -> Non
             await mesh.ask("doubler", 1)
 
 
+async def test_logins_that_the_broker_cannot_verify_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="operator_logins: only RabbitMQ verifies logins"):
+        async with local_mesh(doubler, operator_logins=("ops",)):
+            raise AssertionError("it must not start")
+
+
 async def test_what_cannot_be_served_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="two agents are called 'doubler'"):
         async with local_mesh(doubler, summer, doubler):

@@ -315,6 +315,14 @@ def test_agents_take_the_message_limit_of_the_mesh(write: Write) -> None:
             TRAVEL + "  begin_at_delivery: 20\n",
             "agent.begin_at_delivery: 20 is not below mesh.delivery_limit",
         ),
+        *(
+            (
+                f"{mesh}{TRAVEL}  {logins}\n",
+                f"agent.{logins.split(':')[0]}: only RabbitMQ verifies logins, and mesh.broker_url is another",
+            )
+            for mesh in ("", "mesh: {broker_url: 'sqlite:///q.db'}\n", "mesh: {broker_url: 'memory://'}\n")
+            for logins in ("peer_logins: {boss: boss}", "operator_logins: [ops]")
+        ),
         ("agent: {name: a b, entrypoint: 'm:a'}\n", "agent.name: 'a b' is not a valid agent name"),
         ("agent: {name: a, entrypoint: m.a}\n", "agent.entrypoint: 'm.a' is not an entrypoint"),
         ("agent:\n", "agent: holds no keys"),

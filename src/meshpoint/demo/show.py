@@ -40,7 +40,10 @@ def show(*, broker_url: str | None, db_url: str | None, requests: int, seed: int
     with stage(broker_url, db_url, _tell) as place:
         live = sys.stdout.isatty() and not as_json
         with screen(place.place, live=live) as view:
-            ledger = asyncio.run(Show(place, view, requests, seed).run())
+            try:
+                ledger = asyncio.run(Show(place, view, requests, seed).run())
+            except asyncio.CancelledError:
+                raise KeyboardInterrupt from None
     if as_json:
         print(json.dumps(ledger.to_dict()))
     else:
@@ -67,8 +70,10 @@ class Show:
 
     async def run(self) -> Ledger:
         """Play it to its end; no process is left, however it ends."""
-        # SIGTERM ends it as Ctrl-C does: with every process and file gone.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+        # SIGTERM ends it as Ctrl-C does, with every process and file gone, even where SIGINT is ignored.
+        this = asyncio.current_task()
+        assert this is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
         drawing = asyncio.create_task(self._draw())
         try:
             async with Client(make_broker(self._stage.replicas.mesh), CLIENT) as client:

@@ -15,6 +15,7 @@ from pydantic import JsonValue
 
 from meshpoint.errors import NO_DEFECT, BrokerUnavailable, Unavailable
 from meshpoint.lifecycle.addresses import Addresses
+from meshpoint.lifecycle.held import Held
 from meshpoint.lifecycle.nested import NestedRoutes
 from meshpoint.lifecycle.site import Site
 from meshpoint.model.checkpoint import (
@@ -42,7 +43,7 @@ from meshpoint.model.letters import (
 )
 from meshpoint.model.messages import Address, Message
 from meshpoint.model.outcomes import Failed, FailureKind
-from meshpoint.ports.broker import Published
+from meshpoint.ports.broker import Delivery, Published
 from meshpoint.ports.home import Home
 
 T = TypeVar("T")
@@ -63,13 +64,15 @@ class Outgoing:
 
     Failed messages stay due in their home, and the sweeper sends them again under the same ids. Addresses are
     published to independently, so that a full, missing or silent queue delays only its own messages.
+
+    `held` has the requests of tasks in memory, and counts the replies that wait there for their address.
     """
 
     def __init__(self, site: Site) -> None:
         self._site = site
         self._addresses = Addresses(site.clock)
         self._routes = NestedRoutes()
-        self._kept_in_memory: set[TaskId] = set()
+        self.held = Held()
 
     async def send(
         self, home: Home, sends: Sequence[Send], *, again: bool = False
@@ -89,7 +92,6 @@ class Outgoing:
                 settled.append(send)
         await self._mark(home, settled)
         replied = [send.task_id for send in settled if isinstance(send, Reply)]
-        self._kept_in_memory.difference_update(replied)
         return undeliverable, replied
 
     def _is_settled(self, send: Send, word: Published | None) -> bool:
@@ -186,15 +188,16 @@ class Outgoing:
         except Unavailable as error:  # losing a mark only sends again
             self._site.patience.note_away(error)
 
-    async def answer(self, reply: Reply, run_id: RunId, *, again: bool = False, digest: str | None = None) -> None:
+    async def answer(self, reply: Reply, run_id: RunId, *, again: bool = False, digest: str | None = None) -> bool:
         """Publish a reply that no run commits. If it cannot be delivered at once, it is kept and sent later.
 
-        Afterwards the request may be acked: the reply is confirmed, stored in a row, or its loss is reported.
+        Returns `True` if the request may be acked: the reply is confirmed, stored in a row, or its loss is reported.
+        Otherwise only this process has the reply, and the request belongs into `held`.
         `again`: the request of an ended task was delivered again. `digest` is the digest of the request's input.
         """
         letter = reply_letter(reply)
         if letter is None:
-            return
+            return True
         word = Published.UNROUTABLE if self._addresses.gone(letter[0]) else Published.OVERLOADED
         if not self._addresses.blocked(letter[0], fresh=True):
             with self._site.steps.step(Step.REPLY, [reply.task_id]):
@@ -203,7 +206,8 @@ class Outgoing:
             self._note_rejected(reply)
         elif word is not Published.ACCEPTED:
             keep = self._site.options.reply_retry_time if word is Published.UNROUTABLE else None
-            await self._keep(KeepReply(run_id, reply, keep, again, digest))
+            return await self._keep(KeepReply(run_id, reply, keep, again, digest))
+        return True
 
     async def _prompt_word(self, reply: Reply, letter: Letter) -> Published:
         """Publish a reply. Returns `OVERLOADED` if the broker works but does not confirm it."""
@@ -221,7 +225,7 @@ class Outgoing:
     def _has_room(self) -> bool:
         """Whether another reply can wait in memory."""
         durable = self._site.durable is not None
-        return durable or len(self._kept_in_memory) < self._site.options.max_in_memory
+        return durable or self.held.ended < self._site.options.max_in_memory
 
     async def _word_on_reply(self, reply: Reply, letter: Letter) -> Published:
         word = (await self._words([letter]))[0]
@@ -231,17 +235,20 @@ class Outgoing:
             raise BrokerUnavailable("publishing a reply: the broker did not confirm it")
         return word
 
-    async def _keep(self, wish: KeepReply) -> None:
+    async def _keep(self, wish: KeepReply) -> bool:
+        """Keep a reply. Returns `True` if its request may be acked."""
         home, reply = self._site.homes[0], wish.reply
-        if not self._has_room:
+        if not (self._has_room or self.held.has_ended(reply.task_id)):
             self._drop(reply, "max_in_memory replies are waiting already")
-            return
+            return True
         with self._site.steps.step(Step.END, [reply.task_id], state=reply.state.value):
             (kept,) = await self._site.patience.until_answered(lambda: home.store.keep_replies([wish]))
         if not kept:
             self._drop(reply, "the row with its id belongs to another run")
         elif not home.durable:
-            self._kept_in_memory.add(reply.task_id)
+            self.held.end(reply.task_id)
+            return False
+        return True
 
     def _drop(self, reply: Reply, why: str) -> None:
         self._site.steps.note(Step.REPLY_DROPPED, reply.task_id, reply_to=reply.requester.reply_to, reason=why)
@@ -257,8 +264,8 @@ class Outgoing:
         """
         if self._site.durable is None:
             if self._has_room:
-                self._kept_in_memory.add(reply.task_id)
-                return True
+                self.held.end(reply.task_id)
+                return False
             self._drop(reply, "max_in_memory replies are waiting already")
         else:
             gone = reply.requester.reply_to is not None and self._addresses.gone(reply.requester.reply_to)
@@ -284,11 +291,12 @@ class Outgoing:
         if word is not Published.ACCEPTED:
             self._drop(reply, "its queue did not accept it")
 
-    def drop_kept(self) -> None:
-        """Report the replies that are lost when this process ends."""
-        for task_id in self._kept_in_memory:
+    def release_held(self) -> list[Delivery]:
+        """The requests of tasks in memory, to be requeued; replies that are lost with this process are reported."""
+        deliveries, lost = self.held.let_all_go()
+        for task_id in lost:
             self._site.steps.note(Step.REPLY_DROPPED, task_id, reason="the process ends")
-        self._kept_in_memory.clear()
+        return deliveries
 
     async def tell(self, letters: Sequence[Letter | None]) -> None:
         """Publish advisory messages, which are lost if the broker or their queue does not accept them."""

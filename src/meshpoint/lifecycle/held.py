@@ -1,13 +1,25 @@
-"""Un-acked requests of tasks that wait in memory: a crash gives them back, and they run again."""
+"""Un-acked requests of tasks in memory: a crash gives them back, and they run again."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from enum import Enum, auto
 
 from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import Address, Message
 from meshpoint.ports.broker import Delivery
+
+_MOST_COPIES = 8
+"""Copies of one request that are held: they raise the prefetch, so that a sender could go on for ever."""
+
+
+class Kind(Enum):
+    """Why a request is un-acked."""
+
+    ROOT = auto()  # its task waits; it came from outside
+    NESTED = auto()  # its task waits; it came from another task
+    ENDED = auto()  # its task has ended; the reply waits for its address
 
 
 class Held:
@@ -15,36 +27,77 @@ class Held:
 
     def __init__(self) -> None:
         self._by_task: dict[TaskId, list[Delivery]] = {}
-        self._counts: Counter[tuple[Address, bool]] = Counter()
+        self._ended: set[TaskId] = set()
+        self._counts: Counter[tuple[Address, Kind]] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_task)
 
+    def __iter__(self) -> Iterator[TaskId]:
+        return iter(self._by_task)
+
     def __contains__(self, task_id: TaskId) -> bool:
         return task_id in self._by_task
 
+    @property
+    def ended(self) -> int:
+        """The number of ended tasks whose reply waits for its address."""
+        return len(self._ended)
+
+    def has_ended(self, task_id: TaskId) -> bool:
+        """Whether only the reply of the task is missing."""
+        return task_id in self._ended
+
     def request(self, task_id: TaskId) -> Message | None:
-        """The first request of the task."""
+        """The first request of a task that has not ended."""
+        if task_id in self._ended:
+            return None
         return next((delivery.message for delivery in self._by_task.get(task_id, ())), None)
 
-    def hold(self, task_id: TaskId, deliveries: Iterable[Delivery]) -> None:
-        """Keep `deliveries` un-acked until the task has ended."""
+    def hold(self, task_id: TaskId, deliveries: Iterable[Delivery]) -> list[Delivery]:
+        """Keep `deliveries` un-acked until the task has ended and its reply is confirmed.
+
+        Returns the oldest copies beyond the limit, to be acked: the broker may have redelivered them already.
+        """
         kept = self._by_task.setdefault(task_id, [])
         for delivery in deliveries:
             kept.append(delivery)
-            self._counts[delivery.address, delivery.message.nested] += 1
+            self._counts[self._key(task_id, delivery)] += 1
+        surplus, kept[:] = kept[:-_MOST_COPIES], kept[-_MOST_COPIES:]
+        for delivery in surplus:
+            self._counts[self._key(task_id, delivery)] -= 1
+        return surplus
+
+    def end(self, task_id: TaskId) -> None:
+        """Only the reply of the task is missing from now on."""
+        deliveries = self.let_go(task_id)
+        self._ended.add(task_id)
+        self.hold(task_id, deliveries)
 
     def let_go(self, task_id: TaskId) -> list[Delivery]:
         """What was held for the task, to be settled now."""
         released = self._by_task.pop(task_id, [])
         for delivery in released:
-            self._counts[delivery.address, delivery.message.nested] -= 1
+            self._counts[self._key(task_id, delivery)] -= 1
+        self._ended.discard(task_id)
         return released
 
-    def let_all_go(self) -> list[Delivery]:
-        """Everything, to be given back."""
-        return [delivery for task_id in list(self._by_task) for delivery in self.let_go(task_id)]
+    def part_from(self, task_id: TaskId) -> list[Delivery]:
+        """The requests of an ended task, to be acked while its reply still waits."""
+        released = self.let_go(task_id)
+        self.end(task_id)
+        return released
 
-    def count(self, address: Address, *, nested: bool) -> int:
-        """Count deliveries from the queue at `address` whose request is nested, or is not."""
-        return self._counts[address, nested]
+    def let_all_go(self) -> tuple[list[Delivery], list[TaskId]]:
+        """Everything, to be given back, and the tasks without a request to give back: their replies are lost."""
+        lost = [task_id for task_id in self._ended if not self._by_task[task_id]]
+        return [delivery for task_id in list(self._by_task) for delivery in self.let_go(task_id)], lost
+
+    def count(self, address: Address, *kinds: Kind) -> int:
+        """Count deliveries of these kinds from the queue at `address`."""
+        return sum(self._counts[address, kind] for kind in kinds)
+
+    def _key(self, task_id: TaskId, delivery: Delivery) -> tuple[Address, Kind]:
+        if task_id in self._ended:
+            return delivery.address, Kind.ENDED
+        return delivery.address, Kind.NESTED if delivery.message.nested else Kind.ROOT

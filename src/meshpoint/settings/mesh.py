@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
@@ -57,6 +58,11 @@ class MeshSettings(Section):
     def _check_broker_url(cls, value: str) -> str:
         urls.require_driver(value, "mesh.broker_url")
         return urls.broker_url(value, "mesh.broker_url")
+
+    @property
+    def verifies_logins(self) -> bool:
+        """Whether the broker verifies the login (`user_id`) of each message."""
+        return urlsplit(self.broker_url).scheme in {"amqp", "amqps"}
 
     @property
     def publish_timeout(self) -> timedelta:

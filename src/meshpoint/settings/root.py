@@ -32,4 +32,9 @@ class Settings(Section):
                 problem = f"{agent.begin_at_delivery} is not below mesh.delivery_limit"
                 fix = f"use at most {self.mesh.delivery_limit - 1}, or raise mesh.delivery_limit"
                 raise ConfigurationError(f"agents[{index}].begin_at_delivery", problem, fix)
+            for key in ("peer_logins", "operator_logins"):
+                if getattr(agent, key) and not self.mesh.verifies_logins:
+                    problem = "only RabbitMQ verifies logins, and mesh.broker_url is another broker"
+                    fix = f"leave {key} out, or use amqp://"
+                    raise ConfigurationError(f"agents[{index}].{key}", problem, fix)
         return self

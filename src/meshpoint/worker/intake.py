@@ -4,7 +4,8 @@ Three rules:
 
 - Requests made inside another task have their own queue. Its prefetch grows without limit with the nested tasks that
 wait in memory, so the requests that a held task is waiting for can always arrive.
-- All other tasks that wait in memory are limited by `max_in_memory`.
+- All other tasks that wait in memory are limited by `max_in_memory`. The same limit holds separately for ended tasks
+whose reply waits for its address.
 - A replica whose slots stay taken does not keep requests waiting: it stops taking them and requeues, once each, the
 requests it could not start, so that a replica with a free slot can take them.
 """
@@ -19,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from meshpoint.errors import Unavailable
+from meshpoint.lifecycle.held import Kind
 from meshpoint.lifecycle.inbox import Inbox, Turns
 from meshpoint.lifecycle.segment import Segment
 from meshpoint.lifecycle.site import Site, Spawn
@@ -126,17 +128,18 @@ class Intake:
     def _room(self, lane: _Lane) -> int:
         """Places for held requests, rounded up to a power of two so that the prefetch seldom changes."""
         held, limit = self._segments.held, self._site.options.max_in_memory
-        nested, roots = held.count(lane.address, nested=True), held.count(lane.address, nested=False)
+        nested, roots = held.count(lane.address, Kind.NESTED), held.count(lane.address, Kind.ROOT)
+        ended = _rounded_up(held.count(lane.address, Kind.ENDED))
         if lane.address == nested_of(self._site.agent):
-            return _rounded_up(nested + roots)
+            return _rounded_up(nested + roots) + ended
         elsewhere = self._held_roots - roots
-        return min(_rounded_up(roots), max(limit - elsewhere, 0)) + _rounded_up(nested)
+        return min(_rounded_up(roots), max(limit - elsewhere, 0)) + _rounded_up(nested) + ended
 
     @property
     def _held_roots(self) -> int:
         nested = nested_of(self._site.agent)
         addresses = [lane.address for lane in self._lanes.values() if lane.address != nested]
-        return sum(self._segments.held.count(address, nested=False) for address in addresses)
+        return sum(self._segments.held.count(address, Kind.ROOT) for address in addresses)
 
     def _tell_if_full(self) -> None:
         held, limit = self._held_roots, self._site.options.max_in_memory
@@ -159,7 +162,7 @@ class Intake:
 
     def _unacked(self, lane: _Lane) -> int:
         """Count the unacked requests of `lane`, excluding one about to be requeued."""
-        held = sum(self._segments.held.count(lane.address, nested=nested) for nested in (True, False))
+        held = self._segments.held.count(lane.address, *Kind)
         live = [each for segment in self._segments.live.values() for each in segment.deliveries]
         here = [each for each in (*live, *self.inbox.waiting) if each.address == lane.address]
         leaves = self._waits_for_slot in here and _may_go(self._waits_for_slot)

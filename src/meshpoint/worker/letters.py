@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from meshpoint.errors import NO_DEFECT, PoisonMessage
 from meshpoint.lifecycle import cancel, receive
 from meshpoint.lifecycle.dispatch import Outgoing
-from meshpoint.lifecycle.locked import LockedLetters, Received
+from meshpoint.lifecycle.postponed import PostponedLetters, Received
 from meshpoint.lifecycle.refuse import Refusals
 from meshpoint.lifecycle.senders import canceller_of, impostor
 from meshpoint.lifecycle.site import Site, Spawn
@@ -67,15 +67,28 @@ class Letters:
         self._poke = poke
         self._forwarded = Throttle(_STATUS_RATE, site.clock.now)
         self._spawn = spawn
-        self._locked = LockedLetters(self._take_in, site.clock, spawn, make_room)
+        self._postponed = PostponedLetters(self._take_in, site.clock, spawn, make_room)
 
     async def on_letters(self, deliveries: Sequence[Delivery], home: Home, *, shared: bool) -> None:
         """Take in what is not a request. `shared` tells the agent's queue from this replica's own.
 
         A batch that hits a defect is retried one by one; a delivery that hits it again is set aside. Each delivery
         keeps its claim id, so that a retry finds its own commit.
+
+        Raises:
+            Unavailable, ConfigurationError: the batch will be retried.
         """
-        await self._take_in([(delivery, RunId(new_id())) for delivery in deliveries], home, shared=shared)
+        received = [(delivery, RunId(new_id())) for delivery in deliveries]
+        try:
+            await self._take_in(received, home, shared=shared)
+        except NO_DEFECT:
+            for each in received:
+                await self._postponed.keep(each, home, shared=shared)
+            raise
+
+    async def requeue_postponed(self) -> None:
+        """Give letters that could not be handled yet back to the broker, from now on at once."""
+        await self._postponed.close()
 
     async def _take_in(self, received: Sequence[Received], home: Home, *, shared: bool, again: bool = False) -> None:
         try:
@@ -88,7 +101,8 @@ class Letters:
                 return
             log.warning("retrying %d messages one by one", len(received), exc_info=True)
             for each in received:
-                await self._take_in([each], home, shared=shared, again=True)
+                if each[1] not in self._postponed:
+                    await self._take_in([each], home, shared=shared, again=True)
 
     async def _sort(self, received: Sequence[Received], home: Home, *, shared: bool) -> None:
         of_type: dict[MessageType, list[Delivery]] = {kind: [] for kind in MessageType}
@@ -142,7 +156,7 @@ class Letters:
         with self._site.steps.step(Step.ACK, [each.task_id for _, each, _ in readable]):
             for (delivery, claim, unreadable), arrival in zip(readable, arrivals, strict=True):
                 if isinstance(arrival, Locked):
-                    self._wait_for(arrival.task_id, (delivery, claim.id), home, shared=shared)
+                    await self._wait_for(arrival.task_id, (delivery, claim.id), home, shared=shared)
                 elif isinstance(arrival, WrongSender):
                     reason = (
                         f"the response came from {delivery.message.app_id!r}, the call went to {arrival.expected!r}"
@@ -153,9 +167,9 @@ class Letters:
                 else:
                     await delivery.ack()
 
-    def _wait_for(self, task_id: TaskId, received: Received, home: Home, *, shared: bool) -> None:
+    async def _wait_for(self, task_id: TaskId, received: Received, home: Home, *, shared: bool) -> None:
         self._site.steps.note(Step.ROW_LOCKED, task_id)
-        self._locked.keep(received, home, shared=shared)
+        await self._postponed.keep(received, home, shared=shared)
 
     async def _without_refusals_of_others(self, readable: Sequence[Answer], home: Home) -> list[Answer]:
         """Filter out refusals of requests that are not our calls: they are not outcomes.
@@ -230,7 +244,7 @@ class Letters:
             for each in received:
                 match refused.get(wish):
                     case Locked():
-                        self._wait_for(wish.task_id, each, home, shared=shared)
+                        await self._wait_for(wish.task_id, each, home, shared=shared)
                     case CancelRefused():
                         reason = f"the task {wish.task_id} is another requester's, not {wish.sender!r}'s"
                         await self._refusals.bury(each[0], reason)

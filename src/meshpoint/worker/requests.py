@@ -18,7 +18,7 @@ from meshpoint.lifecycle.refuse import ID_IN_USE, Refusals, refusal
 from meshpoint.lifecycle.segment import Segment
 from meshpoint.lifecycle.senders import Relation, foreign_address, relation, sender_of
 from meshpoint.lifecycle.site import Site, Spawn
-from meshpoint.model.checkpoint import Begun, CancelFound, Fenced, Known, Run, TaskState
+from meshpoint.model.checkpoint import Begun, CancelFound, Fenced, Known, Reply, Run, TaskState
 from meshpoint.model.events import Step
 from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.letters import pack
@@ -155,7 +155,7 @@ class Requests:
             return True
         match relation(segment.sender, segment.digest, *known):
             case Relation.SAME if request.resume is None:
-                self._segments.adopt(request.task_id, delivery)
+                await self._segments.adopt(request.task_id, delivery)
                 await self._ack_if_row_is_enough(request.task_id)
             case Relation.SAME if live is not None:
                 self._spawn(self._asked_again(live, segment, request))
@@ -341,7 +341,7 @@ class Requests:
                 self._poke()  # what is due for dispatch is sent again
             await self._settled(segment)
         else:
-            self._segments.hold(known.task_id, segment.deliveries)
+            await self._segments.hold(known.task_id, segment.deliveries)
             self._segments.leave(segment)
 
     async def _revive(self, segment: Segment, order: str, home: Home, known: Known) -> None:
@@ -407,7 +407,7 @@ class Requests:
             await self._settled(segment)
             self._poke()  # what is due for dispatch is sent again
         else:
-            self._segments.hold(segment.run.task_id, segment.deliveries)
+            await self._segments.hold(segment.run.task_id, segment.deliveries)
             self._segments.leave(segment)
         self._segments.ready_somewhere.set()
 
@@ -421,16 +421,22 @@ class Requests:
         # The tombstone of a cancel that came first does not know the requester; this request does.
         reply = replace(known.reply, requester=segment.requester)
         if known.early or same_requester(known.requester, segment.sender.name):
-            await self._outgoing.answer(reply, segment.run.id, again=True)
+            await self._answer(segment, reply, again=True)
         else:  # from an operator: the row keeps its requester
             await self._outgoing.refuse(reply)
-        await self._settled(segment)
+            await self._settled(segment)
 
     async def _refuse(self, segment: Segment, refused: Failed) -> None:
         reply = finish.refusal_for(segment, refused)
-        again = refused.kind is FailureKind.CANCELLED
-        await self._outgoing.answer(reply, segment.run.id, again=again, digest=segment.digest)
-        await self._settled(segment)
+        await self._answer(segment, reply, again=refused.kind is FailureKind.CANCELLED, digest=segment.digest)
+
+    async def _answer(self, segment: Segment, reply: Reply, *, again: bool, digest: str | None = None) -> None:
+        may_be_acked = await self._outgoing.answer(reply, segment.run.id, again=again, digest=digest)
+        if may_be_acked or segment.dead_reason is not None:
+            await self._settled(segment)
+        else:
+            await self._segments.hold(segment.run.task_id, segment.deliveries)
+            self._segments.leave(segment)
 
     async def _refuse_in_use(self, segment: Segment, whose: str = "") -> None:
         """Reply that the task id is in use. The reply is not kept if undeliverable: the row is another request's."""

@@ -23,7 +23,6 @@ from meshpoint.lifecycle.begin import begin
 from meshpoint.lifecycle.cancel import cancelled
 from meshpoint.lifecycle.containment import from_outside
 from meshpoint.lifecycle.dispatch import Outgoing
-from meshpoint.lifecycle.held import Held
 from meshpoint.lifecycle.leases import LeaseKeeper
 from meshpoint.lifecycle.ledger import SegmentLedger
 from meshpoint.lifecycle.refuse import ID_IN_USE, internal_error, refusal
@@ -74,6 +73,8 @@ _RESCUES_PER_ATTEMPT = 10
 """Maximum rescues of a task that ends more than its own process."""
 _LONGEST_PAUSE = timedelta(seconds=30)
 """Delay before a task runs again after its own process died."""
+_LONGEST_UNACKED = timedelta(minutes=15)
+"""How long a request stays un-acked for its reply's sake. RabbitMQ closes the channel after 30 minutes by default."""
 Agent: TypeAlias = DurableAgent[Any, Any]
 Code: TypeAlias = Callable[[], Awaitable[run.SegmentResult]]
 """What runs in a slot. Not a coroutine yet: if the replica ends before it begins, nobody has to close it."""
@@ -102,7 +103,7 @@ class Segments:
         self._spawn = spawn
         self._make_room = make_room
         self.live: dict[TaskId, Segment] = {}
-        self.held = Held()
+        self.held = outgoing.held
         self.unfinished: dict[asyncio.Task[object], Run] = {}  # code that did not stop when its replica drained
         self._none_left = asyncio.Event()
         self.ready_somewhere = asyncio.Event()
@@ -132,20 +133,19 @@ class Segments:
                 return known.agent != self._site.agent or found is not Relation.SAME
         return False
 
-    def adopt(self, task_id: TaskId, delivery: Delivery) -> bool:
-        """Keep a request that arrived again for a task this process has in memory; whether it has."""
+    async def adopt(self, task_id: TaskId, delivery: Delivery) -> None:
+        """Keep a request that arrived again for a task this process has in memory."""
         if task_id in self.live:
             self.live[task_id].deliveries.append(delivery)
-        elif task_id in self.held:
-            self.hold(task_id, [delivery])
         else:
-            return False
-        return True
+            await self.hold(task_id, [delivery])
 
-    def hold(self, task_id: TaskId, deliveries: Sequence[Delivery]) -> None:
+    async def hold(self, task_id: TaskId, deliveries: Sequence[Delivery]) -> None:
         """Keep the requests of a task in memory un-acked until it ends, and leave room for others."""
-        self.held.hold(task_id, deliveries)
+        surplus = self.held.hold(task_id, deliveries)
         self._make_room()
+        if surplus:
+            await self._settle_requests(task_id, surplus)
 
     def leave(self, segment: Segment) -> None:
         """Forget a task that came to nothing here."""
@@ -530,8 +530,7 @@ class Segments:
 
     async def _after_pause(self, segment: Segment, home: Home, saved: Committed, last: Last | None) -> None:
         if not home.durable:
-            self.hold(segment.run.task_id, segment.deliveries)
-            segment.deliveries = []
+            await self._hold_requests(segment)
             self.leave(segment)
         await self._copy(segment, home, last)  # before a peer can answer, and another replica go on
         await self.send(home, saved.dispatches)
@@ -549,7 +548,11 @@ class Segments:
         await self.ack(segment)
 
     async def _after_end(self, segment: Segment, home: Home, reply: Reply) -> None:
+        if not home.durable:
+            await self._hold_requests(segment)
         await self.send(home, [reply])
+        if not home.durable and reply.task_id in self.held:
+            await self._hold_requests(segment)  # that came again meanwhile
         await self.ack(segment)
         if reply.state is TaskState.COMPLETED:
             if segment.subtasks is not None and segment.subtasks.opened:
@@ -575,9 +578,15 @@ class Segments:
         await self.ack(segment)
 
     async def _answer(self, segment: Segment, reply: Reply) -> None:
-        """Answer a task without a row: once its reply is confirmed or kept, ack its request."""
-        await self._outgoing.answer(reply, segment.run.id, digest=segment.digest)
-        await self.ack(segment)
+        """Answer a task without a row: once its reply is confirmed or in a row, ack its request."""
+        if await self._outgoing.answer(reply, segment.run.id, digest=segment.digest):
+            await self.ack(segment)
+        else:
+            await self._hold_requests(segment)
+
+    async def _hold_requests(self, segment: Segment) -> None:
+        deliveries, segment.deliveries = segment.deliveries, []
+        await self.hold(segment.run.task_id, deliveries)
 
     async def ack(self, segment: Segment) -> None:
         """Settle the task's requests: their consequences are committed and sent."""
@@ -610,20 +619,24 @@ class Segments:
         for task_id in [*settled, *await self._put_away(home, sends, settled)]:
             if deliveries := self.held.let_go(task_id):
                 await self._settle_requests(task_id, deliveries)
-                self._make_room()
+        if not home.durable:
+            self._make_room()
         self._tell_if_none_left()
         if undeliverable:
             await self.claim(home, undeliverable)
 
     async def _put_away(self, home: Home, sends: Sequence[Send], settled: Sequence[TaskId]) -> list[TaskId]:
-        """Keep the replies of in-memory tasks whose address is in back-off, so that their requests can be acked."""
+        """Keep the replies of in-memory tasks whose address is in back-off. Returns those with requests to ack."""
         if home.durable:
             return []
         put_away: list[TaskId] = []
         for send in sends:
             if not isinstance(send, Reply) or send.task_id in settled or send.task_id not in self.held:
                 continue
-            if self._outgoing.is_refused(send) and await self._outgoing.put_away(home, send):
+            if self.held.has_ended(send.task_id):
+                if send.age >= _LONGEST_UNACKED:
+                    await self._settle_requests(send.task_id, self.held.part_from(send.task_id))
+            elif self._outgoing.is_refused(send) and await self._outgoing.put_away(home, send):
                 put_away.append(send.task_id)
         return put_away
 
@@ -708,7 +721,7 @@ class Segments:
         """Stop running code and give its tasks, and those that wait in memory, to other replicas."""
         for segment in list(self.live.values()):
             segment.stop(Stop.DRAINING)
-        held = self.held.let_all_go()
+        held = self._outgoing.release_held()
         self._tell_if_none_left()
         for delivery in held:
             await delivery.requeue()

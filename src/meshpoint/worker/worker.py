@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from math import inf
@@ -122,7 +123,7 @@ class Worker:
             if lease_store
             else None
         )
-        self._outgoing = outgoing = Outgoing(site)
+        outgoing = Outgoing(site)
         refusals = Refusals(site, outgoing, self._spawn)
         self.segments = Segments(site, agent, outgoing, self._leases, self._spawn, self._make_room, isolation)
         self._intake = Intake(site, self.segments, self._spawn, self._before_requests)
@@ -410,7 +411,6 @@ class Worker:
                 entrance.cancel()
             await _within(self._left() - self._closing_time, self._give_back())
         await _within(self._left() - self._closing_time, self._unsubscribe(["private"], self._private_inbox))
-        self._outgoing.drop_kept()
 
     async def _stop_consuming(self) -> None:
         await self._unsubscribe(self._intake.names, self._intake.inbox)
@@ -421,6 +421,8 @@ class Worker:
     async def _rest(self, closed: asyncio.Task[None], entrances: Sequence[asyncio.Task[None]]) -> None:
         # What an entrance has begun, it ends: a claim that is given up halfway may own a task that nobody runs.
         await asyncio.wait([closed, *entrances])
+        with suppress(Unavailable):  # the broker delivers un-acked letters again
+            await self._letters.requeue_postponed()
         self._serve("due work in memory", self._serve_due_in_memory)
         await self.segments.none_left()
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 
 import pytest
 
+from meshpoint.agents.function import agent as function_agent
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.calls import Call, Done
 from meshpoint.model.checkpoint import TaskState
+from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Phase, Step
 from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Ok
@@ -24,6 +27,18 @@ FAULTS = {
     "the confirm is lost": [IN_DOUBT],
     "overloaded": [Published.OVERLOADED] * 2,
 }
+
+
+@function_agent("subtasks")
+async def with_a_subtask(ctx: TaskExecutionContext, number: int) -> int:
+    """Has a row in memory from its first segment on."""
+
+    async def double(value: int) -> int:
+        return 2 * value
+
+    return await ctx.subtask("double", double, number)
+
+
 HOMES = pytest.mark.parametrize("durable", [True, False])
 
 
@@ -70,8 +85,7 @@ async def test_a_reply_is_sent_again(
     task_id = await boss.ask("asker", 1)
     await peer.respond(await peer.request_number(), 1)
     await mesh.settle()
-    overloaded = faults == FAULTS["overloaded"]
-    assert mesh.unacked("asker") == (0 if durable or overloaded else 1)
+    assert mesh.unacked("asker") == (0 if durable else 1)  # only this process has the reply
     await mesh.advance(40)
     assert set(map(str, boss.replies(task_id))) == {str(Ok({"peer": 1}))}
     assert mesh.unacked("asker") == 0
@@ -118,13 +132,94 @@ async def test_an_overloaded_requester_gets_its_reply_however_late(mesh: Mesh, b
     replica.broker.fail(*[Published.OVERLOADED] * 100, type="response")
     task_id = await boss.ask("doubler", 1)
     await mesh.settle()
-    assert mesh.unacked("doubler") == 0  # a full queue delays nothing here
+    assert mesh.unacked("doubler") == (0 if durable else 1)  # only this process has the reply
     await mesh.advance(90)
     assert boss.replies() == []
     assert mesh.events.of(Step.REPLY_UNROUTABLE) == []
     replica.broker.heal()
     await mesh.advance(400)
     assert boss.replies(task_id) == [Ok(2)]
+    assert mesh.unacked("doubler") == 0
+
+
+@pytest.mark.parametrize("agent", ["doubler", "asker", "subtasks"])
+@pytest.mark.parametrize("end", ["drain", "crash"])
+async def test_a_reply_that_only_a_process_has_is_made_again_after_its_end(
+    mesh: Mesh, boss: Puppet, peer: Puppet, agent: str, end: str
+) -> None:
+    agents = {"doubler": doubler, "asker": asker("asker", "peer"), "subtasks": with_a_subtask}
+    replica = await mesh.replica(agents[agent], durable=False, drain_timeout=timedelta(0))
+    replica.broker.fail(*[Published.OVERLOADED] * 100, type="response")
+    task_id = await boss.ask(agent, 1)
+    if agent == "asker":
+        await peer.respond(await peer.request_number(), 1)
+    await mesh.settle()
+    assert boss.replies() == []
+    assert mesh.unacked(agent) == 1
+    await (replica.drain() if end == "drain" else replica.crash())
+    assert mesh.waiting(agent) == 1
+    assert mesh.events.of(Step.REPLY_DROPPED) == []
+    await mesh.replica(agents[agent], durable=False)
+    if agent == "asker":
+        await peer.respond(await peer.request_number(2), 1)
+    assert await boss.reply(task_id) == Ok({"peer": 1} if agent == "asker" else 2)
+
+
+async def test_a_drain_waits_for_replies_that_only_the_process_has(mesh: Mesh, boss: Puppet) -> None:
+    replica = await mesh.replica(doubler, durable=False, drain_timeout=timedelta(hours=1))
+    replica.broker.fail(*[Published.OVERLOADED] * 3, type="response")
+    task_id = await boss.ask("doubler", 1)
+    await mesh.settle()
+    draining = asyncio.create_task(replica.drain())
+    await mesh.settle()
+    assert not draining.done()
+    await mesh.advance(60)
+    await draining
+    assert boss.replies(task_id) == [Ok(2)]
+    assert mesh.unacked("doubler") == mesh.waiting("doubler") == 0
+
+
+async def test_a_request_is_acked_before_the_broker_closes_its_channel(mesh: Mesh, boss: Puppet) -> None:
+    replica = await mesh.replica(doubler, durable=False, drain_timeout=timedelta(0))
+    replica.broker.fail(*[Published.OVERLOADED] * 10_000, type="response")
+    task_id = await boss.ask("doubler", 1)
+    await mesh.advance(14 * 60)
+    assert mesh.unacked("doubler") == 1
+    await mesh.advance(3 * 60)
+    assert mesh.unacked("doubler") == 0
+    assert mesh.events.of(Step.REPLY_DROPPED) == []
+    await replica.drain()
+    (dropped,) = mesh.events.of(Step.REPLY_DROPPED)
+    assert (dropped.task_ids, dropped.detail["reason"]) == ((task_id,), "the process ends")
+
+
+async def test_replies_that_wait_hold_up_no_other_request(mesh: Mesh, boss: Puppet) -> None:
+    other = await mesh.puppet("other")
+    replica = await mesh.replica(doubler, durable=False, max_concurrency=1, max_in_memory=5)
+    replica.broker.fail(*[Published.OVERLOADED] * 100, type="response")
+    for number in range(8):
+        await boss.ask("doubler", number)
+        await mesh.settle()
+    assert mesh.unacked("doubler") == 5
+    assert len(mesh.events.of(Step.REPLY_DROPPED)) == 3
+    replica.broker.heal()
+    assert await other.reply(await other.ask("doubler", 21)) == Ok(42)
+
+
+async def test_a_request_that_comes_again_while_its_reply_waits(mesh: Mesh, boss: Puppet) -> None:
+    replica = await mesh.replica(doubler, durable=False)
+    replica.broker.fail(*[Published.OVERLOADED] * 100, type="response")
+    task_id = await boss.ask("doubler", 1)
+    await mesh.settle()
+    replica.broker.lose_connection()
+    await boss.ask("doubler", 1, task_id)
+    await mesh.settle()
+    assert mesh.unacked("doubler") == 2
+    assert len(mesh.events.of(Step.SEGMENT, Phase.BEFORE)) == 1
+    replica.broker.heal()
+    await mesh.advance(60)
+    assert set(map(str, boss.replies(task_id))) == {str(Ok(2))}
+    assert mesh.unacked("doubler") == mesh.waiting("doubler") == 0
 
 
 @HOMES

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from meshpoint.adapters.memory.clock import FakeClock
 from meshpoint.adapters.memory.store import MemoryCheckpointStore
 from meshpoint.client import Client
-from meshpoint.conformance.build import a_begin, a_run, an_end
+from meshpoint.conformance.build import (
+    AGENT,
+    a_begin,
+    a_cancel,
+    a_requester,
+    a_run,
+    an_end,
+    failed,
+    operating,
+    saved,
+)
 from meshpoint.model.calls import Call, Done, Paused
-from meshpoint.model.checkpoint import Begun, Ended
+from meshpoint.model.checkpoint import Begun, CancelBeforeRequest, Ended, KeepReply, Reply, TaskState
+from meshpoint.model.ids import RunId, TaskId
 from meshpoint.model.outcomes import Ok
 
 from .agents import Scripted
@@ -85,6 +98,59 @@ async def test_the_ids_are_bounded_too() -> None:
     assert len(kept.tombstones) < 2000
 
 
+async def test_cancels_of_unknown_tasks_are_bounded_in_number_and_age() -> None:
+    clock = FakeClock()
+    store = MemoryCheckpointStore(clock, timings=Timings(), ended_kept=10)
+    for number in range(3000):
+        (found,) = await store.cancel([a_cancel(TaskId(str(number)), sender=f"sender {number}")])
+        assert found == CancelBeforeRequest()
+    kept = store._tables  # type: ignore[attr-defined]
+    assert list(kept.tasks) == list(kept.early) == [str(number) for number in range(2990, 3000)], "the last ones"
+    assert kept.over == kept.sending == kept.live == {}
+    assert len(kept.tombstones) < 2000
+    clock.advance(timedelta(days=2))
+    assert await store.purge(AGENT, 100) == 10
+    assert kept.tasks == kept.early == {}
+
+
+async def test_an_early_cancel_that_became_a_reply_is_no_longer_counted() -> None:
+    store = MemoryCheckpointStore(FakeClock(), timings=Timings(), ended_kept=1)
+    await store.cancel([a_cancel(TaskId("a"))])
+    reply = Reply(AGENT, TaskId("a"), TaskState.COMPLETED, b"done", a_requester())
+    assert await store.keep_replies([KeepReply(RunId("run"), reply, None)]) == [True]
+    for task_id in ("b", "c"):
+        await store.cancel([a_cancel(TaskId(task_id))])
+    assert set(store._tables.tasks) == {"a", "c"}  # type: ignore[attr-defined]
+    assert [each.task_id for each in store._tables.sending.values()] == ["a"]  # type: ignore[attr-defined]
+
+
+async def test_failed_operations_are_bounded() -> None:
+    store = MemoryCheckpointStore(FakeClock(), timings=Timings(), ended_kept=1000)
+    for _ in range(300):
+        run = await failed(store)
+        (reply,) = [row.reply_at(store.present) for row in store._tables.sending.values()]  # type: ignore[attr-defined]
+        await store.mark_sent([reply])
+    kept = store._tables  # type: ignore[attr-defined]
+    assert len(kept.tasks) == len(kept.resumable) == 100
+    assert await store.operation(run.task_id) is not None, "the last ones can be resumed"
+    assert len(kept.over) == 200, "the requests of the others are recognised"
+
+
+async def test_archived_checkpoints_are_bounded() -> None:
+    store = MemoryCheckpointStore(FakeClock(), timings=Archiving(), ended_kept=1000)
+    for _ in range(300):
+        run = await operating(store)
+        await saved(store, run)
+        await store.end([an_end(run)])
+    assert len(store._tables.archive) == 100  # type: ignore[attr-defined]
+    assert await store.history(run.task_id), "the last ones are there"
+
+
+@dataclass
+class Archiving(Timings):
+    checkpoint_archive: bool = True
+
+
 async def test_a_client_keeps_open_requests_only(mesh: Mesh, peer: Puppet) -> None:
     async with Client(FaultyBroker(mesh.exchange)) as client:
         tracemalloc.start()
@@ -98,8 +164,8 @@ async def test_a_client_keeps_open_requests_only(mesh: Mesh, peer: Puppet) -> No
         finally:
             tracemalloc.stop()
         await mesh.settle()
-        assert client._waiting == client._agents == client._asked == {}
         assert held < 50 * len(LARGE), "a hundred replies are not here any more"
+        assert client._waiting == client._agents == client._asked == {}
 
 
 async def test_a_client_counts_further_replies(mesh: Mesh, peer: Puppet) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from datetime import timedelta
 from typing import Any
 
-from meshpoint.errors import RowLocked
+from meshpoint.errors import ConfigurationError, RowLocked
 from meshpoint.model.checkpoint import Locked
 from meshpoint.model.events import Phase, Step
+from meshpoint.model.ids import AgentName
+from meshpoint.model.messages import responses_of
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 
-from .agents import asker
+from .agents import Gate, asker
 from .mesh import Mesh, Running
 from .puppet import Puppet
 
@@ -43,6 +47,13 @@ def hold(running: Running, held: set[str], *, when_ending: set[str] | None = Non
     running.store._inner = Held()
 
 
+def unsettled(mesh: Mesh, agent: str) -> tuple[int, int]:
+    """Responses to `agent` that wait in its queue, and those that a replica holds."""
+    queue = mesh.exchange.queue(responses_of(AgentName(agent)))
+    assert queue is not None
+    return len(queue.ready), sum(len(consumer.held) for consumer in queue.consumers)
+
+
 async def test_a_response_waits_for_its_own_task_only(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
     replica = await mesh.replica(asker("asker", "peer"))
     locked, other = await boss.ask("asker", 1), await boss.ask("asker", 2)
@@ -59,7 +70,7 @@ async def test_a_response_waits_for_its_own_task_only(mesh: Mesh, boss: Puppet, 
     held.clear()
     await mesh.advance(2)
     assert isinstance(await boss.reply(locked), Ok)
-    assert mesh.unacked("asker") == 0
+    assert unsettled(mesh, "asker") == (0, 0)
 
 
 async def test_more_responses_than_the_prefetch_may_wait(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
@@ -76,7 +87,7 @@ async def test_more_responses_than_the_prefetch_may_wait(mesh: Mesh, boss: Puppe
     await mesh.advance(5)
     for task in tasks:
         assert isinstance(await boss.reply(task), Ok)
-    assert mesh.unacked("asker") == 0
+    assert unsettled(mesh, "asker") == (0, 0)
 
 
 async def test_a_cancel_waits_for_its_own_task_only(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
@@ -96,7 +107,7 @@ async def test_a_cancel_waits_for_its_own_task_only(mesh: Mesh, boss: Puppet, pe
     outcome = await boss.reply(locked)
     assert isinstance(outcome, Failed)
     assert outcome.kind is FailureKind.CANCELLED
-    assert mesh.unacked("asker") == 0
+    assert unsettled(mesh, "asker") == (0, 0)
 
 
 async def test_an_end_is_repeated_and_is_no_outage(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
@@ -115,3 +126,84 @@ async def test_an_end_is_repeated_and_is_no_outage(mesh: Mesh, boss: Puppet, pee
     await mesh.advance(5)
     assert isinstance(await boss.reply(locked), Ok)
     assert mesh.events.of(Step.STORE_AWAY) == []
+
+
+async def test_a_draining_replica_gives_back_what_waits_for_a_lock(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    replica = await mesh.replica(asker("asker", "peer"))
+    locked = await boss.ask("asker", 1)
+    request = await peer.request_number(1)
+    hold(replica, {locked})
+    await peer.respond(request, "answer")
+    await mesh.settle()
+    assert unsettled(mesh, "asker") == (0, 1)
+    replica.stop.set()
+    await replica.task
+    assert unsettled(mesh, "asker") == (1, 0)
+    await mesh.replica(asker("asker", "peer"))
+    assert await boss.reply(locked) == Ok({"peer": "answer"})
+    assert unsettled(mesh, "asker") == (0, 0)
+
+
+async def test_a_drain_waits_for_an_attempt_that_owns_the_task(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    replica = await mesh.replica(asker("asker", "peer"), drain_timeout=timedelta(hours=1))
+    locked = await boss.ask("asker", 1)
+    request = await peer.request_number(1)
+    held, gate = {locked}, Gate()
+    hold(replica, held)
+    await peer.respond(request, "answer")
+    await mesh.settle()
+    held.clear()
+    replica.store.after["claim"] = gate
+    await mesh.advance(2)
+    await gate.reach()
+    replica.stop.set()
+    await mesh.settle()
+    assert not replica.task.done()
+    gate.opened.set()
+    await replica.task
+    assert await boss.reply(locked) == Ok({"peer": "answer"})
+    assert mesh.events.of(Step.RELEASE) == []
+
+
+async def test_a_letter_waits_once_although_its_batch_met_a_defect(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    replica = await mesh.replica(asker("asker", "peer"))
+    locked = await boss.ask("asker", 1)
+    request = await peer.request_number(1)
+    held = {locked}
+    hold(replica, held)
+    defects = iter([RuntimeError("a defect")])
+
+    async def defect() -> None:
+        for error in defects:
+            raise error
+
+    replica.store.before["progress"] = defect
+    await asyncio.gather(peer.respond(request, "answer"), peer.status(request, "news"))
+    await mesh.settle()
+    held.clear()
+    replica.store.arguments.clear()
+    await mesh.advance(2)
+    assert await boss.reply(locked) == Ok({"peer": "answer"})
+    assert [len(claims) for name, (claims, *_) in replica.store.arguments if name == "claim"] == [1]
+    assert unsettled(mesh, "asker") == (0, 0)
+
+
+async def test_letters_wait_while_a_setting_is_wrong(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    """For instance, the login may not write to the exchange."""
+    replica = await mesh.replica(asker("asker", "peer"))
+    task_id = await boss.ask("asker", 1)
+    request = await peer.request_number(1)
+    wrong = True
+
+    async def refused() -> None:
+        if wrong:
+            raise ConfigurationError("mesh.broker_url", "the login may not write", "grant it that")
+
+    replica.store.before["claim"] = refused
+    await peer.respond(request, "answer")
+    await mesh.advance(10)
+    assert unsettled(mesh, "asker") == (0, 1)
+    wrong = False
+    await mesh.advance(2)
+    assert await boss.reply(task_id) == Ok({"peer": "answer"})
+    assert unsettled(mesh, "asker") == (0, 0)

@@ -16,6 +16,7 @@ from meshpoint.model.events import Phase, Step
 from meshpoint.model.messages import responses_of
 from meshpoint.model.options import OnCheckpointFailure
 from meshpoint.model.outcomes import Failed, Ok, Outcomes
+from meshpoint.ports.broker import Published
 
 from .agents import Gate, Scripted, asker, doubler, summer
 from .faults import IN_DOUBT, LOST_IN_DOUBT, NOT_COMMITTED
@@ -98,6 +99,34 @@ async def test_copies_of_a_request_leave_room_for_others(mesh: Mesh, boss: Puppe
     other = await boss.ask("asker", 2)
     await peer.respond(await peer.request_number(2), 2)
     assert await boss.reply(other) == Ok({"peer": 2})
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("depth", [0, 1])
+async def test_copies_of_a_request_are_bounded(
+    mesh: Mesh, boss: Puppet, peer: Puppet, depth: int, ended: bool
+) -> None:
+    replica = await mesh.replica(asker("asker", "peer"), durable=False, max_concurrency=1)
+    replica.broker.fail(*[Published.OVERLOADED] * 100, type="response")
+    request = boss.request(1, call_depth=depth)
+    await boss.send("asker", request)
+    call = await peer.request_number()
+    if ended:
+        await peer.respond(call, 1)
+    for _ in range(30):
+        await boss.send("asker", request)
+        await mesh.settle()
+    assert (mesh.unacked("asker"), mesh.waiting("asker")) == (8, 0)
+    replica.broker.lose_connection()
+    await mesh.settle()
+    assert (mesh.unacked("asker"), mesh.waiting("asker")) == (8, 0)
+    if not ended:
+        await peer.respond(call, 1)
+    replica.broker.heal()
+    await mesh.advance(60)
+    assert set(map(str, boss.replies(request.correlation_id))) == {str(Ok({"peer": 1}))}
+    assert (mesh.unacked("asker"), mesh.waiting("asker")) == (0, 0)
+    assert len(peer.requests) == 1
 
 
 async def test_after_its_end_the_reply_is_sent_again(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:

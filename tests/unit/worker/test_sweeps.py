@@ -218,7 +218,7 @@ async def test_a_reply_that_stays_undelivered_is_tried_less_and_less_often(mesh:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-async def test_a_silent_reply_queue_holds_its_request_only_for_a_moment(
+async def test_a_silent_reply_queue_holds_up_others_only_for_a_moment(
     mesh: Mesh, boss: Puppet, monkeypatch: pytest.MonkeyPatch, durable: bool
 ) -> None:
     monkeypatch.setattr(dispatch, "_PROMPT", 0.01)
@@ -235,12 +235,13 @@ async def test_a_silent_reply_queue_holds_its_request_only_for_a_moment(
     tasks = [await silent.ask("doubler", number) for number in range(10)]
     sane = await boss.ask("doubler", 21)
     assert await boss.reply(sane) == Ok(42)
-    for task_id in tasks:
+    for task_id in tasks if durable else ():  # without a database, only this process has the replies
         await mesh.events.wait(Step.ACK, Phase.AFTER, task_id=task_id)
     opened.set()
     await mesh.advance(60)
     for number, task_id in enumerate(tasks):
         assert set(map(str, silent.replies(task_id))) == {str(Ok(2 * number))}
+    assert mesh.unacked("doubler") == 0
 
 
 async def test_a_cancelled_task_with_a_silent_requester_holds_up_no_letter(

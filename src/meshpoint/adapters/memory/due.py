@@ -119,7 +119,7 @@ class MemoryDueWork:
             if row.unsent or row.agent != agent:
                 kept.append(row)
             else:
-                del tables.tasks[row.task_id]
+                tables.remove(row)
                 deleted += 1
         for row in kept:
             heapq.heappush(tables.tombstones, (row.due_at, row.task_id))

@@ -165,7 +165,7 @@ def close(
     if state is TaskState.COMPLETED:
         if not operation.preserve:
             if tables.timings.checkpoint_archive and operation.checkpoints:
-                tables.archive[row.task_id] = operation.checkpoints
+                tables.store_away(row, operation.checkpoints)
             operation.checkpoints = []
     elif checkpoint is not None:
         save(tables, operation, checkpoint, max(checkpoint.seq, operation.seq + 1))

@@ -272,17 +272,24 @@ _FEW = 1_000
 """Stale tombstone entries allowed before a clean-up."""
 
 
+_MOST_RESUMABLE = 100
+"""Failed operations, and archived ones, that a process keeps with their checkpoints."""
+
+
 class Tables:
-    """Every row, and three indexes: those not ended, those with something to send, tombstones by their end.
+    """Every row, and indexes of them: `tombstones` are sorted by their end.
 
     A tombstone whose end was moved, or which is none any more, stands there once more or in vain.
 
     With `ended_kept`, a task is forgotten when its outcome is confirmed. Only the requesters and input digests of the
-    last ones are kept, in `over`.
+    last ones are kept, in `over`. As many early cancels are kept, and `_MOST_RESUMABLE` failed operations. The oldest
+    are forgotten first: the request of a forgotten cancel runs, and a forgotten operation cannot be resumed.
     """
 
     def __init__(self, clock: Clock, timings: StoreTimings, ended_kept: int | None = None) -> None:
         self.clock, self.timings, self._ended_kept = clock, timings, ended_kept
+        self.early: dict[TaskId, TaskRow] = {}
+        self.resumable: dict[TaskId, TaskRow] = {}
         self.over: dict[TaskId, Known] = {}
         self.tasks: dict[TaskId, TaskRow] = {}
         self.live: dict[TaskId, TaskRow] = {}
@@ -294,23 +301,50 @@ class Tables:
     def put(self, row: TaskRow) -> None:
         """Write `row`: every change of a row ends here."""
         self.tasks[row.task_id] = row
-        for index, belongs in ((self.live, not row.state.ended), (self.sending, row.unsent)):
+        for index, belongs in (
+            (self.live, not row.state.ended),
+            (self.sending, row.unsent),
+            (self.early, row.early),
+            (self.resumable, row.state.ended and _resumable(row)),
+        ):
             if belongs:
                 index[row.task_id] = row
             else:
                 index.pop(row.task_id, None)
+        if self._ended_kept is not None:
+            self._forget_oldest(self.early, self._ended_kept)
+            self._forget_oldest(self.resumable, _MOST_RESUMABLE)
 
-    def forget_if_over(self, row: TaskRow) -> None:
-        """Forget a task that needs no further work."""
-        if self._ended_kept is None or not row.state.ended or row.unsent or row.early or _resumable(row):
-            return
-        del self.tasks[row.task_id]
-        self.over[row.task_id] = row.known(None)
-        if len(self.over) > self._ended_kept:
-            del self.over[next(iter(self.over))]
+    def remove(self, row: TaskRow) -> None:
+        """Delete a row that nobody needs."""
+        for index in (self.tasks, self.live, self.sending, self.early, self.resumable):
+            index.pop(row.task_id, None)
         if len(self.tombstones) > 2 * len(self.tasks) + _FEW:
             self.tombstones = [each for each in self.tombstones if each[1] in self.tasks]
             heapq.heapify(self.tombstones)
+
+    def store_away(self, row: TaskRow, checkpoints: list[AgentCheckpoint]) -> None:
+        """Put the checkpoints of a completed operation into the archive."""
+        self.archive[row.task_id] = checkpoints
+        if self._ended_kept is not None and len(self.archive) > _MOST_RESUMABLE:
+            del self.archive[next(iter(self.archive))]
+
+    def forget_if_over(self, row: TaskRow) -> None:
+        """Forget a task that needs no further work."""
+        if self._ended_kept is not None and row.state.ended and not (row.unsent or row.early or _resumable(row)):
+            self._forget(row)
+
+    def _forget_oldest(self, index: dict[TaskId, TaskRow], most: int) -> None:
+        if len(index) > most and (oldest := next((row for row in index.values() if not row.unsent), None)):
+            self._forget(oldest)
+
+    def _forget(self, row: TaskRow) -> None:
+        assert self._ended_kept is not None
+        self.remove(row)
+        if not row.early:
+            self.over[row.task_id] = row.known(None)
+        if len(self.over) > self._ended_kept:
+            del self.over[next(iter(self.over))]
 
     def known(self, task_id: TaskId) -> Known | None:
         """The task as far as it is known, or `None`."""

@@ -52,11 +52,11 @@ def in_parts(items: Sequence[Item], size: Callable[[Item], int], most: int = PAR
     part: list[Item] = []
     total = 0
     for item in items:
-        if part and total + size(item) > most:
+        total += (added := size(item))
+        if part and total > most:
             yield part
-            part, total = [], 0
+            part, total = [], added
         part.append(item)
-        total += size(item)
     if part:
         yield part
 

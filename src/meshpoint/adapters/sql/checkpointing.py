@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -163,6 +163,7 @@ class PackedPause:
     failed: int  # calls that could not be sent
     soonest: float | None  # seconds until the first of the others times out
     checkpoint: Columns | None  # the operation's, if the pause brings one
+    size: int  # about how many bytes it adds to a statement
 
     @classmethod
     async def of(cls, pause: Pause) -> PackedPause:
@@ -174,21 +175,24 @@ class PackedPause:
             "app_version": pause.app_version,
             "framework": pause.framework,
         }
-        if (size := sum(len(value) for value in columns.values() if isinstance(value, str | bytes))) > MOST_OF_A_ROW:
+        if (size := sum(map(len, filter(None, columns.values())))) > MOST_OF_A_ROW:
             raise AgentMisbehaved(f"the task's state has {size} bytes; a checkpoint keeps {MOST_OF_A_ROW} at most")
         sendable = [call for call in pause.calls if call.outcome is None]
         failed = len(pause.calls) - len(sendable)
         met = pause.join.met(total=len(pause.calls), completed=failed, succeeded=0)
         kept = [call.outcome or (NOT_NEEDED if met else None) for call in pause.calls] if failed else []
+        bodies = tuple(await pack_all([call.body for call in pause.calls]))
+        checkpoint = None if pause.checkpoint is None else checkpoint_columns(pause.checkpoint)
         return cls(
             pause,
             columns,
-            bodies=tuple(await pack_all([call.body for call in pause.calls])),
+            bodies=bodies,
             outcomes=tuple(await outcome_columns(kept)) if failed else (None,) * len(pause.calls),
             met=met,
             failed=failed,
             soonest=min([_patience(call) for call in sendable], default=None),
-            checkpoint=None if pause.checkpoint is None else checkpoint_columns(pause.checkpoint),
+            checkpoint=checkpoint,
+            size=_size(pause, bodies, checkpoint),
         )
 
     @property
@@ -196,12 +200,10 @@ class PackedPause:
         """Whether it writes a task, its calls, all of them to be sent, and their join: no more."""
         return not (self.failed or self.pause.children or self.checkpoint or self.size > PART_BYTES)
 
-    @property
-    def size(self) -> int:
-        """About how many bytes it adds to a statement."""
-        bodies = sum(len(body) for body in self.bodies if body is not None)
-        checkpoint = sum(len(value) for value in (self.checkpoint or {}).values() if isinstance(value, str | bytes))
-        return 1024 + len(self.pause.state) + 512 * len(self.bodies) + bodies + checkpoint
+
+def _size(pause: Pause, bodies: Iterable[bytes | None], checkpoint: Columns | None) -> int:
+    saved = sum(len(value) for value in (checkpoint or {}).values() if isinstance(value, str | bytes))
+    return 1024 + len(pause.state) + 512 * len(pause.calls) + sum(map(len, filter(None, bodies))) + saved
 
 
 async def pause(

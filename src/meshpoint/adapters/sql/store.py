@@ -69,8 +69,10 @@ from meshpoint.model.checkpoint import (
     Send,
     TaskState,
     TaskSummary,
+    Unknown,
+    WrongSender,
 )
-from meshpoint.model.ids import AgentName, RunId, TaskId
+from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.ports.clock import Clock
 
 log = logging.getLogger("meshpoint.store")
@@ -278,21 +280,22 @@ class SqlCheckpointStore(SqlOperations):
         if not claims:
             return []
         outcomes = await outcome_columns(wish.outcome for wish in claims)
-        packed = list(zip(claims, outcomes, strict=True))
-        places: dict[RunId, int] = {}
-        for place, wish in enumerate(claims):
-            places.setdefault(wish.id, place)
+        ids = [wish.id for wish in claims]
+        firsts = range(len(ids)) if len(set(ids)) == len(ids) else [ids.index(id_) for id_ in dict.fromkeys(ids)]
+        bytes_of = [len(outcome or b"") for outcome in outcomes]
         moved: dict[int, Arrival | Taken] = {}
         owned = OwnedTasks()
-        for part in in_parts(list(places.values()), lambda place: len(outcomes[place] or b"")):
+        for part in in_parts(firsts, bytes_of.__getitem__):
             left = slots - len(owned.tasks)
-            arrivals = await self._claim_part([packed[place] for place in part], replica, left)
+            arrivals = await self._claim_part([(claims[place], outcomes[place]) for place in part], replica, left)
             moved.update(zip(part, arrivals.verdicts, strict=True))
             owned = owned.and_also(arrivals.owned)
         in_order = [
-            moved.get(place) or Duplicate(wish.task_id, wish.sub_task_id) for place, wish in enumerate(claims)
+            moved[place] if place in moved else _repeated(moved[ids.index(ids[place])], wish)
+            for place, wish in enumerate(claims)
         ]
-        self._held.note(each.task_id for each in in_order if isinstance(each, Locked))
+        if held := [each.task_id for each in in_order if isinstance(each, Locked)]:
+            self._held.note(held)
         return claiming.with_tasks(in_order, await self._read_claimed(owned, replica))
 
     async def _read_claimed(self, owned: OwnedTasks, replica: Replica) -> dict[str, Resumable]:
@@ -574,3 +577,8 @@ class SqlCheckpointStore(SqlOperations):
     async def task(self, task_id: TaskId) -> tuple[TaskSummary, list[CallSummary]] | None:
         """One task and its calls in call order."""
         return await self._database.read(lambda tx: catalog.show_task(tx, self._terms.names, task_id))
+
+
+def _repeated(first: Arrival | Taken, claim: Claim) -> Arrival | Taken:
+    """The verdict on a claim whose id came before in the same call, where it got `first`."""
+    return first if isinstance(first, Unknown | WrongSender | Locked) else Duplicate(claim.task_id, claim.sub_task_id)

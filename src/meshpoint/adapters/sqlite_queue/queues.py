@@ -34,6 +34,7 @@ _UNREADABLE = 0
 _BATCH_BYTES = 64 * 1024 * 1024
 """Total body bytes after which a claim takes no more messages."""
 _MOST_DELIVERIES = 2**31
+_MOST_COUNTED = 10_000  # queues whose room is remembered
 
 _MINE = "id = ? AND holder = ? AND deliveries = ?"
 _INSERT_CONTENT = f"""
@@ -269,6 +270,8 @@ class Queues:
             return True
         if self._room.get(name, 0) <= 0:
             free = limit - self._count(name, limit)
+            if len(self._room) >= _MOST_COUNTED:
+                self._room.clear()
             self._room[name] = 0 if free <= 0 else 1 + free // 8
         self._room[name] -= 1
         return self._room[name] >= 0
