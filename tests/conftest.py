@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import warnings
+from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import suppress
+from io import StringIO
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -48,6 +50,25 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if not fleet.named(fixture):
             with suppress(ServersMissing):  # the fixture will say so
                 fleet.launch(fixture)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add what every asyncio task awaits to the report of a test that hangs: the traceback ends in the event loop."""
+    report = yield
+    if call.excinfo is not None and call.excinfo.errisinstance(pytest.fail.Exception):
+        report.sections += [("asyncio task", stack) for stack in _stacks()]
+    return report
+
+
+def _stacks() -> Iterator[str]:
+    with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # there may be no event loop
+        for task in asyncio.all_tasks(asyncio.get_event_loop_policy().get_event_loop()):
+            stack = StringIO()
+            task.print_stack(file=stack)
+            yield stack.getvalue()
 
 
 def _wanted(item: pytest.Item) -> list[str]:

@@ -18,7 +18,7 @@ from meshpoint.model.messages import dead_letters_of
 from meshpoint.model.outcomes import Failed, Outcome
 from meshpoint.subtasks.resuming import resume
 
-from .kit import EndedBefore, Mesh, Process, count_rows, within
+from .kit import EndedBefore, Mesh, Process, count_rows
 
 CHIEF, VICTIM = "chief", "root"
 """The client asks `chief`, which lets `root` do the work, which asks the peer that the test plays.
@@ -122,7 +122,7 @@ class Stage:
 
     async def resume(self) -> None:
         """Mend the work, once it has failed, and resume the operation of `chief`; its end is what counts now."""
-        assert isinstance(await within(self._outcome), Failed)
+        assert isinstance(await self._outcome, Failed)
         ends = len(await self._chief.wait("end:after"))
         self._mended.touch()
         store = self.mesh.store()
@@ -175,7 +175,7 @@ class Stage:
         await self._death()
         self.open_gate()
         survivor = await self.replica()
-        outcome = await within(self._outcome)
+        outcome = await self._outcome
         assert (outcome.kind.value if isinstance(outcome, Failed) else outcome.value) == self.expected
         await self._at_rest(survivor)
         # The same one may come again; and where it is not noted as sent yet, what a resume came to is sent as well.
@@ -212,7 +212,7 @@ class Stage:
         finally:
             await store.close()
         while self.silent:
-            cancel = await within(self.peer.cancels.get())
+            cancel = await self.peer.cancels.get()
             self.silent.discard(TaskId(cancel.message.correlation_id))
 
     async def close(self) -> None:

@@ -7,10 +7,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import yaml
 from pydantic import JsonValue
@@ -29,11 +29,7 @@ from meshpoint.settings import Settings, load
 from .nursery import Forked, Nursery
 
 HERE = Path(__file__).parent
-PATIENCE = 60
-"""Seconds after which a test that waits has failed: far more than anything here takes."""
-
 Told = dict[str, Any]
-T = TypeVar("T")
 
 
 @dataclass
@@ -113,19 +109,17 @@ class Process:
 
     async def wait(self, at: str, count: int = 1, **detail: Any) -> list[Told]:
         """The events of `step:phase`, once there are `count`."""
-        async with asyncio.timeout(PATIENCE):
-            while len(found := self.of(at, **detail)) < count:
-                if self.process.returncode is not None:
-                    raise EndedBefore(f"the replica ended ({self.process.returncode}) before {at}")
-                self._changed.clear()
-                await self._changed.wait()
+        while len(found := self.of(at, **detail)) < count:
+            if self.process.returncode is not None:
+                raise EndedBefore(f"the replica ended ({self.process.returncode}) before {at}")
+            self._changed.clear()
+            await self._changed.wait()
         return found
 
     async def ended(self) -> int:
-        async with asyncio.timeout(PATIENCE):
-            code = await self.process.wait()
-            assert self._reading is not None
-            await self._reading
+        code = await self.process.wait()
+        assert self._reading is not None
+        await self._reading
         return code
 
     def signal(self, number: signal.Signals) -> None:
@@ -219,8 +213,7 @@ class PlayedPeer:
 
     async def asked(self, count: int = 1) -> list[Asked]:
         """The next `count` requests."""
-        async with asyncio.timeout(PATIENCE):
-            return [await self.requests.get() for _ in range(count)]
+        return [await self.requests.get() for _ in range(count)]
 
     async def answer_all(self, answer: Callable[[JsonValue], JsonValue] = lambda value: int(str(value)) * 10) -> None:
         """Answer every request as it comes, until cancelled."""
@@ -298,12 +291,6 @@ async def count_rows(store: CheckpointStore) -> dict[str, int]:
         shown = await store.task(task.task_id)
         calls += len(shown[1]) if shown else 0
     return {"tasks": len(tasks), "calls": calls, "open": sum(not task.state.ended for task in tasks)}
-
-
-async def within(future: Awaitable[T]) -> T:
-    """What `future` brings."""
-    async with asyncio.timeout(PATIENCE):
-        return await future
 
 
 def queue_of(agent: str) -> Address:

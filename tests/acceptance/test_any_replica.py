@@ -4,7 +4,7 @@ import signal
 
 from meshpoint.model.outcomes import Ok
 
-from .kit import Mesh, within
+from .kit import Mesh
 
 
 async def test_the_answers_of_a_killed_replica_go_to_another(mesh: Mesh) -> None:
@@ -20,7 +20,7 @@ async def test_the_answers_of_a_killed_replica_go_to_another(mesh: Mesh) -> None
         await call.answer(int(str(call.input)) * 10)
     for call in await peer.asked(3):
         await call.answer(int(str(call.input)) * 100)
-    assert (await within(reply)).outcome == Ok([100, 200, 300])
+    assert (await reply).outcome == Ok([100, 200, 300])
     assert len(await second.wait("segment:after")) == 2
     assert client.duplicates == 0
 
@@ -33,7 +33,7 @@ async def test_a_response_that_arrives_between_commit_and_ack_is_not_lost(mesh: 
     (call,) = await peer.asked()
     other = await mesh.replica(config)  # the request is still un-acked by the frozen one
     await call.answer(70)
-    assert (await within(reply)).outcome == Ok([70])
+    assert (await reply).outcome == Ok([70])
     assert await other.wait("claim:after")
     slow.signal(signal.SIGCONT)
     await slow.wait("ack:after")
@@ -48,6 +48,6 @@ async def test_two_replicas_share_the_answers_of_one_task(mesh: Mesh) -> None:
     reply = await client.send("root", {"numbers": list(range(40))})
     for call in await peer.asked(40):
         await call.answer(call.input)
-    assert (await within(reply)).outcome == Ok(list(range(40)))
+    assert (await reply).outcome == Ok(list(range(40)))
     resumed = [event for replica in replicas for event in replica.of("segment:after", generation=1)]
     assert len(resumed) == 1

@@ -4,7 +4,7 @@ import asyncio
 
 from meshpoint.model.outcomes import Failed, Ok
 
-from .kit import Mesh, within
+from .kit import Mesh
 
 
 async def test_a_request_that_kills_its_process_is_answered_as_failed(mesh: Mesh) -> None:
@@ -21,8 +21,8 @@ async def test_a_request_that_kills_its_process_is_answered_as_failed(mesh: Mesh
         await asyncio.wait([ended, answered], return_when=asyncio.FIRST_COMPLETED)
         deaths += ended.done()
         assert deaths < 10
-    failed = (await within(deadly)).outcome
+    failed = (await deadly).outcome
     assert isinstance(failed, Failed)
     assert "no run came to its end" in failed.message
-    assert (await within(harmless)).outcome == Ok("alive")
+    assert (await harmless).outcome == Ok("alive")
     assert deaths == 4  # two deliveries, then two runs under a lease

@@ -27,7 +27,6 @@ from meshpoint.settings import AgentSettings, MeshSettings, Settings
 pytestmark = pytest.mark.slow
 
 DEMO = [sys.executable, "-m", "meshpoint.cli", "demo", "--seed", "1", "--requests"]
-PATIENCE = 120
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def run(environment: dict[str, str], requests: int, *arguments: str) -> tuple[dict[str, Any], str]:
     """The ledger, and what was said beside it. The demonstration must have called it right."""
     command = [*DEMO, str(requests), "--json", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     ledger: dict[str, Any] = json.loads(done.stdout)
     assert (done.returncode, ledger["ok"], ledger["wrong"]) == (0, True, []), done.stderr
     return ledger, done.stderr
@@ -94,7 +93,7 @@ async def test_its_queues_are_deleted(amqp_url: str, namespace: str) -> None:
 
 def test_servers_that_are_away_are_told_in_one_line(environment: dict[str, str]) -> None:
     command = [*DEMO, "20", "--broker", "amqp://127.0.0.1:1/"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (3, "", 1)
     assert done.stderr.startswith("error: ")
 
@@ -130,11 +129,14 @@ def test_interrupted_it_leaves_no_process_and_no_file(
         signal.signal(signal.SIGINT, ours)
     assert demo.stderr is not None
     with demo:
-        next(line for line in demo.stderr if "SIGKILL" in line)
-        replicas = psutil.Process(demo.pid).children(recursive=True)
-        assert len(replicas) >= 3
-        demo.send_signal(number)
-        assert demo.wait(PATIENCE) == 130
+        try:
+            next(line for line in demo.stderr if "SIGKILL" in line)
+            replicas = psutil.Process(demo.pid).children(recursive=True)
+            assert len(replicas) >= 3
+            demo.send_signal(number)
+            assert demo.wait() == 130
+        finally:
+            demo.kill()
     assert not [replica for replica in replicas if replica.is_running()]
     assert not list(tmp_path.iterdir())
 
@@ -146,7 +148,7 @@ def test_on_a_terminal_it_draws_the_replicas(environment: dict[str, str]) -> Non
     os.close(theirs)
     shown = b"".join(_read(ours)).decode()
     os.close(ours)
-    assert demo.communicate(timeout=PATIENCE)[1] == ""
+    assert demo.communicate()[1] == ""
     assert demo.returncode == 0
     for part in ("Meshpoint demo", "✗ killed", "resumed", "9 of 9", "every request was answered once"):
         assert part in shown

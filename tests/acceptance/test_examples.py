@@ -19,7 +19,6 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MESHPOINT = [sys.executable, "-m", "meshpoint.cli"]
-PATIENCE = 60
 
 PRINTED = {
     "two_agents.py": "Buongiorno, God morgen, Buenos días, Ada!\n",
@@ -44,7 +43,7 @@ def test_every_example_is_tested() -> None:
 @pytest.mark.parametrize("name", PRINTED)
 def test_an_example_prints_what_it_promises(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, PRINTED[name]), done.stderr
     assert not list(tmp_path.iterdir()), "it leaves nothing behind"
 
@@ -57,7 +56,6 @@ def test_an_example_proves_its_claim_and_prints_what_its_page_shows(name: str, t
         env={**os.environ, "COLUMNS": "80", "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
         check=False,
     )
     (shown,) = re.findall(
@@ -76,7 +74,6 @@ def test_a_memory_in_redis_that_expired_is_found_in_its_snapshot(redis_url: str,
         env={**os.environ, "COLUMNS": "80", "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
@@ -111,7 +108,6 @@ def test_a_redis_that_cannot_be_had_is_told_in_one_line(url: str, said: str, tmp
             env={**os.environ, "TMPDIR": str(tmp_path)},
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
             check=False,
         )
     assert (done.returncode, done.stdout) == (2, "")
@@ -133,7 +129,7 @@ def test_replicas_on_servers(amqp_url: str, empty_postgres_url: str, namespace: 
     folder = EXAMPLES / "replicas"
     servers = {"BROKER_URL": amqp_url, "DATABASE_URL": empty_postgres_url, "MESH_NAMESPACE": namespace}
     upgrade = [*MESHPOINT, "db", "upgrade", "--config", "travel.yaml"]
-    subprocess.run(upgrade, cwd=folder, env={**os.environ, **servers}, timeout=PATIENCE, check=True)
+    subprocess.run(upgrade, cwd=folder, env={**os.environ, **servers}, check=True)
     asyncio.run(_ask_replicas(folder, servers))
     assert not list(folder.glob("*.db"))
 
@@ -145,7 +141,7 @@ async def _ask_replicas(folder: Path, variables: dict[str, str]) -> None:
         sent = await asyncio.create_subprocess_exec(
             *send, cwd=folder, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
-        out, err = await asyncio.wait_for(sent.communicate(), PATIENCE)
+        out, err = await sent.communicate()
     assert sent.returncode == 0, err.decode()
     assert json.loads(out) == {"city": "Rome", "flight": "MP101 to Rome, 120 EUR", "forecast": "3 days of sun"}
 
@@ -159,15 +155,15 @@ async def _replicas(folder: Path, environment: dict[str, str]) -> AsyncIterator[
     )
     assert supervisor.stderr is not None
     try:
-        async with asyncio.timeout(PATIENCE):
-            started = 0
-            while started < 2 * 3:
-                started += json.loads(await supervisor.stderr.readline()).get("step") == "started"
+        started = 0
+        while started < 2 * 3:
+            started += json.loads(await supervisor.stderr.readline()).get("step") == "started"
         reading = asyncio.create_task(supervisor.stderr.read())
         yield
-    finally:
         supervisor.terminate()
-        async with asyncio.timeout(PATIENCE):
-            code = await supervisor.wait()
-    await reading
-    assert code == 0
+        assert await supervisor.wait() == 0
+        await reading
+    finally:
+        if supervisor.returncode is None:
+            supervisor.kill()
+            await supervisor.wait()

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 EXEC = [sys.executable, "-m", "meshpoint.cli", "exec"]
-PATIENCE = 60
 TRIALS = int(os.environ.get("MESHPOINT_TRIALS", "20"))
 
 FLOW = """
@@ -132,7 +131,7 @@ def folder(tmp_path: Path) -> Path:
 def execute(folder: Path) -> Exec:
     def run(*arguments: str, agent: str = "flow:flow") -> Run:
         command = [*EXEC, agent, *arguments]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         return Run(done.returncode, done.stdout, done.stderr)
 
     return run
@@ -150,7 +149,7 @@ def started(folder: Path, *arguments: str, until: str, agent: str = "flow:flow")
 
 def killed(process: subprocess.Popen[str]) -> None:
     process.kill()
-    process.communicate(timeout=PATIENCE)
+    process.communicate()
 
 
 def effects(folder: Path) -> list[str]:
@@ -230,7 +229,7 @@ def test_a_signal_cancels_and_keeps_the_checkpoint(folder: Path, number: signal.
     export = ("--export", "kept.json", "--include-outputs")
     process = started(folder, "--input", "3", "--session", "mine", *export, until="parse hangs")
     process.send_signal(number)
-    _, err = process.communicate(timeout=PATIENCE)
+    _, err = process.communicate()
     assert process.returncode == code
     assert "resume with: meshpoint exec flow:flow --session mine" in err
     exported = json.loads((folder / "kept.json").read_text())
@@ -246,7 +245,7 @@ def test_a_second_signal_ends_code_that_hears_nothing(folder: Path, execute: Exe
     assert process.stderr is not None
     assert "cancelling; a second signal ends it at once" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=PATIENCE)
+    process.communicate()
     assert process.returncode == 130
     (folder / "flow.py").write_text(REPAIRED)
     done = execute("--session", "mine", "--json")
@@ -280,7 +279,7 @@ def test_two_sessions_share_a_store(folder: Path) -> None:
     (folder / "flow.py").write_text(REPAIRED)
     command = [*EXEC, "flow:flow", "--json", "--input"]
     both = [subprocess.Popen([*command, n], cwd=folder, stdout=subprocess.PIPE, text=True) for n in ("3", "4")]
-    assert [json.loads(each.communicate(timeout=PATIENCE)[0])["output"] for each in both] == [8, 10]
+    assert [json.loads(each.communicate()[0])["output"] for each in both] == [8, 10]
 
 
 def test_of_two_resumes_at_a_time_one_runs(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from redis.asyncio import Redis
 from meshpoint.model.outcomes import Ok
 from servers import RedisServer
 
-from .kit import PATIENCE, Mesh, Rung, within
+from .kit import Mesh, Rung
 from .page_collector import digest_of
 
 pytestmark = [pytest.mark.servers, pytest.mark.slow]
@@ -39,10 +38,9 @@ async def redis(own_redis: RedisServer) -> AsyncIterator[Redis]:
 
 async def is_kept(redis: Redis, namespace: str) -> None:
     """Return once the memory of a task that waits is kept everywhere: its last step is a longer life."""
-    async with asyncio.timeout(PATIENCE):
-        (head,) = [key async for key in redis.scan_iter(f"{namespace}:L1:*:head")]
-        while await redis.pttl(head) <= DAY:
-            pass
+    (head,) = [key async for key in redis.scan_iter(f"{namespace}:L1:*:head")]
+    while await redis.pttl(head) <= DAY:
+        pass
 
 
 async def expire_l1(redis: Redis, namespace: str) -> None:
@@ -51,9 +49,8 @@ async def expire_l1(redis: Redis, namespace: str) -> None:
     assert len(keys) == PAGES + 2, "the pages, the head and the index"
     for key in keys:
         await redis.pexpire(key, 1)
-    async with asyncio.timeout(PATIENCE):
-        while await redis.exists(*keys):
-            pass
+    while await redis.exists(*keys):
+        pass
 
 
 async def lose_nothing(redis: Redis, namespace: str) -> None:
@@ -91,7 +88,7 @@ async def test_another_replica_has_every_page_and_fetches_none(
 
     await asked.answer(1)
     second = await mesh.replica(config)
-    outcome = (await within(reply)).outcome
+    outcome = (await reply).outcome
 
     lines = [line.split() for line in fetched.read_text().splitlines()]
     assert [int(number) for number, _ in lines] == list(range(PAGES)), "each was fetched once"

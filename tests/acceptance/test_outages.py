@@ -18,7 +18,7 @@ from meshpoint.client import Client, Reply
 from meshpoint.model.outcomes import Ok
 from servers import PostgresServer, RabbitServer
 
-from .kit import Mesh, PlayedPeer, Process, Rung, within
+from .kit import Mesh, PlayedPeer, Process, Rung
 
 OUTAGE = float(os.environ.get("MESHPOINT_OUTAGE_SECONDS", "5"))
 
@@ -83,7 +83,7 @@ async def _send(client: Client, count: int) -> list[asyncio.Future[Reply]]:
 
 async def _all_answered(waiting: list[asyncio.Future[Reply]]) -> None:
     for reply in waiting:
-        outcome = (await within(reply)).outcome
+        outcome = (await reply).outcome
         assert isinstance(outcome, Ok)
 
 
@@ -107,12 +107,12 @@ async def test_a_task_whose_first_checkpoint_fails_goes_on_in_memory(
     gate.touch()
     await replica.wait("degraded:noted")
     await _answer(peer, 2)
-    assert (await within(reply)).outcome == Ok([10, 20])
+    assert (await reply).outcome == Ok([10, 20])
     await replica.wait("ack:after")
     await own_postgres.start()
     other = await client.send("root", {"numbers": [3]})
     await _answer(peer, 1)
-    assert (await within(other)).outcome == Ok([30])
+    assert (await other).outcome == Ok([30])
     assert (await mesh.rows()) == {"tasks": 1, "calls": 0, "open": 0}
 
 
@@ -137,7 +137,7 @@ async def test_a_commit_whose_answer_is_lost(production: Rung, lost: Lost) -> No
                     (call,) = await peer.asked()
                     cutter.cut_next(lost)
                     await call.answer(int(str(call.input)) * 10)
-                assert (await within(reply)).outcome == Ok([number * 10])
+                assert (await reply).outcome == Ok([number * 10])
             assert cutter.cuts >= 10
             assert client.duplicates == 0
             assert peer.requests.empty()

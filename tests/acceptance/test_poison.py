@@ -17,7 +17,7 @@ from meshpoint.client import Client, Reply
 from meshpoint.model.checkpoint import TaskState, TaskSummary
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 
-from .kit import PATIENCE, EndedBefore, Mesh, Process, Told, within
+from .kit import EndedBefore, Mesh, Process, Told
 
 GOOD = 8
 DEATHS = 3
@@ -107,8 +107,8 @@ async def test_the_neighbours_of_a_poison_complete(mesh: Mesh, tmp_path: Path, p
     (deadly,) = await doses(client, trace, "kill")
     good += await doses(client, trace, *[None] * (GOOD // 2))
     async with supervised(mesh, config) as replica:
-        assert [(await within(each)).outcome for each in good] == [Ok("well")] * GOOD
-        failed = (await within(deadly)).outcome
+        assert [(await each).outcome for each in good] == [Ok("well")] * GOOD
+        failed = (await deadly).outcome
         assert isinstance(failed, Failed)
         assert "no run came to its end" in failed.message
         assert "was killed by SIGKILL" in failed.message
@@ -126,8 +126,8 @@ async def test_two_poisons_at_once(mesh: Mesh, tmp_path: Path) -> None:
     good = await doses(client, trace, None, None)
     deadly = await doses(client, trace, "kill", "exit 0")
     async with supervised(mesh, config) as replica:
-        assert [(await within(each)).outcome for each in good] == [Ok("well")] * 2
-        messages = [failure((await within(each)).outcome) for each in deadly]
+        assert [(await each).outcome for each in good] == [Ok("well")] * 2
+        messages = [failure((await each).outcome) for each in deadly]
         assert "was killed by SIGKILL" in messages[0]
         assert "ended with exit code 0" in messages[1]
         assert len(replica.of("isolated_died:noted", counted=True)) == 4
@@ -143,8 +143,8 @@ async def test_ways_to_end_a_process(mesh: Mesh, tmp_path: Path, how: str, reaso
     (deadly,) = await doses(client, trace, how)
     async with supervised(mesh, config):
         (good,) = await doses(client, trace, None)
-        assert (await within(good)).outcome == Ok("well")
-        message = failure((await within(deadly)).outcome)
+        assert (await good).outcome == Ok("well")
+        message = failure((await deadly).outcome)
         assert reason in message or "MemoryError" in message
 
 
@@ -156,8 +156,8 @@ async def test_a_poison_after_a_pause(mesh: Mesh, tmp_path: Path) -> None:
     async with supervised(mesh, config) as replica:
         good = await doses(client, trace, None, None, asks=True)
         (deadly,) = await doses(client, trace, "kill", asks=True)
-        assert [(await within(each)).outcome for each in good] == [Ok("well")] * 2
-        assert "was killed by SIGKILL" in failure((await within(deadly)).outcome)
+        assert [(await each).outcome for each in good] == [Ok("well")] * 2
+        assert "was killed by SIGKILL" in failure((await deadly).outcome)
         assert len(replica.of("isolated_died:noted", counted=True)) == 2
     answering.cancel()
     await asyncio.gather(answering, return_exceptions=True)
@@ -177,9 +177,8 @@ async def suspected(mesh: Mesh, client: Client, config: Path, trace: Path, how: 
 
 async def until_traced(trace: Path, how: str, count: int) -> int:
     """The process in which the run `count` of such a task began."""
-    async with asyncio.timeout(PATIENCE):
-        while len(ran(trace, how)) < count:
-            await asyncio.to_thread(os.sched_yield)
+    while len(ran(trace, how)) < count:
+        await asyncio.to_thread(os.sched_yield)
     return ran(trace, how)[count - 1]
 
 
@@ -192,7 +191,7 @@ async def until_gone(pid: int) -> None:
     gone = asyncio.Event()
     asyncio.get_running_loop().add_reader(descriptor, gone.set)
     try:
-        await within(gone.wait())
+        await gone.wait()
     finally:
         asyncio.get_running_loop().remove_reader(descriptor)
         os.close(descriptor)
@@ -212,7 +211,7 @@ async def test_a_replica_that_is_killed_takes_the_process_of_a_suspect_along(mes
     (note,) = await second.wait("isolated:noted")
     assert (note["detail"]["attempt"], note["detail"]["rescues"]) == (1, 3)
     await client.cancel("ward", asked_id(note))
-    outcome = (await within(asked)).outcome
+    outcome = (await asked).outcome
     assert isinstance(outcome, Failed)
     assert outcome.kind is FailureKind.CANCELLED
     assert await second.wait("code_cancelled:noted")
@@ -239,8 +238,8 @@ async def test_a_suspect_that_blocks_its_event_loop_is_killed(mesh: Mesh, tmp_pa
     asked = await suspected(mesh, client, config, trace, "hang")
     replica = await mesh.replica(config)
     (good,) = await doses(client, trace, None)
-    assert (await within(good)).outcome == Ok("well")
-    assert "its event loop was blocked" in failure((await within(asked)).outcome)
+    assert (await good).outcome == Ok("well")
+    assert "its event loop was blocked" in failure((await asked).outcome)
     assert len(replica.of("isolated_died:noted")) == 2
 
 

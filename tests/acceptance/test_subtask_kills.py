@@ -25,7 +25,7 @@ from pydantic import JsonValue
 from meshpoint.model.ids import TaskId, new_id
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 
-from .kit import Mesh, Process, Rung, within
+from .kit import Mesh, Process, Rung
 from .nursery import Nursery
 
 AT_A_TIME = 8
@@ -132,7 +132,7 @@ class Desk:
         kill = self._case.kill
         doom = {"diary": str(self._diary), "at": kill.subtask, "time": kill.time}
         order: JsonValue = {"analysis": {"ticker": "HLDN"}, **doom}
-        return (await within(await self.client.send(kill.agent, order, task_id=task_id))).outcome
+        return (await (await self.client.send(kill.agent, order, task_id=task_id))).outcome
 
     async def killed(self) -> Process:
         """The replica that is dead."""
@@ -161,7 +161,7 @@ class Desk:
         process = await asyncio.create_subprocess_exec(
             sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
-        out, err = await within(process.communicate())
+        out, err = await process.communicate()
         return process.returncode, out.decode(), err.decode()
 
     def diary(self) -> list[tuple[int, str, str]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from meshpoint.model.outcomes import Ok
 
-from .kit import Mesh, queue_of, within
+from .kit import Mesh, queue_of
 
 
 async def test_a_peer_that_never_answers_ends_as_a_timeout(mesh: Mesh) -> None:
@@ -16,7 +16,7 @@ async def test_a_peer_that_never_answers_ends_as_a_timeout(mesh: Mesh) -> None:
     reply = await client.send("root", {"numbers": [1, 2], "timeout": 3})
     first, _ = await peer.asked(2)
     await first.answer(10)
-    assert (await within(reply)).outcome == Ok([10, "timeout"] if first.input == 1 else ["timeout", 10])
+    assert (await reply).outcome == Ok([10, "timeout"] if first.input == 1 else ["timeout", 10])
     assert replica.of("expire:after")
     cancelled = await peer.cancels.get()
     assert cancelled.message.correlation_id != first.sub_task_id
@@ -36,8 +36,8 @@ async def test_a_deadline_that_passed_while_no_replica_lived(mesh: Mesh) -> None
     while time.time() < float(deadline) + 1:
         await peer.broker.depth(queue_of("root"))
     await mesh.replica(config)
-    assert (await within(answered)).outcome == Ok([20])
-    assert (await within(late)).outcome == Ok(["timeout"])
+    assert (await answered).outcome == Ok([20])
+    assert (await late).outcome == Ok(["timeout"])
 
 
 async def test_a_frozen_replica_that_lost_its_lease_changes_nothing(mesh: Mesh, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ async def test_a_frozen_replica_that_lost_its_lease_changes_nothing(mesh: Mesh, 
     gate.touch()
     await frozen.wait("end:before")
     other = await mesh.replica(config)
-    assert (await within(reply)).outcome == Ok([10])
+    assert (await reply).outcome == Ok([10])
     assert await other.wait("take_over:after")
     frozen.signal(signal.SIGCONT)
     told = await frozen.wait("fenced:noted")
