@@ -425,10 +425,10 @@ def test_a_config_without_databases_lists_nothing(cli: Cli, mesh: Mesh, tmp_path
 
 
 def test_a_task_is_shown_with_its_calls(cli: Cli, mesh: Mesh) -> None:
-    mesh.tasks = [replace(WAITING, dead_reason="died 5 times")]
+    mesh.tasks = [replace(WAITING, dead_reason="died 5 times", rescues=3)]
     shown = cli("tasks", "show", "t-1", "--config", "mesh.yaml")
     assert shown.code == 0
-    for part in ("waiting 2 of 3", "flight", "flights", "done", "s-1", "died 5 times"):
+    for part in ("waiting 2 of 3", "flight", "flights", "done", "s-1", "died 5 times", "rescues"):
         assert part in shown.out
     assert cli("tasks", "show", "t-1", "--config", "mesh.yaml", "--json").json["calls"][0]["call_id"] == "flight"
 

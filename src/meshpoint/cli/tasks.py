@@ -92,6 +92,7 @@ def show_task(
     age, due = _when(task)
     facts = [("agent", task.agent), ("state", told(task)), ("generation", str(task.generation))]
     facts += [("attempt", str(task.attempt)), ("age", age), ("due", due), ("owner", task.owner or "-")]
+    facts += [("rescues", str(task.rescues))] if task.rescues else []
     facts += [("dead", task.dead_reason)] if task.dead_reason else []
     print_table(("task", task.task_id), facts)
     if calls:

@@ -132,6 +132,21 @@ class RepliesSuite:
         assert isinstance(offered, Reply)
         assert (offered.body, offered.requester.reply_to) == (reply.body, "desk.private.2")
 
+    async def test_a_late_mark_is_not_one_of_the_reply_to_another_address(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        run = await ended(store)
+        (reply,) = [known.reply for known in (await store.lookup([run.task_id])).values()]
+        assert reply is not None
+        moved = replace(reply, requester=replace(reply.requester, reply_to=Address("desk.private.2")))
+        assert await store.keep_replies([KeepReply(a_run().id, moved, again=True)]) == [True]
+        await store.mark_sent([reply])  # sent to the former address
+        clock.advance(LEASED)
+        assert one(await store.unsent(AGENT, 10)).task_id == run.task_id
+        await store.mark_sent([moved])
+        clock.advance(LEASED * 4)
+        assert await store.unsent(AGENT, 10) == []
+
     async def test_a_reply_that_is_still_due_keeps_its_turn(self, store: CheckpointStore, clock: FakeClock) -> None:
         wish = a_kept_reply()
         await store.keep_replies([wish])

@@ -100,7 +100,7 @@ class Outgoing:
             case _, Published.ACCEPTED:
                 return True
             case _, Published.REJECTED:
-                self._note_rejected(send)
+                self._note_rejected(send.task_id, type(send).__name__.lower())
                 return True
             case CancelNotice(), Published.UNROUTABLE:
                 return True
@@ -109,9 +109,9 @@ class Outgoing:
             case _:
                 return False
 
-    def _note_rejected(self, send: Send) -> None:
+    def _note_rejected(self, task_id: TaskId, what: str) -> None:
         reason = "the broker can never accept it: too large, or not encodable"
-        self._site.steps.note(Step.MESSAGE_REJECTED, send.task_id, type=type(send).__name__.lower(), reason=reason)
+        self._site.steps.note(Step.MESSAGE_REJECTED, task_id, type=what, reason=reason)
 
     async def _publish(
         self, home: Home, sends: Sequence[Send], *, again: bool
@@ -203,7 +203,7 @@ class Outgoing:
             with self._site.steps.step(Step.REPLY, [reply.task_id]):
                 word = await self._site.patience.until_answered(partial(self._prompt_word, reply, letter))
         if word is Published.REJECTED:
-            self._note_rejected(reply)
+            self._note_rejected(reply.task_id, "reply")
         elif word is not Published.ACCEPTED:
             keep = self._site.options.reply_retry_time if word is Published.UNROUTABLE else None
             return await self._keep(KeepReply(run_id, reply, keep, again, digest))
@@ -269,7 +269,8 @@ class Outgoing:
             self._drop(reply, "max_in_memory replies are waiting already")
         else:
             gone = reply.requester.reply_to is not None and self._addresses.gone(reply.requester.reply_to)
-            wish = KeepReply(RunId(new_id()), reply, self._site.options.reply_retry_time if gone else None)
+            # The id is the same in each attempt, so that a repeated write finds itself.
+            wish = KeepReply(RunId(reply.task_id), reply, self._site.options.reply_retry_time if gone else None)
             try:
                 (kept,) = await self._site.durable.store.keep_replies([wish])
             except Unavailable as error:
@@ -301,9 +302,12 @@ class Outgoing:
     async def tell(self, letters: Sequence[Letter | None]) -> None:
         """Publish advisory messages, which are lost if the broker or their queue does not accept them."""
         wanted = [each for each in letters if each is not None and not self._addresses.blocked(each[0])]
-        if wanted:
-            with suppress(Unavailable):  # already reported
-                await self._words(wanted)
+        if not wanted:
+            return
+        with suppress(Unavailable):  # already reported
+            for (_, message), word in zip(wanted, await self._words(wanted), strict=True):
+                if word is Published.REJECTED:
+                    self._note_rejected(TaskId(message.correlation_id), message.type.value)
 
     def report_to(self, task_id: TaskId, requester: Requester) -> Report:
         """What `ctx.status` calls: a status update to the requester, lost when the broker is away, or too large."""

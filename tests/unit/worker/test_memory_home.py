@@ -222,6 +222,27 @@ async def test_a_first_checkpoint_that_fails_keeps_the_task_in_memory(mesh: Mesh
     assert len(mesh.events.of(Step.ACK, Phase.AFTER, task_id)) == 2  # the response, the request
 
 
+async def test_a_reply_put_away_by_a_write_in_doubt_is_not_reported_as_lost(
+    mesh: Mesh, boss: Puppet, peer: Puppet
+) -> None:
+    replica = await mesh.replica(asker("asker", "peer"), checkpoint_retry_time=timedelta(seconds=5))
+    replica.store.fail_always("pause")
+    task_id = await boss.ask("asker", 1)
+    await mesh.advance(7)
+    replica.store.heal()
+    await mesh.advance(5)
+    replica.broker.fail(*[Published.OVERLOADED] * 100, type="response")
+    replica.store.fail("keep_replies", IN_DOUBT)
+    await peer.respond(await peer.request_number(), 1)
+    await mesh.advance(60)
+    assert replica.store.calls.count("keep_replies") == 2
+    assert mesh.events.of(Step.REPLY_DROPPED) == []
+    assert mesh.unacked("asker") == 0
+    replica.broker.heal()
+    await mesh.advance(400)
+    assert boss.replies(task_id) == [Ok({"peer": 1})]
+
+
 @pytest.mark.parametrize("doubt", [IN_DOUBT, LOST_IN_DOUBT])
 async def test_a_checkpoint_in_doubt_never_degrades(mesh: Mesh, boss: Puppet, peer: Puppet, doubt: str) -> None:
     replica = await mesh.replica(asker("asker", "peer"), checkpoint_retry_time=timedelta(seconds=5))

@@ -9,6 +9,7 @@ import pytest
 from meshpoint.model.events import Step
 from meshpoint.model.messages import Header
 from meshpoint.model.outcomes import Ok
+from meshpoint.ports.broker import Published
 
 from .agents import asker
 from .mesh import Mesh
@@ -124,3 +125,13 @@ async def test_long_news_are_not_forwarded(mesh: Mesh, boss: Puppet, peer: Puppe
     assert boss.statuses() == ["short"]
     (dropped,) = mesh.events.of(Step.STATUS_DROPPED, task_id=task_id)
     assert "65536 bytes" in str(dropped.detail["reason"])
+
+
+async def test_news_that_the_broker_can_never_accept_are_reported(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    running = await mesh.replica(asker("asker", "peer"))
+    task_id = await boss.ask("asker", 1)
+    running.broker.fail(Published.REJECTED, type="status")
+    await peer.status(await peer.request_number(), "refused")
+    (rejected,) = await mesh.events.wait(Step.MESSAGE_REJECTED, task_id=task_id)
+    assert rejected.detail["type"] == "status"
+    assert boss.statuses() == []

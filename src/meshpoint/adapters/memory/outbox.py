@@ -119,7 +119,8 @@ def _offers(row: TaskRow, now: datetime, lease: timedelta, limit: int) -> list[S
 def _mark(row: TaskRow, send: Send, now: datetime) -> None:
     match send:
         case Reply():
-            row.reply_sent = row.reply_sent or (row.state.ended and row.fence == send.fence)
+            same = row.fence == send.fence and row.requester.reply_to == send.requester.reply_to
+            row.reply_sent = row.reply_sent or (row.state.ended and same)
         case Dispatch(sub_task_id=sub_task_id):
             call = row.calls.get(sub_task_id)
             if call is not None and call.state is CallState.PENDING:

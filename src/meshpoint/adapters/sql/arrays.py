@@ -393,15 +393,16 @@ SELECT due.logical_task_id, due.whole FROM due
  WHERE NOT EXISTS (SELECT 1 FROM marked WHERE marked.logical_task_id = due.logical_task_id)
 """
 
-# Mark replies, given in the order of locks, as sent, if they are those of the last ends of their tasks: the rows stay
-# as tombstones. Each row is looked for by itself, so that no plan compares all with all.
+# Mark replies, given in the order of locks, as sent, if they are those of the last ends of their tasks, to the same
+# addresses: the rows stay as tombstones. Each row is looked for by itself, so that no plan compares all with all.
 MARK_REPLIED = f"""/* commits: mark replied */
 WITH {_LAZILY},
 locked AS MATERIALIZED (
   SELECT t.logical_task_id
-    FROM lazily, unnest($1::text[], $2::int[]) AS sent(task_id, fence),
+    FROM lazily, unnest($1::text[], $2::int[], $3::text[]) AS sent(task_id, fence, reply_to),
          LATERAL (SELECT logical_task_id FROM agent_paused_tasks
-                   WHERE logical_task_id = sent.task_id AND fence = sent.fence AND ended_at IS NOT NULL
+                   WHERE logical_task_id = sent.task_id AND fence = sent.fence
+                     AND coalesce(reply_to, '') = sent.reply_to AND ended_at IS NOT NULL
                      AND NOT reply_sent FOR NO KEY UPDATE SKIP LOCKED) AS t)
 UPDATE agent_paused_tasks AS t SET reply_sent = true, wake_at = expires_at
   FROM locked WHERE t.logical_task_id = locked.logical_task_id

@@ -248,7 +248,7 @@ class HotPath:
     async def mark_replied(self, sent: Sequence[Reply]) -> None:
         """Note that the broker has replies."""
         if sent:
-            in_order = sorted({(send.task_id, send.fence) for send in sent})
+            in_order = sorted({(send.task_id, send.fence, send.requester.reply_to or "") for send in sent})
             await self._marks.write(sql.MARK_REPLIED, *map(list, zip(*in_order, strict=True)))
 
 

@@ -177,7 +177,11 @@ async def mark_sent(tx: Transaction, sent: Sequence[Send]) -> None:
         await tx.run(sql.COMMIT_LAZILY)
     locked = await lock_tasks(tx, [send.task_id for send in sent])
     sent = [send for send in sent if send.task_id not in locked.held]  # a lost mark only causes a resend
-    replies = [{"task_id": send.task_id, "fence": send.fence} for send in sent if isinstance(send, Reply)]
+    replies = [
+        {"task_id": send.task_id, "fence": send.fence, "reply_to": send.requester.reply_to or ""}
+        for send in sent
+        if isinstance(send, Reply)
+    ]
     await tx.each(sql.MARK_REPLIED, replies)
     await _mark_dispatched(tx, {(send.task_id, send.sub_task_id) for send in sent if isinstance(send, Dispatch)})
     cancels = _keys(send for send in sent if isinstance(send, CancelNotice))

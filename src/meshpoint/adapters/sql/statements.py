@@ -529,10 +529,11 @@ DELETE FROM agent_peer_sub_tasks
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'cancelling'
 """
 
-# Mark a reply as sent, if it is still that of the task's last end: the row stays as a tombstone.
+# Mark a reply as sent, if it is still that of the task's last end, to the same address: the row stays as a tombstone.
 MARK_REPLIED = """
 UPDATE agent_paused_tasks SET reply_sent = true, wake_at = expires_at
-WHERE logical_task_id = :task_id AND fence = :fence AND ended_at IS NOT NULL AND NOT reply_sent
+WHERE logical_task_id = :task_id AND fence = :fence AND coalesce(reply_to, '') = :reply_to AND ended_at IS NOT NULL
+  AND NOT reply_sent
 """
 
 # ── for people ─────────────────────────────────────────────────────────────────────────────────────
