@@ -38,8 +38,8 @@ class RabbitSide:
         for arguments in (("add_user", ME, _PASSWORD), ("set_permissions", ME, ".*", ".*", ".*")):
             await self._rabbit.control(*arguments)
         self._mouth = await self._stack.enter_async_context(Wire(self._url))
-        ears = await self._stack.enter_async_context(Wire(self._rabbit.url))
-        await self._listen(ears)
+        self._ears = await self._stack.enter_async_context(Wire(self._rabbit.url))
+        await self._listen(self._ears)
         await self._queue(self._mouth, REPLIES, self._on_reply)
         await self._mouth.bind(f"{self._namespace}.{REPLIES}", self._exchange, f"{EVE}.replies")
         await self._queue(self._mouth, f"{EVIL}.req", self._on_call)
@@ -74,6 +74,10 @@ class RabbitSide:
     async def all_told(self) -> None:
         """Wait until the broker has answered each message."""
         await asyncio.gather(*list(self._telling), return_exceptions=True)
+
+    async def open_full(self) -> None:
+        """Take what is in the full queue from now on, so that the replies that wait for it can leave."""
+        await self._ears.consume(f"{self._namespace}.{FULL}", "full", lambda _: None)
 
     async def _tell(self, mark: str, told: asyncio.Future[str]) -> None:
         self._enter(mark, await told)

@@ -14,11 +14,17 @@ from meshpoint.adapters.sqlite_queue.content import COLUMNS
 
 from .amqp import Letter
 from .mesh import AGENTS
-from .recipes import EVIL, REPLIES, World, recipe, valid
+from .recipes import EVIL, FULL, ME, REPLIES, World, recipe, valid
 from .replica import marks_of
 
 _TEXTS = ("type", "message_id", "correlation_id", "app_id", "reply_to", "user_id")
 _PAUSE = 0.02
+_DECLARE = """
+    INSERT INTO meshpoint_queue (name, agent, dead_letters, private) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING"""
+_FILL = """
+    WITH RECURSIVE number (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM number WHERE n < 100000)
+    INSERT INTO meshpoint_queue_message (queue) SELECT :queue FROM number"""
+"""As many messages as a private queue may have."""
 _LONG = "replace(hex(zeroblob(600000)), '0', 'x')"
 ROWS = {
     f"row: {assignment}": assignment
@@ -63,11 +69,9 @@ class RowSide:
         for address in (f"{EVIL}.req", f"{EVIL}.resp", f"{EVIL}.dlq", REPLIES):
             agent = address.partition(".")[0]
             values = (self._name(address), self._name(agent), self._name(f"{agent}.dlq"))
-            self._db.execute(
-                "INSERT INTO meshpoint_queue (name, agent, dead_letters, private) VALUES (?, ?, ?, 0)"
-                " ON CONFLICT DO NOTHING",
-                values,
-            )
+            self._db.execute(_DECLARE, (*values, 0))
+        self._db.execute(_DECLARE, (self._name(FULL), self._name(ME), self._name(f"{ME}.dlq"), 1))
+        self._db.execute(_FILL, {"queue": self._name(FULL)})
         self._looking = asyncio.create_task(self._look())
         return self
 
@@ -95,6 +99,10 @@ class RowSide:
 
     async def all_told(self) -> None:
         """Nothing is in flight here."""
+
+    async def open_full(self) -> None:
+        """Empty the full queue, so that the replies that wait for it can leave."""
+        self._db.execute("DELETE FROM meshpoint_queue_message WHERE queue = ?", (self._name(FULL),))
 
     def collect(self) -> None:
         """Note the marks among the dead letters, and delete those."""

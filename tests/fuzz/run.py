@@ -167,6 +167,7 @@ class Fuzz:
         await self._send(wish.seconds * 3 / 4)
         self._times["end"] = time.time()
         await self._side.all_told()
+        await self._side.open_full()
         await honest
 
     async def _send(self, seconds: float) -> None:
