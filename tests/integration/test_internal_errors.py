@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from live import GUARD, Desk, Live, a_broker, serving
+from live import Desk, Live, a_broker, serving
 
 from meshpoint import FIRST, Call, Done, Paused, TaskExecutionContext
 from meshpoint.lifecycle.dispatch import Outgoing
@@ -207,7 +207,7 @@ async def _while_it_lives(live: Live, step: Any) -> Any:
     """The result of `step`, or the error that ended the replica meanwhile."""
     doing = asyncio.ensure_future(step)
     try:
-        await asyncio.wait({doing, live.task}, timeout=GUARD, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({doing, live.task}, return_when=asyncio.FIRST_COMPLETED)
         if live.task.done():
             await live.task
             pytest.fail("the replica ended")

@@ -28,7 +28,7 @@ def closed_port() -> int:
 async def test_a_dead_memory_ends_the_start(closed_port: int) -> None:
     url = f"redis://127.0.0.1:{closed_port}"
     with pytest.raises(MemoryUnavailable, match=r"agent\.memory_url"):
-        async with local_mesh(counter, memory_url=url, startup_timeout_seconds=0.1), asyncio.timeout(60):
+        async with local_mesh(counter, memory_url=url, startup_timeout_seconds=0.1):
             await asyncio.Event().wait()
 
 

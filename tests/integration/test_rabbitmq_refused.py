@@ -101,9 +101,8 @@ async def test_a_limit_is_forgotten_with_the_connection(opened: Open, own_rabbit
     await own_rabbit.control("eval", "application:set_env(rabbit, max_message_size, 134217728).")
     assert await broker.publish([(REQUESTS, large)]) == [NEVER]
     proxy.cut()
-    async with asyncio.timeout(30):
-        while broker.connected:
-            await asyncio.sleep(0)
+    while broker.connected:
+        await asyncio.sleep(0)
     await until_published(broker, REQUESTS, large)
     assert broker.max_message_bytes is None
 
@@ -141,16 +140,15 @@ async def test_frames_that_the_broker_refuses_cost_the_connection_once(opened: O
 
 async def until_published(broker: RabbitMqBroker, address: Address, message: object) -> None:
     """Publish until the broker accepts it; it may be overloaded until then."""
-    async with asyncio.timeout(30):
-        while True:
-            try:
-                (word,) = await broker.publish([(address, message)])  # type: ignore[list-item]
-            except broker_module.BrokerUnavailable:
-                continue
-            if word is GOOD:
-                return
-            assert word is LATER
-            await asyncio.sleep(0.01)
+    while True:
+        try:
+            (word,) = await broker.publish([(address, message)])  # type: ignore[list-item]
+        except broker_module.BrokerUnavailable:
+            continue
+        if word is GOOD:
+            return
+        assert word is LATER
+        await asyncio.sleep(0.01)
 
 
 async def test_an_exchange_that_was_deleted_is_declared_again_by_the_next_publish(
@@ -176,17 +174,16 @@ async def test_idle_replicas_declare_again_what_was_deleted(
     broker, private = await opened(), Inbox()
     await broker.consume(PRIVATE, 1, private)
     await operator.exchange_delete(f"{namespace}.mesh")
-    async with asyncio.timeout(30):
-        while True:  # a stranger who only knows the names
-            channel = await operator.connection.channel()
-            try:
-                for key in (f"{AGENT}.broadcast", DEAD):
-                    await channel.basic_publish(b"{}", exchange=f"{namespace}.mesh", routing_key=key, mandatory=True)
-                break
-            except (aiormq.exceptions.ChannelNotFoundEntity, aiormq.exceptions.PublishError):
-                await asyncio.sleep(0.01)
-            finally:
-                await channel.close()
+    while True:  # a stranger who only knows the names
+        channel = await operator.connection.channel()
+        try:
+            for key in (f"{AGENT}.broadcast", DEAD):
+                await channel.basic_publish(b"{}", exchange=f"{namespace}.mesh", routing_key=key, mandatory=True)
+            break
+        except (aiormq.exceptions.ChannelNotFoundEntity, aiormq.exceptions.PublishError):
+            await asyncio.sleep(0.01)
+        finally:
+            await channel.close()
     await until_depth(broker, DEAD, 2)
 
 
@@ -300,7 +297,7 @@ async def test_a_result_beyond_the_limit_of_the_broker_is_answered(
     broker = await opened(AgentName("echo"))
     worker = worker_of(echo, settings, namespace, broker, Ears(), settings.options())
     stop = asyncio.Event()
-    async with asyncio.TaskGroup() as tasks, asyncio.timeout(60):
+    async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(worker.run(stop))
         async with Client(RabbitMqBroker(own_rabbit.url, namespace=namespace)) as client:
             for _ in range(2):

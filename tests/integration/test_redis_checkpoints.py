@@ -354,9 +354,8 @@ async def test_a_silent_redis_costs_one_timeout(
     await distant.put(checkpoint)
     proxy.silence()
     limits.passed = True
-    async with asyncio.timeout(10):
-        with pytest.raises(CacheUnavailable, match=r"no answer within 0\.5 s"):
-            await distant.get(checkpoint.operation_id, AGENT)
+    with pytest.raises(CacheUnavailable, match=r"no answer within 0\.5 s"):
+        await distant.get(checkpoint.operation_id, AGENT)
     connections = proxy.connections
     for _ in range(100):
         with pytest.raises(CacheUnavailable, match="not asked"):

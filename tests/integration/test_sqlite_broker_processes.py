@@ -31,8 +31,7 @@ class Consumer:
     async def line(self) -> str:
         """What it prints next."""
         assert self.process.stdout is not None
-        async with asyncio.timeout(PATIENCE):
-            return (await self.process.stdout.readline()).decode().strip()
+        return (await self.process.stdout.readline()).decode().strip()
 
     async def ack(self) -> str:
         """Let it ack its oldest delivery; what came of it."""
@@ -146,7 +145,7 @@ async def test_competing_processes_each_take_their_own(path: Path, broker: Sqlit
                 else:
                     assert line == "True"
 
-        async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             workers = [group.create_task(work(child)) for child in children]
             await all_came.wait()
             for worker in workers:

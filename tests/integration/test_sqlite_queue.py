@@ -253,7 +253,7 @@ async def test_code_that_blocks_the_loop_loses_nothing(path: Path, monkeypatch: 
         assert other._session is not None
         observer = other._session._pulse
         monkeypatch.setattr(Pulse, "dead", count_looks)
-        assert looked_for_two_leases.wait(PATIENCE)  # blocks the loop
+        assert looked_for_two_leases.wait()  # blocks the loop
         assert await delivery.ack()
         assert others.empty()
 

@@ -135,15 +135,10 @@ async def test_a_mark_whose_join_stays_held_is_not_sent_turn_after_turn(
             for _ in range(20):  # round trips to the same server: time enough for as many marks
                 await claiming.fetchval("SELECT 1")
             assert statements == 1
-        await hurry(store)
+        await store.marks_written()
         await hurried
         assert statements == 2
         assert (await row(store, pause.run.task_id))[1][1].dispatched_at is not None
     finally:
         await claiming.close()
         await store.close()
-
-
-async def hurry(store: SqlCheckpointStore) -> None:
-    async with asyncio.timeout(20):
-        await store.marks_written()

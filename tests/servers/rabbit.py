@@ -95,5 +95,9 @@ class RabbitServer(PrivateServer):
         """
         command = [str(self._programs / "rabbitmqctl"), "--quiet", *arguments]
         process = self.home.spawn(command, self.environment(), signal.SIGKILL, into)
-        if await asyncio.to_thread(process.wait, self.patience) != 0:
+        try:
+            code = await asyncio.to_thread(process.wait)
+        finally:
+            process.kill()  # lets the thread end if the wait was cancelled
+        if code != 0:
             raise ServerFailed(f"rabbitmqctl {' '.join(arguments)} failed:\n{self.home.log_end()}")

@@ -61,7 +61,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def test_a_signal_drains(start: Start, number: signal.Signals) -> None:
     process = start()
     process.send_signal(number)
-    told, logged = process.communicate(timeout=30)
+    told, logged = process.communicate()
     assert told == "draining\n"
     assert f"{number.name} received: draining" in logged
     assert process.returncode == 0
@@ -74,7 +74,7 @@ def test_a_second_signal_ends_the_drain(start: Start, number: signal.Signals, co
     assert process.stdout is not None
     assert process.stdout.readline() == "draining\n"
     process.send_signal(number)
-    _, told = process.communicate(timeout=30)
+    _, told = process.communicate()
     assert process.returncode == code
     assert "Traceback" not in told
 
@@ -82,7 +82,7 @@ def test_a_second_signal_ends_the_drain(start: Start, number: signal.Signals, co
 def test_a_replica_drains_when_its_supervisor_is_gone(start: Start) -> None:
     process = start("--supervised")
     assert process.stdin is not None
-    told, logged = process.communicate(timeout=30)  # closes its standard input
+    told, logged = process.communicate()  # closes its standard input
     assert told == "draining\n"
     assert "the supervisor is gone: draining" in logged
     assert process.returncode == 0
@@ -94,4 +94,4 @@ def test_standard_input_is_left_alone_without_a_supervisor(start: Start) -> None
     process.stdin.close()
     process.stdin = None
     os.kill(process.pid, signal.SIGTERM)
-    assert process.communicate(timeout=30)[0] == "draining\n"
+    assert process.communicate()[0] == "draining\n"

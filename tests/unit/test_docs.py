@@ -44,7 +44,7 @@ def quoted(text: str) -> list[str]:
 def test_the_example_runs_as_pasted_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "pasted.py").write_text(block(README, "python"), encoding="utf-8")
     command = [sys.executable, "-W", "error", "pasted.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     (promised,) = re.findall(r"^It prints `(.+?)`", README, flags=re.MULTILINE)
     assert (done.returncode, done.stdout) == (0, promised + "\n"), done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["pasted.py"]

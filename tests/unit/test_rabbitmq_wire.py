@@ -184,9 +184,8 @@ async def test_few_acks_leave_after_a_moment(monkeypatch: pytest.MonkeyPatch) ->
     intake, wire = await taking(2, prefetch=100)
     intake.ack(1)
     assert wire.acks == []
-    async with asyncio.timeout(30):
-        while not wire.acks:
-            await asyncio.sleep(0)
+    while not wire.acks:
+        await asyncio.sleep(0)
     assert wire.acks == [(1, True)]
 
 

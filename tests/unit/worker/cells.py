@@ -16,7 +16,6 @@ from meshpoint.worker import Worker
 
 from .faults import FaultyBroker, FaultyStore
 from .mesh import Mesh, Timings
-from .puppet import GUARD
 
 KILLED = "was killed by SIGKILL"
 
@@ -78,10 +77,9 @@ class Cells:
 
     async def cell(self, count: int = 1) -> Cell:
         """The run that was started as number `count`."""
-        async with asyncio.timeout(GUARD):
-            while len(self.all) < count:
-                self._changed.clear()
-                await self._changed.wait()
+        while len(self.all) < count:
+            self._changed.clear()
+            await self._changed.wait()
         return self.all[count - 1]
 
 

@@ -28,7 +28,7 @@ from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.worker import Worker
 
 from .faults import FaultyBroker, FaultyStore
-from .puppet import GUARD, Puppet
+from .puppet import Puppet
 
 
 @dataclass
@@ -76,10 +76,9 @@ class Events:
     async def wait(
         self, step: Step, phase: Phase | None = None, count: int = 1, task_id: str | None = None, **fields: Any
     ) -> list[Event]:
-        async with asyncio.timeout(GUARD):
-            while len(found := self.of(step, phase, task_id, **fields)) < count:
-                self._changed.clear()
-                await self._changed.wait()
+        while len(found := self.of(step, phase, task_id, **fields)) < count:
+            self._changed.clear()
+            await self._changed.wait()
         return found
 
     def story(self, task_id: str, *steps: Step) -> list[str]:
@@ -188,7 +187,7 @@ class Mesh:
             yield client
 
     async def ask(self, agent: str, input_: JsonValue, **options: Any) -> Outcome:
-        async with self.client() as client, asyncio.timeout(GUARD):
+        async with self.client() as client:
             return (await (await client.send(agent, input_, **options))).outcome
 
     async def task(self, task_id: str) -> tuple[TaskSummary, list[CallSummary]]:

@@ -28,9 +28,6 @@ from meshpoint.model.messages import Address, Header, Message, MessageType, nest
 from meshpoint.model.outcomes import Failed, Ok, Outcome
 from meshpoint.ports.broker import Delivery, Published
 
-GUARD = 120
-"""Seconds after which a test that waits for something has failed."""
-
 
 class Puppet:
     """Takes what is sent to agent `name`, and acks it. Tests read `requests` and `letters`."""
@@ -159,7 +156,6 @@ class Puppet:
         return self.cancels()
 
     async def _until(self, happened: Callable[[], bool]) -> None:
-        async with asyncio.timeout(GUARD):
-            while not happened():
-                self._changed.clear()
-                await self._changed.wait()
+        while not happened():
+            self._changed.clear()
+            await self._changed.wait()

@@ -17,7 +17,6 @@ from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
 from meshpoint.ports.observer import Steps
 
 from .mesh import Events
-from .puppet import GUARD
 
 AGENT = AgentName("travel")
 RUN = Run(TaskId("task"), AGENT, RunId("run"), fence=2, generation=1)
@@ -53,14 +52,13 @@ async def keeper(open_store: Callable[[], Any]) -> AsyncIterator[asyncio.Future[
     try:
         yield lost
     finally:
-        async with asyncio.timeout(GUARD):
-            await keeper.close()
+        await keeper.close()
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("away"), ValueError("a defect")])
 async def test_a_renewal_that_fails_is_tried_again(error: Exception) -> None:
     store = Renewals(error)
-    async with keeper(lambda: store) as lost, asyncio.timeout(GUARD):
+    async with keeper(lambda: store) as lost:
         assert await lost == RUN
     assert store.closed
 
@@ -74,7 +72,7 @@ async def test_a_store_that_cannot_be_opened_is_opened_again() -> None:
             raise errors.pop()
         return stores[0]
 
-    async with keeper(open_store) as lost, asyncio.timeout(GUARD):
+    async with keeper(open_store) as lost:
         assert await lost == RUN
 
 
@@ -92,6 +90,6 @@ async def test_a_keeper_that_renews_for_ever_can_be_closed() -> None:
             loop.call_soon_threadsafe(came.set)
 
     reached, store = Reached(), Hanging()
-    async with keeper(lambda: store), asyncio.timeout(GUARD):
+    async with keeper(lambda: store):
         await came.wait()
     assert store.closed
