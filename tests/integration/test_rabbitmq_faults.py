@@ -15,7 +15,7 @@ from yarl import URL
 
 from meshpoint.adapters.rabbitmq import RabbitMqBroker
 from meshpoint.adapters.rabbitmq.link import translated
-from meshpoint.conformance.broker_case import AGENT, REQUESTS, STRANGER, Inbox, a_message, send, until_depth
+from meshpoint.conformance.broker import AGENT, REQUESTS, STRANGER, Inbox, a_message, send, until_depth
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.messages import Header, dead_letters_of, private_of, requests_of

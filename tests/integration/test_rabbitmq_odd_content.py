@@ -11,7 +11,7 @@ import pytest
 from aiormq.abc import DeliveredMessage
 
 from meshpoint.adapters.rabbitmq import RabbitMqBroker, connect
-from meshpoint.conformance.broker_case import AGENT, REQUESTS, Inbox, a_message, send, until_depth
+from meshpoint.conformance.broker import AGENT, REQUESTS, Inbox, a_message, send, until_depth
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.messages import Address, Header, dead_letters_of, private_of
 from odd_content import EXOTIC, EXOTIC_READ, UNDECODABLE, entry, long, properties, publish_raw

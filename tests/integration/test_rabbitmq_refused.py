@@ -18,7 +18,7 @@ from meshpoint.adapters.rabbitmq.frames import short_string
 from meshpoint.adapters.sql import migrations
 from meshpoint.agents.function import agent
 from meshpoint.client import Client
-from meshpoint.conformance.broker_case import AGENT, REQUESTS, STRANGER, Inbox, a_message, send, until_depth
+from meshpoint.conformance.broker import AGENT, REQUESTS, STRANGER, Inbox, a_message, send, until_depth
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Event
 from meshpoint.model.ids import AgentName, ReplicaId

@@ -40,6 +40,7 @@ from meshpoint.conformance.build import (
     a_cancel,
     a_checkpoint,
     a_claim,
+    a_kept_reply,
     a_pause,
     a_progress,
     a_release,
@@ -52,7 +53,6 @@ from meshpoint.conformance.build import (
     saved,
 )
 from meshpoint.conformance.build_memory import remembering, remembering_pause
-from meshpoint.conformance.store_replies import a_kept_reply
 from meshpoint.model.calls import Join
 from meshpoint.model.checkpoint import (
     AllArrived,

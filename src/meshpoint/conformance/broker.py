@@ -35,6 +35,7 @@ from meshpoint.conformance.broker_case import (  # noqa: E402
     AGENT,
     PATIENCE,
     REQUESTS,
+    STRANGER,
     Inbox,
     a_message,
     send,
@@ -48,7 +49,7 @@ from meshpoint.conformance.broker_messages import (  # noqa: E402
     PublishSuite,
 )
 
-__all__ = ["AGENT", "PATIENCE", "REQUESTS", "BrokerSuite", "Inbox", "a_message", "send", "until_depth"]
+__all__ = ["AGENT", "PATIENCE", "REQUESTS", "STRANGER", "BrokerSuite", "Inbox", "a_message", "send", "until_depth"]
 
 
 class BrokerSuite(

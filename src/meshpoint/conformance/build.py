@@ -23,11 +23,13 @@ from meshpoint.model.checkpoint import (
     Claim,
     Committed,
     End,
+    KeepReply,
     Pause,
     PlannedCall,
     Progress,
     Release,
     Replica,
+    Reply,
     Requester,
     Resumable,
     Run,
@@ -198,6 +200,13 @@ def a_cancel(
 ) -> Cancel:
     """A cancel of one task."""
     return Cancel(task_id, agent, RunId(new_id()), b"cancelled", parent=parent, sender=sender)
+
+
+def a_kept_reply(run: Run | None = None, *, keep: timedelta | None = HOUR, again: bool = False) -> KeepReply:
+    """The reply of a task that completed in its first segment."""
+    run = run or a_run()
+    reply = Reply(run.agent, run.task_id, TaskState.COMPLETED, b"the reply", a_requester())
+    return KeepReply(run.id, reply, keep, again)
 
 
 def a_progress(pause: Pause, call_id: str = "a", *, sender: str = PEER) -> Progress:

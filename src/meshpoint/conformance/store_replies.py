@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
 
 from meshpoint.adapters.memory.clock import FakeClock
 from meshpoint.conformance.build import (
@@ -18,6 +17,7 @@ from meshpoint.conformance.build import (
     a_begin,
     a_call,
     a_cancel,
+    a_kept_reply,
     a_pause,
     a_replica,
     a_requester,
@@ -35,7 +35,6 @@ from meshpoint.model.checkpoint import (
     Fenced,
     KeepReply,
     Reply,
-    Run,
     TaskState,
 )
 from meshpoint.model.ids import AgentName
@@ -43,13 +42,6 @@ from meshpoint.model.messages import Address
 from meshpoint.ports.store import CheckpointStore
 
 LEASED = TIMINGS.dispatch_lease + SECOND
-
-
-def a_kept_reply(run: Run | None = None, *, keep: timedelta | None = HOUR, again: bool = False) -> KeepReply:
-    """The reply of a task that completed in its first segment."""
-    run = run or a_run()
-    reply = Reply(run.agent, run.task_id, TaskState.COMPLETED, b"the reply", a_requester())
-    return KeepReply(run.id, reply, keep, again)
 
 
 class RepliesSuite:
