@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import zstandard
 from redis.asyncio import Redis
+from redis_wire import NEVER, Limits
 
 from meshpoint.adapters.redis import RedisCheckpointCache
 from meshpoint.adapters.redis.seal import SIZE, Seal
@@ -40,16 +41,6 @@ def now() -> Now:
     return Now()
 
 
-class Limits:
-    """Time limits that pass when the test says so, however busy the machine is."""
-
-    def __init__(self) -> None:
-        self.passed = False
-
-    def __call__(self, seconds: float) -> asyncio.Timeout:
-        return asyncio.timeout(0 if self.passed else None)
-
-
 @pytest.fixture
 def limits() -> Limits:
     return Limits()
@@ -64,7 +55,7 @@ async def raw(redis_url: str) -> AsyncIterator[Redis]:
 
 @pytest.fixture
 async def cache(redis_url: str, namespace: str) -> AsyncIterator[RedisCheckpointCache]:
-    cache = RedisCheckpointCache(redis_url, namespace=namespace, secret=copy_key)
+    cache = RedisCheckpointCache(redis_url, time_limit=NEVER, namespace=namespace, secret=copy_key)
     yield cache
     await cache.close()
 
@@ -134,7 +125,7 @@ async def test_copies_of_another_agent_and_another_mesh_are_others(
     checkpoint = a_checkpoint()
     await cache.put(checkpoint)
     assert await cache.get(checkpoint.operation_id, AgentName("hotel")) is None
-    other = RedisCheckpointCache(redis_url, namespace=new_id(), secret=copy_key)
+    other = RedisCheckpointCache(redis_url, time_limit=NEVER, namespace=new_id(), secret=copy_key)
     assert await other.get(checkpoint.operation_id, AGENT) is None
     await other.close()
 
@@ -171,7 +162,7 @@ async def test_a_forgotten_copy_is_gone(cache: RedisCheckpointCache, raw: Redis,
 
 async def test_one_put_and_one_get_are_one_request_each(own_redis: RedisServer) -> None:
     cache, checkpoint = (
-        RedisCheckpointCache(own_redis.url, namespace="mesh", secret=copy_key),
+        RedisCheckpointCache(own_redis.url, time_limit=NEVER, namespace="mesh", secret=copy_key),
         a_checkpoint(size=10_000),
     )
     async with Redis.from_url(own_redis.url) as raw:
@@ -310,7 +301,10 @@ async def test_what_is_no_json_is_refused(cache: RedisCheckpointCache) -> None:
 
 
 async def test_a_redis_that_was_wiped_has_no_copies(own_redis: RedisServer) -> None:
-    cache, checkpoint = RedisCheckpointCache(own_redis.url, namespace="mesh", secret=copy_key), a_checkpoint()
+    cache, checkpoint = (
+        RedisCheckpointCache(own_redis.url, time_limit=NEVER, namespace="mesh", secret=copy_key),
+        a_checkpoint(),
+    )
     await cache.put(checkpoint)
     async with Redis.from_url(own_redis.url) as raw:
         await raw.flushall()
@@ -322,7 +316,7 @@ async def test_a_redis_that_was_wiped_has_no_copies(own_redis: RedisServer) -> N
 
 async def test_a_redis_goes_and_comes_back(own_redis: RedisServer, now: Now) -> None:
     cache, checkpoint = (
-        RedisCheckpointCache(own_redis.url, namespace="mesh", secret=copy_key, clock=now),
+        RedisCheckpointCache(own_redis.url, time_limit=NEVER, namespace="mesh", secret=copy_key, clock=now),
         a_checkpoint(),
     )
     await cache.put(checkpoint)
@@ -340,7 +334,10 @@ async def test_a_redis_goes_and_comes_back(own_redis: RedisServer, now: Now) -> 
 
 
 async def test_a_restart_between_two_requests_is_not_noticed(own_redis: RedisServer) -> None:
-    cache, checkpoint = RedisCheckpointCache(own_redis.url, namespace="mesh", secret=copy_key), a_checkpoint()
+    cache, checkpoint = (
+        RedisCheckpointCache(own_redis.url, time_limit=NEVER, namespace="mesh", secret=copy_key),
+        a_checkpoint(),
+    )
     await cache.put(checkpoint)
     await own_redis.restart()
     assert await cache.get(checkpoint.operation_id, AGENT) == checkpoint
@@ -430,7 +427,7 @@ async def test_whoever_is_cancelled_takes_no_answer_of_others_along(
 
 
 async def test_a_full_redis_is_unavailable(own_redis: RedisServer) -> None:
-    cache = RedisCheckpointCache(own_redis.url, namespace="mesh", secret=copy_key)
+    cache = RedisCheckpointCache(own_redis.url, time_limit=NEVER, namespace="mesh", secret=copy_key)
     async with Redis.from_url(own_redis.url) as raw:
         await raw.config_set("maxmemory", "1")
         try:
@@ -472,7 +469,7 @@ async def test_what_is_no_redis_is_unavailable(answer: bytes) -> None:
 )
 def test_a_malformed_url_is_refused_without_telling_it(url: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        RedisCheckpointCache(url, namespace="mesh", secret=copy_key)
+        RedisCheckpointCache(url, time_limit=NEVER, namespace="mesh", secret=copy_key)
     assert caught.value.key == "agent.checkpoint_cache_url"
     assert "sec" not in str(caught.value)
     assert caught.value.__cause__ is None
@@ -481,7 +478,7 @@ def test_a_malformed_url_is_refused_without_telling_it(url: str) -> None:
 @pytest.mark.parametrize("option", ["", "?decode_responses=true", "?protocol=3"])
 async def test_the_options_of_a_url_break_nothing(redis_url: str, namespace: str, option: str) -> None:
     cache, checkpoint = (
-        RedisCheckpointCache(redis_url + option, namespace=namespace, secret=copy_key),
+        RedisCheckpointCache(redis_url + option, time_limit=NEVER, namespace=namespace, secret=copy_key),
         a_checkpoint(size=2_000),
     )
     await cache.put(checkpoint)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
-from redis_wire import Wire
+from redis_wire import NEVER, Limits, Wire
 
 from meshpoint.adapters.redis import RedisWorkingMemory, script_calls, staging, working_memory
 from meshpoint.adapters.redis.holding import held
@@ -45,7 +45,7 @@ async def raw(redis_url: str) -> AsyncIterator[Any]:
 
 @pytest.fixture
 async def memory(redis_url: str, namespace: str) -> AsyncIterator[RedisWorkingMemory]:
-    memory = RedisWorkingMemory(redis_url, namespace=namespace)
+    memory = RedisWorkingMemory(redis_url, time_limit=NEVER, namespace=namespace)
     yield memory
     await memory.close()
 
@@ -59,7 +59,7 @@ async def wire(redis_url: str) -> AsyncIterator[Wire]:
 @pytest.fixture
 async def distant(wire: Wire, namespace: str) -> AsyncIterator[RedisWorkingMemory]:
     """The memory by way of `wire`; after a failure Redis is asked again at once."""
-    memory = RedisWorkingMemory(wire.url, namespace=namespace, retry_after=timedelta(0))
+    memory = RedisWorkingMemory(wire.url, time_limit=NEVER, namespace=namespace, retry_after=timedelta(0))
     yield memory
     await memory.close()
 
@@ -245,7 +245,7 @@ async def test_an_emptied_memory_is_empty_and_not_lost(memory: RedisWorkingMemor
 async def test_memories_of_other_tasks_and_meshes_are_others(memory: RedisWorkingMemory, redis_url: str) -> None:
     await memory.replace(FIRST, EVERY_KIND)
     assert (await memory.read("travel:task-2")).run_id is None
-    other = RedisWorkingMemory(redis_url, namespace="other")
+    other = RedisWorkingMemory(redis_url, time_limit=NEVER, namespace="other")
     assert (await other.read(A)).items == ()
     await other.close()
 
@@ -460,7 +460,7 @@ async def test_one_of_two_restores_at_once_stands_as_a_whole(
 ) -> None:
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 500)
     monkeypatch.setattr(staging, "STEP_BYTES", 100)
-    other = RedisWorkingMemory(redis_url, namespace=namespace)
+    other = RedisWorkingMemory(redis_url, time_limit=NEVER, namespace=namespace)
     mine = [Item(f"key-{number}", Kind.LIST, (b"mine",) * 30) for number in range(40)]
     its = [Item(f"key-{number}", Kind.LIST, (b"its",) * 30) for number in range(20, 60)]
     for _ in range(5):
@@ -517,7 +517,7 @@ async def test_evicted_books_are_noticed(memory: RedisWorkingMemory, raw: Any, n
 
 
 async def test_a_wiped_redis_is_noticed(own_redis: RedisServer) -> None:
-    memory = RedisWorkingMemory(own_redis.url, namespace="mesh")
+    memory = RedisWorkingMemory(own_redis.url, time_limit=NEVER, namespace="mesh")
     version = (await memory.replace(FIRST, EVERY_KIND)).version
     async with Redis.from_url(own_redis.url) as raw:
         await raw.flushall()
@@ -686,7 +686,7 @@ async def test_a_read_is_a_state_that_was_there_while_another_writes(
     monkeypatch.setattr(working_memory, "READ_TRIES", tries)
     items = [Item("a", Kind.STRING, b"0"), *small(2_000), Item("z", Kind.STRING, b"0")]
     await memory.replace(FIRST, items)
-    writer = RedisWorkingMemory(redis_url, namespace=namespace)
+    writer = RedisWorkingMemory(redis_url, time_limit=NEVER, namespace=namespace)
     seen: set[Any] = set()
 
     async def write() -> None:
@@ -747,7 +747,7 @@ async def test_scripts_may_be_forgotten_at_any_time(
 ) -> None:
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 2_000)
     monkeypatch.setattr(staging, "STEP_BYTES", 300)
-    memory = RedisWorkingMemory(own_redis.url, namespace="mesh")
+    memory = RedisWorkingMemory(own_redis.url, time_limit=NEVER, namespace="mesh")
     items = [*small(600), Item("list", Kind.LIST, tuple(b"%d" % number for number in range(600)))]
     async with Redis.from_url(own_redis.url) as raw:
         await raw.flushall()
@@ -992,7 +992,7 @@ async def test_a_redis_killed_at_any_step_of_a_restore_has_the_old_or_the_new(
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 300)
     monkeypatch.setattr(staging, "STEP_BYTES", 40)
     async with Wire(own_redis.url) as wire:
-        memory = RedisWorkingMemory(wire.url, namespace="mesh", retry_after=timedelta(0))
+        memory = RedisWorkingMemory(wire.url, time_limit=NEVER, namespace="mesh", retry_after=timedelta(0))
         await memory.replace(Owner(A, RunId("run-0"), 9), NEW)
         await memory.forget(Owner(A, RunId("run-0"), 9))
         await memory.replace(FIRST, [])
@@ -1017,12 +1017,11 @@ async def test_a_redis_killed_at_any_step_of_a_restore_has_the_old_or_the_new(
 
 async def test_a_silent_redis_costs_one_timeout(redis_url: str, namespace: str) -> None:
     async with Proxy(redis_url) as proxy:
-        seconds = 0.0
-        memory = RedisWorkingMemory(
-            proxy.url, namespace=namespace, timeout=timedelta(seconds=0.1), clock=lambda: seconds
-        )
+        seconds, limits = 0.0, Limits()
+        memory = RedisWorkingMemory(proxy.url, namespace=namespace, time_limit=limits, clock=lambda: seconds)
         proxy.silence()
-        with pytest.raises(MemoryUnavailable, match=r"no answer within 0\.1 s"):
+        limits.passed = True
+        with pytest.raises(MemoryUnavailable, match=r"no answer within 5\.0 s"):
             await memory.read(A)
         for attempt in (
             memory.execute(FIRST, [do("GET", "a")]),
@@ -1036,13 +1035,13 @@ async def test_a_silent_redis_costs_one_timeout(redis_url: str, namespace: str) 
             with pytest.raises(MemoryUnavailable, match="not asked"):
                 await attempt
         proxy.resume()
-        seconds = 5.0
+        seconds, limits.passed = 5.0, False
         assert (await memory.read(A)).items == ()
         await memory.close()
 
 
 async def test_a_full_redis_is_unavailable_and_loses_nothing(own_redis: RedisServer) -> None:
-    memory = RedisWorkingMemory(own_redis.url, namespace="mesh", retry_after=timedelta(0))
+    memory = RedisWorkingMemory(own_redis.url, time_limit=NEVER, namespace="mesh", retry_after=timedelta(0))
     await memory.replace(FIRST, OLD)
     async with Redis.from_url(own_redis.url) as raw:
         await raw.config_set("maxmemory", "1")
@@ -1073,7 +1072,7 @@ async def test_whoever_is_cancelled_takes_no_answer_of_others_along(memory: Redi
 
 @pytest.mark.parametrize("option", ["", "?decode_responses=true", "?protocol=3", "?retry_on_timeout=true"])
 async def test_the_options_of_a_url_break_nothing(redis_url: str, namespace: str, option: str) -> None:
-    memory = RedisWorkingMemory(redis_url + option, namespace=namespace)
+    memory = RedisWorkingMemory(redis_url + option, time_limit=NEVER, namespace=namespace)
     assert contents(await memory.replace(FIRST, EVERY_KIND)) == given(EVERY_KIND)
     assert await answers(memory, do("ZSCORE", "zset", "a"), do("GET", "none")) == [b"0", None]
     await memory.close()
@@ -1087,4 +1086,4 @@ def test_a_malformed_url_is_refused_without_telling_it() -> None:
 
 
 def test_it_outlives_the_process(redis_url: str) -> None:
-    assert RedisWorkingMemory(redis_url, namespace="mesh").survives
+    assert RedisWorkingMemory(redis_url, time_limit=NEVER, namespace="mesh").survives

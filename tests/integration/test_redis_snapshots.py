@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
-from redis_wire import Wire
+from redis_wire import NEVER, Limits, Wire
 
 from meshpoint.adapters.redis import RedisSnapshots, script_calls
 from meshpoint.errors import ConfigurationError, ConsistencyError, MemoryUnavailable
@@ -29,7 +29,7 @@ async def raw(redis_url: str) -> AsyncIterator[Any]:
 
 @pytest.fixture
 async def snapshots(redis_url: str, namespace: str) -> AsyncIterator[RedisSnapshots]:
-    snapshots = RedisSnapshots(redis_url, namespace=namespace, secret=copy_key)
+    snapshots = RedisSnapshots(redis_url, time_limit=NEVER, namespace=namespace, secret=copy_key)
     yield snapshots
     await snapshots.close()
 
@@ -43,7 +43,9 @@ async def wire(redis_url: str) -> AsyncIterator[Wire]:
 @pytest.fixture
 async def distant(wire: Wire, namespace: str) -> AsyncIterator[RedisSnapshots]:
     """The store by way of `wire`; after a failure Redis is asked again at once."""
-    snapshots = RedisSnapshots(wire.url, namespace=namespace, secret=copy_key, retry_after=timedelta(0))
+    snapshots = RedisSnapshots(
+        wire.url, time_limit=NEVER, namespace=namespace, secret=copy_key, retry_after=timedelta(0)
+    )
     yield snapshots
     await snapshots.close()
 
@@ -82,7 +84,7 @@ async def test_large_chunks_go_in_several_parts(distant: RedisSnapshots, wire: W
 async def test_there_is_no_snapshot_of_another_memory(snapshots: RedisSnapshots, redis_url: str) -> None:
     await snapshots.put(A, a_snapshot())
     assert await snapshots.get("travel:task-2") is None
-    other = RedisSnapshots(redis_url, namespace="other", secret=copy_key)
+    other = RedisSnapshots(redis_url, time_limit=NEVER, namespace="other", secret=copy_key)
     assert await other.get(A) is None
     await other.close()
 
@@ -157,7 +159,7 @@ async def test_a_put_and_a_get_are_one_round_trip_each(distant: RedisSnapshots, 
 
 async def test_scripts_may_be_forgotten_at_any_time(own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 40)
-    snapshots = RedisSnapshots(own_redis.url, namespace="mesh", secret=copy_key)
+    snapshots = RedisSnapshots(own_redis.url, time_limit=NEVER, namespace="mesh", secret=copy_key)
     send, trips = script_calls._send, 0
     async with Redis.from_url(own_redis.url) as client:
         raw: Any = client
@@ -314,7 +316,9 @@ async def test_a_redis_killed_at_any_step_of_a_put_has_the_old_or_the_new(
 ) -> None:
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 100)
     async with Wire(own_redis.url) as wire:
-        snapshots = RedisSnapshots(wire.url, namespace="mesh", secret=copy_key, retry_after=timedelta(0))
+        snapshots = RedisSnapshots(
+            wire.url, time_limit=NEVER, namespace="mesh", secret=copy_key, retry_after=timedelta(0)
+        )
         await snapshots.forget(A)
         await snapshots.put(A, a_snapshot(10, chunks=40))
         wire.reset()
@@ -331,18 +335,19 @@ async def test_a_redis_killed_at_any_step_of_a_put_has_the_old_or_the_new(
 
 async def test_a_silent_redis_costs_one_timeout(redis_url: str, namespace: str) -> None:
     async with Proxy(redis_url) as proxy:
-        seconds = 0.0
+        seconds, limits = 0.0, Limits()
         snapshots = RedisSnapshots(
-            proxy.url, namespace=namespace, secret=copy_key, timeout=timedelta(seconds=0.1), clock=lambda: seconds
+            proxy.url, namespace=namespace, secret=copy_key, time_limit=limits, clock=lambda: seconds
         )
         proxy.silence()
-        with pytest.raises(MemoryUnavailable, match=r"no answer within 0\.1 s"):
+        limits.passed = True
+        with pytest.raises(MemoryUnavailable, match=r"no answer within 5\.0 s"):
             await snapshots.get(A)
         for attempt in (snapshots.put(A, a_snapshot()), snapshots.get(A), snapshots.forget(A)):
             with pytest.raises(MemoryUnavailable, match="not asked"):
                 await attempt
         proxy.resume()
-        seconds = 5.0
+        seconds, limits.passed = 5.0, False
         assert await snapshots.get(A) is None
         await snapshots.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -33,7 +34,7 @@ class RedisSnapshots:
 
     `secret` returns the key for that code; a snapshot written without it is never used.
     Each lives for `ttl`. A request takes `timeout` at most. After one that failed, Redis is not asked for
-    `retry_after`. `clock` counts seconds. For one event loop.
+    `retry_after`. `clock` counts seconds; `time_limit` bounds a request. For one event loop.
 
     Raises:
         ConfigurationError: `url` is none of a Redis.
@@ -49,6 +50,7 @@ class RedisSnapshots:
         timeout: timedelta = timedelta(seconds=5),
         retry_after: timedelta = timedelta(seconds=5),
         clock: Callable[[], float] = time.monotonic,
+        time_limit: Callable[[float], asyncio.Timeout] = asyncio.timeout,
     ) -> None:
         self._connection = RedisConnection(
             url,
@@ -58,6 +60,7 @@ class RedisSnapshots:
             retry_after=retry_after,
             clock=clock,
             connections=_CONNECTIONS,
+            time_limit=time_limit,
         )
         self._namespace = namespace
         self._seal = Seal(secret, MemoryUnavailable)

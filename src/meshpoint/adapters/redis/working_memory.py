@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class RedisWorkingMemory:
     index and not there was evicted. A key that somebody puts there otherwise is no part of the memory.
 
     A request takes `timeout` at most. After one that failed, Redis is not asked for `retry_after`. `clock` counts
-    seconds. For one event loop.
+    seconds; `time_limit` bounds a request. For one event loop.
 
     Raises:
         ConfigurationError: `url` is none of a Redis.
@@ -88,6 +89,7 @@ class RedisWorkingMemory:
         timeout: timedelta = timedelta(seconds=5),
         retry_after: timedelta = timedelta(seconds=5),
         clock: Callable[[], float] = time.monotonic,
+        time_limit: Callable[[float], asyncio.Timeout] = asyncio.timeout,
     ) -> None:
         self._connection = RedisConnection(
             url,
@@ -97,6 +99,7 @@ class RedisWorkingMemory:
             retry_after=retry_after,
             clock=clock,
             connections=_CONNECTIONS,
+            time_limit=time_limit,
         )
         self._namespace = namespace
         self.active, self.paused = active, paused
