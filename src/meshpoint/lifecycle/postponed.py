@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeAlias
 
@@ -50,6 +50,11 @@ class PostponedLetters:
     def __contains__(self, claim_id: RunId) -> bool:
         """Whether this letter waits or is being retried, so that nobody else may handle it."""
         return claim_id in self._kept or claim_id in self._trying
+
+    @property
+    def waiting(self) -> Container[RunId]:
+        """The letters that wait for their next attempt."""
+        return self._kept
 
     async def keep(self, received: Received, home: Home, *, shared: bool) -> None:
         """Schedule this letter for another attempt, or requeue it if the replica drains."""

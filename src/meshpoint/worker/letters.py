@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeAlias, assert_never
 
 from pydantic import JsonValue
@@ -67,7 +68,7 @@ class Letters:
         self._poke = poke
         self._forwarded = Throttle(_STATUS_RATE, site.clock.now)
         self._spawn = spawn
-        self._postponed = PostponedLetters(self._take_in, site.clock, spawn, make_room)
+        self._postponed = PostponedLetters(partial(self._take_in, retried=True), site.clock, spawn, make_room)
 
     async def on_letters(self, deliveries: Sequence[Delivery], home: Home, *, shared: bool) -> None:
         """Take in what is not a request. `shared` tells the agent's queue from this replica's own.
@@ -90,7 +91,15 @@ class Letters:
         """Give letters that could not be handled yet back to the broker, from now on at once."""
         await self._postponed.close()
 
-    async def _take_in(self, received: Sequence[Received], home: Home, *, shared: bool, again: bool = False) -> None:
+    async def _take_in(
+        self,
+        received: Sequence[Received],
+        home: Home,
+        *,
+        shared: bool,
+        retried: bool = False,
+        again: bool = False,
+    ) -> None:
         try:
             await self._sort(received, home, shared=shared)
         except NO_DEFECT:
@@ -100,8 +109,9 @@ class Letters:
                 await self._refusals.set_aside(received[0][0], error)
                 return
             log.warning("retrying %d messages one by one", len(received), exc_info=True)
+            postponed = self._postponed.waiting if retried else self._postponed
             for each in received:
-                if each[1] not in self._postponed:
+                if each[1] not in postponed:
                     await self._take_in([each], home, shared=shared, again=True)
 
     async def _sort(self, received: Sequence[Received], home: Home, *, shared: bool) -> None:

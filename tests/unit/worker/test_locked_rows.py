@@ -6,6 +6,8 @@ import asyncio
 from datetime import timedelta
 from typing import Any
 
+import pytest
+
 from meshpoint.errors import ConfigurationError, RowLocked
 from meshpoint.model.checkpoint import Locked
 from meshpoint.model.events import Phase, Step
@@ -185,6 +187,32 @@ async def test_a_letter_waits_once_although_its_batch_met_a_defect(mesh: Mesh, b
     await mesh.advance(2)
     assert await boss.reply(locked) == Ok({"peer": "answer"})
     assert [len(claims) for name, (claims, *_) in replica.store.arguments if name == "claim"] == [1]
+    assert unsettled(mesh, "asker") == (0, 0)
+
+
+@pytest.mark.parametrize("letters", [1, 2])
+async def test_letters_that_meet_a_defect_when_they_are_retried(
+    mesh: Mesh, boss: Puppet, peer: Puppet, letters: int
+) -> None:
+    replica = await mesh.replica(asker("asker", "peer"))
+    tasks = [await boss.ask("asker", number) for number in range(letters)]
+    requests = [await peer.request_number(number + 1) for number in range(letters)]
+    held = set(tasks)
+    hold(replica, held)
+    for request in requests:
+        await peer.respond(request, "answer")
+    await mesh.settle()
+    defects = iter([RuntimeError("a defect")])
+
+    async def defect() -> None:
+        for error in defects:
+            raise error
+
+    replica.store.before["claim"] = defect
+    held.clear()
+    await mesh.advance(2)
+    for task in tasks:
+        assert await boss.reply(task) == Ok({"peer": "answer"})
     assert unsettled(mesh, "asker") == (0, 0)
 
 
