@@ -57,13 +57,19 @@ class Held:
     def hold(self, task_id: TaskId, deliveries: Iterable[Delivery]) -> list[Delivery]:
         """Keep `deliveries` un-acked until the task has ended and its reply is confirmed.
 
-        Returns the oldest copies beyond the limit, to be acked: the broker may have redelivered them already.
+        Returns copies to be acked: those that came again since, as their connection was lost, and the oldest beyond
+        the limit.
         """
         kept = self._by_task.setdefault(task_id, [])
+        surplus: list[Delivery] = []
         for delivery in deliveries:
+            if (former := next((each for each in kept if _came_again(each, delivery)), None)) is not None:
+                kept.remove(former)
+                surplus.append(former)
             kept.append(delivery)
             self._counts[self._key(task_id, delivery)] += 1
-        surplus, kept[:] = kept[:-_MOST_COPIES], kept[-_MOST_COPIES:]
+        surplus += kept[:-_MOST_COPIES]
+        kept[:] = kept[-_MOST_COPIES:]
         for delivery in surplus:
             self._counts[self._key(task_id, delivery)] -= 1
         return surplus
@@ -101,3 +107,8 @@ class Held:
         if task_id in self._ended:
             return delivery.address, Kind.ENDED
         return delivery.address, Kind.NESTED if delivery.message.nested else Kind.ROOT
+
+
+def _came_again(earlier: Delivery, later: Delivery) -> bool:
+    """Whether the broker delivered the same message once more."""
+    return later.count > earlier.count and later.address == earlier.address and later.message == earlier.message

@@ -10,12 +10,13 @@ from meshpoint.client import Client
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.calls import Call, Done
 from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.events import Step
 from meshpoint.model.ids import AgentName
 from meshpoint.model.messages import Address, nested_of, shard_for, shard_of
 from meshpoint.model.outcomes import Failed, Ok
 from meshpoint.ports.broker import Published
 
-from .agents import Scripted, caller, doubler
+from .agents import Scripted, asker, caller, doubler
 from .faults import FaultyBroker
 from .mesh import Mesh
 from .puppet import Puppet
@@ -152,3 +153,22 @@ async def test_the_calls_of_a_large_fan_out_are_published_in_parts(mesh: Mesh, b
     outcome = await boss.reply(task_id)
     assert isinstance(outcome, Ok)
     assert max(batches) <= 200
+
+
+async def test_requests_that_come_again_take_no_room_from_other_queues(
+    mesh: Mesh, boss: Puppet, peer: Puppet
+) -> None:
+    options = {"request_shards": 2, "max_in_memory": 20, "max_concurrency": 2}
+    replica = await mesh.replica(asker("asker", "peer"), durable=False, **options)
+    shards = [shard_of(AgentName("asker"), number) for number in range(2)]
+    for shard in shards * 4:
+        await boss.send("asker", boss.request(1), shard)
+    await peer.request_number(8)
+    for _ in range(8):
+        await mesh.settle()
+        replica.broker.lose_connection()
+    await mesh.settle()
+    for shard in shards:
+        await boss.send("asker", boss.request(2), shard)
+    await peer.request_number(10)
+    assert mesh.events.of(Step.MEMORY_FULL) == []
