@@ -23,6 +23,7 @@ from meshpoint.model.checkpoint import (
     Claim,
     Dispatch,
     KeepReply,
+    Known,
     Reply,
     Requester,
     Send,
@@ -77,7 +78,7 @@ class Outgoing:
     async def send(
         self, home: Home, sends: Sequence[Send], *, again: bool = False
     ) -> tuple[list[Claim], list[TaskId]]:
-        """Publish and mark; return the undeliverable calls and the tasks whose reply is settled.
+        """Publish and mark; return the undeliverable calls and the tasks whose reply is settled, with no other due.
 
         `again`: the sends were overdue. They skip addresses in back-off, since the sweeper will send them later.
         """
@@ -90,9 +91,19 @@ class Outgoing:
                 undeliverable.append(self._undeliverable(send, word))
             elif self._is_settled(send, word):
                 settled.append(send)
+        replied = await self._replied(home, [send for send in settled if isinstance(send, Reply)])
         await self._mark(home, settled)
-        replied = [send.task_id for send in settled if isinstance(send, Reply)]
         return undeliverable, replied
+
+    async def _replied(self, home: Home, replies: Sequence[Reply]) -> list[TaskId]:
+        """The tasks of `replies`; for those in memory, only if the reply is still the one to be sent.
+
+        Meanwhile the request may have come from another address, or the task may have been resumed. Asked before the
+        replies are marked: after a defect here, they are sent again.
+        """
+        ids = [reply.task_id for reply in replies]
+        rows = {} if home.durable or not ids else await home.store.lookup(ids)
+        return [reply.task_id for reply in replies if _is_last(reply, rows.get(reply.task_id))]
 
     def _is_settled(self, send: Send, word: Published | None) -> bool:
         """Whether nothing is left to send; otherwise the sweeper tries again."""
@@ -394,6 +405,13 @@ class Outgoing:
         return Claim(
             RunId(new_id()), call.task_id, call.sub_task_id, Failed(FailureKind.UNDELIVERABLE, message), None
         )
+
+
+def _is_last(reply: Reply, known: Known | None) -> bool:
+    if known is None or known.forgotten:
+        return True
+    last = known.reply
+    return last is not None and (last.fence, last.requester.reply_to) == (reply.fence, reply.requester.reply_to)
 
 
 async def _together(steps: Sequence[Awaitable[T]]) -> list[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from datetime import timedelta
 
 import pytest
@@ -13,7 +14,7 @@ from meshpoint.model.calls import Call, Done
 from meshpoint.model.checkpoint import TaskState
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Phase, Step
-from meshpoint.model.messages import Address
+from meshpoint.model.messages import Address, Message
 from meshpoint.model.outcomes import Ok
 from meshpoint.ports.broker import Published
 
@@ -220,6 +221,38 @@ async def test_a_request_that_comes_again_while_its_reply_waits(mesh: Mesh, boss
     await mesh.advance(60)
     assert set(map(str, boss.replies(task_id))) == {str(Ok(2))}
     assert mesh.unacked("doubler") == mesh.waiting("doubler") == 0
+
+
+async def test_a_request_from_another_address_while_its_reply_to_the_former_one_is_on_its_way(
+    mesh: Mesh, boss: Puppet
+) -> None:
+    replica = await mesh.replica(doubler, durable=False)
+    replica.broker.fail(Published.OVERLOADED, type="response")
+    task_id = await boss.ask("doubler", 1)
+    await mesh.settle()
+    publish, on_its_way = replica.broker.publish, Gate()
+    refuses = "boss.private.2"
+
+    async def slowly(messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+        if messages[0][0] == refuses:
+            return [Published.OVERLOADED]
+        await on_its_way()
+        return await publish(messages)
+
+    replica.broker.publish = slowly  # type: ignore[method-assign]
+    await mesh.advance(8)
+    await on_its_way.reach()
+    message = boss.request(1, task_id)
+    object.__setattr__(message, "reply_to", Address(refuses))
+    await boss.send("doubler", message)
+    await mesh.settle()
+    on_its_way.opened.set()
+    assert await boss.reply(task_id) == Ok(2)
+    await mesh.settle()
+    assert mesh.unacked("doubler") == 2  # only this process has the reply to the other address
+    refuses = ""
+    await mesh.advance(60)
+    assert mesh.unacked("doubler") == 0
 
 
 @HOMES
