@@ -134,9 +134,15 @@ class Segments:
         return False
 
     async def adopt(self, task_id: TaskId, delivery: Delivery) -> None:
-        """Keep a request that arrived again for a task this process has in memory."""
-        if task_id in self.live:
-            self.live[task_id].deliveries.append(delivery)
+        """Keep a request that arrived again for a task this process has in memory.
+
+        Another copy than the one that a running task keeps un-acked is acked: it would take the place of others.
+        """
+        if (live := self.live.get(task_id)) is not None:
+            if live.deliveries and delivery.count == 1:
+                await self._settle_requests(task_id, [delivery])
+            else:
+                live.deliveries.append(delivery)
         else:
             await self.hold(task_id, [delivery])
 

@@ -266,3 +266,19 @@ async def test_a_drain_gives_each_request_back_once(mesh: Mesh, boss: Puppet) ->
     assert [[item.count for item in queue.ready] for queue in queues if queue] == [[1]] * 4
     gate.opened.set()
     await stopping
+
+
+@HOMES
+async def test_copies_of_a_request_take_no_room_from_others(mesh: Mesh, boss: Puppet, durable: bool) -> None:
+    gate = Gate()
+    await mesh.replica(busy(gate), durable=durable, max_concurrency=4)
+    task_id = await boss.ask("agent", "long")
+    await gate.reach()
+    for _ in range(10):
+        await boss.ask("agent", "long", task_id)
+    assert await boss.reply(await boss.ask("agent", "instant")) == Ok("done")
+    assert mesh.unacked("agent") == 1  # a crash gives it back
+    gate.opened.set()
+    assert await boss.reply(task_id) == Ok("long")
+    await mesh.settle()
+    assert mesh.unacked("agent") == mesh.waiting("agent") == 0
