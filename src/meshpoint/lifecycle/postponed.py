@@ -114,8 +114,9 @@ class PostponedLetters:
         except BaseException as error:
             for received in letters:
                 await self.keep(received, home, shared=shared)
-            if not isinstance(error, NO_DEFECT):
+            if not isinstance(error, Exception):
                 raise
-            log.warning("%d letters will be retried later: %s", len(letters), error)
+            defect = not isinstance(error, NO_DEFECT)
+            log.warning("%d letters will be retried later: %s", len(letters), error, exc_info=defect)
         finally:
             self._trying = set()

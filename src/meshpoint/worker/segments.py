@@ -106,6 +106,7 @@ class Segments:
         self.held = outgoing.held
         self.unfinished: dict[asyncio.Task[object], Run] = {}  # code that did not stop when its replica drained
         self._none_left = asyncio.Event()
+        self._gave_back = False
         self.ready_somewhere = asyncio.Event()
 
     # ── into a segment ─────────────────────────────────────────────────────────────────────────────
@@ -147,8 +148,17 @@ class Segments:
             await self.hold(task_id, [delivery])
 
     async def hold(self, task_id: TaskId, deliveries: Sequence[Delivery]) -> None:
-        """Keep the requests of a task in memory un-acked until it ends, and leave room for others."""
+        """Keep the requests of a task in memory un-acked until it ends, and leave room for others.
+
+        Once the replica has given everything back, they are requeued.
+        """
         surplus = self.held.hold(task_id, deliveries)
+        if self._gave_back:
+            surplus += self.held.let_go(task_id)
+            self._tell_if_none_left()
+            for delivery in surplus:
+                await delivery.requeue()
+            return
         self._make_room()
         if surplus:
             await self._settle_requests(task_id, surplus)
@@ -727,6 +737,7 @@ class Segments:
         """Stop running code and give its tasks, and those that wait in memory, to other replicas."""
         for segment in list(self.live.values()):
             segment.stop(Stop.DRAINING)
+        self._gave_back = True
         held = self._outgoing.release_held()
         self._tell_if_none_left()
         for delivery in held:

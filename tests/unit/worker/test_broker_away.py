@@ -166,6 +166,25 @@ async def test_a_reply_that_only_a_process_has_is_made_again_after_its_end(
     assert await boss.reply(task_id) == Ok({"peer": 1} if agent == "asker" else 2)
 
 
+async def test_a_drain_does_not_wait_for_a_reply_that_is_refused_after_its_time(mesh: Mesh, boss: Puppet) -> None:
+    day = timedelta(days=1)
+    replica = await mesh.replica(doubler, durable=False, drain_timeout=timedelta(0), release_timeout=day)
+    on_its_way = Gate()
+
+    async def refuse(messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+        await on_its_way()
+        return [Published.OVERLOADED for _ in messages]
+
+    replica.broker.publish = refuse  # type: ignore[method-assign]
+    await boss.ask("doubler", 1)
+    await on_its_way.reach()
+    draining = asyncio.create_task(replica.drain())
+    await mesh.settle()
+    on_its_way.opened.set()
+    await draining
+    assert mesh.waiting("doubler") == 1
+
+
 async def test_a_drain_waits_for_replies_that_only_the_process_has(mesh: Mesh, boss: Puppet) -> None:
     replica = await mesh.replica(doubler, durable=False, drain_timeout=timedelta(hours=1))
     replica.broker.fail(*[Published.OVERLOADED] * 3, type="response")

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from meshpoint.errors import ConfigurationError, RowLocked
+from meshpoint.errors import BrokerUnavailable, ConfigurationError, RowLocked
+from meshpoint.lifecycle.postponed import PostponedLetters
 from meshpoint.model.checkpoint import Locked
 from meshpoint.model.events import Phase, Step
-from meshpoint.model.ids import AgentName
+from meshpoint.model.ids import AgentName, RunId
 from meshpoint.model.messages import responses_of
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 
@@ -235,3 +236,24 @@ async def test_letters_wait_while_a_setting_is_wrong(mesh: Mesh, boss: Puppet, p
     await mesh.advance(2)
     assert await boss.reply(task_id) == Ok({"peer": "answer"})
     assert unsettled(mesh, "asker") == (0, 0)
+
+
+async def test_letters_are_retried_after_any_defect(mesh: Mesh) -> None:
+    errors = iter([RuntimeError("a defect"), BrokerUnavailable("away"), RuntimeError("another")])
+    handled: list[object] = []
+
+    async def handle(received: Any, home: Any, *, shared: bool) -> None:
+        for error in errors:
+            raise error
+        handled.extend(received)
+
+    def spawn(coroutine: Any) -> asyncio.Task[None]:
+        return asyncio.create_task(coroutine)
+
+    letters = PostponedLetters(handle, mesh.clock, spawn, lambda _: None)
+    letter: Any = (None, RunId("claim"))
+    home: Any = None
+    await letters.keep(letter, home, shared=True)
+    await mesh.advance(5)
+    assert handled == [letter]
+    assert RunId("claim") not in letters
