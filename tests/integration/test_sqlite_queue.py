@@ -50,13 +50,21 @@ async def opened(
 
 @pytest.fixture
 async def broker(path: Path) -> AsyncIterator[SqliteBroker]:
+    async with opened(path) as broker:
+        await broker.declare(AGENT)
+        yield broker
+
+
+@pytest.fixture
+async def hasty(path: Path) -> AsyncIterator[SqliteBroker]:
+    """A broker that gives up on a locked file soon; for tests without another one on the file."""
     async with opened(path, busy_timeout=timedelta(milliseconds=50)) as broker:
         await broker.declare(AGENT)
         yield broker
 
 
 @pytest.fixture
-def bystander(path: Path, broker: SqliteBroker) -> Iterator[sqlite3.Connection]:
+def bystander(path: Path) -> Iterator[sqlite3.Connection]:
     """A connection of something else to the same file."""
     with closing(connect(path, 5)) as db:
         yield db
@@ -292,42 +300,42 @@ async def test_prefetch_counts_only_what_is_still_held(broker: SqliteBroker, bys
 
 
 async def test_a_locked_file_is_unavailable_until_it_is_free(
-    broker: SqliteBroker, bystander: sqlite3.Connection
+    hasty: SqliteBroker, bystander: sqlite3.Connection
 ) -> None:
     with transaction(bystander):
         with pytest.raises(BrokerUnavailable, match="locked"):
-            await broker.publish([(REQUESTS, a_message())])
-        assert not broker.connected
-    await send(broker, REQUESTS, a_message())
-    assert broker.connected
-    assert await broker.depth(REQUESTS) == 1
+            await hasty.publish([(REQUESTS, a_message())])
+        assert not hasty.connected
+    await send(hasty, REQUESTS, a_message())
+    assert hasty.connected
+    assert await hasty.depth(REQUESTS) == 1
 
 
-async def test_settling_waits_for_a_locked_file(broker: SqliteBroker, bystander: sqlite3.Connection) -> None:
+async def test_settling_waits_for_a_locked_file(hasty: SqliteBroker, bystander: sqlite3.Connection) -> None:
     inbox = Inbox()
-    await broker.consume(REQUESTS, 1, inbox)
-    await send(broker, REQUESTS, a_message())
+    await hasty.consume(REQUESTS, 1, inbox)
+    await send(hasty, REQUESTS, a_message())
     delivery = await inbox.next()
     with transaction(bystander):
         settled = asyncio.ensure_future(delivery.ack())
         with pytest.raises(BrokerUnavailable):
-            await broker.publish([(REQUESTS, a_message())])
+            await hasty.publish([(REQUESTS, a_message())])
         assert not settled.done()
     assert await settled
 
 
 async def test_what_no_transaction_could_settle_is_not_settled_at_close(
-    broker: SqliteBroker, bystander: sqlite3.Connection
+    hasty: SqliteBroker, bystander: sqlite3.Connection
 ) -> None:
     inbox = Inbox()
-    await broker.consume(REQUESTS, 1, inbox)
-    await send(broker, REQUESTS, a_message())
+    await hasty.consume(REQUESTS, 1, inbox)
+    await send(hasty, REQUESTS, a_message())
     delivery = await inbox.next()
     with transaction(bystander):
         settled = asyncio.ensure_future(delivery.ack())
         with pytest.raises(BrokerUnavailable):
-            await broker.publish([(REQUESTS, a_message())])
-        await broker.close()
+            await hasty.publish([(REQUESTS, a_message())])
+        await hasty.close()
         assert not await settled
 
 
