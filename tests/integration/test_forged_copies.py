@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+import tracemalloc
 from collections.abc import Callable
 from datetime import timedelta
 from hashlib import blake2b
+from pathlib import Path
 
 import pytest
 import zstandard
 from redis.asyncio import Redis
 
-from meshpoint import TaskExecutionContext, agent
+from meshpoint import Peer, TaskExecutionContext, agent
 from meshpoint.adapters.redis.seal import SIZE
 from meshpoint.local import local_mesh
 from meshpoint.model.ids import TaskId, new_id
@@ -39,20 +43,57 @@ async def press(ctx: TaskExecutionContext, city: str) -> str:
     return await ctx.subtask("publish", publish, news)
 
 
-def previous_format(content: bytes) -> bytes:
+GATES: list[tuple[asyncio.Event, asyncio.Event]] = []
+"""For each test: set when `gate` is asked, and when it may answer."""
+
+
+@agent("gate")
+async def gate(ctx: TaskExecutionContext, city: str) -> str:
+    asked, opened = GATES[-1]
+    asked.set()
+    await opened.wait()
+    return city
+
+
+@agent("careful")
+async def careful(ctx: TaskExecutionContext, city: str) -> str:
+    """Meets the error of its subtask again after the pause."""
+    try:
+        await ctx.subtask("publish", publish, city)
+    except ConnectionError as error:
+        await ctx.call(Peer("gate", str, str)(city))
+        return str(error)
+    return "printed"
+
+
+def previous_format(content: bytes, marker: bytes = b"\x00") -> bytes:
     """A copy as the previous release wrote it, behind a digest that anyone can compute."""
-    body = b"\x00" + content
+    body = marker + content
     return blake2b(body, digest_size=16).hexdigest().encode() + b"\n" + body
 
 
-def with_unkeyed_code(content: bytes) -> bytes:
-    body = b"\x00" + content
+def with_unkeyed_code(content: bytes, marker: bytes = b"\x00") -> bytes:
+    body = marker + content
     return blake2b(body, digest_size=SIZE).digest() + body
 
 
-@pytest.mark.parametrize("forge", [previous_format, with_unkeyed_code])
+FORGERIES = pytest.mark.parametrize("forge", [previous_format, with_unkeyed_code])
+Forge = Callable[..., bytes]
+
+
+async def content_of(redis: Redis, key: str) -> bytes:
+    """The checkpoint in a copy."""
+    async with asyncio.timeout(20):
+        while (copy := await redis.get(key)) is None:
+            await asyncio.sleep(0.01)
+    assert isinstance(copy, bytes)
+    marker, content = copy[SIZE : SIZE + 1], copy[SIZE + 1 :]
+    return zstandard.decompress(content) if marker == b"\x01" else content
+
+
+@FORGERIES
 async def test_a_forged_copy_does_not_change_a_deliverable(
-    postgres_url: str, redis_url: str, forge: Callable[[bytes], bytes]
+    postgres_url: str, redis_url: str, forge: Forge
 ) -> None:
     BROKEN[0] = True
     namespace, task_id = f"m{new_id()}", TaskId(new_id())
@@ -62,13 +103,61 @@ async def test_a_forged_copy_does_not_change_a_deliverable(
     ):
         assert isinstance((await (await mesh.send("press", "Rome", task_id=task_id))).outcome, Failed)
         key = f"{namespace}:checkpoint:{task_id}:press"
-        copy = await redis.get(key)
-        assert isinstance(copy, bytes)
-        marker, content = copy[SIZE : SIZE + 1], copy[SIZE + 1 :]
-        content = zstandard.decompress(content) if marker == b"\x01" else content
+        content = await content_of(redis, key)
         assert b"honest news" in content
         await redis.set(key, forge(content.replace(b"honest news", b"forged news")), ex=timedelta(hours=1))
         BROKEN[0] = False
         async with Operations(postgres_url, namespace=namespace) as operations:
             await operations.resume(task_id)
             assert await operations.wait(task_id) == Ok("printed: honest news of Rome")
+
+
+@FORGERIES
+async def test_a_forged_copy_is_not_decompressed(postgres_url: str, redis_url: str, forge: Forge) -> None:
+    BROKEN[0] = True
+    namespace, task_id = f"m{new_id()}", TaskId(new_id())
+    bomb = forge(zstandard.compress(bytes(400_000_000)), b"\x01")
+    assert len(bomb) < 45_000
+    async with (
+        local_mesh(press, db_url=postgres_url, namespace=namespace, checkpoint_cache_url=redis_url) as mesh,
+        Redis.from_url(redis_url) as redis,
+    ):
+        assert isinstance((await (await mesh.send("press", "Rome", task_id=task_id))).outcome, Failed)
+        await redis.set(f"{namespace}:checkpoint:{task_id}:press", bomb, ex=timedelta(hours=1))
+        BROKEN[0] = False
+        tracemalloc.start()
+        try:
+            async with Operations(postgres_url, namespace=namespace) as operations:
+                await operations.resume(task_id)
+                assert await operations.wait(task_id) == Ok("printed: honest news of Rome")
+            assert tracemalloc.get_traced_memory()[1] < 50_000_000
+        finally:
+            tracemalloc.stop()
+
+
+@FORGERIES
+async def test_a_forged_failure_imports_nothing(
+    postgres_url: str, redis_url: str, forge: Forge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_of_a_forger.py").write_text("Error = ValueError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    BROKEN[0] = True
+    asked, opened = asyncio.Event(), asyncio.Event()
+    GATES.append((asked, opened))
+    namespace, task_id = f"m{new_id()}", TaskId(new_id())
+    async with (
+        local_mesh(careful, gate, db_url=postgres_url, namespace=namespace, checkpoint_cache_url=redis_url) as mesh,
+        Redis.from_url(redis_url) as redis,
+    ):
+        reply = await mesh.send("careful", "Rome", task_id=task_id)
+        async with asyncio.timeout(20):
+            await asked.wait()
+        key = f"{namespace}:checkpoint:{task_id}:careful"
+        content = await content_of(redis, key)
+        assert b"builtins:ConnectionError" in content
+        forged = content.replace(b"builtins:ConnectionError", b"module_of_a_forger:Error")
+        await redis.set(key, forge(forged), ex=timedelta(hours=1))
+        opened.set()
+        async with asyncio.timeout(20):
+            assert (await reply).outcome == Ok("the printer does not answer")
+    assert "module_of_a_forger" not in sys.modules

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from math import inf
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import zstandard
 from redis.asyncio import Redis
 
 from meshpoint.adapters.redis import RedisSnapshots, RedisWorkingMemory
@@ -194,6 +196,21 @@ async def test_a_damaged_snapshot_is_passed_over_for_the_database(
     assert await place.held() == CONTENT
     if damage is not forget_snapshot:
         assert any("snapshot" in problem for problem in recovered.how.problems), recovered.how.problems
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_snapshot_that_expands_beyond_its_size_is_passed_over(place: Place, declared: bool) -> None:
+    await empty(place)
+    bomb = zstandard.ZstdCompressor(write_content_size=declared).compress(bytes(400_000_000))
+    await place.raw.lset(place.chunks, 0, bomb)
+    tracemalloc.start()
+    try:
+        recovered = await place.recover()
+        assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    finally:
+        tracemalloc.stop()
+    assert (recovered.how.source, recovered.how.verified) == (MemorySource.SQL, True)
+    assert await place.held() == CONTENT
 
 
 @pytest.mark.parametrize("in_sql", [alter_sql, truncate_sql])
