@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from typing import Any
 
@@ -57,6 +58,25 @@ UNDECODABLE: dict[str, bytes] = {
     "nested 100 deep in an array": properties(headers=entry(b"a", b"A", long(b"A" + long(b"F" + nested(100))))),
 }
 """Contents that end with the dead letters, by name."""
+
+
+def _request(**more: Any) -> bytes:
+    """The body of a request for nothing."""
+    parts = [{"data": {"numbers": []}}]
+    return json.dumps({"message": {"messageId": "m", "role": "ROLE_USER", "parts": parts, **more}}).encode()
+
+
+_LONG_TEXT = long(b"9" * 100_000)
+
+OVERSIZED: dict[str, tuple[bytes, bytes]] = {
+    "deadline": (properties(headers=entry(b"x-deadline", b"S", _LONG_TEXT)), _request()),
+    "depth": (properties(headers=entry(b"x-call-depth", b"S", _LONG_TEXT)), _request()),
+    "parent": (properties(headers=entry(b"x-parent-task-id", b"S", _LONG_TEXT)), _request()),
+    "task id": (properties(), _request(taskId="x" * 200_000)),
+    "full frame": (properties(headers=entry(b"x", b"S", long(b"y" * 130_800))), b"no JSON"),
+    "no JSON": (properties(), b"\xff" * 100_000),
+}
+"""Legal contents whose parts no copy or reply may carry: properties and body, by name."""
 
 EXOTIC = b"".join(
     (

@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 from meshpoint.adapters.rabbitmq import connect
 from meshpoint.model.ids import AgentName, new_id
 from meshpoint.model.messages import dead_letters_of, nested_of, requests_of, responses_of
 from meshpoint.model.outcomes import Ok
-from odd_content import UNDECODABLE, entry, long, properties, publish_raw
+from odd_content import OVERSIZED, UNDECODABLE, publish_raw
 
 from .kit import Mesh, Rung
 
 ROOT = AgentName("root")
-LARGE = 100_000
-
-
-def oversized() -> dict[str, tuple[bytes, bytes]]:
-    """Legal contents whose parts no copy or reply may carry: properties and body."""
-    text = long(b"9" * LARGE)
-    body = json.dumps(
-        {"message": {"messageId": "m", "role": "ROLE_USER", "parts": [{"data": {"numbers": []}}]}}
-    ).encode()
-    named = json.loads(body)
-    named["message"]["taskId"] = "x" * 2 * LARGE
-    return {
-        "deadline": (properties(headers=entry(b"x-deadline", b"S", text)), body),
-        "depth": (properties(headers=entry(b"x-call-depth", b"S", text)), body),
-        "parent": (properties(headers=entry(b"x-parent-task-id", b"S", text)), body),
-        "task id": (properties(), json.dumps(named).encode()),
-        "full frame": (properties(headers=entry(b"x", b"S", long(b"y" * 130_800))), b"no JSON"),
-        "no JSON": (properties(), b"\xff" * LARGE),
-    }
 
 
 async def test_bad_messages_cost_no_honest_one(production: Rung) -> None:
@@ -57,14 +37,14 @@ async def _bad_messages_beside_honest_ones(mesh: Mesh) -> None:
             replies.append(await client.send("root", {"numbers": [place]}))
             for key in keys:
                 await publish_raw(rung.broker_url, exchange, key, encoded)
-        for encoded, body in oversized().values():
+        for encoded, body in OVERSIZED.values():
             replies.append(await client.send("root", {"numbers": [1]}))
             for key in keys:
                 await publish_raw(rung.broker_url, exchange, key, encoded, body)
         for reply in replies:
             assert isinstance((await reply).outcome, Ok)
         answering.cancel()
-    expected = (len(UNDECODABLE) + len(oversized())) * (len(keys) + 1)  # each replica gets broadcasts
+    expected = (len(UNDECODABLE) + len(OVERSIZED)) * (len(keys) + 1)  # each replica gets broadcasts
     await _dead(rung, expected)
     for replica in replicas:
         assert replica.of("broker_away:noted") == []

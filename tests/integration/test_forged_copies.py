@@ -92,9 +92,7 @@ async def content_of(redis: Redis, key: str) -> bytes:
 
 
 @FORGERIES
-async def test_a_forged_copy_does_not_change_a_deliverable(
-    postgres_url: str, redis_url: str, forge: Forge
-) -> None:
+async def test_a_forged_copy_does_not_change_a_deliverable(postgres_url: str, redis_url: str, forge: Forge) -> None:
     BROKEN[0] = True
     namespace, task_id = f"m{new_id()}", TaskId(new_id())
     async with (

@@ -1,4 +1,4 @@
-"""Messages the broker can never accept are not retried: a reply becomes a failure, a request ends its call."""
+"""What the broker can never accept is not sent: neither long texts of senders, nor large replies and requests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from meshpoint import TaskExecutionContext, agent
 from meshpoint.agents.peer import Peer
 from meshpoint.model.events import Phase, Step
 from meshpoint.model.ids import AgentName
+from meshpoint.model.messages import Header, MessageType, dead_letters_of, requests_of
 from meshpoint.model.options import AckPolicy
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
+from odd_content import OVERSIZED, publish_raw
 from servers import RabbitServer
 
 LIMIT = 10_000
@@ -28,6 +30,12 @@ async def writer(ctx: TaskExecutionContext, size: int) -> str:
 async def caller(ctx: TaskExecutionContext, size: int) -> int:
     """Sends a request of that size to a peer, and asks it for a little."""
     return len(await ctx.call(Peer("writer", str, str)("y" * size)))
+
+
+@agent("writer")
+async def asking(ctx: TaskExecutionContext, number: int) -> int:
+    """Asks `desk`."""
+    return await ctx.call(Peer("desk", int, int)(number))
 
 
 @pytest.fixture
@@ -79,3 +87,39 @@ async def test_a_request_above_the_brokers_limit_ends_its_call(
         assert FailureKind.UNDELIVERABLE in failed.message
         assert f"the broker accepts at most {LIMIT}" in failed.message
         assert not live.task.done()
+
+
+@pytest.mark.parametrize("name", OVERSIZED)
+async def test_a_text_too_long_to_quote_costs_its_own_message_alone(
+    amqp_url: str, namespace: str, postgres_url: str, name: str
+) -> None:
+    """A dead letter or an error reply would quote it, or carry it on."""
+    async with (
+        a_broker(amqp_url, namespace) as broker,
+        serving(writer, amqp_url, namespace, postgres_url) as live,
+    ):
+        desk = await Desk(broker, "desk").open()
+        properties, body = OVERSIZED[name]
+        await publish_raw(amqp_url, f"{namespace}.mesh", requests_of(AgentName("writer")), properties, body)
+        assert await desk.reply(await desk.ask("writer", 10)) == Ok("x" * 10)
+        (dead,) = await live.events.wait(Step.DEAD_LETTER, Phase.NOTED)
+        assert len(str(dead.detail["reason"])) <= 500
+        assert await desk.depth(dead_letters_of(AgentName("writer"))) == 1
+        assert live.events.of(Step.BROKER_AWAY, Phase.NOTED) == []
+
+
+async def test_a_trace_context_too_long_to_hand_on_is_dropped(
+    amqp_url: str, namespace: str, postgres_url: str
+) -> None:
+    async with (
+        a_broker(amqp_url, namespace) as broker,
+        serving(asking, amqp_url, namespace, postgres_url) as live,
+    ):
+        desk = await Desk(broker, "desk").open()
+        task_id = await desk.ask("writer", 1, traceparent="x" * 130_000)
+        await desk.until(lambda: any(each.type is MessageType.REQUEST for each in desk.letters))
+        (call,) = (each for each in desk.letters if each.type is MessageType.REQUEST)
+        assert Header.TRACEPARENT not in call.headers
+        await desk.answer(call, 2)
+        assert await desk.reply(task_id) == Ok(2)
+        assert live.events.of(Step.BROKER_AWAY, Phase.NOTED) == []
