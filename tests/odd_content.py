@@ -73,7 +73,7 @@ OVERSIZED: dict[str, tuple[bytes, bytes]] = {
     "depth": (properties(headers=entry(b"x-call-depth", b"S", _LONG_TEXT)), _request()),
     "parent": (properties(headers=entry(b"x-parent-task-id", b"S", _LONG_TEXT)), _request()),
     "task id": (properties(), _request(taskId="x" * 200_000)),
-    "full frame": (properties(headers=entry(b"x", b"S", long(b"y" * 130_800))), b"no JSON"),
+    "full frame": (properties(headers=entry(b"x", b"S", long(b"y" * 131_000))), b"no JSON"),
     "no JSON": (properties(), b"\xff" * 100_000),
 }
 """Legal contents whose parts no copy or reply may carry: properties and body, by name."""
