@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -31,6 +31,7 @@ from meshpoint.conformance.build import (
 from meshpoint.errors import AgentMisbehaved
 from meshpoint.model.checkpoint import AllArrived, Committed, MadeReady, Pause, Replica, Resumable, Run, StillWaiting
 from meshpoint.model.outcomes import Ok
+from servers import Proxy
 
 SIZE = 300_000
 CALLS = "abcdefgh"
@@ -47,13 +48,53 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-async def store(
-    database_url: str, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[SqlCheckpointStore]:
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (batcher, hot, owning):
         monkeypatch.setattr(module, "PART_BYTES", 2 * SIZE)
     monkeypatch.setattr(batcher.in_parts, "__defaults__", (2 * SIZE,))
+
+
+@pytest.fixture
+async def store(database_url: str, clock: FakeClock, small_parts: None) -> AsyncIterator[SqlCheckpointStore]:
     store = SqlCheckpointStore(database_url, namespace="test", clock=clock, max_join_bytes=20 * SIZE)
+    await store.open()
+    yield store
+    await store.close()
+
+
+class Metered(Proxy):
+    """Knows the largest message that the server sent: a row, where statements return rows."""
+
+    largest = 0
+
+    async def _pump(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, both: set[asyncio.StreamWriter]
+    ) -> None:
+        if sink.get_extra_info("sockname")[1] != self._port:
+            return await super()._pump(source, sink, both)
+        try:
+            sink.write(await source.readexactly(1))  # whether it encrypts: it does not
+            while True:
+                head = await source.readexactly(5)
+                size = int.from_bytes(head[1:]) - 4
+                self.largest = max(self.largest, size)
+                sink.write(head + await source.readexactly(size))
+                await sink.drain()
+        except (OSError, asyncio.IncompleteReadError):
+            for writer in both:
+                writer.close()
+
+
+@pytest.fixture
+async def wire(postgres_url: str) -> AsyncIterator[Metered]:
+    async with Metered(postgres_url) as wire:
+        yield wire
+
+
+@pytest.fixture
+async def metered(wire: Metered, clock: FakeClock, small_parts: None) -> AsyncIterator[SqlCheckpointStore]:
+    """A store on PostgreSQL, by way of `wire`."""
+    store = SqlCheckpointStore(wire.url, namespace="test", clock=clock)
     await store.open()
     yield store
     await store.close()
@@ -154,6 +195,43 @@ async def test_the_lease_is_kept_while_outcomes_are_read(
     brief = replace(HERE, lease=timedelta(milliseconds=50))  # renewed after a third of it
     assert len(await store.take(brief, 1)) == 1
     assert await store.take_over(THERE, 1) == []
+
+
+async def _by_claim(store: SqlCheckpointStore, clock: FakeClock) -> object:
+    pause = await paused(store, *CALLS)
+    await store.claim([a_claim(pause, each, large()) for each in CALLS[:-1]], HERE, 1)
+    return one(await store.claim([a_claim(pause, CALLS[-1], large())], HERE, 1))
+
+
+async def _by_take(store: SqlCheckpointStore, clock: FakeClock) -> object:
+    await _ready(store)
+    return one(await store.take(HERE, 1))
+
+
+async def _by_take_over(store: SqlCheckpointStore, clock: FakeClock) -> object:
+    await _by_take(store, clock)
+    clock.advance(LEASE + SECOND)
+    return one(await store.take_over(THERE, 1))
+
+
+async def _by_expiry(store: SqlCheckpointStore, clock: FakeClock) -> object:
+    pause = await paused(store, *CALLS, a_call("last", timeout=SECOND))
+    await store.claim([a_claim(pause, each, large()) for each in CALLS], HERE, 1)
+    clock.advance(2 * SECOND)
+    return one(await store.expire(HERE, 10, 1)).then
+
+
+@pytest.mark.parametrize("go_on", [_by_claim, _by_take, _by_take_over, _by_expiry])
+async def test_no_row_holds_all_outcomes_of_a_join(
+    metered: SqlCheckpointStore,
+    wire: Metered,
+    clock: FakeClock,
+    go_on: Callable[[SqlCheckpointStore, FakeClock], Awaitable[Any]],
+) -> None:
+    """PostgreSQL builds no row above 1 GiB."""
+    got = await go_on(metered, clock)
+    assert list(results(got.task if isinstance(got, AllArrived) else got)) == list(CALLS)
+    assert wire.largest < 3 * SIZE, f"of {len(CALLS) * SIZE} bytes"
 
 
 async def test_large_requests_of_a_pause(store: SqlCheckpointStore, clock: FakeClock) -> None:
