@@ -188,6 +188,21 @@ def test_operations_are_listed_shown_and_preserved(
     assert command("checkpoints", "show", new_id())[0] == ExitCode.NOT_FOUND
 
 
+def test_an_export_is_a_file_of_its_owner_and_follows_no_link(
+    database_url: str, command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    async def failed_one(store: CheckpointStore) -> TaskId:
+        return (await failed(store)).task_id
+
+    id_ = with_store(database_url, failed_one)
+    (tmp_path / "target").write_text("kept")
+    (tmp_path / "kept.json").symlink_to(tmp_path / "target")
+    assert command("checkpoints", "export", id_, "-o", "kept.json")[0] == 0
+    assert (tmp_path / "target").read_text() == "kept"
+    assert not (tmp_path / "kept.json").is_symlink()
+    assert oct((tmp_path / "kept.json").stat().st_mode & 0o777) == "0o600"
+
+
 def test_the_outcome_of_an_operation_is_waited_for(database_url: str) -> None:
     async def wait() -> None:
         store = SqlCheckpointStore(database_url, namespace=NAMESPACE)
