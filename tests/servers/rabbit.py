@@ -87,6 +87,10 @@ class RabbitServer(PrivateServer):
         rows = (line.rsplit("\t", 1) for line in asked.read_text().splitlines() if "\t" in line)
         return {name: int(count) for name, count in rows if count.isdigit()}
 
+    def log(self) -> list[str]:
+        """The lines that the node has logged so far."""
+        return (self.home.path / "log").read_text(errors="replace").splitlines()
+
     async def control(self, *arguments: str, into: Path | None = None) -> None:
         """Run `rabbitmqctl` on this node; what it prints goes to the log, or to the file `into`.
 

@@ -170,7 +170,7 @@ class Link:
         if self._attempt is not None and _over(self._attempt):
             self._forget()
         if self._attempt is None:
-            self._attempt = asyncio.create_task(self._connect())
+            self._attempt = asyncio.create_task(self._connect(self._url))
             self._attempt.add_done_callback(_over)  # whoever asked may have gone: the failure is seen here
         with translated("connecting"):
             return await asyncio.shield(self._attempt)
@@ -224,13 +224,13 @@ class Link:
         return await (await self.connection()).open_channel(self._timeout, confirms=confirms)
 
     async def apart(self) -> Wired:
-        """Open an additional connection for risky messages; the caller closes it.
+        """Open an additional connection for risky messages, whose name ends in "apart"; the caller closes it.
 
         Raises:
             BrokerUnavailable: the connection could not be opened.
         """
         with translated("connecting"):
-            return await self._connect()
+            return await self._connect(self._url.update_query(name=f"{self._url.query['name']} apart"))
 
     def drop(self) -> None:
         """Give up the present connection, which does not answer. It is closed aside; a new one is made."""
@@ -264,9 +264,9 @@ class Link:
         self._farewells.add(task)
         task.add_done_callback(self._farewells.discard)
 
-    async def _connect(self) -> Wired:
+    async def _connect(self, url: URL) -> Wired:
         async with asyncio.timeout(self._timeout):
-            return await connect(self._url, self._make)
+            return await connect(url, self._make)
 
     async def _keep(self) -> None:
         pauses = growing_pauses()
