@@ -16,7 +16,7 @@ from rich.console import Console
 from servers import PostgresServer, RabbitServer
 
 from . import show
-from .report import Report
+from .report import REACHED, Report
 from .run import Running, Wish, run
 
 _SHARES = {"rabbitmq": 0.75, "sqlite": 0.25}
@@ -79,7 +79,7 @@ def main() -> None:
             only=options.only,
             keep=keep,
             quiet=max(10.0, min(30.0, seconds / 4)),
-            judge_branches=broker == "rabbitmq",
+            reached=REACHED if broker == "rabbitmq" else 0,
         )
         report = asyncio.run(_run(wish, console))
         reports.append(report)

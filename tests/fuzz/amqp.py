@@ -197,11 +197,16 @@ def _table(raw: bytes) -> dict[str, str | int | float]:
 
 @dataclass(frozen=True)
 class Received:
-    """One received message. `header` is the payload of its header frame."""
+    """One received message. `header` is the payload of its header frame, `tag` the number of its delivery."""
 
     key: str
     header: bytes
     body: bytes
+    tag: int = 0
+
+
+KEEP = "keep"
+"""What a consumer returns for a message that is not acked yet; `Wire.give_back` settles it."""
 
 
 class Closed(Exception):
@@ -216,7 +221,7 @@ class Wire:
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 5672
         self._login = unquote(parts.username or "guest"), unquote(parts.password or "guest")
         self._replies: asyncio.Queue[tuple[int, int, bytes]] = asyncio.Queue()
-        self._consumers: dict[str, Callable[[Received], None]] = {}
+        self._consumers: dict[str, Callable[[Received], str | None]] = {}
         self._content: list[object] = []
         self._sent = 0
         self._open: deque[tuple[int, asyncio.Future[str]]] = deque()
@@ -268,11 +273,23 @@ class Wire:
         self._method(1, 50, 20, b"\0\0" + short(queue) + short(exchange) + short(key) + b"\0" + table({}))
         await self._reply(50, 21)
 
-    async def consume(self, queue: str, tag: str, receive: Callable[[Received], None]) -> None:
-        """Consume `queue` without a limit."""
+    async def consume(
+        self, queue: str, tag: str, receive: Callable[[Received], str | None], priority: int = 0
+    ) -> None:
+        """Consume `queue` without a limit, before the consumers of a lower priority."""
         self._consumers[tag] = receive
-        self._method(1, 60, 20, b"\0\0" + short(queue) + short(tag) + b"\0" + table({}))
+        arguments = table({"x-priority": priority})
+        self._method(1, 60, 20, b"\0\0" + short(queue) + short(tag) + b"\0" + arguments)
         await self._reply(60, 21)
+
+    async def cancel(self, tag: str) -> None:
+        """Consume no longer. Kept messages stay kept."""
+        self._method(1, 60, 30, short(tag) + b"\0")
+        await self._reply(60, 31)
+
+    def give_back(self, tag: int, *, earlier: bool = False) -> None:
+        """Requeue a kept message, or it and all `earlier` ones."""
+        self._method(1, 60, 120, struct.pack(">QB", tag, 2 | earlier))
 
     async def publish(self, exchange: str, letter: Letter) -> asyncio.Future[str]:
         """Send one message; its future becomes `accepted`, `refused`, `returned` or `closed`."""
@@ -353,9 +370,10 @@ class Wire:
         tag = told[1 : 1 + told[0]].decode()
         rest = told[1 + told[0] + 9 :]
         key = rest[1 + rest[0] :]
-        received = Received(key[1 : 1 + key[0]].decode(errors="replace"), header, b"".join(parts))
-        self._consumers[tag](received)
-        self._method(1, 60, 80, told[1 + told[0] : 9 + told[0]] + b"\0")
+        (number,) = struct.unpack_from(">Q", told, 1 + told[0])
+        received = Received(key[1 : 1 + key[0]].decode(errors="replace"), header, b"".join(parts), number)
+        if self._consumers[tag](received) != KEEP:
+            self._method(1, 60, 80, struct.pack(">QB", number, 0))
 
     def _settled(self, tag: int, *, multiple: bool, word: str) -> None:
         for number, told in list(self._open) if not multiple else [each for each in self._open if each[0] <= tag]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from chaos.cast import Answer, Piece, Work, root
+from chaos.cast import Answer, Piece, Work, draw, root
 from meshpoint.agents.function import agent
 from meshpoint.agents.peer import Peer
 from meshpoint.model.context import TaskExecutionContext
@@ -60,4 +60,24 @@ async def sleeper(ctx: TaskExecutionContext, milliseconds: int) -> str:
     return "rested"
 
 
-__all__ = ["asker", "doubter", "light", "root", "sleeper", "spark"]
+@agent("solo", version="1", exclusive=True)
+async def solo(ctx: TaskExecutionContext, milliseconds: int) -> str:
+    """Does what `diary` does, with no other of its operations resumed meanwhile."""
+    return await _recorded(ctx, milliseconds)
+
+
+@agent("diary", version="1")
+async def diary(ctx: TaskExecutionContext, milliseconds: int) -> str:
+    """Records a subtask, then runs for a while, or fails."""
+    return await _recorded(ctx, milliseconds)
+
+
+async def _recorded(ctx: TaskExecutionContext, milliseconds: int) -> str:
+    await ctx.subtask("draw", draw)
+    if milliseconds < 0:
+        raise ValueError("no time")
+    await asyncio.sleep(min(milliseconds, 3000) / 1000)
+    return "written"
+
+
+__all__ = ["asker", "diary", "doubter", "light", "root", "sleeper", "solo", "spark"]

@@ -11,6 +11,8 @@ DURABLE = {
     "leaf": "chaos.cast:leaf",
     "asker": "fuzz.cast:asker",
     "sleeper": "fuzz.cast:sleeper",
+    "solo": "fuzz.cast:solo",
+    "diary": "fuzz.cast:diary",
 }
 IN_PROCESS = {"light": "fuzz.cast:light", "spark": "fuzz.cast:spark", "doubter": "fuzz.cast:doubter"}
 AGENTS = (*DURABLE, *IN_PROCESS)
@@ -20,13 +22,16 @@ HONEST = ("root", "light")
 """Agents that the honest requester asks."""
 LOGIN = "guest"
 """The login of the honest: agents and requester."""
+OPERATOR = "operator"
+"""The login that may cancel and resume any task."""
 LARGEST = 200_000
 """Bytes that a message may have here."""
 
 
 def configuration(namespace: str, broker_url: str, db_url: str) -> dict[str, Any]:
     """The configuration of a replica. Where the broker verifies logins, agents and requester are tied to theirs."""
-    logins = {} if broker_url.startswith("sqlite:") else dict.fromkeys((*AGENTS, "ledger"), LOGIN)
+    verified = not broker_url.startswith("sqlite:")
+    logins = dict.fromkeys((*AGENTS, "ledger"), LOGIN) if verified else {}
     quick = {
         name: value for name, value in QUICK.items() if name not in {"session_service", "stateless_checkpointing"}
     }
@@ -36,6 +41,7 @@ def configuration(namespace: str, broker_url: str, db_url: str) -> dict[str, Any
         "sweep_interval_seconds": 0.5,
         "max_attempts": 5,
         "peer_logins": logins,
+        "operator_logins": [OPERATOR] if verified else [],
     }
     stored = {"stateless_checkpointing": True, "session_service": "sql", "session_db_url": db_url}
     agents: list[dict[str, Any]] = [

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
 from types import TracebackType
 from typing import Self
 
 from servers import RabbitServer
 
-from .amqp import Headers, Letter, Received, Wire, readable
+from .amqp import KEEP, Headers, Letter, Received, Wire, readable
 from .mesh import AGENTS
-from .recipes import CLOSING, EVE, EVIL, FULL, ME, REPLIES, World
+from .recipes import CLOSING, EVE, EVIL, FULL, ME, OPERATOR, REPLIES, World
 from .replica import marks_of
 
 _PASSWORD = "mallory"
+MESH, APART = "mesh", "apart"
+"""Kinds of connections of the mesh: those that stay open, and those for one suspicious message."""
+_NAMED = "client-provided name: meshpoint "
 _UNCONFIRMED = 300
+_WEARING = 5.0
+"""Seconds for the broker to deliver messages often."""
 
 
 class RabbitSide:
@@ -28,6 +34,7 @@ class RabbitSide:
         self._stack = AsyncExitStack()
         self._telling: dict[asyncio.Task[None], None] = {}
         self._url = rabbit.url.replace("guest:guest", f"{ME}:{_PASSWORD}")
+        self.wearing = False  # one at a time
         self.words: Counter[str] = Counter()
         self.refused: set[str] = set()  # marks of messages refused by the broker
         self.dead: set[str] = set()  # marks among the dead letters
@@ -35,13 +42,18 @@ class RabbitSide:
         self.closings: Counter[str] = Counter()  # why the broker closed the fuzzer's connection
 
     async def __aenter__(self) -> Self:
-        for arguments in (("add_user", ME, _PASSWORD), ("set_permissions", ME, ".*", ".*", ".*")):
-            await self._rabbit.control(*arguments)
+        for login in (ME, OPERATOR):
+            await self._rabbit.control("add_user", login, _PASSWORD)
+            await self._rabbit.control("set_permissions", login, ".*", ".*", ".*")
+        operators = self._rabbit.url.replace("guest:guest", f"{OPERATOR}:{_PASSWORD}")
         self._mouth = await self._stack.enter_async_context(Wire(self._url))
+        self._operator = await self._stack.enter_async_context(Wire(operators))
+        self._hands = await self._stack.enter_async_context(Wire(self._rabbit.url))
         self._ears = await self._stack.enter_async_context(Wire(self._rabbit.url))
         await self._listen(self._ears)
         await self._queue(self._mouth, REPLIES, self._on_reply)
-        await self._mouth.bind(f"{self._namespace}.{REPLIES}", self._exchange, f"{EVE}.replies")
+        for name in (EVE, OPERATOR):
+            await self._mouth.bind(f"{self._namespace}.{REPLIES}", self._exchange, f"{name}.replies")
         await self._queue(self._mouth, f"{EVIL}.req", self._on_call)
         await self._queue(self._mouth, f"{EVIL}.resp", lambda _: None)
         full: Headers = {"x-max-length": 1, "x-overflow": "reject-publish"}
@@ -67,9 +79,51 @@ class RabbitSide:
             await self._reopen()
         while len(self._telling) > _UNCONFIRMED:
             await asyncio.wait(list(self._telling), return_when=asyncio.FIRST_COMPLETED)
-        task = asyncio.create_task(self._tell(mark, await self._mouth.publish(self._exchange, letter)))
+        wire = self._operator if letter.properties.get("user_id") == OPERATOR else self._mouth
+        task = asyncio.create_task(self._tell(mark, await wire.publish(self._exchange, letter)))
         self._telling[task] = None
         task.add_done_callback(lambda done: self._telling.pop(done, None))
+
+    async def wear(
+        self, mark: str, recipe: str, letters: Sequence[Letter], times: int, then: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Publish `letters` to one queue of requests, and take and return each more than `times` times.
+
+        Replicas get them after `then`, all at once, as messages that were delivered often.
+        """
+        self.wearing = True
+        last, worn, all_worn = 0, 0, asyncio.Event()
+
+        def receive(received: Received) -> str:
+            nonlocal last, worn
+            found = readable(received.header)
+            count = found[1].get("x-delivery-count", 0) if found else 0
+            own = mark in marks_of(received.header, received.body)
+            if own and not all_worn.is_set() and isinstance(count, int) and count < times:
+                self._hands.give_back(received.tag)
+                return KEEP
+            last, worn = received.tag, worn + own
+            if worn >= len(letters):
+                all_worn.set()
+            return KEEP
+
+        await self._hands.consume(f"{self._namespace}.{letters[0].key}", mark, receive, priority=10)
+        for letter in letters:
+            await self.send(mark, recipe, letter)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_WEARING):
+                await all_worn.wait()
+        await then()
+        await self._hands.cancel(mark)
+        self._hands.give_back(last, earlier=True)
+        self.wearing = False
+
+    def connections(self) -> Counter[str]:
+        """Connections of the mesh so far, by kind. The broker logs their names."""
+        names = [line for line in self._rabbit.log() if _NAMED + self._namespace in line]
+        if not names:
+            raise RuntimeError("the broker's log names no connection of the mesh")
+        return Counter(APART if name.endswith(APART) else MESH for name in names)
 
     async def all_told(self) -> None:
         """Wait until the broker has answered each message."""
@@ -124,7 +178,7 @@ class RabbitSide:
     def _on_call(self, received: Received) -> None:
         letter = letter_of(received)
         if letter is not None and "reply_to" in letter.properties and "x-parent-task-id" in letter.headers:
-            self._world.calls.append(letter)
+            self._world.asked_me(letter)
 
     def _on_reply(self, received: Received) -> None:
         self.replied |= marks_of(received.header, received.body)

@@ -14,7 +14,7 @@ from typing import Any
 from meshpoint.model.ids import new_id
 
 from .amqp import Letter, Raw, Value, table
-from .mesh import AGENTS, DURABLE, IN_PROCESS, LARGEST
+from .mesh import AGENTS, DURABLE, IN_PROCESS, LARGEST, OPERATOR
 
 ME = "mallory"
 EVIL = "evil"
@@ -25,6 +25,37 @@ KINDS = ("request", "response", "status", "cancel", "wake")
 
 FORGED_RESULT = 666
 """The result that forged answers carry."""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """What a second session of the database does meanwhile: it holds the row of a task, or its id.
+
+    A held id is that of a row which the session has written and will roll back.
+    """
+
+    task_id: str
+    seconds: float
+    after: float = 0.0
+    unborn: bool = False
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Messages with one mark, and what happens around them. Each of `later` has its delay in seconds.
+
+    `worn`: how often the broker delivers `letters` before a replica gets them.
+    """
+
+    letters: list[Letter]
+    later: tuple[tuple[float, Letter], ...] = ()
+    worn: int = 0
+    hold: Hold | None = None
+
+    @property
+    def all(self) -> list[Letter]:
+        """Every message, in order."""
+        return [*self.letters, *(letter for _, letter in self.later)]
 
 
 @dataclass
@@ -40,6 +71,13 @@ class World:
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
     mark: str = "fz-0000000"
     napping: str = ""  # a task that runs for a while and has a row
+    quiet: deque[str] = field(default_factory=lambda: deque(maxlen=60))  # tasks whose requester wants no reply
+    quiet_calls: deque[Letter] = field(default_factory=lambda: deque(maxlen=20))
+
+    def asked_me(self, call: Letter) -> None:
+        """Enter a request to the peer that the fuzzer plays."""
+        quiet = call.headers.get("x-parent-task-id") in self.quiet
+        (self.quiet_calls if quiet else self.calls).append(call)
 
     def some(self, kind: str) -> Letter | None:
         """An observed honest message of `kind`."""
@@ -60,7 +98,7 @@ class Cook:
     _lines: list[list[str]] = field(default_factory=lambda: [[], [], []])
     made: int = 0
 
-    def next(self) -> tuple[str, list[Letter]] | None:
+    def next(self) -> tuple[str, Scene] | None:
         """Marked messages and the name of their recipe; None when its recipe has nothing to work with."""
         rank = self.made % 3
         line = self._lines[rank]
@@ -71,10 +109,12 @@ class Cook:
         self.made += 1
         self.world.mark = f"fz-{self.made:07}"
         made = RECIPES[name](self.world)
-        letters = [made] if isinstance(made, Letter) else made
-        for letter in letters or ():
+        if not made:
+            return None
+        scene = made if isinstance(made, Scene) else Scene([made] if isinstance(made, Letter) else made)
+        for letter in scene.all:
             self._remember(letter)
-        return (name, letters) if letters else None
+        return name, scene
 
     def _remember(self, letter: Letter) -> None:
         agent, _, kind = letter.key.partition(".")
@@ -94,7 +134,7 @@ def _rank(name: str) -> int:
     return 2 if name in DEEP else 1 if name in SPECIAL else 0
 
 
-Recipe = Callable[[World], Letter | list[Letter] | None]
+Recipe = Callable[[World], Letter | list[Letter] | Scene | None]
 RECIPES: dict[str, Recipe] = {}
 FORGED: set[str] = set()
 """Recipes that use another sender's name. Only a broker that verifies logins can detect them."""
@@ -102,12 +142,14 @@ SPECIAL: set[str] = set()
 """Recipes written individually rather than generated from a table of values: a third of all messages."""
 DEEP: set[str] = set()
 """Recipes that alone reach certain branches: another third."""
+ON_SERVERS: set[str] = set()
+"""Recipes that need a broker that counts deliveries and knows logins, or a database that locks rows."""
 CLOSING: set[str] = set()
 """Recipes that can make the broker close the connection; sent rarely, on a separate connection."""
 
 
 def recipe(
-    name: str, *, forged: bool = False, closing: bool = False, deep: bool = False
+    name: str, *, forged: bool = False, closing: bool = False, deep: bool = False, servers: bool = False
 ) -> Callable[[Recipe], Recipe]:
     """Enter a recipe under `name`."""
 
@@ -120,6 +162,8 @@ def recipe(
             FORGED.add(name)
         if closing:
             CLOSING.add(name)
+        if servers:
+            ON_SERVERS.add(name)
         return make
 
     return enter
@@ -136,7 +180,7 @@ def an_input(world: World, agent: str) -> Any:
             return {"number": number, "rounds": 1}
         case "leaf" | "spark":
             return {"number": number, "round": 0, "index": 0}
-        case "sleeper":
+        case "sleeper" | "solo" | "diary":
             return world.chance.choice((0, 5, 300, 1500))
         case _:
             return number
@@ -982,6 +1026,26 @@ def _fails(world: World) -> list[Letter]:
     return [failed, resumed, _same(world, failed), resumed]
 
 
+for _turn in range(2):
+
+    @recipe(f"a failed task that is resumed twice in one order, {_turn}", deep=True)
+    def _fails_again(world: World) -> Scene:
+        failed = _now(world, "leaf", "no piece").with_headers({"x-resume": "1"})
+        resumed = _same(world, failed).with_headers({"x-resume": "2"})
+        return Scene([failed], ((0.6, resumed), (0.9, resumed), (1.3, resumed)))
+
+    @recipe(f"a refused request whose reply has to wait, {_turn}", deep=True)
+    def _refused_and_full(world: World) -> Letter:
+        refused = a_request(world, world.chance.choice(("spark", "doubter")), reply_to=FULL)
+        return refused.with_headers({"x-deadline": time.time() - 5})
+
+    @recipe(f"a traceparent, {_turn}", deep=True)
+    def _traced(world: World) -> Letter:
+        return a_request(world).with_headers(
+            {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+        )
+
+
 @recipe("a cancel for an earlier attempt", deep=True)
 def _stale(world: World) -> list[Letter]:
     agent = world.chance.choice(("sleeper", "asker"))
@@ -1004,7 +1068,7 @@ for _turn in range(3):
 
 @recipe("a crowd of naps", deep=True)
 def _crowd(world: World) -> list[Letter]:
-    return [_now(world, "sleeper", 200, task_id=f"{world.mark}-{number}") for number in range(25)]
+    return [_now(world, "sleeper", 400, task_id=f"{world.mark}-{number}") for number in range(40)]
 
 
 @recipe("an id that only a resumed call may have", deep=True)
@@ -1015,7 +1079,9 @@ def _marked_id(world: World) -> Letter:
 @recipe("a status for nobody", deep=True)
 def _unheard(world: World) -> list[Letter]:
     quiet = _now(world, world.chance.choice(("asker", "doubter")), 1).but(reply_to=None)
-    return [quiet, *(a_status(world, call) for call in list(world.calls)[-6:])]
+    world.quiet.append(str(quiet.properties["correlation_id"]))
+    calls = [world.quiet_calls.popleft() for _ in range(len(world.quiet_calls))]
+    return [quiet, *(a_status(world, call) for call in calls), *(a_response(world, call) for call in calls)]
 
 
 @recipe("a flood of news", deep=True)
@@ -1066,8 +1132,176 @@ def _moment(world: World) -> Letter:
     return a_request(world, "asker").with_headers({"x-idle-timeout": 0.5})
 
 
+# Messages of operators.
+
+
+def _by_operator(world: World, letter: Letter) -> Letter:
+    return _same(world, letter, app_id=OPERATOR, user_id=OPERATOR, reply_to=f"{OPERATOR}.replies")
+
+
+for _age in (0, 1, 12):
+    for _agent in ("leaf", "sleeper", "asker"):
+
+        @recipe(f"operator: request again, {_agent}, {_age} back", deep=True, servers=True)
+        def _operator_again(world: World, agent: str = _agent, back: int = _age) -> Letter | None:
+            letter = _asked(world, agent, back=back)
+            return letter and _by_operator(world, letter)
+
+        @recipe(f"operator: request resumed, {_agent}, {_age} back", deep=True, servers=True)
+        def _operator_resumed(world: World, agent: str = _agent, back: int = _age) -> Letter | None:
+            letter = _asked(world, agent, back=back)
+            return letter and _by_operator(world, letter).with_headers({"x-resume": "7"})
+
+    @recipe(f"operator: cancel, {_age} back", deep=True, servers=True)
+    def _operator_cancel(world: World, back: int = _age) -> Letter | None:
+        agent = world.chance.choice(("sleeper", "asker", "doubter", "leaf"))
+        letter = _asked(world, agent, back=back)
+        if letter is None:
+            return None
+        return a_cancel(world, agent, str(letter.properties["correlation_id"]), app_id=OPERATOR, user_id=OPERATOR)
+
+
+for _agent in ("leaf", "diary"):
+
+    @recipe(f"operator: a failed task of {_agent} goes on", deep=True, servers=True)
+    def _operator_revives(world: World, agent: str = _agent) -> Scene:
+        failed = _now(world, agent, "no piece" if agent == "leaf" else -1)
+        resumed = _by_operator(world, failed).with_headers({"x-resume": "2"})
+        return Scene([failed], ((0.7, resumed), (1.2, resumed), (2.0, resumed)))
+
+
+@recipe("operator: a nap that goes on as it is", deep=True, servers=True)
+def _operator_resumes_nap(world: World) -> Scene:
+    nap = _now(world, "sleeper", 1500).with_headers({"x-resume": "1"})
+    return Scene([nap], ((0.5, _by_operator(world, nap).with_headers({"x-resume": "2"})),))
+
+
+@recipe("operator: a completed task, asked again", deep=True, servers=True)
+def _operator_asks_again(world: World) -> Scene:
+    nap = _now(world, "sleeper", 5).with_headers({"x-resume": "1"})
+    return Scene([nap], ((0.7, _by_operator(world, nap)), (1.2, _by_operator(world, nap))))
+
+
+@recipe("operator: a refused request goes on", deep=True, servers=True)
+def _operator_revives_refused(world: World) -> Scene:
+    refused = a_request(world, "leaf", reply_to=f"{ME}.gone").with_headers({"x-deadline": time.time() - 5})
+    resumed = _by_operator(world, refused).without_header("x-deadline").with_headers({"x-resume": "1"})
+    return Scene([refused], ((0.7, resumed), (1.5, resumed)))
+
+
+@recipe("an exclusive agent is resumed at work", deep=True)
+def _exclusive(world: World) -> Scene:
+    work, failed = _now(world, "solo", 3000), _now(world, "solo", -1)
+    resumed = _same(world, failed).with_headers({"x-resume": "1"})
+    return Scene([work, failed], ((0.8, resumed), (1.5, resumed.with_headers({"x-resume": "2"}))))
+
+
+# Requests that the broker delivered before, and rows that a second session holds.
+
+for _turn in range(2):
+
+    @recipe(f"worn requests of a nap, {_turn}", deep=True, servers=True)
+    def _worn(world: World) -> Scene:
+        naps = [_now(world, "sleeper", 300, task_id=f"{world.mark}-w{number}") for number in range(28)]
+        return Scene(naps, worn=1)
+
+    @recipe(f"a worn request without a database, {_turn}", deep=True, servers=True)
+    def _worn_out(world: World) -> Scene:
+        return Scene([a_request(world, "spark")], worn=6)
+
+    @recipe(f"worn copies of one request, {_turn}", deep=True, servers=True)
+    def _worn_copies(world: World) -> Scene:
+        nap = _now(world, "sleeper", 5)
+        copies = [nap, _same(world, nap), _same(world, nap), _same(world, nap)]
+        return Scene(copies, worn=1, hold=_unborn(nap))
+
+    @recipe(f"worn copies of two requesters, {_turn}", deep=True, servers=True)
+    def _worn_strangers(world: World) -> Scene:
+        nap = _now(world, "sleeper", 5)
+        other = _same(world, nap, app_id=EVE, reply_to=f"{EVE}.replies")
+        return Scene([nap, other, nap, other], worn=1, hold=_unborn(nap))
+
+    @recipe(f"resumed requests at once, {_turn}", deep=True, servers=True)
+    def _resumed_at_once(world: World) -> Scene:
+        nap = _now(world, "sleeper", 5)
+        copies = [_same(world, nap).with_headers({"x-resume": order}) for order in ("1", "2", "1", "2")]
+        return Scene(copies, hold=_unborn(nap))
+
+    @recipe(f"a cancel before the resumed request, {_turn}", deep=True, servers=True)
+    def _cancel_just_before(world: World) -> Scene:
+        nap = _now(world, "sleeper", 5).with_headers({"x-resume": "1"})
+        cancel = a_cancel(world, "sleeper", str(nap.properties["correlation_id"]))
+        return Scene([cancel, cancel], ((0.15, nap), (0.15, nap)), hold=_unborn(nap))
+
+    @recipe(f"a request resumed as it begins, {_turn}", deep=True, servers=True)
+    def _as_it_begins(world: World) -> Scene:
+        work = _now(world, "diary", 5)
+        resumed = _same(world, work).with_headers({"x-resume": "1"})
+        return Scene([work], ((0.15, resumed), (0.16, resumed), (0.17, resumed)), hold=_unborn(work))
+
+    @recipe(f"a copy while the reply is on its way, {_turn}", deep=True, servers=True)
+    def _while_settling(world: World) -> Scene:
+        nap = _now(world, "sleeper", 500).with_headers({"x-resume": "1"})
+        copy = _same(world, nap)
+        hold = Hold(str(nap.properties["correlation_id"]), 1.0, after=0.3)
+        later = tuple((seconds, copy) for seconds in (0.1, 0.2, 0.8, 0.85, 0.95, 1.05))
+        return Scene([nap], later, hold=hold)
+
+    @recipe(f"a response for a held task, {_turn}", deep=True, servers=True)
+    def _held_response(world: World) -> Scene | None:
+        call = _durable_call(world)
+        if call is None:
+            return None
+        return Scene([a_response(world, call)], hold=Hold(str(call.headers["x-parent-task-id"]), 3.0))
+
+    @recipe(f"a cancel of a held task, {_turn}", deep=True, servers=True)
+    def _held_cancel(world: World) -> Scene | None:
+        call = _durable_call(world)
+        if call is None:
+            return None
+        task_id = str(call.headers["x-parent-task-id"])
+        return Scene([a_cancel(world, "asker", task_id)], hold=Hold(task_id, 3.0))
+
+
+def _unborn(letter: Letter) -> Hold:
+    return Hold(str(letter.properties["correlation_id"]), 0.5, unborn=True)
+
+
+def _durable_call(world: World) -> Letter | None:
+    for call in world.calls:
+        if call.properties.get("app_id") == "asker":
+            world.calls.remove(call)
+            return call
+    return None
+
+
 for _what in ("request: another id in the body", "request: body over the limit", "peer: a status that ends",
               "peer: not final", "peer: of another sender", "peer: without a parent", "request: deadline past",
               "peer: unreadable", "peer: a status without a parent", "own cancel before the request",
               "cancel of what is not asked yet", "request after its cancel"):  # fmt: skip
     DEEP.add(_what)
+
+_OFTEN = (
+    "a call depth of 1.5",
+    "a crowd of naps",
+    "a failed task that is resumed",
+    "a flood of news",
+    "a refusal of another request",
+    "a status for nobody",
+    "an exclusive agent is resumed at work",
+    "an id that only a resumed call may have",
+    "operator: a failed task of diary goes on",
+    "own cancel of what runs",
+    "peer: a status that ends",
+    "peer: of another sender",
+    "request: another id in the body",
+)
+"""Recipes that alone reach certain branches, and not each time."""
+
+for _what in _OFTEN:
+    for _turn in range(2):
+        _again_ = f"{_what}, once more {_turn}"
+        RECIPES[_again_] = RECIPES[_what]
+        DEEP.add(_again_)
+        if _what in ON_SERVERS:
+            ON_SERVERS.add(_again_)

@@ -12,7 +12,7 @@ from chaos import tally
 from chaos.ledger import Ledger
 
 from .branches import Branch, branches
-from .excluded import reason_to_exclude
+from .excluded import is_a_matter_of_time, reason_never, reason_to_exclude
 from .replica import SETTLED
 
 REACHED = 20
@@ -21,8 +21,6 @@ SLOWER = 5.0
 """Maximum ratio of the honest p99 under fuzz to the quiet p99."""
 GROWN = 20.0
 """Maximum growth of a replica, in MB."""
-REOPENED = 1000
-"""Minimum messages per further connection: a replica tries a suspicious message on a connection of its own."""
 PER_MINUTE = 5000
 _OUTCOMES = {
     "segment",
@@ -40,7 +38,11 @@ _OUTCOMES = {
 
 @dataclass
 class Report:
-    """The result, written as JSON and shown as a table. `demands` are the conditions checked."""
+    """The result, written as JSON and shown as a table.
+
+    `reconnects` are connections that replicas opened again, `probes` those that they opened to try suspicious
+    messages on.
+    """
 
     broker: str
     seed: int
@@ -56,6 +58,7 @@ class Report:
     fell: int
     bad_drains: int
     reconnects: int
+    probes: int
     p99_quiet: float
     p99_fuzz: float
     slower: float
@@ -64,8 +67,10 @@ class Report:
     accounts: dict[str, int]
     closings: dict[str, int]
     unaccounted: list[str]
+    rows_held: int
     branches: int
     unreached: list[str]
+    defects: list[str]
     excluded: dict[str, str]
     honest: list[str] = field(default_factory=list)  # requests that something is wrong with
     faults: list[str] = field(default_factory=list)
@@ -110,8 +115,21 @@ def account(sent: Mapping[str, str], folder: Path, refused: set[str], dead: set[
     return Accounts(by, missing)
 
 
-def unreached(folder: Path) -> tuple[int, list[str], dict[str, str]]:
-    """The number of branches, the ones not reached often enough, and the unreachable ones."""
+@dataclass
+class Reached:
+    """The number of branches; those reached too seldom; those of defects that were reached; the unreachable ones."""
+
+    count: int
+    few: list[str]
+    defects: list[str]
+    excluded: dict[str, str]
+
+
+def reached(folder: Path, often: int, *, by_the_clock: bool) -> Reached:
+    """Judge how often each branch was reached, which is to be at least `often`.
+
+    Without `by_the_clock`, those that are a matter of time are not judged.
+    """
     counts: Counter[tuple[str, int]] = Counter()
     for path in folder.glob("*.branches"):
         for module, line, count in json.loads(path.read_text()):
@@ -119,11 +137,16 @@ def unreached(folder: Path) -> tuple[int, list[str], dict[str, str]]:
     every = branches()
     excluded = {branch.name: reason for branch in every if (reason := reason_to_exclude(branch))}
 
-    def missed(branch: Branch) -> bool:
-        return branch.name not in excluded and counts[branch.module, branch.line] < REACHED
+    def shown(branch: Branch) -> str:
+        return f"{branch.name} ({counts[branch.module, branch.line]})"
 
-    few = [f"{branch.name} ({counts[branch.module, branch.line]})" for branch in every if missed(branch)]
-    return len(every), few, excluded
+    forbidden = [branch for branch in every if reason_never(branch)]
+    judged = [branch for branch in every if branch.name not in excluded and branch not in forbidden]
+    if not by_the_clock:
+        judged = [branch for branch in judged if not is_a_matter_of_time(branch)]
+    few = [shown(branch) for branch in judged if counts[branch.module, branch.line] < often]
+    defects = [shown(branch) for branch in forbidden if counts[branch.module, branch.line]]
+    return Reached(len(every), few, defects, excluded)
 
 
 def p99(ledger: Ledger, start: float, end: float) -> float:
@@ -150,9 +173,10 @@ def judge(report: Report, *, by_the_clock: bool) -> None:
         "honest outcomes duplicated": report.duplicated,
         "replicas that fell": report.fell,
         "drains that failed": report.bad_drains,
-        "connections opened again": report.reconnects if report.reconnects > report.messages / REOPENED else 0,
+        "connections opened again": report.reconnects,
         "bad messages unaccounted for": len(report.unaccounted),
-        f"branches reached less than {REACHED} times": len(report.unreached),
+        "branches reached too seldom": len(report.unreached),
+        "branches of defects reached": len(report.defects),
     }
     report.faults = [f"{count} {what}" for what, count in zero.items() if count]
     if report.grown > GROWN:

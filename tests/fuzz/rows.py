@@ -97,6 +97,10 @@ class RowSide:
             self.refused.add(mark)
         await asyncio.sleep(0)
 
+    def connections(self) -> Counter[str]:
+        """None: a file has no connections."""
+        return Counter()
+
     async def all_told(self) -> None:
         """Nothing is in flight here."""
 
@@ -188,7 +192,7 @@ class RowSide:
             if ".private." in reply_to and reply_to not in self._world.privates:
                 self._world.privates.append(reply_to)
         elif "reply_to" in properties and "x-parent-task-id" in headers:
-            self._world.calls.append(letter)
+            self._world.asked_me(letter)
 
     def _delete(self, id_: int) -> None:
         for table in ("content", "message"):

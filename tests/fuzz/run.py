@@ -9,11 +9,12 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -28,12 +29,14 @@ from meshpoint.settings import MeshSettings
 from servers import PostgresServer, RabbitServer, own_database
 
 from . import report as reports
+from .amqp import Letter
 from .mesh import HONEST, IN_PROCESS, LOGIN, configuration
-from .rabbit import RabbitSide
-from .recipes import EVIL, FORGED, FORGED_RESULT, ME, RECIPES, Cook, World, a_request
+from .rabbit import APART, MESH, RabbitSide
+from .recipes import EVIL, FORGED, FORGED_RESULT, ME, ON_SERVERS, RECIPES, Cook, Hold, Scene, World, a_request
 from .replica import main
 from .report import Report
 from .rows import ROWS, RowSide
+from .second_session import SecondSession
 
 _CALLS = 12
 """Target number of open calls to the lying peer."""
@@ -45,7 +48,10 @@ _MB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The parameters of a run. `by_the_clock`: rates and latencies are checked too."""
+    """The parameters of a run. `by_the_clock`: rates and latencies are checked too.
+
+    `reached`: required hits of each judged branch.
+    """
 
     seed: int
     seconds: float
@@ -55,7 +61,7 @@ class Wish:
     quiet: float = 10.0  # seconds of honest traffic alone, before
     patience: float = 120.0  # seconds for the last answers, and for the queues to be empty
     by_the_clock: bool = True
-    judge_branches: bool = True
+    reached: int = reports.REACHED
     only: str = ""  # recipes whose names contain this
     keep: Path | None = None
 
@@ -124,8 +130,11 @@ async def _run(wish: Wish, rabbit: RabbitServer | None, db_url: str, folder: Pat
         if watch is not None:
             watch(running)
         side: Side = RabbitSide(rabbit, namespace, world) if rabbit else RowSide(str(queue), namespace, world)
-        async with side:
-            fuzz = Fuzz(wish, running, side, world)
+        sessions: AbstractAsyncContextManager[SecondSession | None] = (
+            SecondSession(db_url) if rabbit else nullcontext()
+        )
+        async with side, sessions as session:
+            fuzz = Fuzz(wish, running, side, world, session)
             await fuzz.run(stream)
             running.phase = "last answers"
             await stream.all_answered(wish.patience)
@@ -141,13 +150,14 @@ async def _run(wish: Wish, rabbit: RabbitServer | None, db_url: str, folder: Pat
 class Fuzz:
     """Sends what the recipes make, next to the honest stream, and measures."""
 
-    def __init__(self, wish: Wish, running: Running, side: Side, world: World) -> None:
-        self._wish, self._running, self._side, self._world = wish, running, side, world
-        usable = [name for name in RECIPES if isinstance(side, RowSide) or name not in ROWS]
-        usable = [name for name in usable if isinstance(side, RabbitSide) or name not in FORGED]
+    def __init__(self, wish: Wish, running: Running, side: Side, world: World, session: SecondSession | None) -> None:
+        self._wish, self._running, self._side, self._world, self._session = wish, running, side, world, session
+        unusable = ROWS.keys() if isinstance(side, RabbitSide) else FORGED | ON_SERVERS
+        usable = [name for name in RECIPES if name not in unusable]
+        self._spawned: set[asyncio.Task[None]] = set()
         self._cook = Cook(world, [name for name in usable if wish.only in name])
         self._memory: dict[str, list[float]] = {}
-        self._connections: dict[str, int] = {}
+        self._connections: Counter[str] = Counter()
         self._times: dict[str, float] = {}
         self._messages = 0
 
@@ -161,11 +171,12 @@ class Fuzz:
         running.phase = "fuzz"
         for post in running.crew.posts:
             post.signal(signal.SIGUSR1)
-        self._connections = self._opened()
+        self._connections = self._side.connections()
         await self._send(wish.seconds / 4)
         self.measure()
         await self._send(wish.seconds * 3 / 4)
         self._times["end"] = time.time()
+        await asyncio.gather(*self._spawned)
         await self._side.all_told()
         await self._side.open_full()
         await honest
@@ -185,21 +196,38 @@ class Fuzz:
             made = None
         if made is None:  # the recipe has no material: wait for more calls to answer
             letter = a_request(self._world, self._world.chance.choice(("asker", "doubter")))
-            made = ("request: to ask the liar", [letter])
-        name, letters = made
-        if not letters[0].key.startswith(ELSEWHERE):  # for the honest requester, or for the fuzzer itself
-            self._running.sent[self._world.mark] = name
-        for letter in letters:
-            try:
-                await self._side.send(self._world.mark, name, letter)
-            except (OSError, UnicodeError) as error:
-                raise RuntimeError(f"{name}: {error!r}") from error
-        self._messages += len(letters)
-        return len(letters)
+            made = ("request: to ask the liar", Scene([letter]))
+        name, scene = made
+        mark = self._world.mark
+        if not scene.letters[0].key.startswith(ELSEWHERE):  # for the honest requester, or for the fuzzer itself
+            self._running.sent[mark] = name
+        for delay, letter in scene.later:
+            self._spawn(self._send_later(mark, name, letter, delay))
+        try:
+            hold = partial(self._hold, scene.hold)
+            if scene.worn and isinstance(self._side, RabbitSide) and not self._side.wearing:
+                self._spawn(self._side.wear(mark, name, scene.letters, scene.worn, hold))
+            else:
+                await hold()
+                for letter in scene.letters:
+                    await self._side.send(mark, name, letter)
+        except (OSError, UnicodeError) as error:
+            raise RuntimeError(f"{name}: {error!r}") from error
+        self._messages += len(scene.all)
+        return len(scene.all)
 
-    def _opened(self) -> dict[str, int]:
-        """Connections to the broker so far. Those to the database grow with its pool."""
-        return {f"replica {post.number}": post.broker.connections for post in self._running.crew.posts}
+    async def _hold(self, hold: Hold | None) -> None:
+        if hold is not None and self._session is not None:
+            await self._session.hold(hold)
+
+    def _spawn(self, step: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(step)
+        self._spawned.add(task)
+        task.add_done_callback(self._spawned.discard)
+
+    async def _send_later(self, mark: str, name: str, letter: Letter, delay: float) -> None:
+        await asyncio.sleep(delay)
+        await self._side.send(mark, name, letter)
 
     def measure(self) -> None:
         """Note the memory of each replica, in MB."""
@@ -230,13 +258,12 @@ class Fuzz:
                     each for each in entry.answers if getattr(each.outcome, "value", None) != FORGED_RESULT
                 ]
         accounts = self._account(folder)
-        count, few, excluded = reports.unreached(folder)
-        few = few if wish.judge_branches and not wish.only else []
+        reached = reports.reached(folder, 0 if wish.only else wish.reached, by_the_clock=wish.by_the_clock)
         exits: Counter[str] = crew.exits
         quiet = reports.p99(ledger, self._times["quiet"] + wish.quiet / 4, self._times["fuzz"])
         fuzzed = reports.p99(ledger, self._times["fuzz"], self._times["end"])
         spent = self._times["end"] - self._times["fuzz"]
-        opened = self._opened()
+        opened = self._side.connections() - self._connections
         # Without a database, a copy of a request may also run in another replica.
         in_process = {id_ for id_, entry in ledger.entries.items() if entry.agent in IN_PROCESS}
         grown = max((used[-1] - used[0] for used in self._memory.values()), default=0.0)
@@ -254,7 +281,8 @@ class Fuzz:
             duplicated=len(ledger.duplicated(in_process)),
             fell=exits["fell"] + exits["did not start"],
             bad_drains=sum(number for kind, number in exits.items() if kind.startswith("drain ended")),
-            reconnects=sum(opened[name] - before for name, before in self._connections.items()),
+            reconnects=opened[MESH],
+            probes=opened[APART],
             p99_quiet=quiet,
             p99_fuzz=fuzzed,
             slower=round(fuzzed / quiet, 2) if quiet else 0.0,
@@ -263,9 +291,11 @@ class Fuzz:
             accounts=dict(accounts.by),
             closings=dict(self._side.closings),
             unaccounted=accounts.missing,
-            branches=count,
-            unreached=few,
-            excluded=excluded,
+            rows_held=self._session.held if self._session else 0,
+            branches=reached.count,
+            unreached=reached.few,
+            defects=reached.defects,
+            excluded=reached.excluded,
         )
         found.honest = [
             f"{entry.agent} {entry.task_id}: " + " | ".join(str(answer.outcome)[:300] for answer in entry.answers)

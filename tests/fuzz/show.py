@@ -50,6 +50,8 @@ def table(report: Report) -> Table:
     for name in ("lost", "wrong", "duplicated", "fell", "bad_drains", "reconnects"):
         count = getattr(report, name)
         shown.add_row(name.replace("_", " "), str(count), style="bold red" if count else "bold green")
+    shown.add_row("connections to try suspicious messages", str(report.probes))
+    shown.add_row("rows held by a second session", str(report.rows_held))
     shown.add_section()
     shown.add_row("honest p99, quiet and under fuzz", f"{report.p99_quiet:.3f} s, {report.p99_fuzz:.3f} s")
     for name, used in report.memory.items():
@@ -71,6 +73,7 @@ def verdict(report: Report) -> Iterable[str]:
     for title, lines in (
         ("honest", report.honest),
         ("not reached", report.unreached),
+        ("a defect's branch", report.defects),
         ("unaccounted for", report.unaccounted),
     ):
         yield from (f"{title}: {line}" for line in lines[:_SHOWN])
