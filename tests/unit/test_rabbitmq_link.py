@@ -9,6 +9,7 @@ from itertools import repeat
 from typing import Any
 
 import pytest
+from yarl import URL
 
 from meshpoint.adapters.rabbitmq import link as link_module
 from meshpoint.adapters.rabbitmq.link import Link
@@ -40,3 +41,19 @@ async def test_a_long_outage_is_not_logged_at_each_attempt(
     keeping.cancel()
     assert len(caplog.records) == 1
     assert "publishing: unavailable" in caplog.text
+
+
+@pytest.mark.parametrize("given", ["", "?name=mine"])
+async def test_a_connection_for_one_message_says_so_in_its_name(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    names = list[str]()
+
+    async def refused(url: URL, *_: Any) -> Any:
+        names.append(url.query["name"])
+        raise OSError("connection refused")
+
+    monkeypatch.setattr(link_module, "connect", refused)
+    link = Link(f"amqp://guest@localhost/{given}", "publishing", timedelta(seconds=1))
+    for connect in (link.connection, link.apart):
+        with pytest.raises(BrokerUnavailable):
+            await connect()
+    assert names[1] == f"{names[0]} apart"
