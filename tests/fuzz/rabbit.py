@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -17,12 +18,27 @@ from .recipes import CLOSING, EVE, EVIL, FULL, ME, OPERATOR, REPLIES, World
 from .replica import marks_of
 
 _PASSWORD = "mallory"
-MESH, APART = "mesh", "apart"
-"""Kinds of connections of the mesh: those that stay open, and those for one suspicious message."""
+_APART = " apart"
+"""The end of the names of connections for one suspicious message."""
 _NAMED = "client-provided name: meshpoint "
+_CLOSED = "closing AMQP connection"
 _UNCONFIRMED = 300
 _WEARING = 5.0
 """Seconds for the broker to deliver messages often."""
+
+
+@dataclass(frozen=True)
+class Connections:
+    """The broker's lines about connections that stay open and about lost ones, and how many were for one message."""
+
+    opened: list[str] = field(default_factory=list)
+    apart: int = 0
+    closed: list[str] = field(default_factory=list)
+
+    def since(self, earlier: Connections) -> Connections:
+        """Those that are new."""
+        opened, closed = self.opened[len(earlier.opened) :], self.closed[len(earlier.closed) :]
+        return Connections(opened, self.apart - earlier.apart, closed)
 
 
 class RabbitSide:
@@ -118,12 +134,15 @@ class RabbitSide:
         self._hands.give_back(last, earlier=True)
         self.wearing = False
 
-    def connections(self) -> Counter[str]:
-        """Connections of the mesh so far, by kind. The broker logs their names."""
-        names = [line for line in self._rabbit.log() if _NAMED + self._namespace in line]
+    def connections(self) -> Connections:
+        """Connections of the mesh so far. The broker logs their names, and why it closed others than by request."""
+        log = self._rabbit.log()
+        names = [line for line in log if _NAMED + self._namespace in line]
         if not names:
             raise RuntimeError("the broker's log names no connection of the mesh")
-        return Counter(APART if name.endswith(APART) else MESH for name in names)
+        stay = [name for name in names if not name.endswith(_APART)]
+        closed = ["\n".join(log[at : at + 2]) for at, line in enumerate(log) if _CLOSED in line and "guest" in line]
+        return Connections(stay, len(names) - len(stay), closed)
 
     async def all_told(self) -> None:
         """Wait until the broker has answered each message."""

@@ -41,7 +41,7 @@ class Report:
     """The result, written as JSON and shown as a table.
 
     `reconnects` are connections that replicas opened again, `probes` those that they opened to try suspicious
-    messages on.
+    messages on. `connections` are the broker's words on connections that were opened again or lost.
     """
 
     broker: str
@@ -59,6 +59,7 @@ class Report:
     bad_drains: int
     reconnects: int
     probes: int
+    connections: list[str]
     p99_quiet: float
     p99_fuzz: float
     slower: float

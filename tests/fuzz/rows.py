@@ -14,6 +14,7 @@ from meshpoint.adapters.sqlite_queue.content import COLUMNS
 
 from .amqp import Letter
 from .mesh import AGENTS
+from .rabbit import Connections
 from .recipes import EVIL, FULL, ME, REPLIES, World, recipe, valid
 from .replica import marks_of
 
@@ -97,9 +98,9 @@ class RowSide:
             self.refused.add(mark)
         await asyncio.sleep(0)
 
-    def connections(self) -> Counter[str]:
+    def connections(self) -> Connections:
         """None: a file has no connections."""
-        return Counter()
+        return Connections()
 
     async def all_told(self) -> None:
         """Nothing is in flight here."""

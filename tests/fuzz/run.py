@@ -31,7 +31,7 @@ from servers import PostgresServer, RabbitServer, own_database
 from . import report as reports
 from .amqp import Letter
 from .mesh import HONEST, IN_PROCESS, LOGIN, configuration
-from .rabbit import APART, MESH, RabbitSide
+from .rabbit import Connections, RabbitSide
 from .recipes import EVIL, FORGED, FORGED_RESULT, ME, ON_SERVERS, RECIPES, Cook, Hold, Scene, World, a_request
 from .replica import main
 from .report import Report
@@ -157,7 +157,7 @@ class Fuzz:
         self._spawned: set[asyncio.Task[None]] = set()
         self._cook = Cook(world, [name for name in usable if wish.only in name])
         self._memory: dict[str, list[float]] = {}
-        self._connections: Counter[str] = Counter()
+        self._connections = Connections()
         self._times: dict[str, float] = {}
         self._messages = 0
 
@@ -263,7 +263,7 @@ class Fuzz:
         quiet = reports.p99(ledger, self._times["quiet"] + wish.quiet / 4, self._times["fuzz"])
         fuzzed = reports.p99(ledger, self._times["fuzz"], self._times["end"])
         spent = self._times["end"] - self._times["fuzz"]
-        opened = self._side.connections() - self._connections
+        connections = self._side.connections().since(self._connections)
         # Without a database, a copy of a request may also run in another replica.
         in_process = {id_ for id_, entry in ledger.entries.items() if entry.agent in IN_PROCESS}
         grown = max((used[-1] - used[0] for used in self._memory.values()), default=0.0)
@@ -281,8 +281,9 @@ class Fuzz:
             duplicated=len(ledger.duplicated(in_process)),
             fell=exits["fell"] + exits["did not start"],
             bad_drains=sum(number for kind, number in exits.items() if kind.startswith("drain ended")),
-            reconnects=opened[MESH],
-            probes=opened[APART],
+            reconnects=len(connections.opened),
+            probes=connections.apart,
+            connections=[*connections.opened, *connections.closed],
             p99_quiet=quiet,
             p99_fuzz=fuzzed,
             slower=round(fuzzed / quiet, 2) if quiet else 0.0,

@@ -72,6 +72,7 @@ def verdict(report: Report) -> Iterable[str]:
         yield f"the broker closed the fuzzer's connection {count} times: {why}"
     for title, lines in (
         ("honest", report.honest),
+        ("connection", report.connections),
         ("not reached", report.unreached),
         ("a defect's branch", report.defects),
         ("unaccounted for", report.unaccounted),
