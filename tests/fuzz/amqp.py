@@ -287,9 +287,9 @@ class Wire:
         self._method(1, 60, 30, short(tag) + b"\0")
         await self._reply(60, 31)
 
-    def give_back(self, tag: int, *, earlier: bool = False) -> None:
-        """Requeue a kept message, or it and all `earlier` ones."""
-        self._method(1, 60, 120, struct.pack(">QB", tag, 2 | earlier))
+    def give_back(self, tag: int) -> None:
+        """Requeue a kept message."""
+        self._method(1, 60, 120, struct.pack(">QB", tag, 2))
 
     async def publish(self, exchange: str, letter: Letter) -> asyncio.Future[str]:
         """Send one message; its future becomes `accepted`, `refused`, `returned` or `closed`."""

@@ -7,6 +7,7 @@ from .branches import Branch
 _DEFECT = "only a defect"
 _AWAY = "only while the database or the broker is unavailable"
 _BETWEEN = "only if the row is changed or removed between two statements"
+_SLOT = "only if a resumed task takes the slot meanwhile: as many requests are read as there are slots"
 _BY_THE_ADAPTER = "the adapters refuse a message without it"
 _REFUSED_BEFORE = "refused before, by `Letters._refusal`"
 
@@ -30,6 +31,7 @@ _BRANCHES = {
     ("lifecycle.refuse", "bury", "except ConfigurationError"): "only while no dead-letter queue can be declared",
     ("worker.letters", "on_letters", "raise"): _AWAY,
     ("worker.requests", "on_requests", "raise"): _AWAY,
+    ("worker.requests", "_write_redelivered", "if isinstance(result, Begun): self"): _SLOT,
     ("worker.requests", "_again", "not home.durable"): "the process that holds the task sees it before",
     ("worker.requests", "_revive", "case NotRevived(detail=detail): await self._come_again"): _BETWEEN,
     ("worker.requests", "_revive", "case NotRevived(detail=detail): await self._refuse_in_use"): _BETWEEN,

@@ -21,7 +21,6 @@ _PASSWORD = "mallory"
 _APART = " apart"
 """The end of the names of connections for one suspicious message."""
 _NAMED = "client-provided name: meshpoint "
-_CLOSED = "closing AMQP connection"
 _UNCONFIRMED = 300
 _WEARING = 5.0
 """Seconds for the broker to deliver messages often."""
@@ -50,7 +49,7 @@ class RabbitSide:
         self._stack = AsyncExitStack()
         self._telling: dict[asyncio.Task[None], None] = {}
         self._url = rabbit.url.replace("guest:guest", f"{ME}:{_PASSWORD}")
-        self.wearing = False  # one at a time
+        self.wearing: set[str] = set()  # queues, one group of letters at a time for each
         self.words: Counter[str] = Counter()
         self.refused: set[str] = set()  # marks of messages refused by the broker
         self.dead: set[str] = set()  # marks among the dead letters
@@ -107,23 +106,25 @@ class RabbitSide:
 
         Replicas get them after `then`, all at once, as messages that were delivered often.
         """
-        self.wearing = True
-        last, worn, all_worn = 0, 0, asyncio.Event()
+        key = letters[0].key
+        self.wearing.add(key)
+        kept, worn, all_worn = list[int](), 0, asyncio.Event()
 
         def receive(received: Received) -> str:
-            nonlocal last, worn
+            nonlocal worn
             found = readable(received.header)
             count = found[1].get("x-delivery-count", 0) if found else 0
             own = mark in marks_of(received.header, received.body)
             if own and not all_worn.is_set() and isinstance(count, int) and count < times:
                 self._hands.give_back(received.tag)
                 return KEEP
-            last, worn = received.tag, worn + own
+            kept.append(received.tag)
+            worn += own
             if worn >= len(letters):
                 all_worn.set()
             return KEEP
 
-        await self._hands.consume(f"{self._namespace}.{letters[0].key}", mark, receive, priority=10)
+        await self._hands.consume(f"{self._namespace}.{key}", mark, receive, priority=10)
         for letter in letters:
             await self.send(mark, recipe, letter)
         with suppress(TimeoutError):
@@ -131,8 +132,9 @@ class RabbitSide:
                 await all_worn.wait()
         await then()
         await self._hands.cancel(mark)
-        self._hands.give_back(last, earlier=True)
-        self.wearing = False
+        for tag in kept:
+            self._hands.give_back(tag)
+        self.wearing.discard(key)
 
     def connections(self) -> Connections:
         """Connections of the mesh so far. The broker logs their names, and why it closed others than by request."""
@@ -141,7 +143,7 @@ class RabbitSide:
         if not names:
             raise RuntimeError("the broker's log names no connection of the mesh")
         stay = [name for name in names if not name.endswith(_APART)]
-        closed = ["\n".join(log[at : at + 2]) for at, line in enumerate(log) if _CLOSED in line and "guest" in line]
+        closed = ["\n".join(log[at : at + 2]) for at, line in enumerate(log) if _is_lost(line)]
         return Connections(stay, len(names) - len(stay), closed)
 
     async def all_told(self) -> None:
@@ -182,6 +184,9 @@ class RabbitSide:
             for suffix in ("req", "nested", "resp"):
                 await ears.bind(tap, self._exchange, f"{agent}.{suffix}")
             await ears.consume(f"{self._namespace}.{agent}.dlq", f"dead {agent}", self._on_dead)
+        for name in await self._rabbit.messages():
+            if name.startswith(self._namespace) and ".private." in name:
+                await ears.bind(tap, self._exchange, name.removeprefix(f"{self._namespace}."))
         await ears.consume(tap, "tap", self._on_passing)
 
     def _on_passing(self, received: Received) -> None:
@@ -189,7 +194,7 @@ class RabbitSide:
         if letter is None or marks_of(str(letter.properties.get("message_id", "")).encode(), received.body):
             return
         kind = str(letter.properties.get("type", ""))
-        self._world.seen[kind].append(letter)
+        self._world.passed(kind, letter)
         reply_to = str(letter.properties.get("reply_to", ""))
         if ".private." in reply_to and reply_to not in self._world.privates:
             self._world.privates.append(reply_to)
@@ -204,6 +209,10 @@ class RabbitSide:
 
     def _on_dead(self, received: Received) -> None:
         self.dead |= marks_of(received.header, received.body)
+
+
+def _is_lost(line: str) -> bool:
+    return "closing AMQP connection" in line and "'guest'" in line and "[info]" not in line
 
 
 def letter_of(received: Received) -> Letter | None:

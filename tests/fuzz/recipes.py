@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -23,6 +23,9 @@ FULL = f"{ME}.full"
 KINDS = ("request", "response", "status", "cancel", "wake")
 
 
+ANSWERED = "answered request"
+"""Honest requests that were answered. While no replica has read a request, another one may take its id."""
+_REMEMBERED = 5000
 FORGED_RESULT = 666
 """The result that forged answers carry."""
 
@@ -78,6 +81,19 @@ class World:
         """Enter a request to the peer that the fuzzer plays."""
         quiet = call.headers.get("x-parent-task-id") in self.quiet
         (self.quiet_calls if quiet else self.calls).append(call)
+
+    unanswered: OrderedDict[str, Letter] = field(default_factory=OrderedDict)
+
+    def passed(self, kind: str, letter: Letter) -> None:
+        """Enter an honest message that went by."""
+        self.seen[kind].append(letter)
+        task_id = str(letter.properties.get("correlation_id"))
+        if kind == "request":
+            self.unanswered[task_id] = letter
+            if len(self.unanswered) > _REMEMBERED:
+                self.unanswered.popitem(last=False)
+        elif kind == "response" and (asked := self.unanswered.pop(task_id, None)):
+            self.seen[ANSWERED].append(asked)
 
     def some(self, kind: str) -> Letter | None:
         """An observed honest message of `kind`."""
@@ -872,9 +888,9 @@ _FORGERIES: dict[str, Callable[[World, Letter], Letter]] = {
 }
 
 
-def _replay(kind: str, change: Callable[[World, Letter], Letter]) -> Recipe:
+def _replay(kind: str, change: Callable[[World, Letter], Letter], source: str) -> Recipe:
     def make(world: World) -> Letter | None:
-        letter = world.some(kind)
+        letter = world.some(source)
         return letter and change(world, letter.but(message_id=f"{world.mark}.{kind}", user_id=None))
 
     return make
@@ -882,9 +898,10 @@ def _replay(kind: str, change: Callable[[World, Letter], Letter]) -> Recipe:
 
 for _kind in KINDS[:4]:
     for _what, _alter in _REPLAYS.items():
-        recipe(f"replayed {_kind} {_what}")(_replay(_kind, _alter))
+        _source = ANSWERED if _kind == "request" else _kind
+        recipe(f"replayed {_kind} {_what}")(_replay(_kind, _alter, _source))
     for _what, _alter in _FORGERIES.items():
-        recipe(f"replayed {_kind} {_what}", forged=True)(_replay(_kind, _alter))
+        recipe(f"replayed {_kind} {_what}", forged=True)(_replay(_kind, _alter, _kind))
 
 
 @recipe("request: somebody else's login", closing=True)
@@ -1068,7 +1085,7 @@ for _turn in range(3):
 
 @recipe("a crowd of naps", deep=True)
 def _crowd(world: World) -> list[Letter]:
-    return [_now(world, "sleeper", 400, task_id=f"{world.mark}-{number}") for number in range(40)]
+    return [_now(world, "sleeper", 300, task_id=f"{world.mark}-{number}") for number in range(30)]
 
 
 @recipe("an id that only a resumed call may have", deep=True)
@@ -1198,12 +1215,14 @@ def _exclusive(world: World) -> Scene:
 
 # Requests that the broker delivered before, and rows that a second session holds.
 
-for _turn in range(2):
 
-    @recipe(f"worn requests of a nap, {_turn}", deep=True, servers=True)
-    def _worn(world: World) -> Scene:
-        naps = [_now(world, "sleeper", 300, task_id=f"{world.mark}-w{number}") for number in range(28)]
-        return Scene(naps, worn=1)
+@recipe("a crowd of worn requests", deep=True, servers=True)
+def _worn(world: World) -> Scene:
+    naps = [_now(world, "sleeper", 300, task_id=f"{world.mark}-w{number}") for number in range(28)]
+    return Scene(naps, worn=1)
+
+
+for _turn in range(2):
 
     @recipe(f"a worn request without a database, {_turn}", deep=True, servers=True)
     def _worn_out(world: World) -> Scene:
@@ -1282,12 +1301,14 @@ for _what in ("request: another id in the body", "request: body over the limit",
     DEEP.add(_what)
 
 _OFTEN = (
+    "a cancel before the resumed request, 0",
     "a call depth of 1.5",
-    "a crowd of naps",
     "a failed task that is resumed",
     "a flood of news",
     "a refusal of another request",
+    "a response for a held task, 0",
     "a status for nobody",
+    "a worn request without a database, 0",
     "an exclusive agent is resumed at work",
     "an id that only a resumed call may have",
     "operator: a failed task of diary goes on",
@@ -1295,6 +1316,8 @@ _OFTEN = (
     "peer: a status that ends",
     "peer: of another sender",
     "request: another id in the body",
+    "worn copies of one request, 0",
+    "worn copies of two requesters, 0",
 )
 """Recipes that alone reach certain branches, and not each time."""
 

@@ -175,7 +175,7 @@ class RowSide:
                 self._delete(id_)
             elif address == f"{EVIL}.resp":
                 self._delete(id_)
-            elif not marks:
+            elif not marks and not address.startswith("ledger."):  # a copy would be an answer: there are no logins
                 self._enter(address, row, call=False)
 
     def _enter(self, address: str, row: dict[str, Any], *, call: bool) -> None:
@@ -188,7 +188,7 @@ class RowSide:
         properties = {name: row[name] for name in _TEXTS if isinstance(row[name], str)}
         letter = Letter(address, properties, headers, row["body"])
         if not call:
-            self._world.seen[str(row["type"])].append(letter)
+            self._world.passed(str(row["type"]), letter)
             reply_to = properties.get("reply_to", "")
             if ".private." in reply_to and reply_to not in self._world.privates:
                 self._world.privates.append(reply_to)

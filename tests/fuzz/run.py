@@ -141,6 +141,7 @@ async def _run(wish: Wish, rabbit: RabbitServer | None, db_url: str, folder: Pat
             running.phase = "last messages"
             await fuzz.until_settled(folder, wish.patience)
             fuzz.measure()
+            fuzz.look_at_connections()
         running.phase = "drain"
         await crew.drain()
     running.phase = "verdict"
@@ -205,8 +206,9 @@ class Fuzz:
             self._spawn(self._send_later(mark, name, letter, delay))
         try:
             hold = partial(self._hold, scene.hold)
-            if scene.worn and isinstance(self._side, RabbitSide) and not self._side.wearing:
-                self._spawn(self._side.wear(mark, name, scene.letters, scene.worn, hold))
+            side, key = self._side, scene.letters[0].key
+            if scene.worn and isinstance(side, RabbitSide) and key not in side.wearing:
+                self._spawn(side.wear(mark, name, scene.letters, scene.worn, hold))
             else:
                 await hold()
                 for letter in scene.letters:
@@ -236,6 +238,10 @@ class Fuzz:
                 used = psutil.Process(post.process.pid).memory_info().rss / _MB
                 self._memory.setdefault(f"replica {post.number}", []).append(round(used, 1))
 
+    def look_at_connections(self) -> None:
+        """Note what became of the connections since the fuzz began."""
+        self._connections = self._side.connections().since(self._connections)
+
     async def until_settled(self, folder: Path, limit: float) -> None:
         """Return when each mutated message is accounted for, or `limit` seconds have passed."""
         end = time.time() + limit
@@ -263,7 +269,7 @@ class Fuzz:
         quiet = reports.p99(ledger, self._times["quiet"] + wish.quiet / 4, self._times["fuzz"])
         fuzzed = reports.p99(ledger, self._times["fuzz"], self._times["end"])
         spent = self._times["end"] - self._times["fuzz"]
-        connections = self._side.connections().since(self._connections)
+        connections = self._connections
         # Without a database, a copy of a request may also run in another replica.
         in_process = {id_ for id_, entry in ledger.entries.items() if entry.agent in IN_PROCESS}
         grown = max((used[-1] - used[0] for used in self._memory.values()), default=0.0)
@@ -283,6 +289,7 @@ class Fuzz:
             bad_drains=sum(number for kind, number in exits.items() if kind.startswith("drain ended")),
             reconnects=len(connections.opened),
             probes=connections.apart,
+            lost_connections=len(connections.closed),
             connections=[*connections.opened, *connections.closed],
             p99_quiet=quiet,
             p99_fuzz=fuzzed,
