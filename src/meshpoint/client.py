@@ -16,6 +16,7 @@ from meshpoint.errors import BrokerUnavailable, MeshpointError, PoisonMessage
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody, ResponseBody, parse
 from meshpoint.model.calls import LONGEST
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, agent_name, new_id
+from meshpoint.model.json_values import check_json
 from meshpoint.model.letters import cancel_message, fingerprint
 from meshpoint.model.messages import (
     MOST_SHARDS,
@@ -141,6 +142,7 @@ class Client:
         """Send a request; the future of its reply. `timeout` becomes the task's deadline.
 
         Raises:
+            NotJson: `input_` is not JSON.
             UnknownAgent: nobody ever served `agent` here.
             BrokerUnavailable: the broker did not take the request; sending again with the same `task_id` is safe.
         """
@@ -211,7 +213,12 @@ class Client:
         timeout: timedelta | None = None,
         context_id: str | None = None,
     ) -> Message:
-        """The message that asks for a task, whose reply comes to this client. It is not sent."""
+        """The message that asks for a task, whose reply comes to this client. It is not sent.
+
+        Raises:
+            NotJson: `input_` is not JSON.
+        """
+        input_ = check_json(input_, "input")
         said = A2AMessage(
             message_id=new_id(),
             role="ROLE_USER",

@@ -222,6 +222,15 @@ async def test_a_queue_that_never_was_is_unroutable_at_once(opened: Open) -> Non
     assert await broker.depth(Address("x" * 300)) is None
 
 
+@pytest.mark.parametrize("name", ["stranger.a b", "stranger.\u00e9", "stranger.\0"])
+async def test_a_name_that_the_library_refuses_is_unroutable(opened: Open, name: str) -> None:
+    broker = await opened()
+    assert await broker.publish([(Address(name), a_message()), (REQUESTS, a_message())]) == [
+        Published.UNROUTABLE,
+        GOOD,
+    ]
+
+
 async def test_a_queue_that_is_gone_for_good_is_unroutable_in_the_end(
     opened: Open, operator: aiormq.abc.AbstractChannel, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

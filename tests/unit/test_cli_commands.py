@@ -241,6 +241,32 @@ def test_errors_are_one_line_without_colour_and_an_exit_code(
     assert ended.err == f"error: {line}\n"
 
 
+@pytest.mark.parametrize("command", [["send", "travel"], ["tasks", "show"], ["checkpoints", "show"], ["run"]])
+def test_arguments_that_are_no_text_are_one_line(cli: Cli, mesh: Mesh, command: list[str]) -> None:
+    ended = cli(*command, "\udcff")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err == "error: the command line: '\\udcff' is not UTF-8 text; give every argument in UTF-8\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["tasks", "list", "--config", "mesh.yaml", "--limit", str(2**63)],
+        ["checkpoints", "list", "--db", "sqlite:///tasks.db", "--limit", str(2**63)],
+        ["run", "mesh.yaml", "--replicas", "9" * 400],
+    ],
+)
+def test_numbers_that_nothing_can_hold_are_refused(cli: Cli, mesh: Mesh, command: list[str]) -> None:
+    assert cli(*command).code == 2
+    assert not mesh.seen
+
+
+def test_an_export_to_a_name_that_is_too_long_is_refused_before_the_run(cli: Cli) -> None:
+    ended = cli("exec", "json:loads", "--input", "1", "--export", "x" * 5000)
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert ended.err.endswith("name a file in a folder that is there\n")
+
+
 def test_interrupting_exits_with_130(cli: Cli, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
@@ -289,6 +315,13 @@ def test_input_that_only_starts_as_json_is_refused(cli: Cli, mesh: Mesh, text: s
     assert (ended.code, ended.out, ended.err.count("\n"), "sent" in mesh.seen) == (2, "", 1, False)
     assert ended.err.startswith("error: INPUT: does not parse as JSON: ")
     assert f"{where}; correct it" in ended.err
+
+
+@pytest.mark.parametrize("text", [r'"\ud800"', r'{"\udc00": 1}', "[" * 300 + "]" * 300])
+@pytest.mark.parametrize("command", [["send", "travel"], ["exec", "json:loads", "--input"]])
+def test_input_that_cannot_be_sent_is_refused(cli: Cli, mesh: Mesh, command: list[str], text: str) -> None:
+    ended = cli(*command, text)
+    assert (ended.code, ended.err.count("\n"), "sent" in mesh.seen) == (2, 1, False)
 
 
 @pytest.mark.parametrize(

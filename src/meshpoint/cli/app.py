@@ -11,7 +11,7 @@ import typer
 
 from meshpoint.cli import checkpoints, db, demo, exec, run, send, sessions, sweep, tasks
 from meshpoint.cli.exits import ExitCode, code_of, told
-from meshpoint.errors import MeshpointError
+from meshpoint.errors import ConfigurationError, MeshpointError
 
 app = typer.Typer(
     name="meshpoint",
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Libraries that log an error and raise it would tell it twice. `run` adds a handler of its own.
     logging.getLogger().addHandler(logging.NullHandler())
     try:
+        _check_text(sys.argv[1:] if arguments is None else arguments)
         app(args=arguments)
     except MeshpointError as error:
         from meshpoint.cli.output import print_error
@@ -45,6 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(code_of(error))
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
+
+
+def _check_text(arguments: Sequence[str]) -> None:
+    """Refuse arguments with bytes that are not UTF-8: no server, log or terminal takes them."""
+    for each in arguments:
+        try:
+            each.encode()
+        except UnicodeEncodeError as error:
+            problem = f"{each[:100]!r} is not UTF-8 text"
+            raise ConfigurationError("the command line", problem, "give every argument in UTF-8") from error
 
 
 def _version(wanted: bool) -> None:

@@ -55,7 +55,7 @@ def list_operations(
     status: Annotated[
         list[str] | None, typer.Option("--status", metavar="STATUS", help="Only with this status; may be repeated.")
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="How many, newest first.")] = 100,
+    limit: sources.Limit = 100,
     as_json: sources.AsJson = False,
 ) -> None:
     """List operations, newest first."""

@@ -114,7 +114,7 @@ def exec_(
     if sum((resume, session is not None, resume_from is not None)) > 1:
         problem = "--resume, --session and --resume-from exclude each other"
         raise ConfigurationError("meshpoint exec", problem, "give one of them")
-    if export_to is not None and (export_to.is_dir() or not export_to.absolute().parent.is_dir()):
+    if export_to is not None and not _may_be_file(export_to):
         raise ConfigurationError("--export", f"{export_to} can be no file", "name a file in a folder that is there")
     options = _Options(
         resume=resume,
@@ -127,6 +127,13 @@ def exec_(
         again=_again(entrypoint, others or [], home),
     )
     raise typer.Exit(_exec(entrypoint, others or [], input_of(input_), duration_of(ttl), home, options))
+
+
+def _may_be_file(path: Path) -> bool:
+    try:
+        return not path.is_dir() and path.absolute().parent.is_dir()
+    except OSError:  # such as a name that is too long
+        return False
 
 
 def _exec(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshpoint.cli.send import LARGEST_INPUT, parse_input
-from meshpoint.errors import ConfigurationError, NotJson
+from meshpoint.errors import ConfigurationError
 from meshpoint.input_files import read_bounded
 
 if TYPE_CHECKING:
@@ -29,21 +29,18 @@ def input_of(text: str | None) -> Input | None:
         ConfigurationError: it cannot be read, or is no JSON.
     """
     from meshpoint.exec.session import Input
-    from meshpoint.model.json_values import check_json
 
     if text is None:
         return None
     try:
         given = read_bounded(Path(text[1:]), LARGEST_INPUT).decode() if text.startswith("@") else text
-        return Input(check_json(parse_input(given), "input"))
+        return Input(parse_input(given))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
             "--input", f"{text[1:]} cannot be read: {error}", "name a JSON file after @"
         ) from error
     except ConfigurationError as error:
         raise ConfigurationError("--input", error.problem, error.fix) from error
-    except NotJson as error:
-        raise ConfigurationError("--input", str(error), "write what JSON can hold") from error
 
 
 def duration_of(text: str) -> timedelta:

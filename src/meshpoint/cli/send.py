@@ -13,7 +13,7 @@ import typer
 from meshpoint.cli import sources
 from meshpoint.cli.exits import ExitCode
 from meshpoint.cli.output import print_error, print_json, print_note, print_text, span
-from meshpoint.errors import ConfigurationError
+from meshpoint.errors import ConfigurationError, NotJson
 from meshpoint.input_files import read_stream
 
 if TYPE_CHECKING:
@@ -116,8 +116,17 @@ def parse_input(text: str) -> Any:
     """`text` as JSON if it is JSON, else as it is. NaN and Infinity are not JSON.
 
     Raises:
-        ConfigurationError: it starts as JSON objects and lists do, and is none.
+        ConfigurationError: it starts as JSON objects and lists do, and is none; or it cannot be sent.
     """
+    from meshpoint.model.json_values import check_json
+
+    try:
+        return check_json(_parsed(text), "input")
+    except NotJson as error:
+        raise ConfigurationError("INPUT", str(error), "write what JSON can hold") from error
+
+
+def _parsed(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError as error:

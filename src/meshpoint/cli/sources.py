@@ -19,6 +19,9 @@ Broker = Annotated[str | None, typer.Option("--broker", metavar="URL", help="Bro
 Namespace = Annotated[str | None, typer.Option("--namespace", metavar="NAME", help="Mesh, in place of the file's.")]
 Database = Annotated[str | None, typer.Option("--db", metavar="URL", help="Database, in place of the file's.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Limit = Annotated[
+    int, typer.Option("--limit", min=1, max=1_000_000, metavar="N", help="How many, newest first, up to a million.")
+]
 LogLevel = Annotated[str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines on a terminal too.")]
 

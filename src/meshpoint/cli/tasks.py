@@ -57,7 +57,7 @@ def list_tasks(
     state: Annotated[
         list[str] | None, typer.Option("--state", metavar="STATE", help="Only tasks in this state; may be repeated.")
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="How many, newest first.")] = 100,
+    limit: sources.Limit = 100,
     as_json: sources.AsJson = False,
 ) -> None:
     """List tasks, newest first."""

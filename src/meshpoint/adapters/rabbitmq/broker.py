@@ -217,6 +217,8 @@ class RabbitMqBroker:
                 with translated(f"looking at {address[:100]}"):
                     async with asyncio.timeout(self._timeout):
                         found = await channel.queue_declare(name, passive=True)
+            except ValueError:  # the library refuses to ask for this name; no queue of a mesh has one like it
+                return None
             except BrokerUnavailable as error:
                 if isinstance(error.__cause__, ChannelNotFoundEntity):
                     return None
