@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import timedelta
@@ -288,6 +289,33 @@ async def test_a_refused_login_is_a_matter_of_configuration(own_rabbit: RabbitSe
     broker = RabbitMqBroker(own_rabbit.url.replace("guest:guest", "guest:wrong"), namespace=namespace)
     with pytest.raises(ConfigurationError, match="refuses the login"):
         await broker.open()
+
+
+async def test_a_missing_virtual_host_is_named(own_rabbit: RabbitServer, namespace: str) -> None:
+    broker = RabbitMqBroker(own_rabbit.url + "nowhere", namespace=namespace)
+    with pytest.raises(BrokerUnavailable, match="NOT_ALLOWED - vhost nowhere not found"):
+        await broker.open()
+
+
+async def test_a_limit_of_the_broker_on_queues_is_named(own_rabbit: RabbitServer, namespace: str) -> None:
+    await own_rabbit.control("add_vhost", "small")
+    try:
+        await own_rabbit.control("set_permissions", "-p", "small", "guest", ".*", ".*", ".*")
+        await own_rabbit.control("set_vhost_limits", "-p", "small", '{"max-queues": 1}')
+        broker = RabbitMqBroker(own_rabbit.url + "small", namespace=namespace)
+        await broker.open()
+        with pytest.raises(ConfigurationError, match=r"refuses the queue .* queue limit"):
+            await broker.declare(AGENT, None)
+        await broker.close()
+    finally:
+        await own_rabbit.control("delete_vhost", "small")
+
+
+async def test_a_server_that_says_nothing_is_named_so(namespace: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url, patience = f"amqp://127.0.0.1:{silent.getsockname()[1]}/", timedelta(seconds=0.1)
+        with pytest.raises(BrokerUnavailable, match="no answer in time"):
+            await RabbitMqBroker(url, namespace=namespace, publish_timeout=patience).open()
 
 
 async def test_nobody_listens(namespace: str) -> None:

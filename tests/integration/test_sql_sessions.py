@@ -8,15 +8,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import asyncpg
 import pytest
 
-from meshpoint.adapters.sql import SqlCheckpointStore, sessions
+from meshpoint.adapters.sql import SqlCheckpointStore, failures, sessions
 from meshpoint.adapters.sql.time import DatabaseTime
 from meshpoint.conformance.build import HERE, a_begin, a_claim, an_end, one, paused, resumed
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 from meshpoint.model.checkpoint import AllArrived, Begun, Ended
+from meshpoint.model.ids import new_id
+from servers import PostgresServer
 
 T = TypeVar("T")
 
@@ -167,8 +170,10 @@ class Client:
     async def fetchval(self, _: str) -> int | None:
         return self._lent
 
-    async def fetchrow(self, _: str) -> dict[str, object]:
-        return {"pid": 1, "isolation": "read committed", "read_only": "off", "now": 0.0}
+    async def fetchrow(self, _: str, *tables: object) -> dict[str, object] | None:
+        if tables:  # no right is missing
+            return None
+        return {"pid": 1, "isolation": "read committed", "read_only": "off", "standby": False, "now": 0.0}
 
 
 @pytest.mark.parametrize("keeps_statements", [True, False])
@@ -187,6 +192,52 @@ async def test_a_pooler_is_found_out_at_the_start(
         with pytest.raises(ConfigurationError, match=r"PgBouncer 1\.21"):
             await store._database.check_session(DatabaseTime())
     assert sorted(pooler.idle) == [1, 2, 3]
+
+
+@pytest.fixture
+async def reader_url(postgres_url: str) -> AsyncIterator[str]:
+    """The URL of a role that may only read."""
+    role = f"reader_{new_id()[-12:]}"
+    connection = await asyncpg.connect(postgres_url)
+    try:
+        await connection.execute(f"CREATE ROLE {role} LOGIN")
+        await connection.execute(f"GRANT SELECT ON ALL TABLES IN SCHEMA public TO {role}")
+        address = urlsplit(postgres_url)
+        yield address._replace(netloc=f"{role}@{address.hostname}:{address.port}").geturl()
+        await connection.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+    finally:
+        await connection.close()
+
+
+async def test_a_role_that_may_not_write_is_found_out_at_the_start(reader_url: str) -> None:
+    store = SqlCheckpointStore(reader_url, namespace="test")
+    try:
+        with pytest.raises(
+            ConfigurationError, match=r"may not (INSERT|UPDATE|DELETE) in the table agent_.*; run: GRANT"
+        ):
+            await store.open()
+    finally:
+        await store.close()
+
+
+def test_a_server_that_says_nothing_is_named_so() -> None:
+    assert failures.brief(TimeoutError()) == "TimeoutError: no answer in time"
+
+
+async def test_a_standby_is_unavailable_at_the_start(own_postgres: PostgresServer) -> None:
+    signal_file = own_postgres.home.path / "data" / "standby.signal"
+    await own_postgres.stop()
+    own_postgres.home.own(own_postgres.home.write("data/standby.signal", ""))
+    try:
+        await own_postgres.start()
+        store = SqlCheckpointStore(own_postgres.url, namespace="test")
+        with pytest.raises(StoreUnavailable, match="is a standby"):
+            await store.open()
+        await store.close()
+    finally:
+        await own_postgres.stop()
+        signal_file.unlink()
+        await own_postgres.start()
 
 
 async def _upgrades(url: str) -> list[int | None]:

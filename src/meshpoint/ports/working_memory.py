@@ -23,10 +23,11 @@ class WorkingMemory(Protocol):
         """Whether a memory outlives its process. If not, every checkpoint in SQL carries the snapshot."""
 
     async def open(self) -> None:
-        """Check that the memory answers.
+        """Check that the memory answers and can be written.
 
         Raises:
-            MemoryUnavailable: it does not; the message names the setting to check.
+            ConfigurationError: it refuses the login, or the login lacks a right.
+            MemoryUnavailable: it does not answer or cannot be written; the message names the setting to check.
         """
 
     async def execute(self, owner: Owner, commands: Sequence[Command], *, seen: int = 0) -> tuple[int, list[Answer]]:

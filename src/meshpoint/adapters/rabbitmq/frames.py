@@ -27,6 +27,7 @@ _LARGEST_FRAME_MAX = 131072
 
 _DELIVER, _RETURN, _ACK, _NACK = (struct.pack(">HH", 60, method) for method in (60, 50, 80, 120))
 _CHANNEL_CLOSE = struct.pack(">HH", 20, 40)
+_CONNECTION_CLOSE = struct.pack(">HH", 10, 50)
 _start = struct.Struct(">BHI")
 _content_start = struct.Struct(">HHQ")
 _tag = struct.Struct(">Q")
@@ -187,6 +188,18 @@ class Confirms:
                 at += 1 + method[at]
             self._returned(Returned(method[at + 1 : at + 1 + method[at]], header))
         return True
+
+
+class Farewell:
+    """Reads why the broker closes the connection, and leaves every frame to the library."""
+
+    closed = False
+    reason = ""
+
+    def __call__(self, kind: int, payload: bytes) -> bool:
+        if kind == METHOD and payload[:4] == _CONNECTION_CLOSE:  # then the reply code and the reply text
+            self.reason = payload[7 : 7 + payload[6]].decode(errors="replace")
+        return False
 
 
 class _Incoming:

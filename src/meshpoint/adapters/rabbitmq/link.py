@@ -14,7 +14,7 @@ from typing import Any
 
 import aio_pika
 import aiormq
-from aiormq.exceptions import AMQPError, ChannelInvalidStateError
+from aiormq.exceptions import AMQPConnectionError, AMQPError, ChannelInvalidStateError, InvalidFrameError
 from yarl import URL
 
 from meshpoint.adapters.rabbitmq.wire import Wire
@@ -44,7 +44,7 @@ def translated(doing: str) -> Iterator[None]:
     try:
         yield
     except (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, StopAsyncIteration) as error:
-        raise BrokerUnavailable(f"{doing}: {error or type(error).__name__}") from error
+        raise BrokerUnavailable(f"{doing}: {_words(error)}") from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -54,6 +54,12 @@ def translated(doing: str) -> Iterator[None]:
         if type(error) is not Exception:
             raise
         raise BrokerUnavailable(f"{doing}: the connection was closed") from error
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, TimeoutError) and not str(error):
+        return "no answer in time"
+    return str(error) or type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,9 @@ async def connect(url: str | URL, make: MakeConnection | None = None) -> Wired:
         underlay = connection.transport and connection.transport.connection
         assert isinstance(underlay, aiormq.Connection)
         return Wired(connection, underlay, wire)
+    except InvalidFrameError as error:  # the library expected another frame and drops the broker's reason
+        await connection.close()
+        raise AMQPConnectionError(wire.farewell or str(error)) from error
     except BaseException:
         await connection.close()
         raise

@@ -172,6 +172,9 @@ class Declaring:
                 except (ChannelPreconditionFailed, ChannelAccessRefused) as error:
                     refused = error
         if not await self._use(name, *keys):
+            if isinstance(refused, ChannelPreconditionFailed):
+                problem = f"the broker refuses the queue {name!r}: {refused}"
+                raise ConfigurationError("mesh.broker_url", problem, "change its limits or policies") from refused
             raise _not_allowed(name) from refused
         if name not in self._as_they_are:
             log.warning("the queue %s keeps its existing arguments, not the configured ones: %s", name, refused)

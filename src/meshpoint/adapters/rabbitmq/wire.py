@@ -14,7 +14,7 @@ from aiormq import SSLContextProvider, TransportFactory
 from aiormq.exceptions import AMQPConnectionError
 from yarl import URL
 
-from meshpoint.adapters.rabbitmq.frames import FrameReader, FrameTaker
+from meshpoint.adapters.rabbitmq.frames import Farewell, FrameReader, FrameTaker
 
 
 class Wire(TransportFactory):
@@ -23,6 +23,12 @@ class Wire(TransportFactory):
     def __init__(self) -> None:
         self._frames: FrameReader | None = None
         self._writer: _GatheringWriter | None = None
+        self._farewell = Farewell()
+
+    @property
+    def farewell(self) -> str:
+        """Why the broker has closed the connection, in its own words; empty if it has not."""
+        return self._farewell.reason
 
     async def create(self, url: URL, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Like `asyncio.open_connection`, with a reader that splits frames and a writer that batches them."""
@@ -35,6 +41,7 @@ class Wire(TransportFactory):
             transport, _ = await loop.create_connection(lambda: frames, url.host or "", url.port or 0, ssl=context)
         except OSError as error:
             raise AMQPConnectionError(*error.args) from error
+        frames.take(0, self._farewell)
         self._writer = _GatheringWriter(transport, frames, reader, loop)
         return reader, self._writer
 

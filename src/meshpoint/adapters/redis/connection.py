@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, NoPermissionError, NoScriptError, RedisError, ResponseError
 
 from meshpoint.errors import ConfigurationError, Unavailable
 
@@ -23,6 +23,8 @@ _CONNECTION: dict[str, Any] = {
     "socket_connect_timeout": None,
     "protocol": 2,  # needs no greeting
 }
+
+_PROBE = "return redis.call('SET', KEYS[1], '', 'PX', 1)"
 
 # uvloop raises RuntimeError for a transport that was closed between two awaits; the driver ValueError where something
 # that is no Redis answers.
@@ -55,12 +57,14 @@ class RedisConnection:
         time_limit: Callable[[float], asyncio.Timeout] = asyncio.timeout,
     ) -> None:
         self._redis = Redis.from_pool(_pool(url, setting, connections))
+        self._setting = setting
         self._unavailable = unavailable
         self._timeout = timeout.total_seconds()
         self._retry_after = retry_after.total_seconds()
         self._clock = clock
         self._time_limit = time_limit
         self._retry_at: float | None = None  # set while Redis is taken to be away
+        self._problem = ""  # why
 
     async def ask(self, what: str, request: Callable[[Redis], Awaitable[T]]) -> T:
         """What Redis answers to `request`, which is about `what`.
@@ -81,14 +85,31 @@ class RedisConnection:
                 raise
             self._pause()
             problem = f"no answer within {self._timeout} s" if type(error) is TimeoutError else str(error)
-            raise self._unavailable(f"Redis, {what}: {problem or type(error).__name__}") from error
+            self._problem = problem or type(error).__name__
+            raise self._unavailable(f"Redis, {what}: {self._problem}") from error
         self._retry_at = None
         return answer
 
     def refuse_while_away(self, what: str) -> None:
         """Raise that Redis is unavailable while it is not asked."""
         if self._retry_at is not None and self._clock() < self._retry_at:
-            raise self._unavailable(f"Redis, {what}: not asked, it did not answer lately")
+            raise self._unavailable(f"Redis, {what}: not asked, it failed lately: {self._problem}")
+
+    async def check(self, key: bytes) -> None:
+        """Check that Redis runs scripts that write keys like `key`.
+
+        Raises:
+            ConfigurationError: it refuses the login, or the login lacks a right.
+            Unavailable: the class that was given: it does not answer, or cannot write.
+        """
+        try:
+            await self.ask(self._setting, lambda redis: redis.eval(_PROBE, 1, key))
+        except Unavailable as error:
+            if isinstance(error.__cause__, AuthenticationError | NoPermissionError):
+                problem = f"Redis refuses: {error.__cause__}"
+                fix = "correct the URL, or grant the user scripts and writes on the keys of the namespace"
+                raise ConfigurationError(self._setting, problem, fix) from error
+            raise
 
     async def close(self) -> None:
         """Release every connection."""

@@ -110,8 +110,8 @@ class RedisWorkingMemory:
         return True
 
     async def open(self) -> None:
-        """Check that Redis answers."""
-        await self._connection.ask("agent.memory_url", lambda redis: redis.ping())
+        """Check that Redis answers and takes writes."""
+        await self._connection.check(_Names.of(self._namespace, new_id()).books[0])
 
     async def execute(self, owner: Owner, commands: Sequence[Command], *, seen: int = 0) -> tuple[int, list[Answer]]:
         """Do commands in one round trip; the version then, and what each answered.

@@ -108,7 +108,8 @@ def refused(error: BaseException | None) -> ConfigurationError | None:
 def brief(error: BaseException) -> str:
     """The driver's own words, on one line."""
     cause = _of_driver(error)
-    words = f"{type(cause).__name__}: {cause}".splitlines()[0]
+    said = str(cause) or ("no answer in time" if isinstance(cause, TimeoutError) else "no reason given")
+    words = f"{type(cause).__name__}: {said}".splitlines()[0]
     return f"{words}: {_POOLER}; {_POOLER_FIX}" if is_pooled(error) else words
 
 

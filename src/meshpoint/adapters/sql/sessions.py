@@ -8,30 +8,43 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from meshpoint.adapters.sql.tables import calls, joins, tasks
 from meshpoint.adapters.sql.time import DatabaseTime
-from meshpoint.errors import ConfigurationError
+from meshpoint.errors import ConfigurationError, StoreUnavailable
 
 _PATIENCE = 2.0  # seconds
 _OTHERS = 6
 """Connections opened to find the one with the prepared statement; fewer than the store uses in total."""
 _SESSION = """
 SELECT pg_backend_pid() AS pid, current_setting('default_transaction_isolation') AS isolation,
-       current_setting('default_transaction_read_only') AS read_only,
+       current_setting('default_transaction_read_only') AS read_only, pg_is_in_recovery() AS standby,
        CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS double precision) AS now
 """
+_MISSING_RIGHT = """
+SELECT name, privilege
+  FROM unnest(CAST($1 AS text[])) AS name,
+       unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS privilege
+ WHERE NOT has_table_privilege(to_regclass(name), privilege)
+ LIMIT 1
+"""
+_WRITTEN = [table.name for table in (tasks, calls, joins)]
 
 
 async def check_session(engine: AsyncEngine, time: DatabaseTime) -> None:
     """Check that transitions work on the sessions of `engine`. Also updates `time`.
 
     Raises:
-        ConfigurationError: a pooler prevents the store from setting what it depends on, and the defaults differ.
+        ConfigurationError: a pooler prevents the store from setting what it depends on, and the defaults differ;
+            or the role may not write the tables.
+        StoreUnavailable: the server is a standby.
     """
     async with engine.connect() as connection:
         driver = await _driver(connection)
         sent_at = time.clock()
         session = await driver.fetchrow(_SESSION)
         time.heard(session["now"], sent_at)
+        if session["standby"]:
+            raise StoreUnavailable("the server is a standby, which cannot write")
         for name, found, needed in (
             ("default_transaction_isolation", session["isolation"], "read committed"),
             ("default_transaction_read_only", session["read_only"], "off"),
@@ -39,6 +52,10 @@ async def check_session(engine: AsyncEngine, time: DatabaseTime) -> None:
             if found != needed:
                 problem = f"its sessions have {name} = {found}, and a pooler prevents Meshpoint from setting it"
                 raise ConfigurationError("session_db_url", problem, f"run: ALTER ROLE … SET {name} = '{needed}'")
+        if missing := await driver.fetchrow(_MISSING_RIGHT, _WRITTEN):
+            problem = f"the role may not {missing['privilege']} in the table {missing['name']}"
+            fix = "run: GRANT SELECT, INSERT, UPDATE, DELETE ON the tables of Meshpoint TO the role"
+            raise ConfigurationError("session_db_url", problem, fix)
         if session["pid"] != driver.get_server_pid():
             await _see_that_statements_stay(engine, driver)
 
