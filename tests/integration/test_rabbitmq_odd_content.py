@@ -94,7 +94,7 @@ async def test_dead_letters_that_cannot_be_decoded_are_read_and_stay(
     bodies = set()
     while (letter := await channel.basic_get(f"{namespace}.{DEAD}")).delivery_tag:
         bodies.add(letter.body.decode())
-        if letter.body.endswith((b"UTF-8", b"calendars", b"000", b"900 deep")):
+        if letter.body != b"letter":
             headers = letter.header.properties.headers or {}
             assert str(headers[Header.DEAD_REASON]).startswith("undecodable")
     await wired.close()

@@ -989,6 +989,7 @@ def test_replies_for_some_of_the_keys_are_no_memory() -> None:
 async def test_a_redis_killed_at_any_step_of_a_restore_has_the_old_or_the_new(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, tenth: int
 ) -> None:
+    own_redis.append_before_answering()
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 300)
     monkeypatch.setattr(staging, "STEP_BYTES", 40)
     async with Wire(own_redis.url) as wire:

@@ -315,6 +315,7 @@ async def test_a_redis_killed_at_any_step_of_a_put_has_the_old_or_the_new(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, quarter: int
 ) -> None:
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 100)
+    own_redis.append_before_answering()
     async with Wire(own_redis.url) as wire:
         snapshots = RedisSnapshots(
             wire.url, time_limit=NEVER, namespace="mesh", secret=copy_key, retry_after=timedelta(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import sys
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -34,10 +35,13 @@ from meshpoint.adapters.rabbitmq.frames import (
     acked,
     nacked,
     published,
+    readable,
     short_string,
 )
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.messages import Address, Message, MessageType
+from odd_content import entry, nested
+from odd_content import properties as raw_properties
 
 FIXED = struct.pack(">HHQ", 60, 0, 2)
 ROOM = 131_064
@@ -222,3 +226,17 @@ async def test_the_library_hears_a_heartbeat_where_it_sees_no_frame(monkeypatch:
     frames.data_received(pamqp.frame.marshal(Basic.Ack(2), 2))
     reader.feed_eof()
     assert await reader.read() == pamqp.frame.marshal(Heartbeat(), 0)
+
+
+def test_the_library_never_gets_a_nesting_that_its_stack_decides_on() -> None:
+    payload = FIXED + raw_properties(headers=entry(b"t", b"F", nested(900)))
+    frame = struct.pack(">BHI", 2, 1, len(payload)) + payload + b"\xce"
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    try:
+        _, _, header = pamqp.frame.unmarshal(readable(frame))
+        assert isinstance(header, ContentHeader)
+        reason = (header.properties.headers or {})["x-dead-reason"]
+    finally:
+        sys.setrecursionlimit(limit)
+    assert str(reason).startswith("undecodable: headers: are nested")

@@ -292,12 +292,13 @@ class FrameReader(asyncio.StreamReaderProtocol):
 
 
 def readable(frame: bytes) -> bytes:
-    """Return the frame unchanged, or a re-encoded one with readable properties if the library cannot decode it."""
+    """Return the frame unchanged, or a re-encoded one with readable properties if the library cannot decode it.
+
+    The nesting that the library can decode varies with the depth of the stack, so `decode` judges that.
+    """
     payload = frame[7:-1]
-    try:
-        ContentHeader().unmarshal(payload)
-    except Exception:
-        content = decode(payload)
+    content = decode(payload)
+    if content.defect is not None or not _is_readable(payload):
         properties = Basic.Properties(
             message_id=content.message_id and content.message_id[:60],
             correlation_id=content.correlation_id and content.correlation_id[:60],
@@ -308,3 +309,11 @@ def readable(frame: bytes) -> bytes:
         _, channel, _ = _start.unpack_from(frame)
         return pamqp.frame.marshal(ContentHeader(0, body_size(payload), properties), channel)
     return frame
+
+
+def _is_readable(payload: bytes) -> bool:
+    try:
+        ContentHeader().unmarshal(payload)
+    except Exception:
+        return False
+    return True
