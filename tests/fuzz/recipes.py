@@ -1095,10 +1095,12 @@ def _marked_id(world: World) -> Letter:
 
 @recipe("a status for nobody", deep=True)
 def _unheard(world: World) -> list[Letter]:
-    quiet = _now(world, world.chance.choice(("asker", "doubter")), 1).but(reply_to=None)
-    world.quiet.append(str(quiet.properties["correlation_id"]))
+    quiet = [
+        _now(world, agent, 1, task_id=f"{world.mark}-{agent}").but(reply_to=None) for agent in ("asker", "doubter")
+    ]
+    world.quiet.extend(str(each.properties["correlation_id"]) for each in quiet)
     calls = [world.quiet_calls.popleft() for _ in range(len(world.quiet_calls))]
-    return [quiet, *(a_status(world, call) for call in calls), *(a_response(world, call) for call in calls)]
+    return [*quiet, *(a_status(world, call) for call in calls), *(a_response(world, call) for call in calls)]
 
 
 @recipe("a flood of news", deep=True)
