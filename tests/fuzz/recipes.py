@@ -1254,6 +1254,12 @@ for _turn in range(2):
         cancel = a_cancel(world, "sleeper", str(nap.properties["correlation_id"]))
         return Scene([cancel, cancel], ((0.15, nap), (0.15, nap)), hold=_unborn(nap))
 
+    @recipe(f"copies of a request at work, {_turn}", deep=True, servers=True)
+    def _copies_at_work(world: World) -> Scene:
+        work = _now(world, "diary", 1500)
+        copy = _same(world, work)
+        return Scene([work], ((0.5, copy), (0.6, copy), (0.7, copy), (0.8, copy)))
+
     @recipe(f"a request resumed as it begins, {_turn}", deep=True, servers=True)
     def _as_it_begins(world: World) -> Scene:
         work = _now(world, "diary", 5)
