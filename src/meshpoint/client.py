@@ -213,7 +213,7 @@ class Client:
         timeout: timedelta | None = None,
         context_id: str | None = None,
     ) -> Message:
-        """The message that asks for a task, whose reply comes to this client. It is not sent.
+        """Build the request for a task, with this client as the reply address. Does not send it.
 
         Raises:
             NotJson: `input_` is not JSON.

@@ -82,7 +82,7 @@ async def _send(client: Client, count: int) -> list[asyncio.Future[Reply]]:
 
 
 async def _any_claim(replicas: list[Process]) -> None:
-    """Wait for the first claim: which replica makes it, and of how many responses, is nobody's to say."""
+    """Wait for the first claim by any replica, of any number of responses."""
     claims = [asyncio.create_task(replica.wait("claim:after")) for replica in replicas]
     _, late = await asyncio.wait(claims, return_when=asyncio.FIRST_COMPLETED)
     for each in late:

@@ -131,9 +131,9 @@ class Reached:
 
 
 def reached(folder: Path, often: int, *, by_the_clock: bool) -> Reached:
-    """Judge how often each branch was reached, which is to be at least `often`.
+    """Check that each branch was reached at least `often` times.
 
-    Without `by_the_clock`, those that are a matter of time are not judged.
+    Without `by_the_clock`, skip the branches that depend on timing.
     """
     counts: Counter[tuple[str, int]] = Counter()
     for path in folder.glob("*.branches"):

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from meshpoint import Peer, TaskExecutionContext, agent
-from meshpoint.client import Client
+from meshpoint.client import Client, Reply
 from meshpoint.local import local_mesh
 from meshpoint.model.events import Event, Step
 from meshpoint.model.ids import AgentName, TaskId, new_id
@@ -138,14 +138,20 @@ def in_use(outcome: Outcome) -> bool:
     )
 
 
+async def at_work(here: Scene) -> tuple[TaskId, asyncio.Future[Reply]]:
+    """Ask in the client's name; return once the task runs and waits for the gate."""
+    task_id = TaskId(new_id())
+    waiting = await here.client.send("echo", "secret", task_id=task_id)
+    await here.gates.reached.wait()
+    return task_id, waiting
+
+
 async def test_a_reply_is_for_its_requester_only(
     own_rabbit: RabbitServer, postgres_url: str, mallorys_login: tuple[str, str]
 ) -> None:
-    """Somebody else asks under the id of a task that runs, and of one that has ended."""
+    """Another sender asks with the id of a running task, then again after the task has ended."""
     async with scene(own_rabbit, postgres_url, mallorys_login[1], peer_logins=LISTED) as here:
-        task_id = TaskId(new_id())
-        waiting = await here.client.send("echo", "secret", task_id=task_id)
-        await here.gates.reached.wait()
+        task_id, waiting = await at_work(here)
         assert in_use(await here.outcome(here.mallory, "echo", "secret", task_id))
         here.gates.opened.set()
         assert (await waiting).outcome == Ok("secret")
@@ -187,9 +193,7 @@ async def test_nobody_else_resumes_a_task_that_waits(
 ) -> None:
     """In another's own name, and in the requester's under another login."""
     async with scene(own_rabbit, postgres_url, mallorys_login[1], peer_logins=LISTED) as here:
-        task_id = TaskId(new_id())
-        waiting = await here.client.send("echo", "secret", task_id=task_id)
-        await here.gates.reached.wait()
+        task_id, waiting = await at_work(here)
         request = replace(here.mallory.request("other", task_id), app_id=name, reply_to=Address(f"{name}.private.1"))
         await here.publish(requests_of(ECHO), replace(request, headers={Header.RESUME.value: "00000001"}))
         await here.events.wait(Step.DEAD_LETTER)
@@ -218,9 +222,7 @@ async def test_nobody_else_cancels(
     own_rabbit: RabbitServer, postgres_url: str, mallorys_login: tuple[str, str], name: str
 ) -> None:
     async with scene(own_rabbit, postgres_url, mallorys_login[1], peer_logins=LISTED) as here:
-        task_id = TaskId(new_id())
-        waiting = await here.client.send("echo", "secret", task_id=task_id)
-        await here.gates.reached.wait()
+        task_id, waiting = await at_work(here)
         await here.publish(responses_of(ECHO), cancel_message(AgentName(name), task_id))
         await here.events.wait(Step.DEAD_LETTER)
         here.gates.opened.set()

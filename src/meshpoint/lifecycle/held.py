@@ -57,8 +57,7 @@ class Held:
     def hold(self, task_id: TaskId, deliveries: Iterable[Delivery]) -> list[Delivery]:
         """Keep `deliveries` un-acked until the task has ended and its reply is confirmed.
 
-        Returns copies to be acked: those that came again since, as their connection was lost, and the oldest beyond
-        the limit.
+        Returns the copies to ack: former copies of redelivered requests, and the oldest copies beyond the limit.
         """
         kept = self._by_task.setdefault(task_id, [])
         surplus: list[Delivery] = []

@@ -72,7 +72,7 @@ class PostponedLetters:
         """Requeue all letters once the attempt under way has ended. From now on, `keep` requeues at once.
 
         Raises:
-            Unavailable: the broker is away. It delivers them again when the connection closes.
+            Unavailable: the broker is unavailable; it redelivers the letters when the connection closes.
         """
         self._closed = True
         async with self._attempt:

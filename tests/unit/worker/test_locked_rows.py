@@ -51,7 +51,7 @@ def hold(running: Running, held: set[str], *, when_ending: set[str] | None = Non
 
 
 def unsettled(mesh: Mesh, agent: str) -> tuple[int, int]:
-    """Responses to `agent` that wait in its queue, and those that a replica holds."""
+    """The number of responses to `agent` in its queue, and the number held by replicas."""
     queue = mesh.exchange.queue(responses_of(AgentName(agent)))
     assert queue is not None
     return len(queue.ready), sum(len(consumer.held) for consumer in queue.consumers)
