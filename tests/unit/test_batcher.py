@@ -131,16 +131,17 @@ async def test_what_a_flush_brings_back_lingers_before_it_goes_again() -> None:
 
     async def flush(items: Sequence[int]) -> Sequence[None]:
         batches.append(list(items))
-        batcher.note(items)
+        batcher.note(items[1:])
         flushed.set()
         return [None] * len(items)
 
-    batcher: Batcher[int, None] = Batcher(flush, linger=3600)
-    batcher.note([1])
-    hurrying = asyncio.create_task(batcher.flush())
+    batcher: Batcher[int, None] = Batcher(flush, linger=3600, most=3)
+    batcher.note([1, 2, 3])
     await flushed.wait()
     for _ in range(100):
         await asyncio.sleep(0)
-    assert batches == [[1]]
-    hurrying.cancel()
-    await batcher.close()
+    assert batches == [[1, 2, 3]]
+
+    await batcher.flush()  # does not wait for the linger
+
+    assert batches == [[1, 2, 3], [2, 3], [3]]

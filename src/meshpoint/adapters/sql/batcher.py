@@ -29,6 +29,8 @@ _IDLE_TURN = 0.0002
 """Seconds. A turn of the event loop that is shorter had nothing to do."""
 
 _LONGEST_WAIT = 0.01
+_HURRIED = 0.005
+"""Seconds. Replaces `linger` while `flush` is being awaited."""
 _CLOSED = "the store is closed"
 
 log = logging.getLogger("meshpoint.store")
@@ -86,6 +88,7 @@ class Batcher(Generic[Item, Result]):
         self._took = 0.0  # seconds, the last flush
         self._closed = False
         self._hurry = asyncio.Event()
+        self._hurrying = 0  # calls of `flush`
 
     async def put(self, items: Sequence[Item]) -> list[Result]:
         """The results of `items`, in their order.
@@ -113,9 +116,15 @@ class Batcher(Generic[Item, Result]):
 
     async def flush(self) -> None:
         """Return when all that was brought so far is flushed, or lost."""
-        while self._flushing is not None:
-            self._hurry.set()
-            await asyncio.wait({self._flushing})
+        self._hurrying += 1
+        self._hurry.set()
+        try:
+            while self._flushing is not None:
+                await asyncio.wait({self._flushing})
+        finally:
+            self._hurrying -= 1
+            if not self._hurrying:
+                self._hurry.clear()
 
     async def close(self) -> None:
         """Give up what is on the wire, and take nothing more. Whoever waits is told that the database is away."""
@@ -141,9 +150,11 @@ class Batcher(Generic[Item, Result]):
     async def _let_more_come(self) -> None:
         # Also after a batch, so that items requeued by a flush do not spin on the lock that blocks them.
         if self._linger and self._waiting and sum(len(group.items) for group in self._waiting) < self._most:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._hurry.wait(), self._linger)
-            self._hurry.clear()
+            if self._hurrying:
+                await asyncio.sleep(_HURRIED)
+            else:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._hurry.wait(), self._linger)
         await self._one_turn_more()
 
     async def _one_turn_more(self) -> None:

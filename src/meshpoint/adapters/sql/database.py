@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
+from itertools import count
+from time import monotonic
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from sqlalchemy import Row
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from meshpoint.adapters.sql.dialect import Dialect
@@ -36,6 +40,9 @@ _CLOSE_WITHIN = 5.0  # seconds
 _BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 
 Values = Mapping[str, Any]
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakValueDictionary[str, asyncio.Lock]] = WeakKeyDictionary()
+"""Turns to write to each SQLite file, by path."""
 
 
 class Transaction:
@@ -96,6 +103,7 @@ class Database:
             pool_size=pool_size,
         )
         self.dialect = Dialect(self.engine.dialect.name, fake_clock=clock is not None)
+        self._command_timeout = command_timeout.total_seconds()
         self._clock = clock
 
     async def close(self) -> None:
@@ -132,12 +140,51 @@ class Database:
             CommitInDoubt: COMMIT was sent, and no answer came.
             RowLocked: timed out waiting for a lock; nothing was written.
         """
-        return await self._repeat(lambda connection: self._commit(connection, body, skip_locked))
+        async with self._turn():
+            return await self._repeat(lambda connection: self._commit(connection, body, skip_locked))
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Wait for the other writers of this process, where the database has one writer at a time.
+
+        SQLite's own waiting has no order: with a few busy stores in a process, some wait for seconds.
+        """
+        if not self.dialect.is_sqlite:
+            yield
+            return
+        turn = _turns.setdefault(asyncio.get_running_loop(), WeakValueDictionary()).setdefault(
+            str(self.engine.url.database), asyncio.Lock()
+        )
+        try:
+            async with asyncio.timeout(self._command_timeout):
+                await turn.acquire()
+        except TimeoutError as error:
+            raise StoreUnavailable("this process has written to the file for too long") from error
+        try:
+            yield
+        finally:
+            turn.release()
+
+    async def _begin(self, connection: AsyncConnection) -> None:
+        if not self.dialect.is_sqlite:
+            await connection.exec_driver_sql(_BEGIN)
+            return
+        end = monotonic() + self._command_timeout
+        while True:
+            try:
+                await connection.exec_driver_sql("BEGIN IMMEDIATE")
+            except DBAPIError as error:
+                if failure(error) is not Failure.RETRY:
+                    raise
+                if monotonic() >= end:  # another process writes
+                    raise StoreUnavailable(brief(error)) from error
+            else:
+                return
 
     async def _commit(
         self, connection: AsyncConnection, body: Callable[[Transaction], Awaitable[T]], skip_locked: bool
     ) -> T:
-        await connection.exec_driver_sql("BEGIN IMMEDIATE" if self.dialect.is_sqlite else _BEGIN)
+        await self._begin(connection)
         try:
             result = await body(Transaction(connection, self.dialect, self._clock, skip_locked=skip_locked))
         except (RowLocked, *DRIVER_ERRORS) as error:
@@ -154,7 +201,8 @@ class Database:
         return result
 
     async def _repeat(self, attempt: Callable[[AsyncConnection], Awaitable[T]]) -> T:
-        for number in range(1, ATTEMPTS + 1):
+        end = monotonic() + (self._command_timeout if self.dialect.is_sqlite else 0.0)
+        for number in count(1):
             try:
                 connected = self._connected(attempt)
                 return await (_to_its_end(connected) if self.dialect.is_sqlite else connected)
@@ -162,8 +210,8 @@ class Database:
                 match failure(error):
                     case Failure.BUG:
                         raise
-                    case Failure.RETRY if number < ATTEMPTS:
-                        await asyncio.sleep(random.uniform(0.001, 0.02) * number)
+                    case Failure.RETRY if number < ATTEMPTS or monotonic() < end:
+                        await asyncio.sleep(random.uniform(0.001, 0.02) * min(number, ATTEMPTS))
                     case Failure.RETRY if is_duplicate(error):
                         raise
                     case Failure.AWAY if number == 1 and is_stale(error):

@@ -32,6 +32,10 @@ LOCK_TIMEOUT = timedelta(seconds=1)
 """How long a statement waits for a lock. Replicas hold locks for one commit; a longer one belongs to an open
 transaction elsewhere, and the step is repeated without the locked rows."""
 
+_SQLITE_BUSY_MS = 8
+"""How long SQLite itself waits for a lock before the statement is repeated here. Its pauses grow to 100 ms, so a
+connection that waits longer rarely gets the lock while others want it (`sqliteDefaultBusyCallback` in main.c)."""
+
 _FIX = "use postgresql://user@host/name, or sqlite:///meshpoint.db on one host"
 _OPTIONS = frozenset({"host", "port", "ssl", "sslmode", "passfile", "target_session_attrs", "krbsrvname", "gsslib"})
 _SQLITE_OPTIONS = frozenset({"timeout"})
@@ -140,7 +144,7 @@ async def _set(driver: Any, settings: Mapping[str, str]) -> None:
 
 
 def _sqlite(url: URL, command_timeout: timedelta) -> AsyncEngine:
-    # One connection: SQLite has one writer, and a queue in this process is fairer than its busy-waiting.
+    # One connection: SQLite has one writer.
     engine = create_async_engine(
         url,
         isolation_level="AUTOCOMMIT",
@@ -151,12 +155,13 @@ def _sqlite(url: URL, command_timeout: timedelta) -> AsyncEngine:
         skip_autocommit_rollback=True,
     )
     keep_private(engine)
-    busy_ms = math.ceil(command_timeout / ATTEMPTS / timedelta(milliseconds=1))
+    opening_ms = math.ceil(command_timeout / ATTEMPTS / timedelta(milliseconds=1))
 
     @event.listens_for(engine.sync_engine, "connect")
     def prepare(connection: Any, record: object) -> None:
         cursor = connection.cursor()
-        for pragma in (f"busy_timeout = {busy_ms}", "journal_mode = WAL", "synchronous = FULL"):
+        busy = f"busy_timeout = {_SQLITE_BUSY_MS}"
+        for pragma in (f"busy_timeout = {opening_ms}", "journal_mode = WAL", "synchronous = FULL", busy):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 

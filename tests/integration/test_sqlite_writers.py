@@ -1,0 +1,129 @@
+"""Several writers of one SQLite file: stores in one process take turns; a lock held by another process is retried."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, closing
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy import event
+
+from meshpoint.adapters.sql.database import Database, Transaction
+from meshpoint.errors import StoreUnavailable
+
+
+@pytest.fixture
+async def databases(tmp_path: Path) -> AsyncIterator[list[Database]]:
+    async with AsyncExitStack() as stack:
+        made = []
+        for _ in range(3):
+            database = Database(
+                f"sqlite:///{tmp_path}/tasks.db", command_timeout=timedelta(seconds=60), pool_size=1, clock=None
+            )
+            stack.push_async_callback(database.close)
+            made.append(database)
+        await made[0].write(lambda tx: tx.run("CREATE TABLE written (number INTEGER)"))
+        yield made
+
+
+def writing(
+    number: int, begun: asyncio.Event | None = None, go_on: asyncio.Event | None = None
+) -> Callable[[Transaction], Awaitable[int]]:
+    async def write(tx: Transaction) -> int:
+        await tx.run("INSERT INTO written VALUES (:number)", number=number)
+        if begun and go_on:
+            begun.set()
+            await go_on.wait()
+        return number
+
+    return write
+
+
+async def numbers(database: Database) -> list[int]:
+    rows = await database.read(lambda tx: tx.rows("SELECT number FROM written ORDER BY rowid"))
+    return [row.number for row in rows]
+
+
+async def test_stores_in_a_process_write_first_come_first_served(databases: list[Database]) -> None:
+    begun, go_on, asked = asyncio.Event(), asyncio.Event(), list[int]()
+    for place, database in enumerate(databases):
+        event.listen(
+            database.engine.sync_engine,
+            "before_cursor_execute",
+            lambda *args, place=place: asked.append(place) if args[2] == "BEGIN IMMEDIATE" else None,
+        )
+    first = asyncio.create_task(databases[0].write(writing(0, begun, go_on)))
+    await begun.wait()
+    others = []
+    for number in range(1, 30):
+        others.append(asyncio.create_task(databases[number % 3].write(writing(number))))
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert asked == [0]  # no other store tries while one writes
+    go_on.set()
+    await asyncio.gather(first, *others)
+    assert await numbers(databases[0]) == list(range(30))
+
+
+async def test_a_writer_that_is_cancelled_lets_the_next_one_write(databases: list[Database]) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    first = asyncio.create_task(databases[0].write(writing(0, begun, go_on)))
+    await begun.wait()
+    second = asyncio.create_task(databases[1].write(writing(1)))
+    third = asyncio.create_task(databases[2].write(writing(2)))
+    await asyncio.sleep(0)
+    second.cancel()
+    go_on.set()
+    await asyncio.gather(first, third)
+    assert await numbers(databases[0]) == [0, 2]
+    assert second.cancelled()
+
+
+async def test_another_process_that_writes_is_waited_for(databases: list[Database], tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "tasks.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        refused = asyncio.Event()
+        event.listen(databases[0].engine.sync_engine, "handle_error", lambda _: refused.set())
+        waiting = asyncio.create_task(databases[0].write(writing(1)))
+        await refused.wait()  # SQLite itself waits no longer: the statement is repeated here
+        assert not waiting.done()
+        other.execute("COMMIT")
+        assert await waiting == 1
+    assert await numbers(databases[0]) == [1]
+
+
+async def test_another_process_that_writes_for_too_long_counts_as_an_outage(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.db"
+    database = Database(f"sqlite:///{path}", command_timeout=timedelta(seconds=0.05), pool_size=1, clock=None)
+    await database.write(lambda tx: tx.run("CREATE TABLE written (number INTEGER)"))
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreUnavailable, match="database is locked"):
+            await database.write(writing(1))
+        other.execute("COMMIT")
+    assert await database.write(writing(2)) == 2
+    assert await numbers(database) == [2]
+    await database.close()
+
+
+async def test_a_store_that_writes_for_too_long_counts_as_an_outage_for_the_others(tmp_path: Path) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    slow, other = (
+        Database(f"sqlite:///{tmp_path}/tasks.db", command_timeout=timedelta(seconds=limit), pool_size=1, clock=None)
+        for limit in (60, 0.05)
+    )
+    await slow.write(lambda tx: tx.run("CREATE TABLE written (number INTEGER)"))
+    first = asyncio.create_task(slow.write(writing(1, begun, go_on)))
+    await begun.wait()
+    with pytest.raises(StoreUnavailable, match="too long"):
+        await other.write(writing(2))
+    go_on.set()
+    await first
+    assert await other.write(writing(3)) == 3
+    assert await numbers(other) == [1, 3]
+    for database in (slow, other):
+        await database.close()
