@@ -14,7 +14,7 @@ import pytest
 from aiormq.abc import DeliveredMessage
 from yarl import URL
 
-from meshpoint.adapters.rabbitmq import RabbitMqBroker
+from meshpoint.adapters.rabbitmq import RabbitMqBroker, link
 from meshpoint.adapters.rabbitmq.link import translated
 from meshpoint.conformance.broker import AGENT, REQUESTS, STRANGER, Inbox, a_message, send, until_depth
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
@@ -117,6 +117,24 @@ async def test_a_silent_network_is_noticed_by_publishing(connect: Connect, own_r
         await broker.close()
 
 
+async def test_a_channel_that_the_broker_closes_late_does_not_cost_the_connection(
+    connect: Connect, own_rabbit: RabbitServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "_FAREWELL", 0.05)
+    async with Proxy(own_rabbit.url) as proxy:
+        broker = await connect(proxy.url)
+        opened = await broker._publishing.open_channel()
+        wired, before = await broker._publishing.connection(), proxy.connections
+        proxy.hold_answers()
+        await link.close_quietly(opened.channel)
+        proxy.resume()
+        await asyncio.wait({opened.channel.closing})  # the broker has answered
+        await send(broker, REQUESTS, a_message())
+        assert await broker._publishing.connection() is wired
+        assert proxy.connections == before
+        await broker.close()
+
+
 async def test_a_cut_while_confirms_are_out_leaves_no_message_undecided(
     connect: Connect, own_rabbit: RabbitServer
 ) -> None:
@@ -132,6 +150,22 @@ async def test_a_cut_while_confirms_are_out_leaves_no_message_undecided(
             await publishing
         assert await broker.publish([(REQUESTS, message) for message in sent]) == [Published.ACCEPTED] * 300
         await broker.close()
+
+
+async def test_a_closed_connection_leaves_no_task_behind_when_the_broker_takes_nothing_more(
+    own_rabbit: RabbitServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "_FAREWELL", 0.05)
+    before = asyncio.all_tasks()
+    async with Proxy(own_rabbit.url) as proxy:
+        wired = await link.connect(proxy.url)
+        proxy.silence()
+        wired.wire.write(bytes(50_000_000))  # more than the sockets hold
+
+        await wired.close()
+
+        assert wired.underlay.is_closed
+    assert asyncio.all_tasks() == before
 
 
 async def test_a_poison_message_ends_in_the_dead_letters(connect: Connect) -> None:

@@ -100,9 +100,10 @@ async def test_a_limit_is_forgotten_with_the_connection(opened: Open, own_rabbit
     assert await broker.publish([(REQUESTS, large)]) == [NEVER]
     await own_rabbit.control("eval", "application:set_env(rabbit, max_message_size, 134217728).")
     assert await broker.publish([(REQUESTS, large)]) == [NEVER]
-    proxy.cut()
+    proxy.refuse()
     while broker.connected:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+    await proxy.accept()
     await until_published(broker, REQUESTS, large)
     assert broker.max_message_bytes is None
 

@@ -68,10 +68,14 @@ class Metered(Proxy):
     largest = 0
 
     async def _pump(
-        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, both: set[asyncio.StreamWriter]
+        self,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        open_: asyncio.Event,
+        both: set[asyncio.StreamWriter],
     ) -> None:
         if sink.get_extra_info("sockname")[1] != self._port:
-            return await super()._pump(source, sink, both)
+            return await super()._pump(source, sink, open_, both)
         try:
             sink.write(await source.readexactly(1))  # whether it encrypts: it does not
             while True:

@@ -18,6 +18,8 @@ class Proxy:
         self._pumps: set[asyncio.Task[None]] = set()
         self._flowing = asyncio.Event()
         self._flowing.set()
+        self._answering = asyncio.Event()
+        self._answering.set()
         self.connections = 0
 
     async def __aenter__(self) -> Proxy:
@@ -58,9 +60,14 @@ class Proxy:
         """Keep the connections and pass nothing on any more."""
         self._flowing.clear()
 
+    def hold_answers(self) -> None:
+        """Keep what the server sends from now on until `resume`."""
+        self._answering.clear()
+
     def resume(self) -> None:
         """Pass on again what is sent."""
         self._flowing.set()
+        self._answering.set()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -70,17 +77,23 @@ class Proxy:
             writer.transport.abort()
             return
         self._writers |= {writer, to_writer}
-        for source, sink in ((reader, to_writer), (to_reader, writer)):
-            pump = asyncio.create_task(self._pump(source, sink, {writer, to_writer}))
+        ways = (reader, to_writer, self._flowing), (to_reader, writer, self._answering)
+        for source, sink, open_ in ways:
+            pump = asyncio.create_task(self._pump(source, sink, open_, {writer, to_writer}))
             self._pumps.add(pump)
             pump.add_done_callback(self._pumps.discard)
 
     async def _pump(
-        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, both: set[asyncio.StreamWriter]
+        self,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        open_: asyncio.Event,
+        both: set[asyncio.StreamWriter],
     ) -> None:
         try:
             while chunk := await source.read(65536):
                 await self._flowing.wait()
+                await open_.wait()
                 sink.write(chunk)
                 await sink.drain()
         except OSError:

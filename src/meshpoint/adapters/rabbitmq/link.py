@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -90,10 +90,13 @@ class Wired:
         return WiredChannel(channel, self.wire)
 
     async def close(self) -> None:
-        """Close it, ignoring errors if the connection is already lost."""
+        """Close it, ignoring errors if it is already lost. If the broker does not answer, drop the connection."""
+        closing = asyncio.create_task(self.connection.close(BrokerUnavailable("closed")))
+        await asyncio.wait({closing}, timeout=_FAREWELL)
+        if not closing.done():  # cancelled halfway, the library would leave its tasks behind
+            self.wire.abort()
         with suppress(BrokerUnavailable), translated("closing"):
-            async with asyncio.timeout(_FAREWELL):
-                await self.connection.close(BrokerUnavailable("closed"))
+            await closing
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,14 +319,31 @@ async def _close_result(attempt: asyncio.Task[Wired]) -> None:
 
 
 async def _close_topology(channel: aio_pika.abc.AbstractChannel) -> None:
-    with suppress(Exception), translated("closing"):
-        async with asyncio.timeout(_FAREWELL):
-            await channel.close()
+    await _closed(channel.close())
 
 
 async def close_quietly(channel: aiormq.Channel) -> None:
     """Close it after sending queued frames, ignoring errors if it is already lost."""
     if not channel.is_closed:
-        with suppress(BrokerUnavailable), translated("closing"):
-            async with asyncio.timeout(_FAREWELL):
-                await channel.close(BrokerUnavailable("closed"))
+        await _closed(channel.close(BrokerUnavailable("closed")))
+
+
+_CLOSING = set[asyncio.Future[object]]()
+
+
+async def _closed(closing: Awaitable[object]) -> None:
+    """Wait a while for the broker to close a channel.
+
+    A slow broker closes it later. If cancelled, the library would close the channel once more, and for that RabbitMQ
+    closes the whole connection.
+    """
+    task = asyncio.ensure_future(closing)
+    _CLOSING.add(task)
+    task.add_done_callback(_CLOSING.discard)
+    task.add_done_callback(_failure)
+    await asyncio.wait({task}, timeout=_FAREWELL)
+
+
+def _failure(task: asyncio.Future[object]) -> BaseException | None:
+    """The failure of a task that has ended, which then is not reported as unseen."""
+    return None if task.cancelled() else task.exception()

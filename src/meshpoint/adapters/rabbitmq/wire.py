@@ -60,6 +60,11 @@ class Wire(TransportFactory):
         if self._writer is not None:
             self._writer.write(frames)
 
+    def abort(self) -> None:
+        """Drop the connection without sending the frames that wait."""
+        if self._writer is not None:
+            self._writer.transport.abort()
+
 
 class _GatheringWriter(asyncio.StreamWriter):
     def __init__(
