@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from meshpoint.adapters.database_clock import DatabaseClock
 from meshpoint.adapters.logging_observer import LoggingObserver
 from meshpoint.adapters.memory.broker import MemoryBroker
 from meshpoint.adapters.memory.exchange import MemoryExchange
@@ -118,14 +119,15 @@ def worker_of(
 ) -> Worker:
     """`served` with the settings of `agent`, ready to `run` on `broker`."""
     store = open_store(agent, namespace) if agent.stateless_checkpointing else None
-    memory = MemoryCheckpointStore(_CLOCK, timings=agent.timings(), ended_kept=_ENDED_KEPT)
+    clock = DatabaseClock(_CLOCK, store) if store else _CLOCK
+    memory = MemoryCheckpointStore(clock, timings=agent.timings(), ended_kept=_ENDED_KEPT)
     return Worker(
         served,
         broker=broker,
         memory=memory,
         durable=store,
         lease_store=(lambda: open_store(agent, namespace)) if store else None,
-        clock=_CLOCK,
+        clock=clock,
         observer=observer,
         options=options,
         cache=make_cache(agent, namespace, store.copy_key) if store else None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from meshpoint.lifecycle.patience import Patience
@@ -51,12 +50,6 @@ class Site:
     def agent(self) -> AgentName:
         """The agent that is served."""
         return self.replica.agent
-
-    @property
-    def present(self) -> datetime:
-        """The current time for judging deadlines, by the database's clock if possible."""
-        known = None if self.durable is None else self.durable.store.present
-        return self.clock.now() if known is None else known
 
     def checkpointer(self, home: Home) -> AgentCheckpointer:
         """What writes and restores the checkpoints of operations in `home`."""

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, ValidationError
-from pydantic import ValidationInfo as Info
 
 from meshpoint.errors import IncompatibleState, NotJson
 from meshpoint.model.checkpoint import Checkpoint
@@ -25,11 +24,11 @@ Report = Callable[[JsonValue], Awaitable[None]]
 """Sends a status update to the requester."""
 
 
-def _guarded(values: dict[str, JsonValue], info: Info) -> dict[str, JsonValue]:
-    return JsonDict(values, name=f"a2a_context.{info.field_name}")
+def _guarded(name: str) -> AfterValidator:
+    # Not by the name that pydantic gives a validator: pydantic 2.12.0 gives none for default values.
+    return AfterValidator(lambda values: JsonDict(values, name=f"a2a_context.{name}"))
 
 
-GuardedDict = Annotated[dict[str, JsonValue], AfterValidator(_guarded)]
 UtcInstant = Annotated[AwareDatetime, AfterValidator(lambda instant: instant.astimezone(UTC))]
 
 
@@ -47,8 +46,8 @@ class A2AContext(BaseModel):
     call_depth: int = 0
     deadline: UtcInstant | None = None
     idle_timeout: timedelta | None = None
-    user_config: GuardedDict = Field(default_factory=dict)
-    metadata: GuardedDict = Field(default_factory=dict)
+    user_config: Annotated[dict[str, JsonValue], _guarded("user_config")] = Field(default_factory=dict)
+    metadata: Annotated[dict[str, JsonValue], _guarded("metadata")] = Field(default_factory=dict)
 
 
 class _DictField:

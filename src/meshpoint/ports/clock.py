@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """The replica's own clock: for waiting and for tasks in memory. Durable instants are the database's."""
+    """The replica's clock, for waiting and for tasks in memory. With a database, its instants are the database's."""
 
     def now(self) -> datetime:
         """The present instant, aware, in UTC."""

@@ -263,7 +263,7 @@ class Requests:
         if self._site.durable is None and count >= options.begin_at_delivery + options.max_attempts:
             segment.dead_reason = f"it was delivered {count} times and no run of it came to an end"
             return Failed(FailureKind.ERROR, segment.dead_reason)
-        return refusal(request, options, self._site.present)
+        return refusal(request, options, self._site.clock.now())
 
     async def _write_first(self, segment: Segment, request: receive.Request) -> bool:
         """Write the task as running and ack its request: from here on the lease owns the run, not the broker."""

@@ -256,7 +256,7 @@ class Segments:
     async def _started_again(self, segment: Segment, task: Resumable) -> run.SegmentResult:
         assert task.request is not None
         request = receive.request(unpack(task.request), self._site.options).asked_by(task.requester)
-        if refused := refusal(request, self._site.options, self._site.present):
+        if refused := refusal(request, self._site.options, self._site.clock.now()):
             return refused
         return await self._first(segment, request, task)
 
@@ -510,7 +510,7 @@ class Segments:
         """Let a task whose memory could not be had go on later from its last checkpoint, here or elsewhere."""
         assert segment.home is not None
         deadline = segment.requester.deadline
-        if deadline is not None and deadline <= self._site.present:
+        if deadline is not None and deadline <= self._site.clock.now():
             return await self._end(segment, Failed(FailureKind.TIMEOUT, "the task's deadline has passed"))
         self._site.steps.note(Step.MEMORY_TROUBLE, segment.run.task_id, what="away", why=forgotten.reason)
         release = Release(segment.run, self._site.options.incompatible_pause, counted=forgotten.lost)

@@ -23,6 +23,7 @@ from meshpoint.model.messages import Header, Message, dead_letters_of, nested_of
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Outcome
 from meshpoint.ports.checkpoint_cache import CheckpointCache
+from meshpoint.ports.clock import Clock
 from meshpoint.ports.isolation import Isolation
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.worker import Worker
@@ -147,14 +148,15 @@ class Mesh:
         snapshots: SnapshotStore | None = None,
         isolation: Isolation | None = None,
         ended_kept: int | None = None,
+        clock: Clock | None = None,
         **options: Any,
     ) -> Running:
         """Begin to run `agent`, with its database ("store") or its "broker" away."""
-        broker = FaultyBroker(self.exchange)
+        broker, clock = FaultyBroker(self.exchange), clock or self.clock
         await broker.open()
         store, memory = (
             FaultyStore(self.store),
-            FaultyStore(MemoryCheckpointStore(self.clock, timings=Timings(), ended_kept=ended_kept)),
+            FaultyStore(MemoryCheckpointStore(clock, timings=Timings(), ended_kept=ended_kept)),
         )
         store.away, broker.away = away == "store", away == "broker"
         worker = Worker(
@@ -163,7 +165,7 @@ class Mesh:
             memory=memory,
             durable=store if durable else None,
             lease_store=None,
-            clock=self.clock,
+            clock=clock,
             observer=self.events,
             options=replace(Options(), **options),
             cache=cache,

@@ -6,13 +6,15 @@ from datetime import datetime, timedelta
 
 import pytest
 
+from meshpoint.adapters.database_clock import DatabaseClock
 from meshpoint.adapters.memory.clock import FakeClock
 from meshpoint.model.calls import Call, Done, Join, Paused
 from meshpoint.model.events import Step
+from meshpoint.model.messages import Header
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 
 from .agents import Scripted, asker
-from .mesh import Mesh, Running
+from .mesh import Mesh
 from .puppet import Puppet
 
 
@@ -27,14 +29,14 @@ class Skewed:
         return self._clock.now() + self.skew
 
 
-def mislead(mesh: Mesh, replica: Running, skew: timedelta) -> None:
-    object.__setattr__(replica.worker.site, "clock", Skewed(mesh.clock, skew))
+def misled(mesh: Mesh, minutes: int) -> DatabaseClock:
+    """The clock of a replica whose host is wrong by so many minutes."""
+    return DatabaseClock(Skewed(mesh.clock, timedelta(minutes=minutes)), mesh.store)
 
 
 @pytest.mark.parametrize("minutes", [10, -10])
 async def test_deadlines_are_judged_by_the_database(mesh: Mesh, boss: Puppet, peer: Puppet, minutes: int) -> None:
-    replica = await mesh.replica(asker("asker", "peer"))
-    mislead(mesh, replica, timedelta(minutes=minutes))
+    await mesh.replica(asker("asker", "peer"), clock=misled(mesh, minutes))
     fresh = await boss.ask("asker", 1, deadline=mesh.clock.now().timestamp() + 30)
     request = await peer.request_number(1)
     await peer.respond(request, "answer")
@@ -43,6 +45,28 @@ async def test_deadlines_are_judged_by_the_database(mesh: Mesh, boss: Puppet, pe
     outcome = await boss.reply(late)
     assert isinstance(outcome, Failed)
     assert outcome.kind is FailureKind.TIMEOUT
+
+
+@pytest.mark.parametrize("minutes", [10, -10])
+async def test_a_task_that_falls_back_to_memory_keeps_its_deadline(
+    mesh: Mesh, boss: Puppet, peer: Puppet, minutes: int
+) -> None:
+    clock, retry = misled(mesh, minutes), timedelta(seconds=5)
+    replica = await mesh.replica(asker("asker", "peer"), clock=clock, checkpoint_retry_time=retry)
+    replica.store.fail_always("pause")
+    deadline = mesh.clock.now().timestamp() + 60
+    answered = await boss.ask("asker", 1, deadline=deadline)
+    late = await boss.ask("asker", 2, deadline=deadline)
+    await mesh.advance(7)
+    assert len(mesh.events.of(Step.DEGRADED)) == 2
+    requests = [await peer.request_number(number) for number in (1, 2)]
+    for request in requests:
+        assert 0 < float(request.headers[Header.DEADLINE.value]) - mesh.clock.now().timestamp() < 60  # type: ignore[arg-type]
+    (first,) = [each for each in requests if each.headers[Header.PARENT_TASK.value] == answered]
+    await peer.respond(first, "answer")
+    assert isinstance(await boss.reply(answered), Ok)
+    await mesh.advance(60)
+    assert await boss.reply(late) == Ok({"peer": "timeout"})
 
 
 @pytest.mark.parametrize(
