@@ -123,12 +123,14 @@ async def poison(ctx: TaskExecutionContext, deadly: bool) -> str:
 class Dose(BaseModel):
     """The behaviour of `ward`: run for `seconds`, then end its process as `how` says, if set.
 
-    With `asks`, it first asks `peer`. A line in `trace` for each segment that begins, with its process.
+    With `asks`, it first asks `peer`. A line in `trace` for each segment that begins, with its process. With `kills`,
+    it also runs until that many tasks have killed their process.
     """
 
     trace: str
     how: str | None = None
     seconds: float = 0
+    kills: int = 0
     asks: bool = False
 
 
@@ -140,6 +142,8 @@ async def ward(ctx: TaskExecutionContext, dose: Dose) -> str:
     await ctx.status("begun")
     note(dose.trace, f"{ctx.task_id} {dose.how}")
     await asyncio.sleep(dose.seconds)
+    while Path(dose.trace).read_text().count(" kill\n") < dose.kills:
+        await asyncio.sleep(0.05)
     match dose.how:
         case None:
             return "well"

@@ -98,23 +98,20 @@ class Process:
         self._changed.set()
 
     def of(self, at: str, **detail: Any) -> list[Told]:
-        step, _, phase = at.partition(":")
-        return [
-            event
-            for event in self.events
-            if event["step"] == step
-            and phase in {"", event["phase"]}
-            and all(event["detail"].get(name, event.get(name)) == value for name, value in detail.items())
-        ]
+        return [event for event in self.events if _is(event, at, detail)]
 
     async def wait(self, at: str, count: int = 1, **detail: Any) -> list[Told]:
         """The events of `step:phase`, once there are `count`."""
-        while len(found := self.of(at, **detail)) < count:
+        found, seen = list[Told](), 0
+        while True:
+            found += [event for event in self.events[seen:] if _is(event, at, detail)]
+            seen = len(self.events)
+            if len(found) >= count:
+                return found
             if self.process.returncode is not None:
                 raise EndedBefore(f"the replica ended ({self.process.returncode}) before {at}")
             self._changed.clear()
             await self._changed.wait()
-        return found
 
     async def ended(self) -> int:
         code = await self.process.wait()
@@ -129,6 +126,15 @@ class Process:
     async def kill(self) -> None:
         self.signal(signal.SIGKILL)
         await self.ended()
+
+
+def _is(event: Told, at: str, detail: dict[str, Any]) -> bool:
+    step, _, phase = at.partition(":")
+    return (
+        event["step"] == step
+        and phase in {"", event["phase"]}
+        and all(event["detail"].get(name, event.get(name)) == value for name, value in detail.items())
+    )
 
 
 async def _executed(config: Path, *arguments: str) -> asyncio.subprocess.Process:

@@ -83,15 +83,18 @@ async def _queues(rabbit: RabbitServer, namespace: str) -> dict[str, int]:
 
 
 async def until_none(db_url: str, rabbit: RabbitServer, namespace: str, limit: float) -> Leftovers:
-    """What is left after `limit` seconds, or as soon as nothing is."""
-    end = asyncio.get_running_loop().time() + limit
+    """What is left when it has not changed for `limit` seconds, or as soon as nothing is."""
+    loop, end = asyncio.get_running_loop(), 0.0
+    before: Leftovers | None = None
     while True:
         left = Leftovers(await _rows(db_url), {})
         if not left.total:
             left = Leftovers(left.rows, await _queues(rabbit, namespace))
         if not left.total:
             return left
-        if asyncio.get_running_loop().time() > end:
+        if left != before:
+            before, end = left, loop.time() + limit
+        if loop.time() > end:
             rows = await _shown(db_url)
             tasks = frozenset(row["logical_task_id"] for row in rows)
             return replace(left, tasks=tasks, shown=tuple(str(dict(row)) for row in rows))

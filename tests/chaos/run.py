@@ -39,7 +39,7 @@ class Wish:
     rate: float = 9.5
     in_flight: int = 100
     replicas: int = 4
-    patience: float = 90.0  # seconds for the last answers, and again for the last rows and messages
+    patience: float = 90.0  # seconds without an answer, and later without a change of rows and messages
     stories: Path = Path("chaos-stories")
     keep: bool = False  # the events of a good run too
 

@@ -95,14 +95,14 @@ class Stream:
             self._spawn(number)
 
     async def all_answered(self, limit: float) -> bool:
-        """Wait until nothing is open; False when `limit` seconds were not enough."""
-        try:
-            async with asyncio.timeout(limit):
-                while self._ledger.open:
-                    self._answered.clear()
+        """Wait until nothing is open; False when no answer came for `limit` seconds."""
+        while self._ledger.open:
+            self._answered.clear()
+            try:
+                async with asyncio.timeout(limit):
                     await self._answered.wait()
-        except TimeoutError:
-            return False
+            except TimeoutError:
+                return False
         return True
 
     async def ask(self, agent: str) -> None:

@@ -49,6 +49,6 @@ def configuration(namespace: str, broker_url: str, db_url: str) -> dict[str, Any
     ]
     agents += [{"name": name, "entrypoint": path, **common} for name, path in IN_PROCESS.items()]
     for agent in agents:
-        agent["peer_timeout_seconds"] = 10 if agent["name"] in CREDULOUS else 300
+        agent["peer_timeout_seconds"] = 10 if agent["name"] in CREDULOUS else 3600
     mesh = {"namespace": namespace, "broker_url": broker_url, "max_message_bytes": LARGEST}
     return {"mesh": mesh, "agents": agents}

@@ -28,15 +28,22 @@ def marks_of(*parts: bytes) -> set[str]:
 
 
 def main(order: Order, told: Connection) -> None:
-    """Serve like a replica under chaos; write the counts at the end. SIGUSR1 resets them."""
-    counting = Counting()
+    """Serve like a replica under chaos; write the counts at the end and on SIGRTMIN. SIGUSR1 resets them."""
+    counting, path = Counting(), order.folder / f"{order.name}.branches"
+
+    def write() -> None:
+        counts = [[module, line, count] for (module, line), count in list(counting.lines.items())]
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(counts))
+        new.replace(path)
+
     signal.signal(signal.SIGUSR1, lambda *_: counting.lines.clear())
+    signal.signal(signal.SIGRTMIN, lambda *_: write())
     counting.start()
     try:
         replica.main(order, told, WatchedBroker)
     finally:
-        counts = [[module, line, count] for (module, line), count in counting.lines.items()]
-        (order.folder / f"{order.name}.branches").write_text(json.dumps(counts))
+        write()
 
 
 class WatchedBroker(WrappedBroker):

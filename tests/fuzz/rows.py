@@ -113,12 +113,15 @@ class RowSide:
         """Note the marks among the dead letters, and delete those."""
         query = (
             "SELECT id, message_id, substr(body, 1, 8192) FROM meshpoint_queue_message"
-            " JOIN meshpoint_queue_content USING (id) WHERE queue = ?"
+            " JOIN meshpoint_queue_content USING (id) WHERE queue = ? AND holder {}"
         )
         for address in [f"{agent}.dlq" for agent in (*AGENTS, EVIL, "ledger")]:
-            for id_, message_id, body in self._db.execute(query, (self._name(address),)).fetchall():
-                self.dead |= marks_of(_bytes(message_id), _bytes(body))
-                self._delete(id_)
+            for unheld in ("IS NULL", "= 0"):  # one by one, so that each has its index
+                for id_, message_id, body in self._db.execute(
+                    query.format(unheld), (self._name(address),)
+                ).fetchall():
+                    self.dead |= marks_of(_bytes(message_id), _bytes(body))
+                    self._delete(id_)
 
     def _insert(self, queue: str, letter: Letter, assignment: str | None) -> None:
         values: dict[str, Any] = {name: letter.properties.get(name) for name in _TEXTS}

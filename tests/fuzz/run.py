@@ -41,6 +41,11 @@ from .second_session import SecondSession
 _CALLS = 12
 """Target number of open calls to the lying peer."""
 _STEP = 0.05
+_STILL = 3.0
+"""Seconds without progress after which a busy machine has handled what it can."""
+_ROUND = 2.0
+"""Seconds of messages between two looks at the branches."""
+_ROUNDS = 20
 ELSEWHERE = ("ledger.", "nobody.", f"{EVIL}.", f"{ME}.")
 """Addresses without a consumer in this mesh."""
 _MB = 1024 * 1024
@@ -134,25 +139,34 @@ async def _run(wish: Wish, rabbit: RabbitServer | None, db_url: str, folder: Pat
             SecondSession(db_url) if rabbit else nullcontext()
         )
         async with side, sessions as session:
-            fuzz = Fuzz(wish, running, side, world, session)
+            fuzz = Fuzz(wish, running, side, world, session, folder)
             await fuzz.run(stream)
             running.phase = "last answers"
             await stream.all_answered(wish.patience)
             running.phase = "last messages"
-            await fuzz.until_settled(folder, wish.patience)
+            await fuzz.until_settled(wish.patience)
             fuzz.measure()
             fuzz.look_at_connections()
         running.phase = "drain"
         await crew.drain()
     running.phase = "verdict"
-    return await asyncio.to_thread(fuzz.report, folder)
+    return await asyncio.to_thread(fuzz.report)
 
 
 class Fuzz:
     """Sends what the recipes make, next to the honest stream, and measures."""
 
-    def __init__(self, wish: Wish, running: Running, side: Side, world: World, session: SecondSession | None) -> None:
+    def __init__(
+        self,
+        wish: Wish,
+        running: Running,
+        side: Side,
+        world: World,
+        session: SecondSession | None,
+        folder: Path,
+    ) -> None:
         self._wish, self._running, self._side, self._world, self._session = wish, running, side, world, session
+        self._folder = folder
         unusable = ROWS.keys() if isinstance(side, RabbitSide) else FORGED | ON_SERVERS
         usable = [name for name in RECIPES if name not in unusable]
         self._spawned: set[asyncio.Task[None]] = set()
@@ -174,13 +188,28 @@ class Fuzz:
             post.signal(signal.SIGUSR1)
         self._connections = self._side.connections()
         await self._send(wish.seconds / 4)
+        if not wish.by_the_clock:  # a busy machine lags behind, and its replicas are not warm yet
+            await self.until_settled(_STILL)
         self.measure()
         await self._send(wish.seconds * 3 / 4)
+        if not wish.by_the_clock:
+            await self._until_reached(stream)
         self._times["end"] = time.time()
         await asyncio.gather(*self._spawned)
         await self._side.all_told()
         await self._side.open_full()
         await honest
+
+    async def _until_reached(self, stream: Stream) -> None:
+        """Send a few more messages, some times, until each judged branch is reached. A busy machine needs more."""
+        for _ in range(_ROUNDS):
+            await self.until_settled(_STILL)
+            for post in self._running.crew.posts:
+                post.signal(signal.SIGRTMIN)
+            await asyncio.gather(self._send(_ROUND), stream.run(_ROUND))
+            found = await asyncio.to_thread(reports.reached, self._folder, self._wish.reached, by_the_clock=False)
+            if not found.few:
+                return
 
     async def _send(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
@@ -242,20 +271,24 @@ class Fuzz:
         """Note what became of the connections since the fuzz began."""
         self._connections = self._side.connections().since(self._connections)
 
-    async def until_settled(self, folder: Path, limit: float) -> None:
-        """Return when each mutated message is accounted for, or `limit` seconds have passed."""
-        end = time.time() + limit
-        while time.time() < end:
-            found = await asyncio.to_thread(self._account, folder)
+    async def until_settled(self, limit: float) -> None:
+        """Return when each mutated message is accounted for, or none more was for `limit` seconds."""
+        missing, end = -1, 0.0
+        while True:
+            found = await asyncio.to_thread(self._account)
             if not found.missing:
+                return
+            if len(found.missing) != missing:
+                missing, end = len(found.missing), time.time() + limit
+            if time.time() > end:
                 return
             await asyncio.sleep(1)
 
-    def _account(self, folder: Path) -> reports.Accounts:
+    def _account(self) -> reports.Accounts:
         side, sent = self._side, self._running.sent
-        return reports.account(dict(sent), folder, set(side.refused), set(side.dead), set(side.replied))
+        return reports.account(dict(sent), self._folder, set(side.refused), set(side.dead), set(side.replied))
 
-    def report(self, folder: Path) -> Report:
+    def report(self) -> Report:
         """The verdict."""
         wish, ledger, crew = self._wish, self._running.ledger, self._running.crew
         if wish.broker == "sqlite":  # it has no logins: who can write the file can answer in any agent's name
@@ -263,8 +296,8 @@ class Fuzz:
                 entry.answers = [
                     each for each in entry.answers if getattr(each.outcome, "value", None) != FORGED_RESULT
                 ]
-        accounts = self._account(folder)
-        reached = reports.reached(folder, 0 if wish.only else wish.reached, by_the_clock=wish.by_the_clock)
+        accounts = self._account()
+        reached = reports.reached(self._folder, 0 if wish.only else wish.reached, by_the_clock=wish.by_the_clock)
         exits: Counter[str] = crew.exits
         quiet = reports.p99(ledger, self._times["quiet"] + wish.quiet / 4, self._times["fuzz"])
         fuzzed = reports.p99(ledger, self._times["fuzz"], self._times["end"])

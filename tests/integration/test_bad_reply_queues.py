@@ -139,7 +139,7 @@ async def test_a_request_that_comes_again_with_a_full_reply_queue_is_acked(
         await full_queue(operator, namespace, "desk.private.full")
         await live.events.wait(Step.MARK, Phase.AFTER, task_id=task_id)
         while task_id in live.worker.segments.live:  # it is leaving: a new request is acked once it has a row
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
         before = len(live.events.of(Step.ACK, Phase.AFTER, task_id))
         await desk.ask("doubler", 21, reply_to="desk.private.full", task_id=task_id)
         await live.events.wait(Step.ACK, Phase.AFTER, before + 1, task_id)

@@ -108,7 +108,8 @@ async def answers(client: Client, asked: str, inputs: Sequence[Any]) -> list[Any
 
 @asynccontextmanager
 async def mesh(url: str, namespace: str, *agents: Any, **options: Any) -> AsyncIterator[tuple[Client, Group]]:
-    group = Group(url, namespace, *agents, **{"drain_timeout": timedelta(seconds=1), **options})
+    patient = {"drain_timeout": timedelta(seconds=1), "peer_timeout": timedelta(hours=1)}
+    group = Group(url, namespace, *agents, **{**patient, **options})
     async with group.serving(), Client(RabbitMqBroker(url, namespace=namespace)) as client:
         yield client, group
 

@@ -118,6 +118,9 @@ async def test_a_mark_whose_join_stays_held_is_not_sent_turn_after_turn(
         nonlocal statements
         left, held = await mark(sent)
         statements += 1
+        if statements == 1:
+            hurried.cancel()
+            await asyncio.wait({hurried})
         met.set()
         return left, held
 
@@ -136,7 +139,6 @@ async def test_a_mark_whose_join_stays_held_is_not_sent_turn_after_turn(
                 await claiming.fetchval("SELECT 1")
             assert statements == 1
         await store.marks_written()
-        await hurried
         assert statements == 2
         assert (await row(store, pause.run.task_id))[1][1].dispatched_at is not None
     finally:

@@ -72,7 +72,7 @@ async def store(postgres_url: str, clock: FakeClock) -> AsyncIterator[SqlCheckpo
         postgres_url,
         namespace="test",
         clock=clock,
-        command_timeout=timedelta(seconds=5),
+        command_timeout=timedelta(seconds=60),
         lock_timeout=timedelta(milliseconds=200),
     )
     await store.open()
