@@ -135,6 +135,27 @@ async def test_a_channel_that_the_broker_closes_late_does_not_cost_the_connectio
         await broker.close()
 
 
+async def test_deliveries_of_a_consumer_that_was_given_up_do_not_stop_its_connection(
+    connect: Connect, own_rabbit: RabbitServer
+) -> None:
+    """More of them are on their way than the library queues for a channel that nobody reads any more."""
+    async with Proxy(own_rabbit.url) as proxy:
+        broker, inbox = await connect(proxy.url, publish_timeout=timedelta(seconds=1)), Inbox()
+        subscription = await broker.consume(REQUESTS, 40, inbox)
+        before, given_up = proxy.connections, subscription._intake
+        assert given_up is not None
+        proxy.hold_answers()
+        await send(await connect(), REQUESTS, *[a_message() for _ in range(40)])
+        await subscription.resize(80)  # gives up: no answer in time
+        await asyncio.wait({given_up.channel.closing})
+        proxy.resume()
+        for _ in range(40):
+            assert await (await inbox.next()).ack()
+        await until_depth(broker, REQUESTS, 0)
+        assert proxy.connections == before
+        await broker.close()
+
+
 async def test_a_cut_while_confirms_are_out_leaves_no_message_undecided(
     connect: Connect, own_rabbit: RabbitServer
 ) -> None:

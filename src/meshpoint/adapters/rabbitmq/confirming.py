@@ -95,7 +95,6 @@ class ConfirmingChannel:
         self._closed_by = error or ChannelInvalidStateError("the channel was closed")
         if isinstance(self._closed_by, asyncio.CancelledError):
             self._closed_by = ChannelInvalidStateError("the channel was closed")
-        self.wired.wire.leave(self._number, self._confirms)
         for one in self._open.values():
             if not one.word.done():
                 one.word.set_exception(self._closed_by)

@@ -26,7 +26,9 @@ _SMALLEST_FRAME_MAX = 4096
 _LARGEST_FRAME_MAX = 131072
 
 _DELIVER, _RETURN, _ACK, _NACK = (struct.pack(">HH", 60, method) for method in (60, 50, 80, 120))
-_CHANNEL_CLOSE = struct.pack(">HH", 20, 40)
+_CHANNEL_CLOSE, _CHANNEL_CLOSE_OK = (struct.pack(">HH", 20, method) for method in (40, 41))
+_LAST = {_CHANNEL_CLOSE, _CHANNEL_CLOSE_OK}
+"""The broker sends nothing more on the channel after these."""
 _CONNECTION_CLOSE = struct.pack(">HH", 10, 50)
 _start = struct.Struct(">BHI")
 _content_start = struct.Struct(">HHQ")
@@ -242,13 +244,11 @@ class FrameReader(asyncio.StreamReaderProtocol):
         self._fed_at = 0.0
 
     def take(self, channel: int, taker: FrameTaker) -> None:
-        """Route the frames of `channel` to `taker` from now on."""
-        self._takers[channel] = taker
+        """Route the frames of `channel` to `taker` until the broker has closed it.
 
-    def leave(self, channel: int, taker: FrameTaker) -> None:
-        """Route them to the library again, unless another taker has replaced this one."""
-        if self._takers.get(channel) is taker:
-            del self._takers[channel]
+        Also when the library has given the channel up: it would queue a few frames more and then stop reading.
+        """
+        self._takers[channel] = taker
 
     def data_received(self, data: bytes) -> None:
         """Process received bytes."""
@@ -272,6 +272,8 @@ class FrameReader(asyncio.StreamReaderProtocol):
             taker = self._takers.get(channel)
             if taker is None or not self._taken(taker, kind, data[at + 7 : stop - 1]):
                 self._feed(kind, data[at:stop])
+                if kind == METHOD and data[at + 7 : at + 11] in _LAST:
+                    self._takers.pop(channel, None)
             at = stop
         self._rest = data[at:]
         if self._raw:

@@ -163,6 +163,8 @@ class Intake:
         await self.channel.basic_consume(self._queue, _passed_by, consumer_tag=tag)
 
     def _arrived(self, arrived: Arrived) -> None:
+        if self._given_up or self._shut:  # requeued with the channel
+            return
         self._unsettled[arrived.consumer_tag] += 1
         self._outstanding[arrived.delivery_tag] = arrived.consumer_tag
         if self._short and self._full:
@@ -174,7 +176,6 @@ class Intake:
         self.give_up()
 
     def _on_closed(self, _: Any) -> None:
-        self._wire.leave(self.channel.number, self._deliveries)
         self._wake()
 
 

@@ -46,14 +46,9 @@ class Wire(TransportFactory):
         return reader, self._writer
 
     def take(self, channel: int, taker: FrameTaker) -> None:
-        """Route the frames of `channel` to `taker` from now on."""
+        """Route the frames of `channel` to `taker` until the broker has closed it."""
         if self._frames is not None:
             self._frames.take(channel, taker)
-
-    def leave(self, channel: int, taker: FrameTaker) -> None:
-        """Route the frames of `channel` to the library again."""
-        if self._frames is not None:
-            self._frames.leave(channel, taker)
 
     def write(self, frames: bytes) -> None:
         """Send `frames` with all other writes of this loop iteration. They are lost if the connection is lost."""
