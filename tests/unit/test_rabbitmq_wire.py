@@ -204,9 +204,11 @@ class Wanting(Publisher):
     """Sends parcels whose key says what the broker does with them; notes that it left the channel."""
 
     def __init__(self) -> None:
-        link: Any = None
+        link: Any = self
         super().__init__(link, link, timedelta(seconds=0.04), link)
         self.left = 0
+        self.wired = self.channel = self._channel = link
+        self._late: list[asyncio.Future[Published]] = []
 
     async def _ready(self) -> Any:
         return self
@@ -215,11 +217,21 @@ class Wanting(Publisher):
         word: asyncio.Future[Published] = asyncio.get_running_loop().create_future()
         if parcel.key == b"lost":
             word.set_exception(AMQPConnectionError("the channel is gone"))
+        elif parcel.key == b"late":
+            self._late.append(word)
         elif parcel.key != b"silent":
             word.set_result(Published.ACCEPTED)
         return word
 
-    async def _leave(self, channel: object) -> None:
+    async def _answers(self) -> bool:
+        for word in self._late:
+            asyncio.get_running_loop().call_soon(word.set_result, Published.ACCEPTED)
+        return True
+
+    def shut(self) -> None:
+        pass
+
+    def leave(self, channel: object) -> None:
         self.left += 1
 
 
@@ -242,6 +254,10 @@ async def test_a_channel_that_is_silent_is_left(keys: list[bytes]) -> None:
     words = await publisher.publish(parcels(*keys))
     assert words == [Published.OVERLOADED if key == b"silent" else Published.ACCEPTED for key in keys]
     assert publisher.left == 1
+
+
+async def test_a_message_that_a_slow_broker_confirms_late_is_accepted() -> None:
+    assert await Wanting().publish(parcels(b"late", b"late")) == [Published.ACCEPTED] * 2
 
 
 async def test_a_channel_that_is_silent_is_left_also_when_others_fail() -> None:

@@ -20,6 +20,7 @@ class _Trouble:
     pause: float
     gone: bool
     slow: bool
+    silent: bool
 
 
 class Addresses:
@@ -44,22 +45,29 @@ class Addresses:
         """Whether it failed to accept the last message."""
         return address in self._troubles
 
+    def silent(self, address: Address) -> bool:
+        """Whether no answer came at the last attempt: the broker may only be slow."""
+        trouble = self._troubles.get(address)
+        return trouble is not None and trouble.silent
+
     def gone(self, address: Address) -> bool:
         """Whether its queue did not exist at the last attempt."""
         trouble = self._troubles.get(address)
         return trouble is not None and trouble.gone
 
-    def failed(self, address: Address, *, began: float, gone: bool, slow: bool) -> None:
-        """Record that a message published at `began` was not accepted, or that the queue is missing.
+    def failed(
+        self, address: Address, *, began: float, gone: bool = False, slow: bool = True, silent: bool = False
+    ) -> None:
+        """Record that a message published at `began` was not accepted.
 
-        `slow`: the sender had to wait for that result.
+        `gone`: its queue is missing. `slow`: the sender had to wait. `silent`: no answer has come yet.
         """
         before = self._troubles.pop(address, None)
         now = self._clock.monotonic()
         pause = _FIRST_PAUSE if before is None else before.pause
         if before is not None and began >= before.failed_at + before.pause:  # count concurrent attempts once
             pause = min(2 * pause, _LONGEST_PAUSE)
-        self._troubles[address] = _Trouble(now, pause, gone, slow)
+        self._troubles[address] = _Trouble(now, pause, gone, slow, silent)
         if len(self._troubles) > _MOST:
             self._troubles.popitem(last=False)
 

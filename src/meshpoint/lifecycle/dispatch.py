@@ -210,7 +210,7 @@ class Outgoing:
         if letter is None:
             return True
         word = Published.UNROUTABLE if self._addresses.gone(letter[0]) else Published.OVERLOADED
-        if not self._addresses.blocked(letter[0], fresh=True):
+        if not self._addresses.blocked(letter[0], fresh=True) or self._must_wait(letter[0]):
             with self._site.steps.step(Step.REPLY, [reply.task_id]):
                 word = await self._site.patience.until_answered(partial(self._prompt_word, reply, letter))
         if word is Published.REJECTED:
@@ -229,8 +229,12 @@ class Outgoing:
         except TimeoutError:
             if not (self._site.broker.can_publish and self._has_room):
                 return await self._word_on_reply(reply, letter)
-        self._addresses.failed(letter[0], began=began, gone=False, slow=True)
+        self._addresses.failed(letter[0], began=began, silent=True)
         return Published.OVERLOADED
+
+    def _must_wait(self, address: Address) -> bool:
+        """Whether a reply must wait for the broker's answer: it could only be dropped, and the broker may be slow."""
+        return not self._has_room and self._addresses.silent(address)
 
     @property
     def _has_room(self) -> bool:
@@ -273,13 +277,16 @@ class Outgoing:
 
         The reply is stored in the database or, without one, in this process, up to a limit.
         """
+        address = reply.requester.reply_to
         if self._site.durable is None:
             if self._has_room:
                 self.held.end(reply.task_id)
                 return False
+            if address is not None and self._must_wait(address):
+                return False
             self._drop(reply, "max_in_memory replies are waiting already")
         else:
-            gone = reply.requester.reply_to is not None and self._addresses.gone(reply.requester.reply_to)
+            gone = address is not None and self._addresses.gone(address)
             # The id is the same in each attempt, so that a repeated write finds itself.
             wish = KeepReply(RunId(reply.task_id), reply, self._site.options.reply_retry_time if gone else None)
             try:

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from meshpoint.agents.function import agent
+from meshpoint.agents.peer import Peer
 from meshpoint.lifecycle import dispatch
 from meshpoint.model.calls import Call
 from meshpoint.model.checkpoint import TaskState
+from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Phase, Step
 from meshpoint.model.messages import Address, Header, Message, MessageType
 from meshpoint.model.outcomes import Ok
@@ -242,6 +245,39 @@ async def test_a_silent_reply_queue_holds_up_others_only_for_a_moment(
     for number, task_id in enumerate(tasks):
         assert set(map(str, silent.replies(task_id))) == {str(Ok(2 * number))}
     assert mesh.unacked("doubler") == 0
+
+
+@agent("patient", version="1")
+async def asks_if_large(ctx: TaskExecutionContext, number: int) -> int:
+    return number if number < 10 else await ctx.call(Peer("peer", int, int)(number))
+
+
+async def test_a_slow_broker_loses_no_reply_of_a_task_in_memory(
+    mesh: Mesh, boss: Puppet, peer: Puppet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_PROMPT", 0)
+    running = await mesh.replica(asks_if_large, durable=False, max_concurrency=4, max_in_memory=3)
+    publish, quick = running.broker.publish, asyncio.Event()
+
+    async def slow(messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+        if messages[0][1].type is MessageType.RESPONSE:
+            await quick.wait()
+        return await publish(messages)
+
+    running.broker.publish = slow  # type: ignore[method-assign]
+    paused = [await boss.ask("patient", number) for number in (10, 11)]
+    requests = [await peer.request_number(count) for count in (1, 2)]
+    tasks = [await boss.ask("patient", number) for number in range(8)]
+    await mesh.settle()
+    for number, request in enumerate(requests, 10):
+        await peer.respond(request, number)
+    await mesh.settle()
+    quick.set()
+    await mesh.advance(60)
+    assert mesh.events.of(Step.REPLY_DROPPED) == []
+    for number, task_id in [*enumerate(tasks), *enumerate(paused, 10)]:
+        assert set(map(str, boss.replies(task_id))) == {str(Ok(number))}
+    assert mesh.unacked("patient") == 0
 
 
 async def test_a_cancelled_task_with_a_silent_requester_holds_up_no_letter(

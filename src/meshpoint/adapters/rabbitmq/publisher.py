@@ -10,7 +10,6 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 
 from aiormq.exceptions import (
@@ -71,7 +70,7 @@ class Publisher:
         self._topology = topology
         self._restore = restore
         self._probe_timeout = min(timeout.total_seconds() / 4, _LONGEST_PROBE)
-        self._timeout = timeout.total_seconds() - self._probe_timeout
+        self._timeout = timeout.total_seconds() - 2 * self._probe_timeout
         self._channel: ConfirmingChannel | None = None
         self._opening = asyncio.Lock()
         self._apart = asyncio.Lock()
@@ -157,7 +156,7 @@ class Publisher:
         channel = await self._ready()
         sent = [channel.send(parcel) for parcel in parcels]
         if not await _answered(sent, end):
-            await self._leave(channel)
+            await self._leave(channel, sent)
         return [_word(future) for future in sent]
 
     async def _send_apart(self, parcels: Sequence[Parcel]) -> list[Published]:
@@ -222,9 +221,11 @@ class Publisher:
                     self._connection, self.max_body = opened.channel.connection, None
             return channel
 
-    async def _leave(self, channel: ConfirmingChannel) -> None:
+    async def _leave(self, channel: ConfirmingChannel, sent: Sequence[asyncio.Future[Published]]) -> None:
         """Give up `channel`, on which a message was not confirmed; its connection too if the broker is silent."""
         answers = await self._answers()
+        if answers:  # a broker that was slow as a whole confirms them now
+            await _answered(sent, asyncio.get_running_loop().time() + self._probe_timeout)
         if self._channel is channel:
             self._channel = None
             channel.shut()
@@ -247,16 +248,17 @@ class Publisher:
 
 async def _answered(sent: Sequence[asyncio.Future[Published]], end: float) -> bool:
     """Wait until `end` for all answers; `True` if all arrived."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout_at(end):
-            for future in sent:
-                with suppress(Exception):  # read by the caller
-                    await future
-    return all(future.done() and not future.cancelled() for future in sent)
+    now = asyncio.get_running_loop().time
+    for future in sent:
+        if not future.done():
+            await asyncio.wait((future,), timeout=end - now())
+            if not future.done():
+                return False
+    return True
 
 
 def _word(future: asyncio.Future[Published]) -> Word:
     """The broker's answer; an unconfirmed message counts as refused for now."""
-    if not future.done() or future.cancelled():
+    if not future.done():
         return Published.OVERLOADED
     return future.exception() or future.result()
