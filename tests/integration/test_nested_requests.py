@@ -23,6 +23,7 @@ from meshpoint.model.outcomes import Ok
 from meshpoint.ports.broker import Delivery, Published
 from meshpoint.settings import AgentSettings
 from meshpoint.wiring import worker_of
+from servers import Proxy, RabbitServer
 
 down = Peer("down", int, int)
 ping, pong = Peer("ping", int, int), Peer("pong", int, int)
@@ -74,8 +75,15 @@ class Events:
 class Group:
     """The agents of one process, without a database."""
 
-    def __init__(self, url: str, namespace: str, *agents: Any, **options: Any) -> None:
-        self.broker = RabbitMqBroker(url, namespace=namespace)
+    def __init__(
+        self,
+        url: str,
+        namespace: str,
+        *agents: Any,
+        publish_timeout: timedelta = timedelta(seconds=10),
+        **options: Any,
+    ) -> None:
+        self.broker = RabbitMqBroker(url, namespace=namespace, publish_timeout=publish_timeout)
         self.events = Events()
         self.stop = asyncio.Event()
         self._namespace, self._agents, self._options = namespace, agents, options
@@ -129,6 +137,24 @@ async def test_many_tasks_that_call_their_own_group_all_end(
     async with mesh(amqp_url, namespace, *agents) as (client, _):
         outcomes = await answers(client, agents[0].name, [input_] * 200)
     assert outcomes == [Ok(result)] * 200
+
+
+@pytest.mark.parametrize("fault", ["silence", "hold_answers"])
+async def test_tasks_in_memory_outlast_a_broker_that_stands_still(
+    own_rabbit: RabbitServer, namespace: str, fault: str
+) -> None:
+    hour, second = timedelta(hours=1), timedelta(seconds=1)
+    async with Proxy(own_rabbit.url) as proxy:
+        group = Group(proxy.url, namespace, branches, publish_timeout=second, peer_timeout=hour, drain_timeout=second)
+        async with group.serving(), Client(RabbitMqBroker(own_rabbit.url, namespace=namespace)) as client:
+            waiting = await asyncio.gather(*[client.send("tree", [3, 2]) for _ in range(150)])
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            getattr(proxy, fault)()
+            while not group.events.of(Step.BROKER_AWAY):
+                await asyncio.sleep(0.01)
+            proxy.resume()
+            assert [(await each).outcome for each in waiting] == [Ok(6)] * 150
+    assert group.events.of(Step.REPLY_DROPPED) == []
 
 
 async def test_more_roots_than_fit_in_memory_make_progress(amqp_url: str, namespace: str) -> None:
