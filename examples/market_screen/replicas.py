@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-_PATIENCE = 30.0
+_PATIENCE = 120.0
 """Seconds that a replica has to start, or to end."""
 
 

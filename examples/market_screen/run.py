@@ -31,7 +31,7 @@ from meshpoint.client import Client, Reply
 from meshpoint.local import local_mesh
 from meshpoint.model.ids import TaskId, new_id
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds that any of it may take."""
 REDIS_PATIENCE = 2.0
 """Seconds that Redis has to answer a PING."""

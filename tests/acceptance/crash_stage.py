@@ -27,7 +27,7 @@ CHIEF, VICTIM = "chief", "root"
 nothing that `root` loses.
 """
 _QUICK: Mapping[str, JsonValue] = {
-    "lease_seconds": 1,
+    "lease_seconds": 2,
     "renew_interval_seconds": 0.25,
     "sweep_interval_seconds": 0.2,
     "settle_time_seconds": 0.3,
@@ -35,6 +35,7 @@ _QUICK: Mapping[str, JsonValue] = {
     "drain_timeout_seconds": 0.2,
     "db_pool_size": 1,
 }
+_UNHARMED: Mapping[str, JsonValue] = {**_QUICK, "lease_seconds": 60}
 
 
 class Stage:
@@ -107,7 +108,7 @@ class Stage:
         reply = await self.client.send(agent, asked, task_id=self._task_id)
         self._outcome: Awaitable[Outcome] = asyncio.ensure_future(_outcome_of(reply))
         if agent == CHIEF:
-            self._chief = await self.mesh.replica(self.mesh.rung.config(CHIEF, **_QUICK), started=0)
+            self._chief = await self.mesh.replica(self.mesh.rung.config(CHIEF, **_UNHARMED), started=0)
 
     def open_gate(self) -> None:
         """Let gated code go on."""

@@ -90,7 +90,7 @@ async def test_the_process_ends_all_the_same(mesh: Mesh, how: str, code: ExitCod
 async def test_no_other_replica_runs_its_task_meanwhile(mesh: Mesh, how: str, tmp_path: Path) -> None:
     """Its lease is renewed until the process ends, far longer than a lease lasts."""
     trace = tmp_path / "trace"
-    slow = {**QUICK, "lease_seconds": 1, "renew_interval_seconds": 0.2, "release_timeout_seconds": 5}
+    slow = {**QUICK, "lease_seconds": 3, "renew_interval_seconds": 0.5, "release_timeout_seconds": 7}
     config = mesh.rung.config("stubborn", **slow)
     async with running(config) as replica:
         client = await mesh.client()

@@ -28,7 +28,7 @@ from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from .kit import Mesh, Process, Rung
 from .nursery import Nursery
 
-AT_A_TIME = 8
+AT_A_TIME = 12
 SUBTASKS = {
     "financial_analyst": ("10k_parsing", "ratio_calculation", "peer_comparison", "red_flag_detection"),
     "strategy_analyst": ("historical_roi", "ma_review", "mgmt_compensation", "capital_allocation_scoring"),
@@ -43,8 +43,8 @@ SUBTASKS = {
 PAUSES = "peer_comparison"
 """Its code begins twice: it pauses for its peers."""
 QUICK: Mapping[str, JsonValue] = {
-    "lease_seconds": 1.5,
-    "renew_interval_seconds": 0.25,
+    "lease_seconds": 4,
+    "renew_interval_seconds": 0.5,
     "settle_time_seconds": 0.3,
     "db_pool_size": 1,
 }
