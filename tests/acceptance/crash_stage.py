@@ -177,7 +177,8 @@ class Stage:
         self.open_gate()
         survivor = await self.replica()
         outcome = await self._outcome
-        assert (outcome.kind.value if isinstance(outcome, Failed) else outcome.value) == self.expected
+        came = outcome.kind.value if isinstance(outcome, Failed) else outcome.value
+        assert came == self.expected, f"{outcome} in place of {self.expected}"
         await self._at_rest(survivor)
         # The same one may come again; and where it is not noted as sent yet, what a resume came to is sent as well.
         assert self.client.conflicts <= self._resumes, "a second reply said something else"

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -30,6 +30,8 @@ from .nursery import Forked, Nursery
 
 HERE = Path(__file__).parent
 Told = dict[str, Any]
+SHORT_LEASE: Mapping[str, Any] = {"lease_seconds": 2}
+"""For tests that wait until the lease of a dead replica is over."""
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Rung:
     def config(self, *agents: str, **options: Any) -> Path:
         """A configuration file that serves `agents` of the cast, quick to notice what time makes due."""
         quick = {
-            "lease_seconds": 2,
+            "lease_seconds": 60,
             "renew_interval_seconds": 0.5,
             "sweep_interval_seconds": 0.2,
             "settle_time_seconds": 1,

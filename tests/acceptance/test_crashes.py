@@ -4,11 +4,11 @@ import asyncio
 
 from meshpoint.model.outcomes import Failed, Ok
 
-from .kit import Mesh
+from .kit import SHORT_LEASE, Mesh
 
 
 async def test_a_request_that_kills_its_process_is_answered_as_failed(mesh: Mesh) -> None:
-    config = mesh.rung.config("poison", max_attempts=2)
+    config = mesh.rung.config("poison", **SHORT_LEASE, max_attempts=2)
     client = await mesh.client()
     await mesh.declare("poison")
     deadly = await client.send("poison", True)

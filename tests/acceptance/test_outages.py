@@ -18,7 +18,7 @@ from meshpoint.client import Client, Reply
 from meshpoint.model.outcomes import Ok
 from servers import PostgresServer, RabbitServer
 
-from .kit import Mesh, PlayedPeer, Process, Rung
+from .kit import SHORT_LEASE, Mesh, PlayedPeer, Process, Rung
 
 OUTAGE = float(os.environ.get("MESHPOINT_OUTAGE_SECONDS", "5"))
 
@@ -39,7 +39,7 @@ async def mesh(own_rung: Rung) -> AsyncIterator[Mesh]:
 
 
 async def test_postgresql_stops_under_load(mesh: Mesh, own_postgres: PostgresServer) -> None:
-    config = mesh.rung.config("root", max_attempts=3)
+    config = mesh.rung.config("root", **SHORT_LEASE, max_attempts=3)
     peer, client = await mesh.peer(), await mesh.client()
     replicas = [await mesh.replica(config) for _ in range(2)]
     async with asyncio.TaskGroup() as load:
@@ -58,7 +58,7 @@ async def test_postgresql_stops_under_load(mesh: Mesh, own_postgres: PostgresSer
 
 
 async def test_rabbitmq_stops_under_load(mesh: Mesh, own_rabbit: RabbitServer) -> None:
-    config = mesh.rung.config("root", max_attempts=3)
+    config = mesh.rung.config("root", **SHORT_LEASE, max_attempts=3)
     peer, client = await mesh.peer(), await mesh.client()
     replicas = [await mesh.replica(config) for _ in range(2)]
     async with asyncio.TaskGroup() as load:
@@ -149,6 +149,6 @@ async def test_a_commit_whose_answer_is_lost(production: Rung, lost: Lost) -> No
             assert cutter.cuts >= 10
             assert client.duplicates == 0
             assert peer.requests.empty()
-            assert len(replica.of("dispatch:after")) == 10  # no second set of calls
+            assert len(await replica.wait("dispatch:after", 10)) == 10  # no second set of calls
         finally:
             await mesh.close()

@@ -17,7 +17,7 @@ from meshpoint.client import Client, Reply
 from meshpoint.model.checkpoint import SUSPECT_FROM, TaskState, TaskSummary
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 
-from .kit import EndedBefore, Mesh, Process, Told
+from .kit import SHORT_LEASE, EndedBefore, Mesh, Process, Told
 
 GOOD = 8
 DEATHS = 3
@@ -104,7 +104,9 @@ def ran(trace: Path, how: str) -> list[int]:
     ],
 )
 async def test_the_neighbours_of_a_poison_complete(mesh: Mesh, tmp_path: Path, policy: str, shared: int) -> None:
-    config = mesh.rung.config("ward", ack_policy=policy, max_attempts=DEATHS, begin_at_delivery=BEGIN_AT_DELIVERY)
+    config = mesh.rung.config(
+        "ward", **SHORT_LEASE, ack_policy=policy, max_attempts=DEATHS, begin_at_delivery=BEGIN_AT_DELIVERY
+    )
     client, trace = await mesh.client(), tmp_path / "trace"
     await mesh.declare("ward")
     # None ends in a process that the poison kills, so no reply is sent and not recorded as sent.
@@ -117,7 +119,7 @@ async def test_the_neighbours_of_a_poison_complete(mesh: Mesh, tmp_path: Path, p
         assert isinstance(failed, Failed)
         assert "no run came to its end" in failed.message
         assert "was killed by SIGKILL" in failed.message
-        apart = replica.of("isolated_died:noted")
+        apart = await told(replica, DEATHS, "isolated_died:noted")
         assert [told["detail"]["attempt"] for told in apart] == list(range(1, DEATHS + 1))
         assert replica.deaths <= shared
         assert len(ran(trace, "kill")) == replica.deaths + DEATHS
@@ -126,7 +128,7 @@ async def test_the_neighbours_of_a_poison_complete(mesh: Mesh, tmp_path: Path, p
 
 
 async def test_two_poisons_at_once(mesh: Mesh, tmp_path: Path) -> None:
-    config = mesh.rung.config("ward", max_attempts=2)
+    config = mesh.rung.config("ward", **SHORT_LEASE, max_attempts=2)
     client, trace = await mesh.client(), tmp_path / "trace"
     await mesh.declare("ward")
     good = await doses(client, trace, None, None)
@@ -136,14 +138,14 @@ async def test_two_poisons_at_once(mesh: Mesh, tmp_path: Path) -> None:
         messages = [failure((await each).outcome) for each in deadly]
         assert "was killed by SIGKILL" in messages[0]
         assert "ended with exit code 0" in messages[1]
-        assert len(replica.of("isolated_died:noted", counted=True)) == 4
+        assert len(await told(replica, 4, "isolated_died:noted", counted=True)) == 4
 
 
 @pytest.mark.parametrize(
     ("how", "reason"), [("exit", "ended with exit code 3"), ("segfault", "was killed by SIGSEGV"), ("memory", "")]
 )
 async def test_ways_to_end_a_process(mesh: Mesh, tmp_path: Path, how: str, reason: str) -> None:
-    config = mesh.rung.config("ward", max_attempts=1)
+    config = mesh.rung.config("ward", **SHORT_LEASE, max_attempts=1)
     client, trace = await mesh.client(), tmp_path / "trace"
     await mesh.declare("ward")
     (deadly,) = await doses(client, trace, how)
@@ -155,7 +157,7 @@ async def test_ways_to_end_a_process(mesh: Mesh, tmp_path: Path, how: str, reaso
 
 
 async def test_a_poison_after_a_pause(mesh: Mesh, tmp_path: Path) -> None:
-    config = mesh.rung.config("ward", max_attempts=2)
+    config = mesh.rung.config("ward", **SHORT_LEASE, max_attempts=2)
     client, peer, trace = await mesh.client(), await mesh.peer(), tmp_path / "trace"
     await mesh.declare("ward")
     answering = asyncio.create_task(peer.answer_all())
@@ -164,7 +166,7 @@ async def test_a_poison_after_a_pause(mesh: Mesh, tmp_path: Path) -> None:
         (deadly,) = await doses(client, trace, "kill", asks=True)
         assert [(await each).outcome for each in good] == [Ok("well")] * 2
         assert "was killed by SIGKILL" in failure((await deadly).outcome)
-        assert len(replica.of("isolated_died:noted", counted=True)) == 2
+        assert len(await told(replica, 2, "isolated_died:noted", counted=True)) == 2
     answering.cancel()
     await asyncio.gather(answering, return_exceptions=True)
 
@@ -203,7 +205,7 @@ async def until_gone(pid: int) -> None:
 
 
 async def test_a_replica_that_is_killed_takes_the_process_of_a_suspect_along(mesh: Mesh, tmp_path: Path) -> None:
-    config = mesh.rung.config("ward", ack_policy="on_receipt", max_attempts=1)
+    config = mesh.rung.config("ward", **SHORT_LEASE, ack_policy="on_receipt", max_attempts=1)
     client, trace = await mesh.client(), tmp_path / "trace"
     asked = await suspected(mesh, client, config, trace, "wait")
     first = await mesh.replica(config)
@@ -225,7 +227,9 @@ async def test_a_replica_that_is_killed_takes_the_process_of_a_suspect_along(mes
 
 
 async def test_a_drain_releases_a_suspect(mesh: Mesh, tmp_path: Path) -> None:
-    config = mesh.rung.config("ward", ack_policy="on_receipt", max_attempts=1, drain_timeout_seconds=0.1)
+    config = mesh.rung.config(
+        "ward", **SHORT_LEASE, ack_policy="on_receipt", max_attempts=1, drain_timeout_seconds=0.1
+    )
     client, trace = await mesh.client(), tmp_path / "trace"
     await suspected(mesh, client, config, trace, "wait")
     first = await mesh.replica(config)
@@ -238,18 +242,20 @@ async def test_a_drain_releases_a_suspect(mesh: Mesh, tmp_path: Path) -> None:
 
 
 async def test_a_suspect_that_blocks_its_event_loop_is_killed(mesh: Mesh, tmp_path: Path) -> None:
-    config = mesh.rung.config("ward", ack_policy="on_receipt", max_attempts=2, isolated_stall_seconds=3)
+    config = mesh.rung.config(
+        "ward", **SHORT_LEASE, ack_policy="on_receipt", max_attempts=2, isolated_stall_seconds=3
+    )
     client, trace = await mesh.client(), tmp_path / "trace"
     asked = await suspected(mesh, client, config, trace, "hang")
     replica = await mesh.replica(config)
     (good,) = await doses(client, trace, None)
     assert (await good).outcome == Ok("well")
     assert "its event loop was blocked" in failure((await asked).outcome)
-    assert len(replica.of("isolated_died:noted")) == 2
+    assert len(await told(replica, 2, "isolated_died:noted")) == 2
 
 
 async def test_a_process_that_is_killed_from_outside_counts_once(mesh: Mesh, tmp_path: Path) -> None:
-    config = mesh.rung.config("ward", ack_policy="on_receipt", max_attempts=3)
+    config = mesh.rung.config("ward", **SHORT_LEASE, ack_policy="on_receipt", max_attempts=3)
     client, trace = await mesh.client(), tmp_path / "trace"
     await suspected(mesh, client, config, trace, "wait")
     replica = await mesh.replica(config)
@@ -257,7 +263,14 @@ async def test_a_process_that_is_killed_from_outside_counts_once(mesh: Mesh, tmp
     (died,) = await replica.wait("isolated_died:noted")
     assert (died["detail"]["attempt"], died["detail"]["reason"]) == (1, "was killed by SIGKILL")
     await until_traced(trace, "wait", 4)
-    assert [note["detail"]["attempt"] for note in replica.of("isolated:noted")] == [1, 2]
+    assert [note["detail"]["attempt"] for note in await told(replica, 2, "isolated:noted")] == [1, 2]
+
+
+async def told(replica: Process | Supervised, count: int, at: str, **detail: Any) -> list[Told]:
+    """What a replica tells of `at`, once there are `count` events: a reply may overtake them."""
+    while len(events := replica.of(at, **detail)) < count:
+        await asyncio.sleep(0.01)
+    return events
 
 
 def failure(outcome: Outcome) -> str:

@@ -17,7 +17,7 @@ import pytest
 from meshpoint.cli.exits import ExitCode
 from meshpoint.model.outcomes import Failed, Ok
 
-from .kit import HERE, Mesh
+from .kit import HERE, SHORT_LEASE, Mesh
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +69,7 @@ async def running(config: Path, *arguments: str, agents: int = 1) -> AsyncIterat
 
 RESISTS = {"swallows": ExitCode.ABANDONED, "blocks": ExitCode.ABANDONED}
 LEAVES = dict.fromkeys(["leaves a thread", "waits for a thread", "leaves a task"], ExitCode.OK)
-QUICK = {"drain_timeout_seconds": 0.5, "release_timeout_seconds": 2, "ack_policy": "on_receipt"}
+QUICK = {**SHORT_LEASE, "drain_timeout_seconds": 0.5, "release_timeout_seconds": 2, "ack_policy": "on_receipt"}
 
 
 @pytest.mark.parametrize(("how", "code"), [*RESISTS.items(), *LEAVES.items()])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from meshpoint.model.outcomes import Ok
 
-from .kit import Mesh, queue_of
+from .kit import SHORT_LEASE, Mesh, queue_of
 
 
 async def test_a_peer_that_never_answers_ends_as_a_timeout(mesh: Mesh) -> None:
@@ -17,7 +17,7 @@ async def test_a_peer_that_never_answers_ends_as_a_timeout(mesh: Mesh) -> None:
     first, _ = await peer.asked(2)
     await first.answer(10)
     assert (await reply).outcome == Ok([10, "timeout"] if first.input == 1 else ["timeout", 10])
-    assert replica.of("expire:after")
+    assert await replica.wait("expire:after")
     cancelled = await peer.cancels.get()
     assert cancelled.message.correlation_id != first.sub_task_id
 
@@ -41,7 +41,7 @@ async def test_a_deadline_that_passed_while_no_replica_lived(mesh: Mesh) -> None
 
 
 async def test_a_frozen_replica_that_lost_its_lease_changes_nothing(mesh: Mesh, tmp_path: Path) -> None:
-    config, gate = mesh.rung.config("root"), tmp_path / "gate"
+    config, gate = mesh.rung.config("root", **SHORT_LEASE), tmp_path / "gate"
     gate.touch()
     peer, client = await mesh.peer(), await mesh.client()
     first = await mesh.replica(config)
@@ -51,7 +51,7 @@ async def test_a_frozen_replica_that_lost_its_lease_changes_nothing(mesh: Mesh, 
     await first.kill()
     gate.unlink()
     # Frozen between transactions: a process that is frozen inside one holds SQLite's only write lock.
-    calm = mesh.rung.config("root", sweep_interval_seconds=600, renew_interval_seconds=1)
+    calm = mesh.rung.config("root", **SHORT_LEASE, sweep_interval_seconds=600, renew_interval_seconds=1)
     frozen = await mesh.replica(calm, "--at", "end:before", "--do", "freeze")
     await frozen.wait("sweep:after", durable=True)
     await call.answer(10)
