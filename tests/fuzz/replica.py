@@ -83,6 +83,10 @@ class _Watched:
     def count(self) -> int:
         return self._delivery.count
 
+    @property
+    def lost(self) -> bool:
+        return self._delivery.lost
+
     async def ack(self) -> bool:
         settled = await self._delivery.ack()
         self._note("ack", settled)

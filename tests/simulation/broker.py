@@ -167,6 +167,11 @@ class SimulatedDelivery:
         self._settled = False
         self.message, self.address, self.count = delivery.message, delivery.address, delivery.count
 
+    @property
+    def lost(self) -> bool:
+        """Whether the server has taken it back, and this process knows."""
+        return not self._settled and self._delivery.lost
+
     async def ack(self) -> bool:
         """Settle it: done."""
         return self._settle(self._delivery.ack)

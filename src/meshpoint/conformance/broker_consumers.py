@@ -316,12 +316,16 @@ class LossSuite(BrokerCase):
         await broker.consume(REQUESTS, 1, inbox)
         await send(broker, REQUESTS, message)
         lost = await inbox.next()
+        assert not lost.lost
         await self.break_connection(broker)
         again = await inbox.next()
         assert again.message == self.received(message)
         assert again.count == 2
+        assert lost.lost
+        assert not again.lost
         assert not await lost.ack()
         assert await again.ack()
+        assert not again.lost
         await self.nothing_is_left(broker, inbox)
 
     @pytest.mark.parametrize("settle", ["ack", "requeue", "dead_letter"])

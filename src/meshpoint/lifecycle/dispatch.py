@@ -256,14 +256,22 @@ class Outgoing:
         if not (self._has_room or self.held.has_ended(reply.task_id)):
             self._drop(reply, "max_in_memory replies are waiting already")
             return True
-        with self._site.steps.step(Step.END, [reply.task_id], state=reply.state.value):
-            (kept,) = await self._site.patience.until_answered(lambda: home.store.keep_replies([wish]))
-        if not kept:
+        if not await self._store(home, wish):
             self._drop(reply, "the row with its id belongs to another run")
         elif not home.durable:
             self.held.end(reply.task_id)
             return False
         return True
+
+    async def store(self, home: Home, reply: Reply, run_id: RunId, digest: str | None) -> bool:
+        """Write the row of a task that ends without one. Returns `False` if another run's row has the id."""
+        return await self._store(home, KeepReply(run_id, reply, digest=digest))
+
+    async def _store(self, home: Home, wish: KeepReply) -> bool:
+        reply = wish.reply
+        with self._site.steps.step(Step.END, [reply.task_id], state=reply.state.value):
+            (stored,) = await self._site.patience.until_answered(lambda: home.store.keep_replies([wish]))
+        return stored
 
     def _drop(self, reply: Reply, why: str) -> None:
         self._site.steps.note(Step.REPLY_DROPPED, reply.task_id, reply_to=reply.requester.reply_to, reason=why)

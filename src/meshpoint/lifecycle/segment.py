@@ -89,6 +89,11 @@ class Segment:
             self.known_digest = digest_of(cast(JsonValue, self.input_))
         return self.known_digest
 
+    @property
+    def may_run_elsewhere(self) -> bool:
+        """Whether a request of it was redelivered, or is with the broker again."""
+        return any(delivery.count > 1 or delivery.lost for delivery in self.deliveries)
+
     def stop(self, why: Stop) -> None:
         """Cancel the code at its next await. The first reason counts, but a lost lease overrules all."""
         self._note_stop(why)

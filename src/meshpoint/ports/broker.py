@@ -34,7 +34,11 @@ class Delivery(Protocol):
 
     @property
     def count(self) -> int:
-        """The how-manieth delivery this is; 1 is the first."""
+        """The delivery count, starting at 1."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether the broker has taken it back, as far as is known, so that another consumer may have it."""
 
     async def ack(self) -> bool:
         """Settle it: done."""

@@ -594,8 +594,17 @@ class Segments:
         await self.ack(segment)
 
     async def _answer(self, segment: Segment, reply: Reply) -> None:
-        """Answer a task without a row: once its reply is confirmed or in a row, ack its request."""
-        if await self._outgoing.answer(reply, segment.run.id, digest=segment.digest):
+        """Answer a task without a row: once its reply is confirmed or in a row, ack its request.
+
+        If another replica may run the same request, the first to store its reply answers.
+        """
+        durable = self._site.durable
+        if durable is not None and segment.may_run_elsewhere:
+            if await self._outgoing.store(durable, reply, segment.run.id, segment.digest):
+                await self._after_end(segment, durable, reply)
+            else:
+                await self._lost(segment)
+        elif await self._outgoing.answer(reply, segment.run.id, digest=segment.digest):
             await self.ack(segment)
         else:
             await self._hold_requests(segment)

@@ -180,6 +180,36 @@ async def test_two_first_segments_of_one_request(mesh: Mesh, boss: Puppet, peer:
     assert mesh.unacked("agent") == mesh.waiting("agent") == 0
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_of_two_first_segments_that_end_without_a_pause_one_answers(
+    mesh: Mesh, boss: Puppet, order: tuple[int, int]
+) -> None:
+    gates: list[Gate] = []
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Done[str]:
+        gate = Gate()
+        gates.append(gate)
+        number = len(gates)
+        await gate()
+        return Done(f"run {number}")
+
+    first = await mesh.replica(Scripted("agent", start))
+    task_id = await boss.ask("agent", 1)
+    await mesh.settle()
+    await mesh.replica(Scripted("agent", start), max_concurrency=1)
+    await first.worker._subscriptions["requests"].cancel()
+    first.broker.lose_connection()
+    await mesh.settle()
+    assert len(gates) == 2
+    for number in order:
+        gates[number].opened.set()
+        await mesh.settle()
+    assert await boss.reply(task_id) == Ok(f"run {order[0] + 1}")
+    await mesh.advance(20)
+    assert boss.replies() == [Ok(f"run {order[0] + 1}")]
+    assert mesh.unacked("agent") == mesh.waiting("agent") == 0
+
+
 async def test_a_begin_that_comes_second_runs_nothing(mesh: Mesh, boss: Puppet) -> None:
     """Two copies of a request are looked up at the same time; the rows decide."""
     gates: list[Gate] = []

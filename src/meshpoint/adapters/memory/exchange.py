@@ -205,6 +205,13 @@ class MemoryDelivery:
         self.message = replace(item.message, headers=dict(item.message.headers))
         self.address = consumer.queue.address
         self.count = item.count
+        self._settled = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether its connection is gone, which requeued it."""
+        held = self._consumer.held.get(self._place)
+        return not self._settled and not (held is not None and held.count == self.count)
 
     async def ack(self) -> bool:
         """Settle it: done."""
@@ -225,4 +232,5 @@ class MemoryDelivery:
         return item is not None
 
     def _settle(self) -> Item | None:
+        self._settled = True
         return self._exchange.settle(self._consumer, self._place, self.count)

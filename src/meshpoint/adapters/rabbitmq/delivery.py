@@ -47,8 +47,13 @@ class RabbitDelivery:
 
     @property
     def count(self) -> int:
-        """The how-manieth delivery this is; 1 is the first."""
+        """The delivery count, starting at 1."""
         return self._count
+
+    @property
+    def lost(self) -> bool:
+        """Whether its channel is gone, which requeued it."""
+        return self._intake.lost and not self._settled
 
     async def ack(self) -> bool:
         """Settle it: done. The word is on the wire a moment later."""

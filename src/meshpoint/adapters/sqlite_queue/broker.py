@@ -219,6 +219,12 @@ class SqliteDelivery:
     def __init__(self, thread: QueueThread, consumer: Consumer, claimed: Claimed) -> None:
         self._thread, self._consumer, self._claimed = thread, consumer, claimed
         self.message, self.address, self.count = claimed.message, consumer.address, claimed.count
+        self._settled = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether this process's lease on it has expired."""
+        return not self._settled and self._claimed.key not in self._consumer.held
 
     async def ack(self) -> bool:
         """Settle it: done."""
@@ -237,5 +243,6 @@ class SqliteDelivery:
             self._consumer.held.discard(self._claimed.key)
             return how(queues)
 
+        self._settled = True
         job = Job(run, asyncio.get_running_loop().create_future(), settles=True)
         return await self._thread.do(job)
