@@ -23,6 +23,9 @@ JOBS ?= 3
 SEEDS ?= 200
 MINUTES ?= 20
 
+# The tests start many interpreters, which would compile every module anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test lowest outages simulation chaos bench since model check fmt clean
 .DEFAULT_GOAL := test
 

@@ -16,7 +16,17 @@ import pytest_asyncio
 
 from meshpoint.adapters.sql import migrations
 from meshpoint.model.ids import new_id
-from servers import KINDS, Fleet, NamedServer, PostgresServer, RabbitServer, RedisServer, ServersMissing, own_database
+from servers import (
+    KINDS,
+    Databases,
+    Fleet,
+    NamedServer,
+    PostgresServer,
+    RabbitServer,
+    RedisServer,
+    ServersMissing,
+    own_database,
+)
 
 _FLEET = pytest.StashKey[Fleet]()
 
@@ -166,9 +176,9 @@ async def empty_postgres_url(postgres_server: NamedServer | PostgresServer) -> A
 
 
 @pytest.fixture
-async def postgres_url(postgres_server: NamedServer | PostgresServer, _migrated: str) -> AsyncIterator[str]:
+async def postgres_url(_databases: Databases) -> AsyncIterator[str]:
     """A database of the test's own, with the tables."""
-    async with own_database(postgres_server.url, _migrated) as url:
+    async with _databases.lent() as url:
         yield url
 
 
@@ -185,6 +195,13 @@ async def _migrated(postgres_server: NamedServer | PostgresServer) -> AsyncItera
     async with own_database(postgres_server.url) as url:
         await asyncio.to_thread(migrations.upgrade, url)
         yield urlsplit(url).path.strip("/")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def _databases(postgres_server: NamedServer | PostgresServer, _migrated: str) -> AsyncIterator[Databases]:
+    databases = Databases(postgres_server.url, _migrated)
+    yield databases
+    await databases.close()
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.servers)])

@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 from aiormq.exceptions import AMQPConnectionError
 
-from servers import PostgresServer, RabbitServer
+from servers import Databases, NamedServer, PostgresServer, RabbitServer
 from servers.database import execute
 
 
@@ -32,6 +32,29 @@ async def test_a_database_with_tables_holds_nothing_of_another_test(postgres_url
         await connection.execute("CREATE TABLE mine (n int)")
     finally:
         await connection.close()
+
+
+async def test_a_database_is_lent_again_without_rows_and_only_with_the_tables_it_had(
+    postgres_server: NamedServer | PostgresServer, empty_postgres_url: str
+) -> None:
+    await execute(empty_postgres_url, "CREATE TABLE notes (n int)")
+    databases = Databases(postgres_server.url, urlsplit(empty_postgres_url).path.strip("/"))
+    try:
+        async with databases.lent() as first:
+            session = await asyncpg.connect(first)
+            await session.execute("INSERT INTO notes VALUES (1)")
+        with pytest.raises((OSError, asyncpg.PostgresError, asyncpg.InterfaceError)):
+            await session.fetch("SELECT 1")
+        async with databases.lent() as second:
+            assert second == first
+            connection = await asyncpg.connect(second)
+            assert await connection.fetchval("SELECT count(*) FROM notes") == 0
+            await connection.execute("CREATE INDEX other ON notes (n)")
+            await connection.close()
+        async with databases.lent() as third:
+            assert third != first
+    finally:
+        await databases.close()
 
 
 @pytest.mark.parametrize("stop", ["fast", "immediate", "kill"])

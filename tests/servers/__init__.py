@@ -1,6 +1,6 @@
 """PostgreSQL, RabbitMQ and Redis for tests: named by the environment, or started here, never skipped in silence."""
 
-from .database import own_database
+from .database import Databases, own_database
 from .find import ServersMissing
 from .fleet import KINDS, Fleet, NamedServer
 from .postgres import PostgresServer
@@ -11,6 +11,7 @@ from .redis import RedisServer, copy_key
 
 __all__ = [
     "KINDS",
+    "Databases",
     "Fleet",
     "NamedServer",
     "PostgresServer",
