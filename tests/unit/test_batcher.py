@@ -104,6 +104,27 @@ async def test_closed_on_the_wire_and_before_it() -> None:
         assert not isinstance(error.value, CommitInDoubt)
 
 
+async def test_closed_while_the_callers_of_a_failed_batch_are_tried_one_by_one() -> None:
+    """Whoever's turn had not come would wait for ever."""
+    on_the_wire, never = asyncio.Event(), asyncio.Event()
+
+    async def flush(items: Sequence[int]) -> Sequence[int]:
+        if 1 in items:
+            raise ValueError("poison")
+        on_the_wire.set()
+        await never.wait()
+        return items
+
+    batcher = Batcher(flush)
+    bad, alone, waits = [asyncio.create_task(batcher.put([item])) for item in (1, 2, 3)]
+    await on_the_wire.wait()
+
+    await batcher.close()
+
+    results = await asyncio.gather(bad, alone, waits, return_exceptions=True)
+    assert [type(each) for each in results] == [ValueError, CommitInDoubt, StoreUnavailable]
+
+
 async def test_closed_before_the_first_flush_began() -> None:
     batcher = Batcher(Wire().flush)
     caller = asyncio.ensure_future(batcher.put([1]))

@@ -189,10 +189,17 @@ class Batcher(Generic[Item, Result]):
             if len(batch) == 1 or isinstance(error, Unavailable):
                 _settle(batch, error)
             else:
-                for group in batch:
-                    await self._try([group])
+                await self._try_each(batch)
         else:
             _hand_out(batch, results)
+
+    async def _try_each(self, batch: Sequence[_Group[Item, Result]]) -> None:
+        left = deque(batch)
+        try:
+            while left:
+                await self._try([left.popleft()])
+        finally:  # closed in between: nothing of these was written
+            _settle(left, StoreUnavailable(_CLOSED))
 
 
 def _hand_out(batch: Sequence[_Group[Item, Result]], results: Sequence[Result]) -> None:
