@@ -15,6 +15,7 @@ from aiormq.abc import DeliveredMessage
 from yarl import URL
 
 from meshpoint.adapters.rabbitmq import RabbitMqBroker, link
+from meshpoint.adapters.rabbitmq.intake import Intake
 from meshpoint.adapters.rabbitmq.link import translated
 from meshpoint.conformance.broker import AGENT, REQUESTS, STRANGER, Inbox, a_message, send, until_depth
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
@@ -154,6 +155,28 @@ async def test_deliveries_of_a_consumer_that_was_given_up_do_not_stop_its_connec
         await until_depth(broker, REQUESTS, 0)
         assert proxy.connections == before
         await broker.close()
+
+
+async def test_a_consumer_given_up_while_it_begins_takes_nothing(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would settle its deliveries until the connection ends."""
+    broker, inbox, adjust = await connect(), Inbox(), Intake.adjust
+
+    async def given_up(intake: Intake, limit: int) -> None:
+        await adjust(intake, limit)
+        beginning.cancel()  # as the broker's answer arrives
+        await asyncio.sleep(0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Intake, "adjust", given_up)
+        beginning = asyncio.ensure_future(broker.consume(REQUESTS, 1, Inbox()))
+        await asyncio.gather(beginning, return_exceptions=True)
+    assert beginning.cancelled()
+
+    await send(broker, REQUESTS, a_message(), a_message())
+    await broker.consume(REQUESTS, 10, inbox)
+    await inbox.take(2)
 
 
 async def test_a_cut_while_confirms_are_out_leaves_no_message_undecided(

@@ -16,10 +16,11 @@ import pytest
 
 from meshpoint.adapters.sqlite_queue import SqliteBroker
 from meshpoint.adapters.sqlite_queue.holders import Pulse
-from meshpoint.adapters.sqlite_queue.jobs import Turn
+from meshpoint.adapters.sqlite_queue.jobs import Consumer, Turn
 from meshpoint.adapters.sqlite_queue.queues import Queues
 from meshpoint.adapters.sqlite_queue.schema import connect, transaction
 from meshpoint.adapters.sqlite_queue.session import Session
+from meshpoint.adapters.sqlite_queue.thread import QueueThread
 from meshpoint.conformance.broker import AGENT, PATIENCE, REQUESTS, Inbox, a_message, send, until_depth
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import ReplicaId
@@ -206,6 +207,28 @@ async def test_what_is_claimed_while_its_consumer_is_cancelled_goes_back(
 
 
 # Private queues.
+
+
+async def test_a_consumer_given_up_while_it_begins_takes_nothing(
+    broker: SqliteBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would settle its deliveries as long as the broker is open."""
+    attach = QueueThread.attach
+    inbox = Inbox()
+
+    async def given_up(thread: QueueThread, consumer: Consumer) -> None:
+        beginning.cancel()  # at the next await, when the thread has been asked
+        await attach(thread, consumer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(QueueThread, "attach", given_up)
+        beginning = asyncio.ensure_future(broker.consume(REQUESTS, 1, Inbox()))
+        await asyncio.gather(beginning, return_exceptions=True)
+    assert beginning.cancelled()
+
+    await broker.consume(REQUESTS, 10, inbox)
+    await send(broker, REQUESTS, a_message(), a_message())
+    await inbox.take(2)
 
 
 async def test_a_private_queue_disappears_with_what_is_in_it(path: Path, broker: SqliteBroker) -> None:

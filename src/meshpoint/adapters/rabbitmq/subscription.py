@@ -70,8 +70,10 @@ class RabbitSubscription:
         try:
             await self._restore(False)
             await self._attach()
-        except BrokerUnavailable as error:
-            if isinstance(error.__cause__, ChannelNotFoundEntity):
+        except BaseException as error:
+            if self._intake is not None:  # nobody would settle what the broker sends to it
+                self._link.leave(self._intake.channel)
+            if isinstance(error, BrokerUnavailable) and isinstance(error.__cause__, ChannelNotFoundEntity):
                 raise ConfigurationError(
                     "mesh.broker_url", f"there is no queue {self._queue!r}", "declare its agent first"
                 ) from error

@@ -145,7 +145,11 @@ class SqliteBroker:
             raise ConfigurationError("broker", f"there is no queue {address!r}", "declare its agent first")
         thread = self._reach()
         subscription = SqliteSubscription(thread, address, prefetch, on_delivery)
-        await thread.attach(subscription.consumer)
+        try:
+            await thread.attach(subscription.consumer)
+        except BaseException:  # the thread may have been asked already
+            subscription.give_up()
+            raise
         self._subscriptions = [*self._attached, subscription]
         return subscription
 
@@ -195,8 +199,12 @@ class SqliteSubscription:
 
     async def cancel(self) -> None:
         """Take no more deliveries; those unsettled can still be settled."""
+        await self.give_up()
+
+    def give_up(self) -> asyncio.Future[None]:
+        """Ask for the same, without waiting."""
         self._cancelled = True
-        await self._thread.detach(self.consumer)
+        return self._thread.detach(self.consumer)
 
     def _deliver(self, claimed: Claimed) -> None:
         if self._thread.closing:  # all is given back at the end

@@ -68,19 +68,19 @@ class QueueThread:
         self._submit(job)
         return await job.future
 
-    async def control(self, run: Callable[[], object]) -> None:
-        """Run something in the thread, between transactions."""
+    def control(self, run: Callable[[], object]) -> asyncio.Future[None]:
+        """Run something in the thread, between transactions, even if nobody waits for it."""
         control = Control(run, self._loop.create_future())
         self._submit(control)
-        await control.future
+        return control.future
 
     async def attach(self, consumer: Consumer) -> None:
         """Begin to claim for `consumer`."""
         await self.control(lambda: self._consumers.append(consumer))
 
-    async def detach(self, consumer: Consumer) -> None:
+    def detach(self, consumer: Consumer) -> asyncio.Future[None]:
         """Claim no more for `consumer`."""
-        await self.control(lambda: self._forget(consumer))
+        return self.control(lambda: self._forget(consumer))
 
     async def resize(self, consumer: Consumer, prefetch: int) -> None:
         """Let `consumer` hold up to `prefetch`."""
