@@ -13,6 +13,8 @@ from yarl import URL
 
 from meshpoint.adapters.rabbitmq import link as link_module
 from meshpoint.adapters.rabbitmq.link import Link
+from meshpoint.adapters.rabbitmq.publisher import Publisher
+from meshpoint.adapters.rabbitmq.topology import Topology
 from meshpoint.errors import BrokerUnavailable
 
 
@@ -57,3 +59,53 @@ async def test_a_connection_for_one_message_says_so_in_its_name(monkeypatch: pyt
         with pytest.raises(BrokerUnavailable):
             await connect()
     assert names[1] == f"{names[0]} apart"
+
+
+class SilentConnection:
+    """A connection that opens no channel. Each attempt fails when `give_up` lets it."""
+
+    is_opened = True
+
+    def __init__(self) -> None:
+        self.asked, self.give_up = asyncio.Semaphore(0), asyncio.Semaphore(0)
+        self.underlay, self.closing = self, asyncio.get_running_loop().create_future()
+        self.closed = False
+
+    async def open_channel(self, *_: object, **__: object) -> Any:
+        self.asked.release()
+        await self.give_up.acquire()
+        raise BrokerUnavailable("opening a channel: no answer in time")
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def test_a_silent_broker_costs_one_connection_however_many_messages_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A message that finds no answer on the former connection must not end the one made since."""
+    made = list[SilentConnection]()
+
+    async def connect(*_: Any) -> Any:
+        made.append(SilentConnection())
+        return made[-1]
+
+    monkeypatch.setattr(link_module, "connect", connect)
+    hour = timedelta(hours=1)
+    link = Link("amqp://guest@localhost", "publishing", hour)
+    publisher = Publisher(link, Topology("demo", hour, 20), hour, link.close)
+    channel: Any = object()
+    await link.open()
+    unconfirmed = {asyncio.create_task(publisher._leave(channel, [])) for _ in range(2)}
+    for _ in unconfirmed:
+        await made[0].asked.acquire()
+
+    while unconfirmed:
+        made[0].give_up.release()
+        done, unconfirmed = await asyncio.wait(unconfirmed, return_when=asyncio.FIRST_COMPLETED)
+        assert [type(each.exception()) for each in done] == [BrokerUnavailable]
+        await link.connection()
+
+    assert len(made) == 2
+    assert not made[1].closed
+    await link.close()

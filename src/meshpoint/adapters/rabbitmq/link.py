@@ -244,12 +244,17 @@ class Link:
         with translated("connecting"):
             return await self._connect(self._url.update_query(name=f"{self._url.query['name']} apart"))
 
-    def drop(self) -> None:
-        """Give up the present connection, which does not answer. It is closed aside; a new one is made."""
-        if self._attempt is None:
+    @property
+    def present(self) -> Wired | None:
+        """The connection, if it stands as far as is known here."""
+        return self._attempt.result() if self._attempt is not None and self.up else None
+
+    def drop(self, silent: Wired | None) -> None:
+        """Give up a connection that does not answer, if it is the present one. It is closed aside; a new one is made."""
+        if silent is None or silent is not self.present:
             return
         self._forget()
-        if self._keeper is not None and not self._closed:
+        if self._keeper is not None:
             self._keeper.cancel()
             self._keeper = asyncio.create_task(self._keep())
 
@@ -263,7 +268,7 @@ class Link:
         if self._keeper is not None:
             self._keeper.cancel()
             self._keeper = None
-        self.drop()
+        self._forget()
         await asyncio.gather(*self._farewells)
 
     def _forget(self) -> None:

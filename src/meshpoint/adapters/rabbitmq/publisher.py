@@ -223,6 +223,7 @@ class Publisher:
 
     async def _leave(self, channel: ConfirmingChannel, sent: Sequence[asyncio.Future[Published]]) -> None:
         """Give up `channel`, on which a message was not confirmed; its connection too if the broker is silent."""
+        asked = self._link.present
         answers = await self._answers()
         if answers:  # a broker that was slow as a whole confirms them now
             await _answered(sent, asyncio.get_running_loop().time() + self._probe_timeout)
@@ -231,7 +232,7 @@ class Publisher:
             channel.shut()
             self._link.leave(channel.wired.channel)
         if not answers:
-            self._link.drop()
+            self._link.drop(asked)  # unless another message has found that out
             raise BrokerUnavailable("publishing: the broker does not answer")
 
     async def _answers(self) -> bool:
