@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, closing
 from datetime import timedelta
@@ -81,6 +82,33 @@ async def test_a_writer_that_is_cancelled_lets_the_next_one_write(databases: lis
     await asyncio.gather(first, third)
     assert await numbers(databases[0]) == [0, 2]
     assert second.cancelled()
+
+
+async def test_a_writer_that_is_cancelled_twice_keeps_no_lock(databases: list[Database]) -> None:
+    """A drain cancels what serves, and soon after whatever has not ended."""
+    begun, go_on, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+
+    def hold() -> None:
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait()
+
+    async def write(tx: Transaction) -> None:
+        driver = (await tx.connection.get_raw_connection()).driver_connection
+        await driver.create_function("hold", 0, hold)  # type: ignore[union-attr]
+        await tx.run("INSERT INTO written VALUES (0)")
+        await tx.rows("SELECT hold()")
+
+    first = asyncio.create_task(databases[0].write(write))
+    await begun.wait()
+    for _ in range(2):
+        first.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(first, return_exceptions=True)
+    assert first.cancelled()
+    assert await databases[1].write(writing(1)) == 1
+    assert await numbers(databases[0]) == [0, 1]
 
 
 async def test_another_process_that_writes_is_waited_for(databases: list[Database], tmp_path: Path) -> None:

@@ -243,10 +243,15 @@ def _means_locked(error: Exception, skip_locked: bool) -> bool:
 
 
 async def _to_its_end(step: Coroutine[Any, Any, T]) -> T:
-    """What `step` returns. A cancellation waits for its end: a statement given up would keep SQLite's write lock."""
+    """What `step` returns. Cancellations wait for its end: a statement given up would keep SQLite's write lock."""
     running = asyncio.create_task(step)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.gather(running, return_exceptions=True)
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait({running})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return running.result()
+    await asyncio.gather(running, return_exceptions=True)
+    raise cancelled
