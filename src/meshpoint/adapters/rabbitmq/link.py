@@ -250,7 +250,7 @@ class Link:
         return self._attempt.result() if self._attempt is not None and self.up else None
 
     def drop(self, silent: Wired | None) -> None:
-        """Give up a connection that does not answer, if it is the present one. It is closed aside; a new one is made."""
+        """Give up a connection that does not answer, if it is the present one: close it aside, and make a new one."""
         if silent is None or silent is not self.present:
             return
         self._forget()
