@@ -70,6 +70,24 @@ async def test_stores_in_a_process_write_first_come_first_served(databases: list
     assert await numbers(databases[0]) == list(range(30))
 
 
+async def test_two_names_of_a_file_share_its_turns(databases: list[Database], tmp_path: Path) -> None:
+    (tmp_path / "link.db").symlink_to("tasks.db")
+    begun, go_on, asked = asyncio.Event(), asyncio.Event(), list[str]()
+    other = Database(f"sqlite:///{tmp_path}/link.db", command_timeout=timedelta(seconds=60), pool_size=1, clock=None)
+    event.listen(other.engine.sync_engine, "before_cursor_execute", lambda *args: asked.append(args[2]))
+    await numbers(other)  # connected
+    asked.clear()
+    first = asyncio.create_task(databases[0].write(writing(0, begun, go_on)))
+    await begun.wait()
+    second = asyncio.create_task(other.write(writing(1)))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not asked
+    go_on.set()
+    await asyncio.gather(first, second)
+    await other.close()
+
+
 async def test_a_writer_that_is_cancelled_lets_the_next_one_write(databases: list[Database]) -> None:
     begun, go_on = asyncio.Event(), asyncio.Event()
     first = asyncio.create_task(databases[0].write(writing(0, begun, go_on)))

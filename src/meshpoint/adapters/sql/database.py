@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -105,6 +106,7 @@ class Database:
         self.dialect = Dialect(self.engine.dialect.name, fake_clock=clock is not None)
         self._command_timeout = command_timeout.total_seconds()
         self._clock = clock
+        self._file = str(Path(self.engine.url.database or "").resolve())
 
     async def close(self) -> None:
         """Release every connection; one whose other end is silent is dropped."""
@@ -153,7 +155,7 @@ class Database:
             yield
             return
         turn = _turns.setdefault(asyncio.get_running_loop(), WeakValueDictionary()).setdefault(
-            str(self.engine.url.database), asyncio.Lock()
+            self._file, asyncio.Lock()
         )
         try:
             async with asyncio.timeout(self._command_timeout):
