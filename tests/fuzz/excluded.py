@@ -13,9 +13,7 @@ _REFUSED_BEFORE = "refused before, by `Letters._refusal`"
 
 _NEVER = {
     ("lifecycle.refuse", "internal_error", "return"): _DEFECT,
-    ("worker.letters", "_take_in", "again"): _DEFECT,
-    ("worker.letters", "_take_in", "return"): _DEFECT,
-    ("worker.letters", "_take_in", "not in self._postponed"): _DEFECT,
+    ("worker.letters", "_try", "set_aside"): _DEFECT,
     ("worker.requests", "on_requests", "len(left) == 1"): _DEFECT,
     ("worker.requests", "_followed_up", "raise"): _DEFECT,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeAlias
 
@@ -43,18 +43,9 @@ class PostponedLetters:
         self._spawn = spawn
         self._make_room = make_room
         self._kept: dict[RunId, tuple[Received, Home, bool]] = {}
-        self._trying: set[RunId] = set()
+        self._trying = 0  # letters of the attempt under way
         self._attempt = asyncio.Lock()
         self._waiting = self._closed = False
-
-    def __contains__(self, claim_id: RunId) -> bool:
-        """Whether this letter waits or is being retried, so that nobody else may handle it."""
-        return claim_id in self._kept or claim_id in self._trying
-
-    @property
-    def waiting(self) -> Container[RunId]:
-        """The letters that wait for their next attempt."""
-        return self._kept
 
     async def keep(self, received: Received, home: Home, *, shared: bool) -> None:
         """Schedule this letter for another attempt, or requeue it if the replica drains."""
@@ -81,7 +72,7 @@ class PostponedLetters:
                 await delivery.requeue()
 
     def _tell(self) -> None:
-        waiting = len(self._kept) + len(self._trying)
+        waiting = len(self._kept) + self._trying
         self._make_room(min(1 << waiting.bit_length(), _MOST_ROOM) if waiting else 0)
 
     async def _until_handled(self) -> None:
@@ -106,8 +97,8 @@ class PostponedLetters:
 
     async def _try_part(self, part: Sequence[tuple[Received, Home, bool]], home: Home, *, shared: bool) -> None:
         letters = [received for received, _, _ in part]
-        self._trying = {claim_id for _, claim_id in letters}
-        for claim_id in self._trying:
+        self._trying = len(letters)
+        for _, claim_id in letters:
             del self._kept[claim_id]
         try:
             await self._handle(letters, home, shared=shared)
@@ -119,4 +110,4 @@ class PostponedLetters:
             defect = not isinstance(error, NO_DEFECT)
             log.warning("%d letters will be retried later: %s", len(letters), error, exc_info=defect)
         finally:
-            self._trying = set()
+            self._trying = 0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, assert_never
 
 from pydantic import JsonValue
@@ -48,6 +47,22 @@ Answer: TypeAlias = tuple[Delivery, Claim, str | None]
 """A response, the claim of its outcome, and, if unreadable, the reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt at letters that came together, and which of them wait for another one.
+
+    `shared` tells the agent's queue from this replica's own.
+    """
+
+    home: Home
+    shared: bool
+    postponed: set[RunId] = field(default_factory=set)
+
+    def left_of(self, received: Sequence[Received]) -> list[Received]:
+        """Those that this attempt has not postponed."""
+        return [each for each in received if each[1] not in self.postponed]
+
+
 class Letters:
     """Takes in what is not a request. `poke` asks for a look at what is due."""
 
@@ -68,7 +83,7 @@ class Letters:
         self._poke = poke
         self._forwarded = Throttle(_STATUS_RATE, site.clock.now)
         self._spawn = spawn
-        self._postponed = PostponedLetters(partial(self._take_in, retried=True), site.clock, spawn, make_room)
+        self._postponed = PostponedLetters(self._take_in, site.clock, spawn, make_room)
 
     async def on_letters(self, deliveries: Sequence[Delivery], home: Home, *, shared: bool) -> None:
         """Take in what is not a request. `shared` tells the agent's queue from this replica's own.
@@ -79,11 +94,11 @@ class Letters:
         Raises:
             Unavailable, ConfigurationError: the batch will be retried.
         """
-        received = [(delivery, RunId(new_id())) for delivery in deliveries]
+        received, attempt = [(delivery, RunId(new_id())) for delivery in deliveries], Attempt(home, shared)
         try:
-            await self._take_in(received, home, shared=shared)
+            await self._try(received, attempt)
         except NO_DEFECT:
-            for each in received:
+            for each in attempt.left_of(received):
                 await self._postponed.keep(each, home, shared=shared)
             raise
 
@@ -91,30 +106,28 @@ class Letters:
         """Give letters that could not be handled yet back to the broker, from now on at once."""
         await self._postponed.close()
 
-    async def _take_in(
-        self,
-        received: Sequence[Received],
-        home: Home,
-        *,
-        shared: bool,
-        retried: bool = False,
-        again: bool = False,
-    ) -> None:
+    async def _take_in(self, received: Sequence[Received], home: Home, *, shared: bool) -> None:
+        await self._try(received, Attempt(home, shared))
+
+    async def _try(self, received: Sequence[Received], attempt: Attempt) -> None:
+        if (defect := await self._defect(received, attempt)) is None:
+            return
+        log.warning("retrying %d messages one by one", len(received), exc_info=defect)
+        for each in attempt.left_of(received):
+            if (defect := await self._defect([each], attempt)) is not None:
+                await self._refusals.set_aside(each[0], defect)
+
+    async def _defect(self, received: Sequence[Received], attempt: Attempt) -> Exception | None:
+        """Handle letters. Returns the defect that this met, if any."""
         try:
-            await self._sort(received, home, shared=shared)
+            await self._sort(received, attempt)
         except NO_DEFECT:
             raise
         except Exception as error:
-            if again:
-                await self._refusals.set_aside(received[0][0], error)
-                return
-            log.warning("retrying %d messages one by one", len(received), exc_info=True)
-            postponed = self._postponed.waiting if retried else self._postponed
-            for each in received:
-                if each[1] not in postponed:
-                    await self._take_in([each], home, shared=shared, again=True)
+            return error
+        return None
 
-    async def _sort(self, received: Sequence[Received], home: Home, *, shared: bool) -> None:
+    async def _sort(self, received: Sequence[Received], attempt: Attempt) -> None:
         of_type: dict[MessageType, list[Delivery]] = {kind: [] for kind in MessageType}
         responses: list[Received] = []
         refused: list[tuple[Delivery, str]] = []
@@ -128,9 +141,9 @@ class Letters:
                 cancels.append((delivery, claim_id))
             else:
                 of_type[delivery.message.type].append(delivery)
-        await self.on_cancels(cancels, home, shared=shared)
-        await self.on_responses(responses, home, shared=shared)
-        await self.on_status(of_type[MessageType.STATUS], home)
+        await self.on_cancels(cancels, attempt)
+        await self.on_responses(responses, attempt)
+        await self.on_status(of_type[MessageType.STATUS], attempt.home)
         for delivery in of_type[MessageType.WAKE]:
             self._segments.ready_somewhere.set()
             self._poke()
@@ -146,7 +159,7 @@ class Letters:
             return f"app_id: {message.app_id!r} does not wake the replicas of {self._site.agent!r}"
         return impostor(message, self._site.options)
 
-    async def on_responses(self, received: Sequence[Received], home: Home, *, shared: bool) -> None:
+    async def on_responses(self, received: Sequence[Received], attempt: Attempt) -> None:
         """Record outcomes together, go on with the tasks whose join they meet, then ack."""
         readable: list[Answer] = []
         for delivery, claim_id in received:
@@ -159,14 +172,14 @@ class Letters:
                     await self._refusals.dead_letter(delivery, str(error))
                 else:
                     readable.append((delivery, replace(failed, id=claim_id), str(error)))
-        readable = await self._without_refusals_of_others(readable, home)
+        readable = await self._without_refusals_of_others(readable, attempt.home)
         if not readable:
             return
-        arrivals = await self._segments.claim(home, [each for _, each, _ in readable])
+        arrivals = await self._segments.claim(attempt.home, [each for _, each, _ in readable])
         with self._site.steps.step(Step.ACK, [each.task_id for _, each, _ in readable]):
             for (delivery, claim, unreadable), arrival in zip(readable, arrivals, strict=True):
                 if isinstance(arrival, Locked):
-                    await self._wait_for(arrival.task_id, (delivery, claim.id), home, shared=shared)
+                    await self._wait_for(arrival.task_id, (delivery, claim.id), attempt)
                 elif isinstance(arrival, WrongSender):
                     reason = (
                         f"the response came from {delivery.message.app_id!r}, the call went to {arrival.expected!r}"
@@ -177,9 +190,10 @@ class Letters:
                 else:
                     await delivery.ack()
 
-    async def _wait_for(self, task_id: TaskId, received: Received, home: Home, *, shared: bool) -> None:
+    async def _wait_for(self, task_id: TaskId, received: Received, attempt: Attempt) -> None:
         self._site.steps.note(Step.ROW_LOCKED, task_id)
-        await self._postponed.keep(received, home, shared=shared)
+        attempt.postponed.add(received[1])
+        await self._postponed.keep(received, attempt.home, shared=attempt.shared)
 
     async def _without_refusals_of_others(self, readable: Sequence[Answer], home: Home) -> list[Answer]:
         """Filter out refusals of requests that are not our calls: they are not outcomes.
@@ -235,9 +249,9 @@ class Letters:
             self._site.steps.note(Step.STATUS_DROPPED, to.task_id, reason=reason, dropped=dropped)
         return None
 
-    async def on_cancels(self, cancels: Sequence[Received], home: Home, *, shared: bool) -> None:
+    async def on_cancels(self, cancels: Sequence[Received], attempt: Attempt) -> None:
         """Cancel tasks: in the database when the wish came by the shared queue, in memory when by broadcast."""
-        agent, options = self._site.agent, self._site.options
+        agent, options, shared = self._site.agent, self._site.options, attempt.shared
         wished: dict[cancel.Wish, list[Received]] = {}
         for delivery, id_ in cancels:
             try:
@@ -254,7 +268,7 @@ class Letters:
             for each in received:
                 match refused.get(wish):
                     case Locked():
-                        await self._wait_for(wish.task_id, each, home, shared=shared)
+                        await self._wait_for(wish.task_id, each, attempt)
                     case CancelRefused():
                         reason = f"the task {wish.task_id} is another requester's, not {wish.sender!r}'s"
                         await self._refusals.bury(each[0], reason)
