@@ -1,21 +1,25 @@
-"""The process of an isolated run: one segment of one task, with its own connections.
+"""The process of an isolated run: one segment of one task, with its own connections. `template` forks it.
 
-`adapters.child_process` starts it and documents the protocol of its pipes.
+`adapters.child_process` starts it and documents the protocol of its pipes, `adapters.template_process` that of the
+template's socket.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import json
 import logging
 import os
 import select
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,6 +44,7 @@ _PR_SET_PDEATHSIG = 1
 def main(given: Mapping[str, Any]) -> NoReturn:
     """Run the segment named by `given`, then end this process even if agent code is still running."""
     _end_with_parent()
+    _die_first()
     tells = Tells(int(given["tells"]))
     code = 1
     with logging_to(sys.stderr, given["style"]["level"], as_json=given["style"]["as_json"]):
@@ -147,10 +152,76 @@ def _listen(act: Callable[[Word], object]) -> None:
     threading.Thread(target=listen, name="meshpoint parent", daemon=True).start()
 
 
+def template(orders: socket.socket, modules: Sequence[str], idle: float) -> NoReturn:
+    """Import `modules`, then fork a process for each order, one at a time. No agent code is imported here.
+
+    It ends with its parent, `idle` seconds after the last forked process ended, or at the first error: its parent
+    then starts processes without it.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to every process of a service; `_run` handles them
+        signal.signal(number, signal.SIG_IGN)
+    _end_with_parent()
+    for name in modules:
+        with suppress(Exception):  # a forked process that needs it reports the error
+            import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page
+    orders.settimeout(idle)
+    with suppress(TimeoutError):
+        while True:
+            task_id, descriptors, _, _ = socket.recv_fds(orders, _ATOMIC, 3)
+            if not task_id:
+                break
+            _fork(task_id, *descriptors)
+    os._exit(0)
+
+
+def _fork(task_id: bytes, words: int, tells: int, status: int) -> None:
+    """Fork a process and send a pidfd of it to `status`, then its exit code."""
+    me = os.getpid()
+    with socket.socket(fileno=status) as answers:
+        pid = os.fork()
+        if pid == 0:
+            answers.close()
+            _forked(me, task_id, words, tells)
+        os.close(words)
+        os.close(tells)
+        process = os.pidfd_open(pid)
+        with suppress(BrokenPipeError):
+            socket.send_fds(answers, [task_id], [process])
+        os.close(process)
+        _, ended = os.waitpid(pid, 0)
+        with suppress(BrokenPipeError):
+            answers.send(b"%d" % os.waitstatus_to_exitcode(ended))
+
+
+def _forked(parent: int, task_id: bytes, words: int, tells: int) -> NoReturn:
+    """Become a process as `adapters.child_process` starts it, with pipe `words` in place of the socket for orders."""
+    try:
+        _end_with_parent()
+        if os.getppid() != parent:
+            os._exit(1)
+        os.setsid()
+        os.dup2(words, sys.stdin.fileno())
+        os.close(words)
+        with suppress(OSError):
+            Path("/proc/self/comm").write_bytes(task_id)  # shown in process listings
+        if given := sys.stdin.buffer.readline():
+            main({**json.loads(given), "tells": tells})
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(1)
+
+
 def _end_with_parent() -> None:
-    """Die with the parent even while agent code holds the interpreter, and be the OOM killer's first choice."""
+    """Die with the parent even while agent code holds the interpreter."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        with suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text(_LET_DIE_FIRST)
+
+
+def _die_first() -> None:
+    """Be the OOM killer's first choice."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_LET_DIE_FIRST)

@@ -204,15 +204,22 @@ async def until_gone(pid: int) -> None:
         os.close(descriptor)
 
 
+def parent_of(pid: int) -> int:
+    """The process that forked a process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 async def test_a_replica_that_is_killed_takes_the_process_of_a_suspect_along(mesh: Mesh, tmp_path: Path) -> None:
     config = mesh.rung.config("ward", **SHORT_LEASE, ack_policy="on_receipt", max_attempts=1)
     client, trace = await mesh.client(), tmp_path / "trace"
     asked = await suspected(mesh, client, config, trace, "wait")
     first = await mesh.replica(config)
     pid = await until_traced(trace, "wait", 3)
-    assert pid != first.process.pid
+    template = parent_of(pid)
+    assert len({pid, template, first.process.pid}) == 3
     await first.kill()
     await until_gone(pid)
+    await until_gone(template)
     second = await mesh.replica(config)
     await until_traced(trace, "wait", 4)
     (note,) = await second.wait("isolated:noted")
@@ -226,6 +233,18 @@ async def test_a_replica_that_is_killed_takes_the_process_of_a_suspect_along(mes
     assert (await mesh.rows())["open"] == 0
 
 
+async def test_a_replica_that_is_killed_takes_a_suspect_that_blocks_along(mesh: Mesh, tmp_path: Path) -> None:
+    config = mesh.rung.config("ward", **SHORT_LEASE, ack_policy="on_receipt")
+    client, trace = await mesh.client(), tmp_path / "trace"
+    await suspected(mesh, client, config, trace, "hang")
+    replica = await mesh.replica(config)
+    pid = await until_traced(trace, "hang", 3)
+    template = parent_of(pid)
+    await replica.kill()
+    await until_gone(pid)
+    await until_gone(template)
+
+
 async def test_a_drain_releases_a_suspect(mesh: Mesh, tmp_path: Path) -> None:
     config = mesh.rung.config(
         "ward", **SHORT_LEASE, ack_policy="on_receipt", max_attempts=1, drain_timeout_seconds=0.1
@@ -234,9 +253,11 @@ async def test_a_drain_releases_a_suspect(mesh: Mesh, tmp_path: Path) -> None:
     await suspected(mesh, client, config, trace, "wait")
     first = await mesh.replica(config)
     pid = await until_traced(trace, "wait", 3)
+    template = parent_of(pid)
     first.signal(signal.SIGTERM)
     assert await first.ended() == 0
     await until_gone(pid)
+    await until_gone(template)
     (task,) = await tasks_of(mesh)
     assert (task.state, task.attempt, task.rescues) == (TaskState.READY, 1, 2)
 

@@ -3,6 +3,8 @@
 A child reads the settings, including secrets, from its standard input, where no other process can see them. Later the
 same pipe carries stop requests, and closes when this process dies for any reason. Through a second pipe the child
 sends its segment's events, which are emitted here, and the result of the run. Its output goes to our standard error.
+
+A child is forked from a template where that is possible (`adapters.template_process`), and else a new interpreter.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from meshpoint.adapters.logging_observer import style
+from meshpoint.adapters.template_process import Template
 from meshpoint.model.checkpoint import Run
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
@@ -40,40 +43,68 @@ main(given)
 """
 
 
+class Process(Protocol):
+    """A process that was started here."""
+
+    async def wait(self) -> int | None:
+        """Its exit code once it has ended, negative if a signal ended it; `None` if that is unknown."""
+
+    def kill(self) -> None:
+        """Send it SIGKILL."""
+
+
 class ChildProcesses:
     """Starts a process for each isolated run of one agent.
 
     `settings` are the agent's settings as JSON. A process whose event loop is blocked for `stall` is killed.
     """
 
-    def __init__(self, settings: Mapping[str, Any], observer: Observer, stall: timedelta) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], observer: Observer, stall: timedelta, template: Template | None = None
+    ) -> None:
         self._settings, self._observer, self._stall = settings, observer, stall.total_seconds()
+        self._template = template or Template()
 
     async def start(self, run: Run, on_started: Callable[[], None]) -> ChildProcess:
         """Run the segment that `run` owns."""
-        read, write = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",  # use our import path, not one derived from the working directory
-                "-c",
-                _BOOTSTRAP,
-                f"{run.agent}/{run.task_id}",  # shown in process listings
-                stdin=asyncio.subprocess.PIPE,
-                stdout=_STDERR,
-                pass_fds=[write],
-                start_new_session=True,  # the terminal's Ctrl-C must reach only us
-            )
-        except BaseException:
-            os.close(read)
-            raise
-        finally:
-            os.close(write)
-        child = ChildProcess(process, await _reader(read), self._observer, self._stall, on_started)
+        with ExitStack() as its_ends:
+            words, stdin = os.pipe()
+            its_ends.callback(os.close, words)
+            told, tells = os.pipe()
+            its_ends.callback(os.close, tells)
+            reader, writer = await _reader(told), await _writer(stdin)
+            try:
+                process = await self._process(run, words, tells)
+            except BaseException:
+                writer.close()  # the reader closes once nobody can write to it
+                raise
+        child = ChildProcess(process, writer, reader, self._observer, self._stall, on_started)
         child.send(
-            {"settings": self._settings, "path": sys.path, "tells": write, "style": style(), "run": _plain(run)}
+            {"settings": self._settings, "path": sys.path, "tells": tells, "style": style(), "run": _plain(run)}
         )
         return child
+
+    async def close(self) -> None:
+        """End the template."""
+        await self._template.end()
+
+    async def _process(self, run: Run, words: int, tells: int) -> Process:
+        if self._template.possible:
+            try:
+                return await self._template.fork(run.task_id, words, tells, within=self._stall)
+            except OSError as error:
+                log.warning("task %s: its process is not forked but started anew: %s", run.task_id, error)
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # use our import path, not one derived from the working directory
+            "-c",
+            _BOOTSTRAP,
+            f"{run.agent}/{run.task_id}",  # shown in process listings
+            stdin=words,
+            stdout=_STDERR,
+            pass_fds=[tells],
+            start_new_session=True,  # the terminal's Ctrl-C must reach only us
+        )
 
 
 class ChildProcess:
@@ -81,13 +112,14 @@ class ChildProcess:
 
     def __init__(
         self,
-        process: asyncio.subprocess.Process,
+        process: Process,
+        stdin: asyncio.WriteTransport,
         told: asyncio.StreamReader,
         observer: Observer,
         stall: float,
         on_started: Callable[[], None],
     ) -> None:
-        self._process, self._told, self._observer = process, told, observer
+        self._process, self._stdin, self._told, self._observer = process, stdin, told, observer
         self._stall, self._on_started = stall, on_started
         self._exit: Exit | None = None
         self._alive_at = 0.0
@@ -101,6 +133,7 @@ class ChildProcess:
                 await asyncio.wait({hearing}, timeout=_LAST_WORDS)
             code = await ended
         finally:
+            self._stdin.close()
             hearing.cancel()
             ended.cancel()
         return self._exit or Exit(Ending.DIED, _how(code))
@@ -111,15 +144,13 @@ class ChildProcess:
 
     def send(self, value: Any) -> None:
         """Write one line to it, unless it has ended."""
-        assert self._process.stdin is not None
-        if not self._process.stdin.is_closing():
-            self._process.stdin.write(json.dumps(value).encode() + b"\n")
+        if not self._stdin.is_closing():
+            self._stdin.write(json.dumps(value).encode() + b"\n")
 
     def kill(self) -> None:
         """End it now."""
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+        with suppress(ProcessLookupError):
+            self._process.kill()
 
     async def _hear(self) -> None:
         loop = asyncio.get_running_loop()
@@ -157,7 +188,9 @@ class ChildProcess:
             self._alive_at = asyncio.get_running_loop().time()
 
 
-def _how(code: int) -> str:
+def _how(code: int | None) -> str:
+    if code is None:
+        return "ended with an unknown exit code"
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -192,3 +225,9 @@ async def _reader(descriptor: int) -> asyncio.StreamReader:
     pipe = os.fdopen(descriptor, "rb", buffering=0)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     return reader
+
+
+async def _writer(descriptor: int) -> asyncio.WriteTransport:
+    pipe = os.fdopen(descriptor, "wb", buffering=0)
+    transport, _ = await asyncio.get_running_loop().connect_write_pipe(asyncio.BaseProtocol, pipe)
+    return transport

@@ -56,3 +56,6 @@ class Isolation(Protocol):
         Raises:
             OSError: the process could not be started.
         """
+
+    async def close(self) -> None:
+        """Release what it keeps ready for the next run."""

@@ -116,7 +116,7 @@ class Worker:
                 True: _memories(l1 or local, snapshots, options, steps),
             },
         )
-        self._l1 = l1
+        self._l1, self._isolation = l1, isolation
         self._beside = [each for each in (cache, l1, snapshots) if each is not None]
         self._leases = (
             LeaseKeeper(lease_store, replica, options.renew_interval, steps, self._lease_lost)
@@ -450,6 +450,8 @@ class Worker:
         within = max(self._left() - third / 3, _LEAST)
         closing = [bounded(home.store.close(), within, "closing a store") for home in self.site.homes]
         closing += [bounded(each.close(), within, "closing a connection") for each in self._beside]
+        if self._isolation is not None:
+            closing.append(bounded(self._isolation.close(), within, "ending processes"))
         if self._leases is not None:
             closing.append(self._leases.close(within, list(self.segments.unfinished.values())))
         await asyncio.gather(*closing)

@@ -75,6 +75,9 @@ class Cells:
         self._changed.set()
         return self.all[-1]
 
+    async def close(self) -> None:
+        """There is nothing to release."""
+
     async def cell(self, count: int = 1) -> Cell:
         """The run that was started as number `count`."""
         while len(self.all) < count:
