@@ -159,6 +159,7 @@ def make_working_memory(agent: AgentSettings, namespace: str) -> WorkingMemory |
     return RedisWorkingMemory(
         agent.memory_url,
         namespace=namespace,
+        largest=_readable(agent),
         active=timedelta(seconds=agent.memory_ttl_seconds),
         paused=timedelta(seconds=agent.memory_paused_ttl_seconds),
     )
@@ -174,7 +175,12 @@ def make_snapshots(
     from meshpoint.adapters.redis import RedisSnapshots
 
     ttl = timedelta(seconds=agent.memory_paused_ttl_seconds)
-    return RedisSnapshots(url, namespace=namespace, secret=secret, ttl=ttl)
+    return RedisSnapshots(url, namespace=namespace, secret=secret, largest=_readable(agent), ttl=ttl)
+
+
+def _readable(agent: AgentSettings) -> int:
+    """Bytes of a working memory, or of its snapshot, that are read: more than any that Meshpoint keeps."""
+    return 2 * agent.memory_max_bytes + 2**20
 
 
 def make_isolation(agent: AgentSettings, mesh: MeshSettings, observer: Observer) -> Isolation | None:

@@ -174,7 +174,7 @@ async def test_one_put_and_one_get_are_one_request_each(own_redis: RedisServer) 
     await cache.close()
     assert {name: calls for name, calls in commands.items() if "config" not in name and "info" not in name} == {
         "cmdstat_set": 1,
-        "cmdstat_get": 1,
+        "cmdstat_getrange": 1,
     }
 
 

@@ -150,6 +150,9 @@ class DualRecoveryStrategy:
             if held.lost:
                 search.problems.append(str(ConsistencyError("L1 is not complete", missing=held.lost)))
                 return None
+            if held.large:
+                search.problems.append(str(ConsistencyError("L1 has more than may be read", changed=held.large)))
+                return None
             digest = await _digest(held)
             if expected not in {f"{ABSENT}{held.version}", digest}:
                 search.problems.append("L1 was written to since the checkpoint, or keys have ended")

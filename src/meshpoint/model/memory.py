@@ -103,6 +103,7 @@ class Held:
 
     `version` grows with every write. `run_id` and `fence` are those of its last owner, None and 0 when it has none:
     it was never used, or everything is lost. `lost` are keys that should be there and are not: they were evicted.
+    `large` are keys that hold more than may be read; '' stands for all of them: their names alone are too many.
     """
 
     items: tuple[Item, ...]
@@ -111,6 +112,7 @@ class Held:
     run_id: RunId | None = None
     fence: int = 0
     lost: tuple[str, ...] = ()
+    large: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,11 @@ class SnapshotStore(Protocol):
     """The last snapshot of each memory, apart from L1."""
 
     async def put(self, agent_id: str, packed: Packed) -> bool:
-        """Keep it in place of the one that is there, at one instant, unless that has a higher `order`; whether so."""
+        """Keep it in place of the one that is there, at one instant, unless that has a higher `order`; whether so.
+
+        Raises:
+            ConsistencyError: it is too large to be read again.
+        """
 
     async def get(self, agent_id: str) -> Packed | None:
         """The one that is there; None: none. What it holds may be damaged: whoever reads it verifies it.

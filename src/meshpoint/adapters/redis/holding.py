@@ -25,17 +25,20 @@ def held(replies: Sequence[Reply]) -> Held | None:
     entries = [entry for reply in replies for entry in reply[6]]
     if len(entries) != total - 1:  # the index has one member that is no key
         return None
-    items, lost = [], []
+    items, lost, large = [], [], []
     for key, score, kind, *content in entries:
         name, ends = name_of(key), float(score)
         if ends <= now:
             continue
-        if not content:
+        if kind == b"large":
+            large.append(name)
+        elif not content:
             lost.append(name)
         else:
             expires_at = None if ends == float("inf") else int(ends)
             items.append(Item(name, Kind(kind.decode()), _CONTENT[kind](content[0]), expires_at))
-    return Held(tuple(items), version, now, RunId(run_id.decode()), int(fence), tuple(lost))
+    run = RunId(name_of(run_id))
+    return Held(tuple(items), version, now, run, int(fence), tuple(lost), tuple(large))
 
 
 def name_of(key: bytes) -> str:

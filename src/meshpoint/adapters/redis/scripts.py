@@ -36,6 +36,23 @@ local function clock()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
+local LONGEST_RUN = 200  -- bytes of a run's id
+local EXACT = 2 ^ 53  -- up to here, Lua's numbers are whole
+local EACH = 8  -- bytes that an element counts in addition to its own
+
+local function whole(number)
+  return number and math.floor(number) == number and math.abs(number) < EXACT
+end
+
+-- How many bytes an answer has.
+local function weight(answer)
+  if type(answer) == 'string' then return #answer end
+  if type(answer) ~= 'table' then return 0 end
+  local bytes = 0
+  for _, element in ipairs(answer) do bytes = bytes + EACH + #element end
+  return bytes
+end
+
 -- 'ok', 'none': there is no head, 'lost': there is a head but no index, 'damaged' and which of them; then the head.
 local function opened()
   local head = redis.pcall('HMGET', KEYS[1], 'run', 'fence', 'version')
@@ -45,7 +62,9 @@ local function opened()
   if type(index) == 'table' then return 'damaged', KEYS[2] end
   if not head[1] and not head[2] and not head[3] then return 'none', '', 0, 0 end
   local fence, version = tonumber(head[2] or ''), tonumber(head[3] or '')
-  if not head[1] or not fence or not version then return 'damaged', KEYS[1] end
+  if not head[1] or #head[1] > LONGEST_RUN or not whole(fence) or not whole(version) then
+    return 'damaged', KEYS[1]
+  end
   return index and 'ok' or 'lost', head[1], fence, version
 end
 """
@@ -91,7 +110,7 @@ end
 
 _EXECUTE = """
 local life, offset = tonumber(ARGV[4]), tonumber(ARGV[5])
-local seen = tonumber(ARGV[3])
+local seen, limit = tonumber(ARGV[3]), tonumber(ARGV[7])
 local why = refused(ARGV[1], tonumber(ARGV[2]), seen)
 if why then return why end
 local version = tonumber(redis.call('HGET', KEYS[1], 'version'))
@@ -102,7 +121,6 @@ local HELD = {SET = 1, INCRBY = 1, INCRBYFLOAT = 1, RPUSH = 1, LPUSH = 1, HSET =
   ZINCRBY = 1}  -- writes after which a key that was there is there
 local LAST = {RPUSH = 1, LPUSH = 1}
 local SUMMED = {HSET = 1, HDEL = 1, SADD = 1, SREM = 1, ZADD = 1, ZREM = 1}
-local EXACT = 2 ^ 53  -- up to here, Lua's numbers are whole
 
 local now = clock()
 local before, own, lost = {}, {}, {}  -- when a key ends by its own time; nil: it is not there
@@ -119,6 +137,8 @@ for i = 3, #KEYS do
   end
 end
 if #lost > 0 then return {'lost', unpack(lost, 1, math.min(#lost, BLOCK))} end
+
+local TOO_LARGE = 'ERR the answers have more than ' .. string.format('%.0f', limit) .. ' bytes'
 
 -- More arguments than Lua hands on at once.
 local function long(name, key, first, last)
@@ -170,16 +190,23 @@ local function apply(name, i, first, last, writes)
   return answer
 end
 
-local answers, written, wrong, at = {}, {}, nil, 7
+local answers, written, wrong, bytes, at = {}, {}, nil, 0, 8
 while at <= #ARGV do
   local name, i, writes, size = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2] == 'w', tonumber(ARGV[at + 3])
-  local answer = apply(name, i, at + 4, at + 3 + size, writes)
+  local answer
+  if name == 'GET' and bytes + (tonumber(redis.pcall('STRLEN', KEYS[i])) or 0) > limit then
+    answer = {err = TOO_LARGE}
+  else
+    answer = apply(name, i, at + 4, at + 3 + size, writes)
+    if writes and not (type(answer) == 'table' and answer.err) then written[i] = true end
+    bytes = bytes + weight(answer)
+    if bytes > limit then answer = {err = TOO_LARGE} end
+  end
   if type(answer) == 'table' and answer.err then
     wrong = {'refused', string.sub(KEYS[i], offset), name, answer.err}
     break
   end
   answers[#answers + 1] = answer
-  if writes then written[i] = true end
   at = at + 4 + size
 end
 
@@ -205,8 +232,11 @@ _LIST_KEYS = """
 local why = refused(ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]))
 if why then return why end
 
-local prefix, lost = ARGV[4], {}
+local prefix, limit, lost = ARGV[4], tonumber(ARGV[5]), {}
+local TOO_LARGE = {'refused', '', 'KEYS', 'ERR the keys have more than ' .. string.format('%.0f', limit) .. ' bytes'}
+if redis.call('ZCARD', KEYS[2]) * EACH > limit then return TOO_LARGE end
 local names = redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. string.format('%.0f', clock()), '+inf')
+if weight(names) > limit then return TOO_LARGE end
 for first = 1, #names, BLOCK do
   local block = {}
   for i = first, math.min(first + BLOCK - 1, #names) do
@@ -214,7 +244,7 @@ for first = 1, #names, BLOCK do
   end
   if #block > 0 and redis.call('EXISTS', unpack(block)) < #block then
     for _, key in ipairs(block) do
-      if redis.call('EXISTS', key) == 0 then lost[#lost + 1] = string.sub(key, #prefix + 1) end
+      if redis.call('EXISTS', key) == 0 then lost[#lost + 1] = string.sub(key, #prefix + 1, #prefix + LONGEST_RUN) end
     end
   end
 end
@@ -223,22 +253,40 @@ return {'ok', names}
 """
 
 _READ = """
-local prefix, first, last = ARGV[1], ARGV[2], ARGV[3]
+local prefix, limit, first, last = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local state, run, fence, version = opened()
 if state == 'damaged' then return cmsgpack.pack({state, run}) end
 local GET = {string = {'GET'}, list = {'LRANGE', 0, -1}, hash = {'HGETALL'}, set = {'SMEMBERS'},
   zset = {'ZRANGE', 0, -1, 'WITHSCORES'}}
-local now, total, items = clock(), 0, {}
+local COUNT = {list = 'LLEN', hash = 'HLEN', set = 'SCARD', zset = 'ZCARD', string = 'STRLEN'}
+local now, total, items, bytes = clock(), 0, {}, 0
+
+-- What a key holds; nothing and true: it is more than may still be read.
+local function content_of(key, kind)
+  local count = redis.call(COUNT[kind], key)
+  if bytes + count * (kind == 'string' and 1 or EACH) > limit then return nil, true end
+  local content = redis.call(GET[kind][1], key, unpack(GET[kind], 2))
+  local more = weight(content)
+  if bytes + more > limit then return nil, true end
+  bytes = bytes + more
+  return content
+end
+
 if state == 'ok' then
   total = redis.call('ZCARD', KEYS[2])
-  local found = redis.call('ZRANGE', KEYS[2], first, last, 'WITHSCORES')
+  local asked = last < 0 and total or math.min(total, last - first + 1)
+  local found = asked * EACH <= limit and redis.call('ZRANGE', KEYS[2], first, last, 'WITHSCORES')
+  bytes = found and weight(found) or limit + 1
+  if bytes > limit then  -- the names alone are too many
+    found, total = {}, 2
+    items[1] = {'', '+inf', 'large'}
+  end
   for i = 1, #found, 2 do
     if found[i] ~= '' then
       local key = prefix .. found[i]
-      local kind = redis.call('TYPE', key).ok
-      local get = GET[kind]
-      local content = get and redis.call(get[1], key, unpack(get, 2))
-      items[#items + 1] = {found[i], found[i + 1], kind, content}
+      local kind, content, large = redis.call('TYPE', key).ok, nil, nil
+      if GET[kind] then content, large = content_of(key, kind) end
+      items[#items + 1] = {found[i], found[i + 1], large and 'large' or kind, content}
     end
   end
 end
@@ -373,12 +421,32 @@ return {'ok'}
 """
 
 _GET_SNAPSHOT = """
-local meta = redis.pcall('HMGET', KEYS[2], 'digest', 'order', 'chunks', 'manifest')
-if meta.err then return {'damaged', KEYS[2]} end
-local chunks = redis.pcall('LRANGE', KEYS[1], 0, -1)
-if chunks.err then return {'damaged', KEYS[1]} end
+local limit, bytes, chunks = tonumber(ARGV[1]), 0, {}
+for _, field in ipairs({'digest', 'order', 'chunks', 'manifest'}) do
+  local length = redis.pcall('HSTRLEN', KEYS[2], field)
+  if type(length) == 'table' then return {'damaged', KEYS[2]} end
+  bytes = bytes + length
+end
+if bytes > limit then return {'large', KEYS[2]} end
+local meta = redis.call('HMGET', KEYS[2], 'digest', 'order', 'chunks', 'manifest')
+local count = redis.pcall('LLEN', KEYS[1])
+if type(count) == 'table' then return {'damaged', KEYS[1]} end
+if bytes + count * 8 > limit then return {'large', KEYS[1]} end
+for i = 0, count - 1, 16 do
+  for _, chunk in ipairs(redis.call('LRANGE', KEYS[1], i, i + 15)) do
+    bytes = bytes + #chunk + 8
+    if bytes > limit then return {'large', KEYS[1]} end
+    chunks[#chunks + 1] = chunk
+  end
+end
 if redis.call('EXISTS', KEYS[1], KEYS[2]) == 0 then return {'none'} end
 return {'ok', meta, chunks}
+"""
+
+_GET_DIGEST = """
+local length = redis.pcall('HSTRLEN', KEYS[1], 'digest')
+if type(length) == 'table' or length == 0 or length > tonumber(ARGV[1]) then return {'none'} end
+return {'ok', redis.call('HGET', KEYS[1], 'digest')}
 """
 
 EXECUTE = _script(_OPENED, _OWNED, _EXECUTE)
@@ -414,3 +482,6 @@ PUT_SNAPSHOT = _script(_PUT_SNAPSHOT)
 
 GET_SNAPSHOT = _script(_GET_SNAPSHOT)
 """A snapshot's fields and chunks at one instant."""
+
+GET_DIGEST = _script(_GET_DIGEST)
+"""A snapshot's digest, as it says itself."""

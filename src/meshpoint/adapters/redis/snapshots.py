@@ -7,21 +7,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import NoScriptError
 
 from meshpoint.adapters.redis import script_calls
 from meshpoint.adapters.redis.connection import RedisConnection
 from meshpoint.adapters.redis.holding import name_of
 from meshpoint.adapters.redis.script_calls import Call, Reply
-from meshpoint.adapters.redis.scripts import APPEND_CHUNKS, GET_SNAPSHOT, PUT_SNAPSHOT
-from meshpoint.adapters.redis.seal import Seal, Secret
+from meshpoint.adapters.redis.scripts import APPEND_CHUNKS, GET_DIGEST, GET_SNAPSHOT, PUT_SNAPSHOT
+from meshpoint.adapters.redis.seal import SIZE, Seal, Secret
 from meshpoint.errors import CheckpointError, ConsistencyError, MemoryUnavailable
 from meshpoint.model.ids import new_id
 from meshpoint.model.memory import Packed
 
+LARGEST = 129 * 2**20
+"""Bytes of a snapshot; a larger one stays in the database only, and a larger value is none."""
+
 _CONNECTIONS = 8
+_LONGEST_DIGEST = 200
+_CHUNK = 8  # bytes that a chunk counts in addition to its own
 _STAGED = timedelta(hours=1)
 _MILLISECOND = timedelta(milliseconds=1)
 
@@ -33,8 +38,8 @@ class RedisSnapshots:
         {namespace}:l1_snapshot_meta:{A}    digest, order, number of chunks, manifest behind its authentication code
 
     `secret` returns the key for that code; a snapshot written without it is never used.
-    Each lives for `ttl`. A request takes `timeout` at most. After one that failed, Redis is not asked for
-    `retry_after`. `clock` counts seconds; `time_limit` bounds a request. For one event loop.
+    Each has `largest` bytes at most, and lives for `ttl`. A request takes `timeout` at most. After one that failed,
+    Redis is not asked for `retry_after`. `clock` counts seconds; `time_limit` bounds a request. For one event loop.
 
     Raises:
         ConfigurationError: `url` is none of a Redis.
@@ -46,6 +51,7 @@ class RedisSnapshots:
         *,
         namespace: str,
         secret: Secret,
+        largest: int = LARGEST,
         ttl: timedelta = timedelta(days=14),
         timeout: timedelta = timedelta(seconds=5),
         retry_after: timedelta = timedelta(seconds=5),
@@ -64,13 +70,19 @@ class RedisSnapshots:
         )
         self._namespace = namespace
         self._seal = Seal(secret, MemoryUnavailable)
-        self._ttl = ttl
+        self._largest, self._ttl = largest, ttl
 
     async def put(self, agent_id: str, packed: Packed) -> bool:
         """Keep it in place of the one that is there, unless that has a higher `order`; whether so.
 
         A few megabytes are one round trip. A failure at any point leaves the old snapshot, or this one.
+
+        Raises:
+            ConsistencyError: it is too large to be read again.
         """
+        if (size := _size(packed)) > self._largest:
+            problem = f"it has {size:,} bytes, and snapshots in Redis have {self._largest:,} at most"
+            raise ConsistencyError(f"{_name(agent_id)}: {problem}")
         try:
             return await self._put(agent_id, packed, known=True)
         except NoScriptError:
@@ -84,20 +96,20 @@ class RedisSnapshots:
         """
         chunks, meta = self._keys(agent_id)
         [reply] = await script_calls.repeat(
-            self._connection, _name(agent_id), [Call(GET_SNAPSHOT, (chunks, meta), ())]
+            self._connection, _name(agent_id), [Call(GET_SNAPSHOT, (chunks, meta), (self._largest,))]
         )
         if reply[0] == b"damaged":
             _refuse(reply[1], "it is of another type")
+        if reply[0] == b"large":
+            _refuse(reply[1], f"it has more than {self._largest:,} bytes: Meshpoint did not write it")
         return None if reply[0] == b"none" else await self._opened(agent_id, _packed(meta, *reply[1:]))
 
     async def digest(self, agent_id: str) -> str | None:
         """That of the one that is there, as it says itself; None: none."""
         _, meta = self._keys(agent_id)
-        try:
-            found: Any = await self._connection.ask(_name(agent_id), lambda redis: redis.hget(meta, "digest"))
-        except ResponseError:  # it holds something else: no snapshot
-            return None
-        return None if found is None else name_of(found)
+        asked = Call(GET_DIGEST, (meta,), (_LONGEST_DIGEST,))
+        [reply] = await script_calls.repeat(self._connection, _name(agent_id), [asked])
+        return name_of(reply[1]) if reply[0] == b"ok" else None
 
     async def forget(self, agent_id: str) -> None:
         """Delete it."""
@@ -148,6 +160,11 @@ class RedisSnapshots:
 
 def _name(agent_id: str) -> str:
     return f"snapshot of memory {agent_id}"
+
+
+def _size(packed: Packed) -> int:
+    """Bytes, as the script that reads counts them, or a little more."""
+    return SIZE + len(packed.digest) + 40 + len(packed.manifest) + sum(len(chunk) + _CHUNK for chunk in packed.chunks)
 
 
 def _parts(chunks: Sequence[bytes]) -> Iterator[list[bytes]]:

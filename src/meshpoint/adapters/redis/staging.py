@@ -57,6 +57,14 @@ def stays(item: Item) -> bool:
     return item.kind is Kind.STRING or bool(item.content)
 
 
+def weight_of(item: Item) -> int:
+    """Bytes that the scripts count for an item when they read it, or more."""
+    name = len(item.key.encode()) + 64
+    return name + (
+        len(cast(bytes, item.content)) if item.kind is Kind.STRING else sum(8 + len(e) for e in _elements(item))
+    )
+
+
 def _parts(item: Item) -> Iterator[_Part]:
     unit = _UNIT.get(item.kind, 1)
     flat = _elements(item)

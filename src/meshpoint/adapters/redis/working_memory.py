@@ -17,7 +17,7 @@ from meshpoint.adapters.redis.holding import held, name_of
 from meshpoint.adapters.redis.outcomes import check, fenced, opened, refuse_damaged
 from meshpoint.adapters.redis.script_calls import Call, Reply
 from meshpoint.adapters.redis.scripts import ADOPT, EXECUTE, FORGET, LIST_KEYS, READ, RETAIN, STAGE, SWAP
-from meshpoint.adapters.redis.staging import stays, steps
+from meshpoint.adapters.redis.staging import stays, steps, weight_of
 from meshpoint.errors import MemoryRefused, MemoryUnavailable
 from meshpoint.model.ids import new_id
 from meshpoint.model.memory import READS, WRITES, Answer, Command, Held, Item, Owner
@@ -27,6 +27,9 @@ READ_KEYS = 500
 
 READ_TRIES = 3
 """How often a memory is read in parts. If somebody wrote between them each time, it is read in one."""
+
+LARGEST = 129 * 2**20
+"""Bytes that a memory may have to be read; each element counts eight more than it has."""
 
 _CONNECTIONS = 16
 _STAGED = timedelta(hours=1)
@@ -72,6 +75,7 @@ class RedisWorkingMemory:
     Everything lives for `active` after the last write, or for `paused` once the task paused. A key that is in the
     index and not there was evicted. A key that somebody puts there otherwise is no part of the memory.
 
+    At most `largest` bytes of one memory are read at once; each element counts eight more than it has.
     A request takes `timeout` at most. After one that failed, Redis is not asked for `retry_after`. `clock` counts
     seconds; `time_limit` bounds a request. For one event loop.
 
@@ -84,6 +88,7 @@ class RedisWorkingMemory:
         url: str,
         *,
         namespace: str,
+        largest: int = LARGEST,
         active: timedelta = timedelta(hours=24),
         paused: timedelta = timedelta(days=14),
         timeout: timedelta = timedelta(seconds=5),
@@ -102,6 +107,7 @@ class RedisWorkingMemory:
             time_limit=time_limit,
         )
         self._namespace = namespace
+        self._largest = largest
         self.active, self.paused = active, paused
 
     @property
@@ -120,7 +126,8 @@ class RedisWorkingMemory:
             MemoryFenced: the memory has another owner by now, or one with a higher fence.
             MemoryLost: it has no owner or an earlier one, is older than `seen`, or a key that a command names was
                 evicted: nothing is done.
-            MemoryRefused: a command does not fit what its key holds; names the key. Those before it are done.
+            MemoryRefused: a command does not fit what its key holds, or answers with too much; names the key. Those
+                before it are done.
             MemoryUnavailable: it is not known whether they are done.
         """
         names = self._names(owner.agent_id)
@@ -132,7 +139,7 @@ class RedisWorkingMemory:
         places = {key: place for place, key in enumerate(dict.fromkeys(each.key for each in commands), start=3)}
         writes = b"w" if any(command.writes for command in commands) else b"r"
         life = self.active // _MILLISECOND
-        args: list[bytes | int] = [*_claim(owner), seen, life, len(names.working) + 1, writes]
+        args: list[bytes | int] = [*_claim(owner), seen, life, len(names.working) + 1, writes, self._largest]
         for command in commands:
             mode = b"w" if command.writes else b"r"
             args += [command.name.encode(), places[command.key], mode, len(command.args), *command.args]
@@ -145,20 +152,27 @@ class RedisWorkingMemory:
     async def keys(self, owner: Owner, *, seen: int = 0) -> list[str]:
         """The keys that are there. Raises as `execute`; MemoryLost also if any key was evicted."""
         names = self._names(owner.agent_id)
-        [reply] = await self._repeat(names, [Call(LIST_KEYS, names.books, (*_claim(owner), seen, names.working))])
+        args = (*_claim(owner), seen, names.working, self._largest)
+        [reply] = await self._repeat(names, [Call(LIST_KEYS, names.books, args)])
         check(owner, reply)
         return [name_of(key) for key in reply[1] if key]
 
     async def read(self, agent_id: str) -> Held:
         """All that is there at one instant: one round trip, or two for more than 500 keys."""
-        names = self._names(agent_id)
+        return await self._whole(self._names(agent_id), self._largest)
+
+    async def _whole(self, names: _Names, limit: int) -> Held:
         for _ in range(READ_TRIES):
-            replies = await self._read(names, 0, READ_KEYS - 1)
+            replies = await self._read(names, 0, READ_KEYS - 1, limit)
             if parts := list(_ranks(replies[0][5], after=READ_KEYS)):
-                replies += map(opened, await self._repeat(names, [_reading(names, *part) for part in parts]))
-            if (found := held(replies)) is not None:
+                each = limit // len(parts)
+                replies += map(opened, await self._repeat(names, [_reading(names, *part, each) for part in parts]))
+            found = held(replies)
+            if found is not None and not (parts and found.large):
                 return found
-        found = held(await self._read(names, 0, -1))
+            if found is not None:  # some part has more than its share
+                break
+        found = held(await self._read(names, 0, -1, limit))
         assert found is not None, "one reply is one instant"
         return found
 
@@ -193,7 +207,7 @@ class RedisWorkingMemory:
             replies = await self._replace(owner, items, seen, force, known=False)
         found = held(replies)
         if found is None:  # somebody wrote since
-            found = await self.read(owner.agent_id)
+            found = await self._whole(self._names(owner.agent_id), self._limit_of(items))
         if found.run_id is not None and found.run_id != owner.run_id:
             raise fenced(owner, found.run_id, found.fence)
         return found
@@ -220,8 +234,12 @@ class RedisWorkingMemory:
     def _names(self, agent_id: str) -> _Names:
         return _Names.of(self._namespace, agent_id)
 
-    async def _read(self, names: _Names, first: int, last: int) -> list[Reply]:
-        return [opened(reply) for reply in await self._repeat(names, [_reading(names, first, last)])]
+    async def _read(self, names: _Names, first: int, last: int, limit: int) -> list[Reply]:
+        return [opened(reply) for reply in await self._repeat(names, [_reading(names, first, last, limit)])]
+
+    def _limit_of(self, items: Sequence[Item]) -> int:
+        """How much is read back of what was put: all of it, though `largest` may have been more when it was kept."""
+        return max(self._largest, sum(map(weight_of, items)))
 
     async def _retain(self, owner: Owner, life: timedelta, ranks: Iterable[_Ranks]) -> int:
         """Let the keys with these ranks live for `life`.
@@ -258,7 +276,8 @@ class RedisWorkingMemory:
         conditions = (b"" if seen is None else seen, int(force))
         args = (*_claim(owner), self.active // _MILLISECOND, *staging, *conditions)
         ranks = list(_ranks(len(items) + 1))
-        reads = [_reading(names, *some) for some in ranks]
+        limit = self._limit_of(items)
+        reads = [_reading(names, *some, limit) for some in ranks]
         replies = await self._run(names, [*batch, Call(SWAP, (*names.books, index), args), *reads], known=known)
         for reply in replies[: -len(reads)]:
             check(owner, reply)
@@ -281,8 +300,8 @@ def _ranks(total: int, *, after: int = 0) -> Iterator[_Ranks]:
         yield first, first + READ_KEYS - 1
 
 
-def _reading(names: _Names, first: int, last: int) -> Call:
-    return Call(READ, names.books, (names.working, first, last))
+def _reading(names: _Names, first: int, last: int, limit: int) -> Call:
+    return Call(READ, names.books, (names.working, limit, first, last))
 
 
 def _whole(command: Command, answer: Answer) -> Answer:
