@@ -33,6 +33,8 @@ _AWAY = ("08", "53", "57", "58", "25006", "55P03", "42P01", "42703", *_REFUSED)
 _POOLED = ("26000", "42P05")
 _POOLER = "a connection pooler does not keep prepared statements"
 _POOLER_FIX = "use PgBouncer 1.21 or later with max_prepared_statements above 0, or pool_mode = session"
+_TAKEN = ("42P07", "42701", "42710")
+_TAKEN_SQLITE = "already exists"
 _RETRY = ("40001", "40P01", "23505")
 _AWAY_SQLITE = ("SQLITE_IOERR", "SQLITE_FULL", "SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PROTOCOL")
 _RETRY_SQLITE = ("SQLITE_BUSY", "SQLITE_LOCKED")
@@ -59,6 +61,11 @@ def is_pooled(error: BaseException) -> bool:
 def is_duplicate(error: BaseException) -> bool:
     """Whether a row with this key was there already."""
     return _sqlstate(error) == "23505"
+
+
+def is_taken(error: BaseException) -> bool:
+    """Whether a table, column, index or type that was to be created was there already."""
+    return _sqlstate(error) in _TAKEN or (bool(_sqlite_name(error)) and _TAKEN_SQLITE in str(_of_driver(error)))
 
 
 def is_lock_timeout(error: BaseException) -> bool:

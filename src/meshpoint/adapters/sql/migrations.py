@@ -12,11 +12,13 @@ from typing import Any
 from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
+from alembic.util import CommandError
 from sqlalchemy import URL, Connection
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from meshpoint.adapters.sql.engine import async_url, keep_private
-from meshpoint.adapters.sql.failures import DRIVER_ERRORS, refused
+from meshpoint.adapters.sql.failures import DRIVER_ERRORS, brief, is_taken, refused
 from meshpoint.adapters.sql.schema import recorded_revision
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 
@@ -37,10 +39,10 @@ def upgrade(url: str) -> None:
     """Bring the tables to this release's revision.
 
     Raises:
-        ConfigurationError: the database refuses the URL's user or has no such name.
+        ConfigurationError: the database refuses the URL's user, has no such name, or has tables that are in the way.
         StoreUnavailable: the database does not answer.
     """
-    _run(url, lambda connection: command.upgrade(_config(connection), "head"))
+    _run(url, _upgrade)
 
 
 def check(url: str) -> tuple[str | None, str]:
@@ -75,6 +77,20 @@ def _config(connection: Connection | None = None, output: io.StringIO | None = N
     config.set_main_option("script_location", str(scripts()).replace("%", "%%"))
     config.attributes["connection"] = connection
     return config
+
+
+def _upgrade(connection: Connection) -> None:
+    recorded = recorded_revision(connection)
+    try:
+        command.upgrade(_config(connection), "head")
+    except CommandError as error:
+        problem = f"the database's tables are at revision {recorded}, which this release does not know"
+        raise ConfigurationError("session_db_url", problem, "run the release that upgraded them") from error
+    except DBAPIError as error:
+        if not is_taken(error):
+            raise
+        problem = f"what the migrations create is there already: {brief(error)}"
+        raise ConfigurationError("session_db_url", problem, "name an empty database, or remove that") from error
 
 
 def _run(url: str, work: Callable[[Connection], None]) -> None:

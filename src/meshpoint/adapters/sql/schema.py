@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, inspect, text
+from sqlalchemy import Connection, String, inspect, text
 
 from meshpoint.adapters.sql.tables import REVISION, VERSION_TABLE, metadata
+from meshpoint.errors import ConfigurationError
 
 
 def recorded_revision(connection: Connection) -> str | None:
-    """The newest migration that the database has seen; None: none."""
-    if not inspect(connection).has_table(VERSION_TABLE):
+    """The newest migration that the database has seen; None: none.
+
+    Raises:
+        ConfigurationError: the table that records it is not one of Alembic's.
+    """
+    inspector = inspect(connection)
+    if not inspector.has_table(VERSION_TABLE):
         return None
-    return connection.execute(text(f"SELECT max(version_num) FROM {VERSION_TABLE}")).scalar()
+    columns = {column["name"]: column["type"] for column in inspector.get_columns(VERSION_TABLE)}
+    if not isinstance(columns.get("version_num"), String):
+        raise _foreign("it has no text column version_num")
+    found = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE} LIMIT 2")).scalars().all()
+    if len(found) > 1:
+        raise _foreign("it has more than one row")
+    if not all(isinstance(each, str) for each in found):
+        raise _foreign("its version_num is not a text")
+    return found[0] if found else None
+
+
+def _foreign(problem: str) -> ConfigurationError:
+    """The table of revisions was not made by the migrations, or somebody has changed it."""
+    fix = "name another database, or correct or remove that table"
+    return ConfigurationError("session_db_url", f"its table {VERSION_TABLE} cannot be used: {problem}", fix)
 
 
 def create_if_empty(connection: Connection) -> None:
