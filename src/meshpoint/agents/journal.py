@@ -19,7 +19,7 @@ from meshpoint.model.calls import Call, Join
 from meshpoint.model.checkpoint import Checkpoint
 from meshpoint.model.json_values import digest_of
 from meshpoint.model.outcomes import Failed, Ok, Outcome, Outcomes
-from meshpoint.model.typed import first_problem
+from meshpoint.model.typed import cause_of, first_problem
 from meshpoint.model.usage import TokenUsage
 
 
@@ -131,7 +131,7 @@ def read_journal(state: bytes, expected_format: str) -> Journal:
     try:
         journal = Journal.model_validate_json(state)
     except ValidationError as error:
-        raise IncompatibleState(f"not a journal of {expected_format}: {first_problem(error)}") from error
+        raise IncompatibleState(f"not a journal of {expected_format}: {first_problem(error)}") from cause_of(error)
     if journal.format != expected_format:
         raise IncompatibleState(f"the journal was written by {journal.format}, this agent is {expected_format}")
     complete = [entry.outcomes is not None and len(entry.outcomes) == len(entry.calls) for entry in journal.entries]

@@ -18,7 +18,7 @@ from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.ids import agent_name
 from meshpoint.model.outcomes import Outcomes
 from meshpoint.model.subtasks import Migration
-from meshpoint.model.typed import DoesNotFit, Typed, first_problem
+from meshpoint.model.typed import DoesNotFit, Typed, cause_of, first_problem
 from meshpoint.ports.agent import Plan
 
 In = TypeVar("In")
@@ -186,7 +186,7 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
         try:
             stored = _Stored.model_validate_json(state)
         except ValidationError as error:
-            raise IncompatibleState(f"not a state of {self.name}: {first_problem(error)}") from error
+            raise IncompatibleState(f"not a state of {self.name}: {first_problem(error)}") from cause_of(error)
         if stored.format not in self.readable_formats:
             raise IncompatibleState(f"{self.name} reads {sorted(self.readable_formats)}, not {stored.format!r}")
         return stored

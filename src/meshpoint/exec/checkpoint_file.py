@@ -23,7 +23,7 @@ from meshpoint.input_files import read_bounded
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.secrets import without_secrets
 from meshpoint.model.subtasks import AgentCheckpoint, SubtaskRecord, SubtaskStatus
-from meshpoint.model.typed import first_problem
+from meshpoint.model.typed import cause_of, first_problem
 
 FORMAT = "meshpoint-checkpoint/1"
 _FORMAT = re.compile(r"meshpoint-checkpoint/([1-9][0-9]*)")
@@ -185,7 +185,7 @@ def _checked(loaded: dict[str, JsonValue], path: Path) -> Document:
     try:
         return Document.model_validate_json(json.dumps(loaded))
     except ValidationError as error:
-        raise _refused(path, f"is no checkpoint: {first_problem(error)}", _EXPORT_AGAIN) from error
+        raise _refused(path, f"is no checkpoint: {first_problem(error)}", _EXPORT_AGAIN) from cause_of(error)
 
 
 def _digest(rest: dict[str, JsonValue]) -> str | None:

@@ -24,6 +24,7 @@ from meshpoint.exec.locks import FileLock, Holder, holder_of
 from meshpoint.exec.report import StepReport
 from meshpoint.exec.session import AttemptEntry, Ending, Session, Wanted, checked_id, namespace_of
 from meshpoint.model.ids import TaskId, new_id
+from meshpoint.model.typed import first_problem
 
 
 class HeldSession:
@@ -246,7 +247,7 @@ class Sessions:
         try:
             return Session.model_validate_json(self._file(id_).read_bytes())
         except (OSError, ValidationError) as error:
-            problem = str(error).splitlines()[0]
+            problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
             advice = f"a later release wrote it, or it was edited: `meshpoint sessions rm {id_}` deletes it"
             raise MeshpointError(f"session {id_} cannot be read: {problem}; {advice}") from error
 

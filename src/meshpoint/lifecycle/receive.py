@@ -19,6 +19,7 @@ from meshpoint.model.json_values import JsonDict, digest_of
 from meshpoint.model.messages import Address, Header, Message, MessageType, bounded_reason
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind
+from meshpoint.model.typed import cause_of, first_problem
 
 _TRACEPARENT = re.compile(r"[0-9a-z-]{1,55}")  # W3C: 55 characters
 _LONGEST_PARENT = 280  # bytes: a task id, and in which attempt it was resumed
@@ -117,7 +118,9 @@ def request(message: Message, options: Options) -> Request:
     try:
         a2a_context = _a2a_context(message, body, requester)
         security_context = JsonDict(_dict(body, "securityContext"), name="metadata.securityContext")
-    except (ValidationError, NotJson) as error:  # too deep to be kept
+    except ValidationError as error:
+        raise PoisonMessage(f"metadata: {first_problem(error)}") from cause_of(error)
+    except NotJson as error:  # too deep to be kept
         raise PoisonMessage(f"metadata: {error}") from error
     return Request(
         task_id=TaskId(task_id),

@@ -16,6 +16,7 @@ from pydantic_core import from_json, to_json
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.ids import new_id
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.model.typed import first_problem, has_too_many
 from meshpoint.model.usage import TokenUsage
 
 _MOST_PARTS = 1000
@@ -188,6 +189,8 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
             from_json(body, allow_inf_nan=False, cache_strings="keys")
         read = kind.model_validate_json(body)
     except ValidationError as error:
+        if has_too_many(error):
+            raise PoisonMessage(f"body: {first_problem(error)}") from None
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
         raise PoisonMessage(f"{where}: {first['msg']}") from error

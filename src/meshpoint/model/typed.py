@@ -15,6 +15,9 @@ from meshpoint.model.json_values import check_json
 T = TypeVar("T")
 
 
+_MOST_ERRORS = 1000
+
+
 class DoesNotFit(MeshpointError):
     """A value is not of the declared type; the message names the type and the field."""
 
@@ -44,7 +47,7 @@ class Typed(Generic[T]):
             # By way of JSON text: only there does pydantic know that a date may be a string, in strict models too.
             return self._adapter.validate_json(to_json(value))
         except ValidationError as error:
-            raise DoesNotFit(f"{self.name}: {first_problem(error)}") from error
+            raise DoesNotFit(f"{self.name}: {first_problem(error)}") from cause_of(error)
         except PydanticSerializationError as error:
             raise DoesNotFit(f"{self.name}: {error}") from error
 
@@ -57,7 +60,7 @@ class Typed(Generic[T]):
         try:
             return self._adapter.validate_python(value)
         except ValidationError as error:
-            raise DoesNotFit(f"{self.name}: {first_problem(error)}") from error
+            raise DoesNotFit(f"{self.name}: {first_problem(error)}") from cause_of(error)
 
     def write(self, value: object, *, round_trip: bool = False) -> JsonValue:
         """`value` as JSON, the same in every process.
@@ -81,10 +84,22 @@ class Typed(Generic[T]):
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first thing wrong, with the path of its field."""
+    """The first thing wrong, with the path of its field; of very many, only their number."""
+    if has_too_many(error):
+        return f"it has {error.error_count():,} errors, too many to name one"
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     return f"{where}: {first['msg']}" if where else first["msg"]
+
+
+def has_too_many(error: ValidationError) -> bool:
+    """Whether naming one of the errors costs too much: pydantic describes all of them, a kilobyte for each."""
+    return error.error_count() > _MOST_ERRORS
+
+
+def cause_of(error: ValidationError) -> ValidationError | None:
+    """`error`, or None where nobody could afford to log it."""
+    return None if has_too_many(error) else error
 
 
 def _faithful(dumped: Any, python: Any) -> Any:

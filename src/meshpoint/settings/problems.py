@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from meshpoint.errors import ConfigurationError
+from meshpoint.model.typed import cause_of, first_problem, has_too_many
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -35,7 +36,7 @@ def build(model: type[AnyModel], values: Any, names: Mapping[str, str], label: s
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise _translated(error, model, names, label) from error
+        raise _translated(error, model, names, label) from cause_of(error)
 
 
 def unknown(where: str, key: str, known: Iterable[str]) -> ConfigurationError:
@@ -51,6 +52,8 @@ def unknown(where: str, key: str, known: Iterable[str]) -> ConfigurationError:
 def _translated(
     error: ValidationError, model: type[BaseModel], names: Mapping[str, str], label: str
 ) -> ConfigurationError:
+    if has_too_many(error):
+        return ConfigurationError(label, first_problem(error), "correct it")
     first = error.errors(include_url=False)[0]
     key = str(first["loc"][0]) if first["loc"] else ""
     where = names.get(key, f"{label}.{key}" if key else label)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from meshpoint.errors import ConfigurationError, IncompatibleState, NotJson
 from meshpoint.model.json_values import check_json
 from meshpoint.model.subtasks import AgentCheckpoint, Migration, SubtaskRecord, SubtaskStatus
-from meshpoint.model.typed import first_problem
+from meshpoint.model.typed import cause_of, first_problem
 from meshpoint.subtasks.deliverable import json_text
 from meshpoint.subtasks.secret_values import places_of, values_at
 
@@ -179,7 +179,7 @@ def _sound(returned: Any) -> Public:
     try:
         public: Public = _Form.model_validate(check_json(returned, "checkpoint")).model_dump()
     except ValidationError as error:
-        raise _Wrong(first_problem(error)) from error
+        raise _Wrong(first_problem(error)) from cause_of(error)
     except NotJson as error:
         raise _Wrong(str(error)) from error
     completed, pending = public["completed_subtasks"], public["pending_subtasks"]
