@@ -230,6 +230,8 @@ def test_the_version_is_printed(cli: Cli) -> None:
         ),
         (BrokerUnavailable("the queue of agent 'travel' is full"), 3, "the queue of agent 'travel' is full"),
         (MeshpointError("no agent named travel\nanywhere"), 1, "no agent named travel anywhere"),
+        (MeshpointError("\x1b[2Jagent\u202e"), 1, r"\x1b[2Jagent\u202e"),
+        (MeshpointError("x" * 10_001), 1, "x" * 10_000 + "… (1 characters left out)"),
     ],
 )
 def test_errors_are_one_line_without_colour_and_an_exit_code(
@@ -295,6 +297,19 @@ def test_send_reads_standard_input(cli: Cli, mesh: Mesh, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"[1, 2]")))
     cli("send", "travel", "-")
     assert mesh.seen["sent"][1] == [1, 2]
+
+
+def test_send_reads_past_a_byte_order_mark(cli: Cli, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbf[1, 2]")))
+    cli("send", "travel", "-")
+    assert mesh.seen["sent"][1] == [1, 2]
+
+
+def test_a_table_colours_no_terminal(cli: Cli, mesh: Mesh) -> None:
+    mesh.tasks = [replace(WAITING, state=TaskState.FAILED, dead_reason="odd\x1b[31m")]
+    shown = cli("tasks", "show", "t-1", "--config", "mesh.yaml")
+    assert r"odd\x1b[31m" in shown.out
+    assert "\x1b" not in shown.out
 
 
 @pytest.mark.parametrize(("text", "value"), [("7", 7), ("NaN", "NaN"), ("a {", "a {"), ('"7"', "7"), ("", "")])

@@ -151,3 +151,21 @@ def test_a_lost_connection_is_told_by_events_alone(stream: io.StringIO) -> None:
     finally:
         connection.setLevel(before)
     assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == ["odd"]
+
+
+def test_no_message_forges_a_line(stream: io.StringIO) -> None:
+    """Where the application formats its logs itself."""
+    logger = logging.Logger("test")
+    logger.addHandler(logging.StreamHandler(stream))
+    forged = "x\n12:00 INFO all is well\r\x1b[31m\u2028\x85\udcff"
+    LoggingObserver(logger).emit(event(Step.DEAD_LETTER, Phase.NOTED, forged, reason=forged))
+    assert stream.getvalue().removesuffix("\n").isprintable()
+    assert stream.getvalue().count(r"x\n12:00 INFO all is well\r\x1b[31m\u2028\x85\udcff") == 2
+
+
+def test_a_terminal_gets_no_control_characters_of_others() -> None:
+    terminal = Terminal()
+    with logs(terminal) as observer:
+        observer.emit(event(Step.DEAD_LETTER, reason="x\x1b]0;owned\x07\x1b[2J"))
+    assert r"\x1b]0;owned\x07" in terminal.getvalue()
+    assert not {"\x07", "\x1b[2J", "\x1b]"} & set(re.findall(r"\x07|\x1b\[2J|\x1b\]", terminal.getvalue()))

@@ -13,6 +13,7 @@ from typing import Any, TextIO, TypedDict
 
 from pydantic import JsonValue
 
+from meshpoint.model.error_text import printable
 from meshpoint.model.events import LOOKS, Event, Phase, Step
 
 _WARNINGS = frozenset(
@@ -173,7 +174,7 @@ class _Line:
             shown + (f" and {more} more" * (more > 0)),
         ]
         parts += [f"{key}={value}" for key, value in _scalars(event.detail).items()]
-        return " ".join(filter(None, parts))
+        return printable(" ".join(filter(None, parts)))
 
 
 def _fields(event: Event) -> dict[str, JsonValue]:

@@ -33,7 +33,7 @@ def input_of(text: str | None) -> Input | None:
     if text is None:
         return None
     try:
-        given = read_bounded(Path(text[1:]), LARGEST_INPUT).decode() if text.startswith("@") else text
+        given = read_bounded(Path(text[1:]), LARGEST_INPUT).decode("utf-8-sig") if text.startswith("@") else text
         return Input(parse_input(given))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
@@ -68,6 +68,6 @@ def configured_keys() -> list[str]:
     keys = overrides(os.environ).get("agent", {}).get("secret_keys", "[]")
     try:
         return [str(key) for key in json.loads(keys)]
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         name = variable("agent", "secret_keys")
         raise ConfigurationError(name, "is no JSON list", f"""write {name}='["name"]'""") from error

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TextIO
 
+from meshpoint.model.error_text import printable, storable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -43,20 +45,22 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title:
     for index, column in enumerate(columns):
         table.add_column(column, no_wrap=index == 0, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell, style=_STYLES.get(cell.partition(" ")[0], "")) for cell in row))
+        table.add_row(
+            *(Text(printable(cell, keep="\n"), style=_STYLES.get(cell.partition(" ")[0], "")) for cell in row)
+        )
     console().print(table)
 
 
 def print_note(text: str) -> None:
     """Tell something beside the result."""
-    console(sys.stderr).print(text, markup=False, soft_wrap=True)
+    console(sys.stderr).print(printable(text, keep="\n\t"), markup=False, soft_wrap=True)
 
 
 def print_error(message: str) -> None:
     """Print `error: …` as one line."""
     from rich.text import Text
 
-    line = Text.assemble(("error: ", "bold red"), " ".join(message.split()))
+    line = Text.assemble(("error: ", "bold red"), printable(" ".join(storable(message).split())))
     console(sys.stderr).print(line, soft_wrap=True)
 
 

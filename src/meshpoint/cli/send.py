@@ -106,7 +106,7 @@ async def _send(
 
 def _standard_input() -> str:
     try:
-        return read_stream(sys.stdin.buffer, LARGEST_INPUT).decode()
+        return read_stream(sys.stdin.buffer, LARGEST_INPUT).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         problem = f"standard input cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}"
         raise ConfigurationError("INPUT", problem, "send a smaller JSON text") from error

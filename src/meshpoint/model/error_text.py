@@ -27,6 +27,22 @@ def _message(error: BaseException) -> str:
         return "(its message cannot be read)"
 
 
+def printable(text: str, *, keep: str = "") -> str:
+    """Escape what would move a cursor, break a line or colour it: whoever writes a log line writes one line.
+
+    Args:
+        text: of anyone.
+        keep: unprintable characters that stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each in keep else _escaped(each) for each in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
 def storable(text: str) -> str:
     """Make `text` storable in any database and message; cut it after `MAX_ERROR_TEXT` characters, with a note."""
     if len(text) > MAX_ERROR_TEXT:
