@@ -23,6 +23,7 @@ from meshpoint.model.typed import cause_of, first_problem
 
 _TRACEPARENT = re.compile(r"[0-9a-z-]{1,55}")  # W3C: 55 characters
 _LONGEST_PARENT = 280  # bytes: a task id, and in which attempt it was resumed
+_LONGEST_CONTEXT = 1000  # bytes
 _QUOTED = 100  # maximum characters quoted from a message
 _LONGEST_NAME = 248  # bytes: AMQP carries 255 in a property, and message ids are made of a task id and a few more
 
@@ -235,7 +236,7 @@ def _a2a_context(message: Message, body: RequestBody, requester: Requester) -> A
     metadata = body.metadata
     known = {"userId", "sessionId", "userConfig", "securityContext"}
     return A2AContext(
-        context_id=body.message.context_id,
+        context_id=_context_id(body),
         session_id=_text(body, "sessionId"),
         user_id=_text(body, "userId"),
         reply_to=requester.reply_to,
@@ -254,6 +255,12 @@ def _text(body: RequestBody, key: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise PoisonMessage(f"metadata.{key}: must be a string")
     return _name(f"metadata.{key}", value) if value else None
+
+
+def _context_id(body: RequestBody) -> str | None:
+    # Each call and each reply carries it: one that nearly fills the request would leave them no room.
+    given = body.message.context_id
+    return _name("message.contextId", given, _LONGEST_CONTEXT) if given is not None else None
 
 
 def _dict(body: RequestBody, key: str) -> dict[str, JsonValue]:

@@ -50,6 +50,8 @@ UNREADABLE = {
     "metadata is not JSON": with_metadata('{"weight": NaN}'),
     "user config is not JSON": with_metadata('{"userConfig": {"weight": Infinity}}'),
     "security context is not JSON": with_metadata('{"securityContext": {"weight": NaN}}'),
+    "context id that leaves a reply no room": with_message(contextId="x" * 3500),
+    "context id of several lines": with_message(contextId="a\nb"),
     "too large": with_message(parts=[{"text": "x" * 5000}]),
 }
 
