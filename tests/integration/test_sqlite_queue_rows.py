@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -78,6 +79,7 @@ LONG = "replace(hex(zeroblob(600000)), '0', 'x')"
         ("body = 'text'", "body: must be a blob"),
         ("body = 12", "body: must be a blob"),
         ("body = zeroblob(134217729)", "body: must be a blob of a size"),
+        (f"message_id = 'x' || char(0) || {LONG}", "message_id: must be text, not bytes"),
         ("deliveries = 'many'", "deliveries: is not a count"),
         ("deliveries = 9223372036854775807", "deliveries: is not a count"),
     ],
@@ -238,3 +240,27 @@ async def test_only_the_owner_may_read_the_file(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert modes == dict.fromkeys(("new.db", "new.db-wal", "new.db-shm"), "0o600")
+
+
+HUGE = f"'x' || char(0) || {LONG} || {LONG} || {LONG} || {LONG}"
+
+
+@pytest.mark.parametrize("column", ["body", "app_id", "dead_reason", "deliveries"])
+async def test_a_value_is_not_loaded_because_it_hides_its_length(
+    broker: SqliteBroker, bystander: sqlite3.Connection, column: str
+) -> None:
+    """SQLite says that a text ends at its first NUL."""
+    inbox, good = Inbox(), a_message()
+    await send(broker, REQUESTS, a_message())
+    with transaction(bystander):
+        table = "content" if column in {"body", "app_id"} else "message"
+        bystander.execute(f"UPDATE meshpoint_queue_{table} SET {column} = {HUGE}")
+    await send(broker, REQUESTS, good)
+    tracemalloc.start()
+    try:
+        await broker.consume(REQUESTS, 2, inbox)
+        while (delivery := await inbox.next()).message.message_id != good.message_id:
+            assert await delivery.ack()
+        assert tracemalloc.get_traced_memory()[1] < 3_000_000
+    finally:
+        tracemalloc.stop()

@@ -15,6 +15,7 @@ from meshpoint.model.messages import Address, Header, HeaderValue, Message, Mess
 COLUMNS = "type, message_id, correlation_id, app_id, reply_to, user_id, headers, timestamp, body"
 LARGEST_BODY = 128 * 1024 * 1024
 """Bytes; the default limit of RabbitMQ."""
+_LONGEST_REASON = 10_000  # characters
 _LARGEST_TEXT = 1024 * 1024
 """Characters of one text column. RabbitMQ allows 128 KiB for all properties together."""
 
@@ -22,12 +23,16 @@ Row: TypeAlias = tuple[str, str, str, str, str | None, str | None, str, str | No
 
 
 def _bounded(column: str) -> str:
-    limit, instead = (LARGEST_BODY, "NULL") if column == "body" else (_LARGEST_TEXT, "X'00'")
-    return f"CASE WHEN length({column}) > {limit} THEN {instead} ELSE {column} END"
+    if column == "body":
+        return f"CASE WHEN typeof(body) = 'blob' AND length(body) <= {LARGEST_BODY} THEN body END"
+    # The length of a text is that before its first NUL; the cast does not change the bytes.
+    return f"CASE WHEN length(CAST({column} AS BLOB)) > {_LARGEST_TEXT} THEN X'00' ELSE {column} END"
 
 
 READ_COLUMNS = ", ".join(_bounded(name) for name in COLUMNS.split(", "))
 """`COLUMNS` for a SELECT. Values too large to load are replaced with values that `from_row` refuses."""
+READ_DELIVERIES = "CASE typeof(deliveries) WHEN 'integer' THEN deliveries END"
+READ_REASON = f"substr(dead_reason, 1, {_LONGEST_REASON})"
 
 
 def to_row(message: Message) -> Row:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshpoint.adapters.sqlite_queue.content import COLUMNS, READ_COLUMNS, Row, from_row
+from meshpoint.adapters.sqlite_queue.content import COLUMNS, READ_COLUMNS, READ_DELIVERIES, READ_REASON, Row, from_row
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import (
@@ -43,7 +43,7 @@ _READY = (
     "FROM meshpoint_queue_message LEFT JOIN meshpoint_queue_content USING (id) WHERE queue = ? AND holder IS NULL"
 )
 _SELECT_READY = f"""
-    SELECT id, deliveries, dead_reason, meshpoint_queue_content.id IS NULL, {READ_COLUMNS}
+    SELECT id, {READ_DELIVERIES}, {READ_REASON}, meshpoint_queue_content.id IS NULL, {READ_COLUMNS}
     {_READY} ORDER BY id LIMIT ?"""
 _DEAD_LETTER = """
     UPDATE meshpoint_queue_message SET holder = {holder}, deliveries = 0, dead_reason = {reason},
