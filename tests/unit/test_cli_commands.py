@@ -544,6 +544,10 @@ def test_a_database_that_does_not_answer_exits_with_3(cli: Cli) -> None:
     [
         ("postgresql://u:p@ss@h:5432/d", "postgresql://u@h:5432/d"),
         ("postgresql://h/d", "postgresql://h/d"),
+        ("postgresql://h/d?user=u&password=p", "postgresql://h/d"),
+        ("postgresql://u:p@h/d?password=p@p", "postgresql://u@h/d"),
+        ("postgresql://h/d?password=p@p", "postgresql://…"),
+        ("postgresql://u:p?p@h/d", "postgresql://…"),
         ("sqlite:////a/b.db", "sqlite:////a/b.db"),
     ],
 )

@@ -292,6 +292,10 @@ def test_agents_take_the_message_limit_of_the_mesh(write: Write) -> None:
             TRAVEL + "  session_db_url: 'sqlite://meshpoint.db'\n",
             "takes three slashes before its file; write sqlite:///m",
         ),
+        (
+            TRAVEL + "  session_db_url: 'sqlite://u:secret@/tasks.db'\n",
+            "takes three slashes before its file; write sqlite:///meshpoint.db",
+        ),
         (TRAVEL + "  session_db_url: 'sqlite:///:memory:'\n", "agent.session_db_url: names no file"),
         (
             "mesh: {broker_url: 'kafka://u:secret@h'}\n",

@@ -69,8 +69,11 @@ def sql(config: sources.Config = None, database: sources.Database = None) -> Non
 
 
 def without_password(url: str) -> str:
-    """`url` as it may be printed."""
+    """`url` as it may be printed: without its options, which may hold a password too."""
     scheme, mark, rest = url.partition("://")
+    rest, _, options = rest.partition("?")
+    if "@" in options and "@" not in rest:  # the question mark may be part of a password
+        return f"{scheme}{mark}…"
     credentials, at, place = rest.rpartition("@")
     user = credentials.partition(":")[0]
     return f"{scheme}{mark}{user}{at}{place}"

@@ -90,8 +90,9 @@ def _with_absolute_file(url: str, key: str) -> str:
     if "%00" in file:
         raise ConfigurationError(key, "contains a NUL character", f"write {scheme}:///meshpoint.db")
     if not file.startswith("/"):
+        named = file if file and "@" not in file else "meshpoint.db"  # before an @ may be a password
         problem = "takes three slashes before its file" if file else "names no file"
-        raise ConfigurationError(key, problem, f"write {scheme}:///{file or 'meshpoint.db'}")
+        raise ConfigurationError(key, problem, f"write {scheme}:///{named}")
     if file in {"/", "/:memory:"}:
         raise ConfigurationError(key, "names no file", f"write {scheme}:///meshpoint.db")
     return f"{scheme}:///{Path.cwd() / file[1:]}{mark}{query}"
