@@ -226,11 +226,11 @@ def _result(returned: object, segment: Segment) -> SegmentResult:
             except ValueError as error:
                 return _failed(FailureKind.ERROR, f"the agent's output is not JSON: {text_of(error)}", segment)
             try:
-                more = _plain_artifacts(artifacts)
+                all_artifacts = (*_artifacts_of_context(segment), *_plain_artifacts(artifacts))
             except (ValueError, TypeError) as error:
                 what = f"the agent's artifacts are not JSON objects: {text_of(error)}"
                 return _failed(FailureKind.ERROR, what, segment)
-            return Ok(value, _artifacts(segment, more), _usage(segment))
+            return Ok(value, all_artifacts, _usage(segment))
         case _:
             kind = type(returned).__name__
             return _failed(FailureKind.ERROR, f"the agent returned {kind}; it must return Paused or Done", segment)
@@ -247,9 +247,13 @@ def _plain_artifacts(artifacts: object) -> tuple[Any, ...]:
     return tuple(dict(_json(artifact)) for artifact in artifacts)
 
 
-def _artifacts(segment: Segment, more: tuple[Any, ...]) -> tuple[Any, ...]:
+def _artifacts_of_context(segment: Segment) -> list[Any]:
     assert segment.context is not None
-    return (*segment.context.produced_artifacts.to_plain(), *more)
+    produced = segment.context.produced_artifacts.to_plain()
+    for index, artifact in enumerate(produced):
+        if not isinstance(artifact, dict):
+            raise TypeError(f"ctx.produced_artifacts[{index}] is a {type(artifact).__name__}")
+    return produced
 
 
 def _usage(segment: Segment) -> Any:

@@ -42,6 +42,14 @@ def pausing_on(input_: Any, peer: str = "peer") -> Callable[..., Awaitable[Any]]
     return returning(Paused([Call("call", peer, input_)], b"state"))
 
 
+def producing(*artifacts: Any) -> Callable[..., Awaitable[Any]]:
+    async def code(ctx: Any, *_: Any) -> Any:
+        ctx.produced_artifacts.extend(artifacts)
+        return Done(1)
+
+    return code
+
+
 async def cancels_itself(*_: Any) -> Any:
     task = asyncio.current_task()
     assert task is not None
@@ -228,6 +236,10 @@ BROKEN: dict[str, tuple[Callable[..., Awaitable[Any]], str]] = {
     "returns itself": (returning(Done(endless)), "not JSON"),
     "returns artifacts of no use": (returning(Done(1, ({"it": object()},))), "artifacts"),
     "returns artifacts that are no objects": (returning(Done(1, (7,))), "artifacts"),  # type: ignore[arg-type]
+    "keeps artifacts that are no objects": (
+        producing({}, "a text"),
+        "the agent's artifacts are not JSON objects: ctx.produced_artifacts[1] is a str",
+    ),
     "returns too much": (returning(Done("x" * 5000)), "max_message_bytes"),
     "asks with an object": (pausing_on(object()), "JSON"),
     "raises KeyboardInterrupt": (raising(KeyboardInterrupt("by code")), "KeyboardInterrupt: by code"),
