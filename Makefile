@@ -23,7 +23,7 @@ JOBS ?= 3
 SEEDS ?= 200
 MINUTES ?= 20
 
-# The tests start many interpreters, which would compile every module anew.
+# The tests start many interpreters. Without bytecode files, each would recompile every module.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test lowest outages simulation chaos bench since model check fmt clean
