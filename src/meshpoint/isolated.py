@@ -1,7 +1,7 @@
-"""The process of an isolated run: one segment of one task, with its own connections. `template` forks it.
+"""The process of an isolated run: one segment of one task, with its own connections.
 
-`adapters.child_process` starts it and documents the protocol of its pipes, `adapters.template_process` that of the
-template's socket.
+`adapters.child_process` starts it, directly or through `template`. That module documents the protocol of its pipes;
+`adapters.template_process` documents the protocol of the template's socket.
 """
 
 from __future__ import annotations
@@ -153,19 +153,19 @@ def _listen(act: Callable[[Word], object]) -> None:
 
 
 def template(orders: socket.socket, modules: Sequence[str], idle: float) -> NoReturn:
-    """Import `modules`, then fork a process for each order, one at a time. No agent code is imported here.
+    """Import `modules`, then fork a process for each request, one at a time. Agent code is never imported here.
 
-    It ends with its parent, `idle` seconds after the last forked process ended, or at the first error: its parent
-    then starts processes without it.
+    Exits with its parent, after `idle` seconds without a child, or at the first error. The parent then starts
+    processes without a template.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to every process of a service; `_run` handles them
+    for number in (signal.SIGINT, signal.SIGTERM):  # a service manager may signal every process; children handle it
         signal.signal(number, signal.SIG_IGN)
     _end_with_parent()
     for name in modules:
-        with suppress(Exception):  # a forked process that needs it reports the error
+        with suppress(Exception):  # a child that needs it reports the error
             import_module(name)
     gc.collect()
-    gc.freeze()  # a collection in a child would copy every page
+    gc.freeze()  # keeps collections in children from copying every page
     orders.settimeout(idle)
     with suppress(TimeoutError):
         while True:
@@ -177,7 +177,7 @@ def template(orders: socket.socket, modules: Sequence[str], idle: float) -> NoRe
 
 
 def _fork(task_id: bytes, words: int, tells: int, status: int) -> None:
-    """Fork a process and send a pidfd of it to `status`, then its exit code."""
+    """Fork a process; send its pidfd, then its exit code, through `status`."""
     me = os.getpid()
     with socket.socket(fileno=status) as answers:
         pid = os.fork()
@@ -196,7 +196,7 @@ def _fork(task_id: bytes, words: int, tells: int, status: int) -> None:
 
 
 def _forked(parent: int, task_id: bytes, words: int, tells: int) -> NoReturn:
-    """Become a process as `adapters.child_process` starts it, with pipe `words` in place of the socket for orders."""
+    """Set up the child as `adapters.child_process` would, with `words` as its standard input, and run it."""
     try:
         _end_with_parent()
         if os.getppid() != parent:
@@ -215,7 +215,7 @@ def _forked(parent: int, task_id: bytes, words: int, tells: int) -> NoReturn:
 
 
 def _end_with_parent() -> None:
-    """Die with the parent even while agent code holds the interpreter."""
+    """Die with the parent even while agent code holds the GIL."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -179,7 +179,7 @@ def make_snapshots(
 
 
 def _readable(agent: AgentSettings) -> int:
-    """Bytes of a working memory, or of its snapshot, that are read: more than any that Meshpoint keeps."""
+    """Read limit in bytes for a working memory or its snapshot, above the largest that Meshpoint writes."""
     return 2 * agent.memory_max_bytes + 2**20
 
 

@@ -205,7 +205,7 @@ async def until_gone(pid: int) -> None:
 
 
 def parent_of(pid: int) -> int:
-    """The process that forked a process."""
+    """Parent process id."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 

@@ -1,4 +1,4 @@
-"""Processes of isolated runs, and the template they are forked from. The agent acts while it is imported."""
+"""Processes of isolated runs, and the template that forks them. The test agent acts at import time."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Nobody:
 
 @dataclass
 class Stage:
-    """Starts isolated runs of an agent that does what the file `how` says."""
+    """Starts isolated runs of an agent whose behaviour is set by the file `how`."""
 
     folder: Path
     processes: ChildProcesses
@@ -67,7 +67,7 @@ class Stage:
     told: asyncio.StreamReader
 
     async def start(self, how: str = "") -> tuple[ChildProcess, dict[str, Any]]:
-        """A process, and what its agent found."""
+        """Start a process. Returns it, and the facts its agent reported."""
         (self.folder / "how").write_text(how)
         run = Run(TaskId(new_id()), AgentName("ward"), RunId(new_id()))
         process = await self.processes.start(run, lambda: None)
@@ -79,7 +79,7 @@ async def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     (tmp_path / "isolated_ward.py").write_text(AGENT)
     monkeypatch.syspath_prepend(tmp_path)
     os.mkfifo(tmp_path / "facts")
-    pipe = open(tmp_path / "facts", "r+b", buffering=0)  # noqa: ASYNC230, SIM115  # a writer too: never at its end
+    pipe = open(tmp_path / "facts", "r+b", buffering=0)  # noqa: ASYNC230, SIM115  # also a writer, so never at EOF
     told = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(told), pipe
@@ -101,7 +101,7 @@ async def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def until_gone(pid: int) -> None:
-    """Wait for the end of a process."""
+    """Wait until the process has exited."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -117,7 +117,7 @@ async def until_gone(pid: int) -> None:
 
 async def test_each_run_has_a_process_of_its_own_from_one_template(stage: Stage) -> None:
     first, found = await stage.start()
-    assert (await first.exit()).ending is Ending.IMPOSSIBLE  # the module has no such agent
+    assert (await first.exit()).ending is Ending.IMPOSSIBLE  # the module defines no agent
     second, found_again = await stage.start()
     assert (await second.exit()).ending is Ending.IMPOSSIBLE
     assert found["parent"] == found_again["parent"] == stage.template.pid

@@ -160,12 +160,12 @@ async def test_deliveries_of_a_consumer_that_was_given_up_do_not_stop_its_connec
 async def test_a_consumer_given_up_while_it_begins_takes_nothing(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody would settle its deliveries until the connection ends."""
+    """Its deliveries would stay unsettled until the connection closes."""
     broker, inbox, adjust = await connect(), Inbox(), Intake.adjust
 
     async def given_up(intake: Intake, limit: int) -> None:
         await adjust(intake, limit)
-        beginning.cancel()  # as the broker's answer arrives
+        beginning.cancel()  # just as the broker's answer arrives
         await asyncio.sleep(0)
 
     with monkeypatch.context() as patch:

@@ -212,12 +212,12 @@ async def test_what_is_claimed_while_its_consumer_is_cancelled_goes_back(
 async def test_a_consumer_given_up_while_it_begins_takes_nothing(
     broker: SqliteBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody would settle its deliveries as long as the broker is open."""
+    """Its deliveries would stay unsettled until the broker closes."""
     attach = QueueThread.attach
     inbox = Inbox()
 
     async def given_up(thread: QueueThread, consumer: Consumer) -> None:
-        beginning.cancel()  # at the next await, when the thread has been asked
+        beginning.cancel()  # takes effect at the next await, after the thread was asked
         await attach(thread, consumer)
 
     with monkeypatch.context() as patch:

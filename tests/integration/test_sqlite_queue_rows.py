@@ -249,7 +249,7 @@ HUGE = f"'x' || char(0) || {LONG} || {LONG} || {LONG} || {LONG}"
 async def test_a_value_is_not_loaded_because_it_hides_its_length(
     broker: SqliteBroker, bystander: sqlite3.Connection, column: str
 ) -> None:
-    """SQLite says that a text ends at its first NUL."""
+    """SQLite counts the characters of a text only up to its first NUL."""
     inbox, good = Inbox(), a_message()
     await send(broker, REQUESTS, a_message())
     with transaction(bystander):

@@ -75,7 +75,7 @@ async def test_two_names_of_a_file_share_its_turns(databases: list[Database], tm
     begun, go_on, asked = asyncio.Event(), asyncio.Event(), list[str]()
     other = Database(f"sqlite:///{tmp_path}/link.db", command_timeout=timedelta(seconds=60), pool_size=1, clock=None)
     event.listen(other.engine.sync_engine, "before_cursor_execute", lambda *args: asked.append(args[2]))
-    await numbers(other)  # connected
+    await numbers(other)  # connects
     asked.clear()
     first = asyncio.create_task(databases[0].write(writing(0, begun, go_on)))
     await begun.wait()
@@ -103,7 +103,7 @@ async def test_a_writer_that_is_cancelled_lets_the_next_one_write(databases: lis
 
 
 async def test_a_writer_that_is_cancelled_twice_keeps_no_lock(databases: list[Database]) -> None:
-    """A drain cancels what serves, and soon after whatever has not ended."""
+    """A drain cancels its tasks, and soon after cancels the unfinished ones again."""
     begun, go_on, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
 
     def hold() -> None:

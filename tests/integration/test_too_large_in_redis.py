@@ -1,4 +1,4 @@
-"""Write access to Redis cannot fill a replica's memory: what no replica wrote is not read to its end."""
+"""Write access to Redis cannot exhaust a replica's memory: oversized values are never loaded in full."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ITEMS = (
 
 @pytest.fixture
 async def raw(redis_url: str) -> AsyncIterator[Any]:
-    """Redis behind everybody's back."""
+    """A plain Redis client, to forge values with."""
     async with Redis.from_url(redis_url) as client:
         yield client
 
@@ -61,7 +61,7 @@ async def snapshots(redis_url: str, namespace: str) -> AsyncIterator[RedisSnapsh
 
 @contextmanager
 def little() -> Iterator[None]:
-    """Fails if it takes nearly as much memory as was forged."""
+    """Fail if the block allocates half the size of a forged value."""
     tracemalloc.start()
     try:
         yield
@@ -74,16 +74,13 @@ def l1(namespace: str, *rest: str) -> str:
     return ":".join([namespace, "L1", "{" + A + "}", *rest])
 
 
-# ── copies of checkpoints ──────────────────────────────────────────────────────────────────────────
-
-
 async def test_a_forged_copy_is_not_read_to_its_end(
     redis_url: str, namespace: str, raw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_cache, "LARGEST", LARGEST)
     cache = RedisCheckpointCache(redis_url, time_limit=NEVER, namespace=namespace, secret=copy_key)
     await raw.setrange(f"{namespace}:checkpoint:task-1:travel", FORGED, b"x")
-    with little(), pytest.raises(CheckpointError, match="task-1:travel: it has more than 1,000,000 bytes"):
+    with little(), pytest.raises(CheckpointError, match="task-1:travel: larger than 1,000,000 bytes"):
         await cache.get(TaskId("task-1"), AgentName("travel"))
     await cache.close()
 
@@ -95,13 +92,10 @@ async def test_a_copy_that_nobody_would_read_is_not_written(
     cache = RedisCheckpointCache(redis_url, time_limit=NEVER, namespace=namespace, secret=copy_key)
     checkpoint = AgentCheckpoint(operation_id=TaskId("task-1"), agent=AgentName("travel"), seq=1, subject="x")
     text = "".join(map(chr, range(0x100, 0x400)))
-    with pytest.raises(CheckpointError, match="copies have 500 at most"):
+    with pytest.raises(CheckpointError, match="exceed the limit of 500 for copies"):
         await cache.put(checkpoint.model_copy(update={"subject": text}))
     assert not await raw.exists(f"{namespace}:checkpoint:task-1:travel")
     await cache.close()
-
-
-# ── snapshots ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def a_snapshot(size: int = 10) -> Packed:
@@ -121,19 +115,17 @@ async def test_a_forged_snapshot_is_not_read_to_its_end(
             await raw.rpush(chunks, *[b""] * (LARGEST // 8))
         case field:
             await raw.hset(meta, field, b"1" * FORGED)
-    with little(), pytest.raises(ConsistencyError, match="it has more than 1,000,000 bytes"):
+    with little(), pytest.raises(ConsistencyError, match="larger than 1,000,000 bytes"):
         await snapshots.get(A)
     assert await snapshots.digest(A) == (None if forged == "digest" else "digest")
 
 
 async def test_a_snapshot_that_nobody_would_read_is_not_put(snapshots: RedisSnapshots) -> None:
     await snapshots.put(A, a_snapshot(1))
-    with pytest.raises(ConsistencyError, match="snapshots in Redis have 1,000,000 at most"):
+    with pytest.raises(ConsistencyError, match="exceed the limit of 1,000,000 for snapshots in Redis"):
         await snapshots.put(A, a_snapshot(LARGEST))
     assert await snapshots.get(A) == a_snapshot(1)
 
-
-# ── L1 ─────────────────────────────────────────────────────────────────────────────────────────────
 
 GROW: dict[str, tuple[str | int, ...]] = {
     "text": ("SET",),
@@ -145,7 +137,7 @@ GROW: dict[str, tuple[str | int, ...]] = {
 
 
 async def grow(raw: Any, key: str, *by: str | int) -> None:
-    """Forge a large value of `key`."""
+    """Append an oversized element to `key`, or replace a string."""
     command, *args = by
     await raw.execute_command(command, key, *args, bytes(FORGED))
 
@@ -170,7 +162,7 @@ async def test_a_forged_value_is_not_read_to_its_end(
     assert {item.key for item in held.items} == {item.key for item in ITEMS} - {key}
     with (
         little(),
-        pytest.raises(MemoryRefused, match=f"'{key}': {READ[key].name}: the answers have more than 1000000 bytes"),
+        pytest.raises(MemoryRefused, match=f"'{key}': {READ[key].name}: the answers exceed 1000000 bytes"),
     ):
         await memory.execute(FIRST, [READ[key]])
 
@@ -190,7 +182,7 @@ async def test_forged_names_are_not_read_to_their_end(
         held = await memory.read(A)
     assert held.large == ("",)
     assert held.items == ()
-    with little(), pytest.raises(MemoryRefused, match="KEYS: the keys have more than 1000000 bytes"):
+    with little(), pytest.raises(MemoryRefused, match="KEYS: the key names exceed 1000000 bytes"):
         await memory.keys(FIRST)
 
 
@@ -235,9 +227,6 @@ async def test_a_forged_run_is_not_read_to_its_end(memory: RedisWorkingMemory, r
         await memory.read(A)
 
 
-# ── what follows ───────────────────────────────────────────────────────────────────────────────────
-
-
 async def taken(memory: RedisWorkingMemory, snapshots: RedisSnapshots) -> Packed:
     snapshotter = L1CacheSnapshotter(memory, snapshots, LARGEST, lambda *_: None)
     return (await snapshotter.take(FIRST, 1)).packed
@@ -256,7 +245,7 @@ async def test_a_task_goes_on_from_its_snapshot(
     recovery = DualRecoveryStrategy(memory, snapshots, lambda *_: None)
     recovered = await recovery.recover(SECOND, packed.digest, no_row)
     assert (recovered.how.source, recovered.how.verified) == (MemorySource.SNAPSHOT, True)
-    assert recovered.how.problems == ("L1 has more than may be read; changed: 'hash'",)
+    assert recovered.how.problems == ("L1 is too large to read; changed: 'hash'",)
     assert {item.key: item.content for item in (await memory.read(A)).items} == {
         item.key: item.content for item in ITEMS
     }
@@ -266,5 +255,5 @@ async def test_a_checkpoint_names_what_is_too_large(
     memory: RedisWorkingMemory, snapshots: RedisSnapshots, raw: Any, namespace: str
 ) -> None:
     await grow(raw, l1(namespace, "working", "hash"), *GROW["hash"])
-    with pytest.raises(MemoryRefused, match=r"more than can be read, .* 1,000,000; too large are 'hash'"):
+    with pytest.raises(MemoryRefused, match=r"too large to read \(.* 1,000,000\); oversized keys: 'hash'"):
         await taken(memory, snapshots)

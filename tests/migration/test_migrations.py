@@ -357,12 +357,12 @@ async def test_the_release_before_writes_checkpoints_without_a_memory(empty_url:
         assert await memory_of(store, run.task_id) == (1, "first")
 
 
-# ── tables that others made ────────────────────────────────────────────────────────────────────────
+# ── foreign tables ─────────────────────────────────────────────────────────────────────────────────
 
 OTHER_SHAPES = {
     "columns": (["CREATE TABLE {} (id INTEGER)"], "it has no text column version_num"),
     "numbers": (["CREATE TABLE {} (version_num INTEGER)"], "it has no text column version_num"),
-    "nothing": (["CREATE TABLE {} (version_num VARCHAR(32))", "INSERT INTO {} VALUES (NULL)"], "is not a text"),
+    "nothing": (["CREATE TABLE {} (version_num VARCHAR(32))", "INSERT INTO {} VALUES (NULL)"], "is not text"),
     "rows": (["CREATE TABLE {} (version_num VARCHAR(32))", "INSERT INTO {} VALUES ('1'), ('2')"], "than one row"),
 }
 
@@ -379,7 +379,7 @@ async def run_all(url: str, statements: list[str]) -> None:
 async def test_a_foreign_table_of_revisions_is_one_line(empty_url: str, shape: str) -> None:
     statements, problem = OTHER_SHAPES[shape]
     await run_all(empty_url, statements)
-    refusal = f"session_db_url: its table {VERSION_TABLE} cannot be used: .*{problem}; name another database.*$"
+    refusal = f"session_db_url: cannot use table {VERSION_TABLE}: .*{problem}; use another database.*$"
     for ask in (migrations.check, migrations.upgrade):
         with pytest.raises(ConfigurationError, match=refusal):
             await asyncio.to_thread(ask, empty_url)
@@ -392,11 +392,13 @@ async def test_a_foreign_table_of_revisions_is_one_line(empty_url: str, shape: s
 async def test_an_upgrade_of_a_later_release_is_not_undone(empty_url: str) -> None:
     await upgrade(empty_url)
     await run_all(empty_url, ["UPDATE {} SET version_num = '9999'"])
-    with pytest.raises(ConfigurationError, match="are at revision 9999, which this release does not know; run the"):
+    with pytest.raises(ConfigurationError, match="is at revision 9999, which this release does not know; run the"):
         await upgrade(empty_url)
 
 
 async def test_a_foreign_table_is_named_by_the_upgrade(empty_url: str) -> None:
     await run_all(empty_url, [f"CREATE TABLE {checkpoints.name} (id INTEGER)"])
-    with pytest.raises(ConfigurationError, match=f"is there already: .*{checkpoints.name}.*; name an empty database"):
+    with pytest.raises(
+        ConfigurationError, match=f"an existing object: .*{checkpoints.name}.*; use an empty database"
+    ):
         await upgrade(empty_url)

@@ -24,9 +24,9 @@ async def own_database(server_url: str, template: str = "template0") -> AsyncIte
 
 
 class Databases:
-    """Databases with empty tables, lent to one test after another: a new one costs a third of a second.
+    """A pool of databases with empty tables, because creating one takes a third of a second.
 
-    One whose definitions or settings a test has changed is dropped.
+    A database is dropped instead of reused if a test changed its schema or settings.
     """
 
     def __init__(self, server_url: str, template: str) -> None:
@@ -36,7 +36,7 @@ class Databases:
 
     @asynccontextmanager
     async def lent(self) -> AsyncIterator[str]:
-        """The URL of a database that nobody else uses until the end."""
+        """Lend a database for exclusive use. Yields its URL."""
         name = self._free.pop() if self._free else await self._create()
         url = urlsplit(self._server_url)._replace(path=f"/{name}").geturl()
         try:
@@ -48,7 +48,7 @@ class Databases:
                 await self._drop(name)
 
     async def close(self) -> None:
-        """Drop them."""
+        """Drop the databases in the pool."""
         while self._free:
             await self._drop(self._free.pop())
 
@@ -61,7 +61,7 @@ class Databases:
         await execute(self._server_url, f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
 
     async def _emptied(self, url: str) -> bool:
-        """End all sessions and delete all rows. Returns `False` if the database is not as it was created."""
+        """Terminate all sessions and delete all rows. Returns `False` if the database cannot be reused."""
         try:
             if self._definitions is None:
                 template = urlsplit(url)._replace(path=f"/{self._template}").geturl()
@@ -75,7 +75,7 @@ class Databases:
                 tables = [row[0] for row in await connection.fetch(_TABLES)]
                 await connection.execute("; ".join(f"DELETE FROM {table}" for table in tables))
         except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
-            return False  # the test ended its server, or dropped the database
+            return False  # the test stopped the server or dropped the database
         return True
 
 

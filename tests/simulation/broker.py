@@ -169,7 +169,7 @@ class SimulatedDelivery:
 
     @property
     def lost(self) -> bool:
-        """Whether the server has taken it back, and this process knows."""
+        """Whether the server requeued it, as far as this process knows."""
         return not self._settled and self._delivery.lost
 
     async def ack(self) -> bool:

@@ -105,7 +105,7 @@ async def test_closed_on_the_wire_and_before_it() -> None:
 
 
 async def test_closed_while_the_callers_of_a_failed_batch_are_tried_one_by_one() -> None:
-    """Whoever's turn had not come would wait for ever."""
+    """Callers not tried yet must not wait forever."""
     on_the_wire, never = asyncio.Event(), asyncio.Event()
 
     async def flush(items: Sequence[int]) -> Sequence[int]:

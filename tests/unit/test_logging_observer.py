@@ -154,7 +154,7 @@ def test_a_lost_connection_is_told_by_events_alone(stream: io.StringIO) -> None:
 
 
 def test_no_message_forges_a_line(stream: io.StringIO) -> None:
-    """Where the application formats its logs itself."""
+    """The application formats its own logs."""
     logger = logging.Logger("test")
     logger.addHandler(logging.StreamHandler(stream))
     forged = "x\n12:00 INFO all is well\r\x1b[31m\u2028\x85\udcff"

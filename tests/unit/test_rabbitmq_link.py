@@ -62,7 +62,7 @@ async def test_a_connection_for_one_message_says_so_in_its_name(monkeypatch: pyt
 
 
 class SilentConnection:
-    """A connection that opens no channel. Each attempt fails when `give_up` lets it."""
+    """A connection that opens no channels. Each attempt fails once `give_up` is released."""
 
     is_opened = True
 
@@ -83,7 +83,7 @@ class SilentConnection:
 async def test_a_silent_broker_costs_one_connection_however_many_messages_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A message that finds no answer on the former connection must not end the one made since."""
+    """A message that times out on the old connection must not close its replacement."""
     made = list[SilentConnection]()
 
     async def connect(*_: Any) -> Any:

@@ -4,7 +4,7 @@ A child reads the settings, including secrets, from its standard input, where no
 same pipe carries stop requests, and closes when this process dies for any reason. Through a second pipe the child
 sends its segment's events, which are emitted here, and the result of the run. Its output goes to our standard error.
 
-A child is forked from a template where that is possible (`adapters.template_process`), and else a new interpreter.
+Where possible, a child is forked from a template (`adapters.template_process`); otherwise it is a new interpreter.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ main(given)
 
 
 class Process(Protocol):
-    """A process that was started here."""
+    """A child process, forked or started."""
 
     async def wait(self) -> int | None:
-        """Its exit code once it has ended, negative if a signal ended it; `None` if that is unknown."""
+        """Wait for it to exit. Returns the exit code, negative if a signal killed it, or `None` if unknown."""
 
     def kill(self) -> None:
         """Send it SIGKILL."""
@@ -76,7 +76,7 @@ class ChildProcesses:
             try:
                 process = await self._process(run, words, tells)
             except BaseException:
-                writer.close()  # the reader closes once nobody can write to it
+                writer.close()  # the reader sees EOF and closes itself
                 raise
         child = ChildProcess(process, writer, reader, self._observer, self._stall, on_started)
         child.send(
@@ -85,7 +85,7 @@ class ChildProcesses:
         return child
 
     async def close(self) -> None:
-        """End the template."""
+        """Kill the template."""
         await self._template.end()
 
     async def _process(self, run: Run, words: int, tells: int) -> Process:
@@ -93,7 +93,7 @@ class ChildProcesses:
             try:
                 return await self._template.fork(run.task_id, words, tells, within=self._stall)
             except OSError as error:
-                log.warning("task %s: its process is not forked but started anew: %s", run.task_id, error)
+                log.warning("task %s: fork failed, starting a new interpreter: %s", run.task_id, error)
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # use our import path, not one derived from the working directory

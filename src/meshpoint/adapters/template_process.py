@@ -1,16 +1,16 @@
-"""A process that has imported Meshpoint and its drivers, but no agent, and forks the processes of isolated runs.
+"""Template processes: each has imported Meshpoint and its drivers, but no agent code, and forks isolated runs.
 
-A fork costs milliseconds of processor time, the imports of a new interpreter about a second. The template
-(`isolated.template`) is a new interpreter itself, so no memory or descriptor of ours leaks into a child. It forks one
-child at a time, which then runs as if it had been started here.
+A fork costs milliseconds of CPU time; the imports of a new interpreter cost about a second. The template
+(`isolated.template`) is itself a fresh interpreter, so no memory or descriptors of this process leak into a child. It
+forks one child at a time, which then runs as if this process had started it.
 
-The template's standard input is a socket. The first message names what to import. Each later one is an order with
-three descriptors: the child's standard input, the pipe through which it reports, and a socket. Through that socket
-the template sends a pidfd of the child, and later its exit code. With the pidfd we see the child's end, and can
-kill it, even if the template is frozen or gone.
+The template's standard input is a socket. The first message lists the modules to import. Each later message is a fork
+request with three descriptors: the child's standard input, the pipe for its reports, and a socket. Through that
+socket the template sends a pidfd for the child, and later its exit code. With the pidfd, this process detects the
+child's exit, and can kill it, even if the template is frozen or dead.
 
-The kernel kills the template when we die, and the child when the template dies. A template that does not answer is
-killed; the next fork starts another.
+The kernel kills the template when this process dies, and the child when the template dies. A template that does not
+respond is killed; the next fork starts a new one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 
 _STDERR = 2
 _IDLE = 60.0
-"""Seconds that a template waits for another order."""
+"""Seconds after which an idle template exits."""
 _LAST_WORDS = 1.0
-"""Seconds. Reporting an exit code takes the template no time, if it can do so at all."""
+"""Seconds to wait for the exit code; a working template reports it at once."""
 _LONGEST_ANSWER = 1 << 10
 _LIBRARIES = frozenset({"aio_pika", "aiormq", "aiosqlite", "asyncpg", "redis", "sqlalchemy", "uvloop"})
 _BOOTSTRAP = """
@@ -42,7 +42,7 @@ template(orders, given["modules"], given["idle"])
 
 
 class Template:
-    """Forks processes. The template is started when it is needed, and ends `idle` seconds after the last fork."""
+    """Forks processes from a template, which starts on demand and exits `idle` seconds after its last child."""
 
     def __init__(self, idle: float = _IDLE) -> None:
         self._idle = idle
@@ -53,14 +53,14 @@ class Template:
 
     @property
     def pid(self) -> int | None:
-        """The template that runs, if any."""
+        """Process id of the running template, or `None`."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def fork(self, name: str, words: int, tells: int, *, within: float) -> Forked:
-        """A child that reads from `words` and reports to `tells`.
+        """Fork a child with these descriptors as its standard input and its report pipe.
 
         Raises:
-            OSError: the template cannot be started, broke, or did not answer `within` so many seconds.
+            OSError: the template could not start, died, or did not respond within `within` seconds.
         """
         if self.pid is None or self._place != _place():
             await self.end()
@@ -78,12 +78,12 @@ class Template:
                 raise ConnectionAbortedError("the template ended")
         except BaseException:
             answers.close()
-            await self.end()  # its child, if there is one by now, ends with it
+            await self.end()  # the kernel also kills its child, if already forked
             raise
         return Forked(descriptors[0], answers)
 
     async def end(self) -> None:
-        """End the template now."""
+        """Kill the template and wait for it to exit."""
         process, orders = self._process, self._orders
         self._process = self._orders = None
         if orders is not None:
@@ -117,14 +117,14 @@ class Template:
 
 
 class Forked:
-    """A process that a template forked."""
+    """A child forked by a template."""
 
     def __init__(self, process: int, answers: socket.socket) -> None:
         self._process = os.fdopen(process, "rb", buffering=0)
         self._answers = answers
 
     async def wait(self) -> int | None:
-        """Its exit code once it has ended, negative if a signal ended it; `None` if the template died as well."""
+        """Wait for it to exit. Returns the exit code (negative: a signal), or `None` if the template reports none."""
         with self._process, self._answers:
             await _readable(self._process.fileno())
             try:
@@ -149,13 +149,13 @@ def _has_pidfds() -> bool:
 
 
 def _place() -> Any:
-    """What a new process inherits from us. A template that inherited something else is replaced."""
+    """Environment, import path and working directory. A template that inherited different ones is replaced."""
     here = os.stat(".")
     return dict(os.environ), tuple(sys.path), (here.st_dev, here.st_ino)
 
 
 def _modules() -> list[str]:
-    """What an isolated run needs of the adapters and drivers that are in use here."""
+    """Names of the loaded adapters and drivers, which an isolated run needs too."""
     return [
         name for name in sys.modules if name.startswith("meshpoint.adapters.") or name.partition(".")[0] in _LIBRARIES
     ]

@@ -69,10 +69,10 @@ def sql(config: sources.Config = None, database: sources.Database = None) -> Non
 
 
 def without_password(url: str) -> str:
-    """`url` as it may be printed: without its options, which may hold a password too."""
+    """`url` without its password and its options, which may contain one too."""
     scheme, mark, rest = url.partition("://")
     rest, _, options = rest.partition("?")
-    if "@" in options and "@" not in rest:  # the question mark may be part of a password
+    if "@" in options and "@" not in rest:  # the `?` may belong to the password
         return f"{scheme}{mark}…"
     credentials, at, place = rest.rpartition("@")
     user = credentials.partition(":")[0]

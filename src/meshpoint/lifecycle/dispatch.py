@@ -264,7 +264,7 @@ class Outgoing:
         return True
 
     async def store(self, home: Home, reply: Reply, run_id: RunId, digest: str | None) -> bool:
-        """Write the row of a task that ends without one. Returns `False` if another run's row has the id."""
+        """Store the reply of a task without a row. Returns `False` if another run already has a row for it."""
         return await self._store(home, KeepReply(run_id, reply, digest=digest))
 
     async def _store(self, home: Home, wish: KeepReply) -> bool:

@@ -43,7 +43,7 @@ class PostponedLetters:
         self._spawn = spawn
         self._make_room = make_room
         self._kept: dict[RunId, tuple[Received, Home, bool]] = {}
-        self._trying = 0  # letters of the attempt under way
+        self._trying = 0  # letters in the current attempt
         self._attempt = asyncio.Lock()
         self._waiting = self._closed = False
 

@@ -258,7 +258,7 @@ def _text(body: RequestBody, key: str) -> str | None:
 
 
 def _context_id(body: RequestBody) -> str | None:
-    # Each call and each reply carries it: one that nearly fills the request would leave them no room.
+    # Every call and reply carries it, so an id that nearly fills the request would make them too large to send.
     given = body.message.context_id
     return _name("message.contextId", given, _LONGEST_CONTEXT) if given is not None else None
 

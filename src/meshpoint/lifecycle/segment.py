@@ -91,7 +91,7 @@ class Segment:
 
     @property
     def may_run_elsewhere(self) -> bool:
-        """Whether a request of it was redelivered, or is with the broker again."""
+        """Whether its request was redelivered or requeued, so another replica may run it too."""
         return any(delivery.count > 1 or delivery.lost for delivery in self.deliveries)
 
     def stop(self, why: Stop) -> None:

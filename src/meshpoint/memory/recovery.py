@@ -151,7 +151,7 @@ class DualRecoveryStrategy:
                 search.problems.append(str(ConsistencyError("L1 is not complete", missing=held.lost)))
                 return None
             if held.large:
-                search.problems.append(str(ConsistencyError("L1 has more than may be read", changed=held.large)))
+                search.problems.append(str(ConsistencyError("L1 is too large to read", changed=held.large)))
                 return None
             digest = await _digest(held)
             if expected not in {f"{ABSENT}{held.version}", digest}:

@@ -52,8 +52,8 @@ class L1CacheSnapshotter:
             raise MemoryLost(f"memory {owner.agent_id}: {_some(held.lost)} were evicted")
         if held.large:
             raise MemoryRefused(
-                f"the working memory has more than can be read, and memory_max_bytes is {self._max_bytes:,}; "
-                f"too large are {_some(held.large)}"
+                f"the working memory is too large to read (memory_max_bytes is {self._max_bytes:,}); "
+                f"oversized keys: {_some(held.large)}"
             )
         size = self._checked_size(held)
         packed = pack(held, order) if size < _THREAD_FROM else await asyncio.to_thread(pack, held, order)

@@ -28,11 +28,11 @@ def _message(error: BaseException) -> str:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """Escape what would move a cursor, break a line or colour it: whoever writes a log line writes one line.
+    """Escape control characters, so `text` cannot break a log line or control a terminal.
 
     Args:
-        text: of anyone.
-        keep: unprintable characters that stay.
+        text: untrusted text.
+        keep: unprintable characters to leave as they are.
     """
     if text.isprintable():
         return text

@@ -103,7 +103,7 @@ class Held:
 
     `version` grows with every write. `run_id` and `fence` are those of its last owner, None and 0 when it has none:
     it was never used, or everything is lost. `lost` are keys that should be there and are not: they were evicted.
-    `large` are keys that hold more than may be read; '' stands for all of them: their names alone are too many.
+    `large` are keys too large to read; '' stands for all keys, if their names alone exceed the limit.
     """
 
     items: tuple[Item, ...]

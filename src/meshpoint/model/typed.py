@@ -84,21 +84,21 @@ class Typed(Generic[T]):
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first thing wrong, with the path of its field; of very many, only their number."""
+    """The first error, with the path of its field, or only the number of errors if there are too many."""
     if has_too_many(error):
-        return f"it has {error.error_count():,} errors, too many to name one"
+        return f"{error.error_count():,} errors, too many to list"
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     return f"{where}: {first['msg']}" if where else first["msg"]
 
 
 def has_too_many(error: ValidationError) -> bool:
-    """Whether naming one of the errors costs too much: pydantic describes all of them, a kilobyte for each."""
+    """Whether describing an error is too expensive: pydantic describes all of them, at a kilobyte each."""
     return error.error_count() > _MOST_ERRORS
 
 
 def cause_of(error: ValidationError) -> ValidationError | None:
-    """`error`, or None where nobody could afford to log it."""
+    """`error`, or `None` if logging it would be too expensive."""
     return None if has_too_many(error) else error
 
 

@@ -34,11 +34,11 @@ class Delivery(Protocol):
 
     @property
     def count(self) -> int:
-        """The delivery count, starting at 1."""
+        """Delivery count, starting at 1."""
 
     @property
     def lost(self) -> bool:
-        """Whether the broker has taken it back, as far as is known, so that another consumer may have it."""
+        """Whether the broker is known to have requeued it, so another consumer may receive it."""
 
     async def ack(self) -> bool:
         """Settle it: done."""

@@ -21,7 +21,7 @@ class CheckpointCache(Protocol):
 
         Raises:
             CacheUnavailable: nothing is known of what the cache holds now.
-            CheckpointError: it is too large for a copy.
+            CheckpointError: the checkpoint is too large to cache.
         """
 
     async def get(self, operation_id: TaskId, agent: AgentName) -> AgentCheckpoint | None:

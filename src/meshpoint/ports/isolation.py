@@ -58,4 +58,4 @@ class Isolation(Protocol):
         """
 
     async def close(self) -> None:
-        """Release what it keeps ready for the next run."""
+        """Release resources kept for later runs."""

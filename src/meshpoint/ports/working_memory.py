@@ -91,10 +91,10 @@ class SnapshotStore(Protocol):
     """The last snapshot of each memory, apart from L1."""
 
     async def put(self, agent_id: str, packed: Packed) -> bool:
-        """Keep it in place of the one that is there, at one instant, unless that has a higher `order`; whether so.
+        """Replace the stored snapshot atomically. Returns `False` if that has a higher `order`.
 
         Raises:
-            ConsistencyError: it is too large to be read again.
+            ConsistencyError: it is too large to be read back.
         """
 
     async def get(self, agent_id: str) -> Packed | None:

@@ -90,7 +90,7 @@ def _with_absolute_file(url: str, key: str) -> str:
     if "%00" in file:
         raise ConfigurationError(key, "contains a NUL character", f"write {scheme}:///meshpoint.db")
     if not file.startswith("/"):
-        named = file if file and "@" not in file else "meshpoint.db"  # before an @ may be a password
+        named = file if file and "@" not in file else "meshpoint.db"  # text before an @ may contain a password
         problem = "takes three slashes before its file" if file else "names no file"
         raise ConfigurationError(key, problem, f"write {scheme}:///{named}")
     if file in {"/", "/:memory:"}:

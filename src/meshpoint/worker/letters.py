@@ -49,9 +49,9 @@ Answer: TypeAlias = tuple[Delivery, Claim, str | None]
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt at letters that came together, and which of them wait for another one.
+    """One attempt to handle a batch of letters, and the ids of those it postponed.
 
-    `shared` tells the agent's queue from this replica's own.
+    `shared` is `True` for the agent's queue, `False` for this replica's own.
     """
 
     home: Home
@@ -59,7 +59,7 @@ class Attempt:
     postponed: set[RunId] = field(default_factory=set)
 
     def left_of(self, received: Sequence[Received]) -> list[Received]:
-        """Those that this attempt has not postponed."""
+        """The letters that this attempt has not postponed."""
         return [each for each in received if each[1] not in self.postponed]
 
 
@@ -118,7 +118,7 @@ class Letters:
                 await self._refusals.set_aside(each[0], defect)
 
     async def _defect(self, received: Sequence[Received], attempt: Attempt) -> Exception | None:
-        """Handle letters. Returns the defect that this met, if any."""
+        """Handle letters. Returns the internal error this raised, or `None`."""
         try:
             await self._sort(received, attempt)
         except NO_DEFECT:

@@ -594,9 +594,9 @@ class Segments:
         await self.ack(segment)
 
     async def _answer(self, segment: Segment, reply: Reply) -> None:
-        """Answer a task without a row: once its reply is confirmed or in a row, ack its request.
+        """Answer a task without a row: ack its request once its reply is confirmed or stored.
 
-        If another replica may run the same request, the first to store its reply answers.
+        If another replica may be running the same request, only the first run to store its reply answers.
         """
         durable = self._site.durable
         if durable is not None and segment.may_run_elsewhere:

@@ -76,7 +76,7 @@ class Cells:
         return self.all[-1]
 
     async def close(self) -> None:
-        """There is nothing to release."""
+        """Nothing to release."""
 
     async def cell(self, count: int = 1) -> Cell:
         """The run that was started as number `count`."""

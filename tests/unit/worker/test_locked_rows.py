@@ -58,7 +58,7 @@ def unsettled(mesh: Mesh, agent: str) -> tuple[int, int]:
 
 
 def claims(running: Running) -> list[int]:
-    """How many outcomes each claim of this replica had."""
+    """Number of outcomes in each of the replica's claims."""
     return [len(given[0]) for name, given in running.store.arguments if name == "claim"]
 
 
@@ -188,7 +188,7 @@ async def test_a_letter_waits_once_although_its_batch_met_a_defect(mesh: Mesh, b
     replica.store.before["progress"] = defect
     await asyncio.gather(peer.respond(request, "answer"), peer.status(request, "news"))
     await mesh.settle()
-    assert claims(replica) == [1]  # not again in the same attempt
+    assert claims(replica) == [1]  # not retried within the same attempt
     held.clear()
     replica.store.arguments.clear()
     await mesh.advance(2)
@@ -263,4 +263,4 @@ async def test_letters_are_retried_after_any_defect(mesh: Mesh) -> None:
     await letters.keep(letter, home, shared=True)
     await mesh.advance(5)
     assert handled == [letter]
-    assert rooms[-1] == 0  # neither waiting nor being tried
+    assert rooms[-1] == 0  # no letter waits or is being retried

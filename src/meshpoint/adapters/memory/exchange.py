@@ -209,7 +209,7 @@ class MemoryDelivery:
 
     @property
     def lost(self) -> bool:
-        """Whether its connection is gone, which requeued it."""
+        """Whether its connection was lost, so the message was requeued."""
         held = self._consumer.held.get(self._place)
         return not self._settled and not (held is not None and held.count == self.count)
 

@@ -47,12 +47,12 @@ class RabbitDelivery:
 
     @property
     def count(self) -> int:
-        """The delivery count, starting at 1."""
+        """Delivery count, starting at 1."""
         return self._count
 
     @property
     def lost(self) -> bool:
-        """Whether its channel is gone, which requeued it."""
+        """Whether its channel was lost, so the broker requeued the message."""
         return self._intake.lost and not self._settled
 
     async def ack(self) -> bool:

@@ -246,11 +246,11 @@ class Link:
 
     @property
     def present(self) -> Wired | None:
-        """The connection, if it stands as far as is known here."""
+        """The current connection, or `None` if it is known to be down."""
         return self._attempt.result() if self._attempt is not None and self.up else None
 
     def drop(self, silent: Wired | None) -> None:
-        """Give up a connection that does not answer, if it is the present one: close it aside, and make a new one."""
+        """Replace the unresponsive connection `silent`, closing it in the background. No-op unless it is current."""
         if silent is None or silent is not self.present:
             return
         self._forget()

@@ -232,7 +232,7 @@ class Publisher:
             channel.shut()
             self._link.leave(channel.wired.channel)
         if not answers:
-            self._link.drop(asked)  # unless another message has found that out
+            self._link.drop(asked)  # no-op if another message has replaced it already
             raise BrokerUnavailable("publishing: the broker does not answer")
 
     async def _answers(self) -> bool:

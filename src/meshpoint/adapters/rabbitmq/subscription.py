@@ -71,7 +71,7 @@ class RabbitSubscription:
             await self._restore(False)
             await self._attach()
         except BaseException as error:
-            if self._intake is not None:  # nobody would settle what the broker sends to it
+            if self._intake is not None:  # its deliveries would never be settled
                 self._link.leave(self._intake.channel)
             if isinstance(error, BrokerUnavailable) and isinstance(error.__cause__, ChannelNotFoundEntity):
                 raise ConfigurationError(

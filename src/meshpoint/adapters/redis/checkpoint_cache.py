@@ -22,7 +22,7 @@ from meshpoint.ports.checkpoint_cache import CacheUnavailable
 _CONNECTIONS = 4
 
 LARGEST = 16 * 1024 * 1024
-"""Bytes of a copy. A larger checkpoint stays in the database only; a larger value is no copy."""
+"""Maximum size of a copy, in bytes. Larger checkpoints are stored only in the database; larger values are ignored."""
 
 
 class RedisCheckpointCache:
@@ -64,26 +64,26 @@ class RedisCheckpointCache:
         self._ttl = ttl
 
     async def put(self, checkpoint: AgentCheckpoint) -> None:
-        """Replace the copy, and let it live for `ttl`.
+        """Replace the copy, which expires after `ttl`.
 
         Raises:
-            CheckpointError: it is too large for a copy.
+            CheckpointError: the checkpoint exceeds `LARGEST`.
         """
         key = self._key(checkpoint.operation_id, checkpoint.agent)
         self._connection.refuse_while_away(key)
         copy = await self._seal.sealed(key, await encoded(checkpoint))
         if len(copy) > LARGEST:
-            raise CheckpointError(f"{key}: it has {len(copy):,} bytes, and copies have {LARGEST:,} at most")
+            raise CheckpointError(f"{key}: {len(copy):,} bytes exceed the limit of {LARGEST:,} for copies")
         await self._ask(key, lambda redis: redis.set(key, copy, px=self._ttl))
 
     async def get(self, operation_id: TaskId, agent: AgentName) -> AgentCheckpoint | None:
         """The copy; None: there is none."""
         key = self._key(operation_id, agent)
-        stored = await self._ask(key, lambda redis: redis.getrange(key, 0, LARGEST))  # one byte more than the limit
+        stored = await self._ask(key, lambda redis: redis.getrange(key, 0, LARGEST))  # one byte over the limit
         if not stored and not await self._ask(key, lambda redis: redis.exists(key)):
             return None
         if len(stored) > LARGEST:
-            raise CheckpointError(f"{key}: it has more than {LARGEST:,} bytes: Meshpoint did not write it")
+            raise CheckpointError(f"{key}: larger than {LARGEST:,} bytes, so not written by Meshpoint")
         try:
             checkpoint = await decoded(await self._seal.opened(key, stored))
         except CheckpointError as error:

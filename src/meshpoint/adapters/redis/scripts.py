@@ -36,15 +36,15 @@ local function clock()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
-local LONGEST_RUN = 200  -- bytes of a run's id
-local EXACT = 2 ^ 53  -- up to here, Lua's numbers are whole
-local EACH = 8  -- bytes that an element counts in addition to its own
+local LONGEST_RUN = 200  -- maximum bytes in a run id
+local EXACT = 2 ^ 53  -- Lua numbers are exact integers below this
+local EACH = 8  -- overhead per element, in bytes
 
 local function whole(number)
   return number and math.floor(number) == number and math.abs(number) < EXACT
 end
 
--- How many bytes an answer has.
+-- Size of an answer in bytes, including the overhead of its elements.
 local function weight(answer)
   if type(answer) == 'string' then return #answer end
   if type(answer) ~= 'table' then return 0 end
@@ -138,7 +138,7 @@ for i = 3, #KEYS do
 end
 if #lost > 0 then return {'lost', unpack(lost, 1, math.min(#lost, BLOCK))} end
 
-local TOO_LARGE = 'ERR the answers have more than ' .. string.format('%.0f', limit) .. ' bytes'
+local TOO_LARGE = 'ERR the answers exceed ' .. string.format('%.0f', limit) .. ' bytes'
 
 -- More arguments than Lua hands on at once.
 local function long(name, key, first, last)
@@ -233,7 +233,7 @@ local why = refused(ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]))
 if why then return why end
 
 local prefix, limit, lost = ARGV[4], tonumber(ARGV[5]), {}
-local TOO_LARGE = {'refused', '', 'KEYS', 'ERR the keys have more than ' .. string.format('%.0f', limit) .. ' bytes'}
+local TOO_LARGE = {'refused', '', 'KEYS', 'ERR the key names exceed ' .. string.format('%.0f', limit) .. ' bytes'}
 if redis.call('ZCARD', KEYS[2]) * EACH > limit then return TOO_LARGE end
 local names = redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. string.format('%.0f', clock()), '+inf')
 if weight(names) > limit then return TOO_LARGE end
@@ -261,7 +261,7 @@ local GET = {string = {'GET'}, list = {'LRANGE', 0, -1}, hash = {'HGETALL'}, set
 local COUNT = {list = 'LLEN', hash = 'HLEN', set = 'SCARD', zset = 'ZCARD', string = 'STRLEN'}
 local now, total, items, bytes = clock(), 0, {}, 0
 
--- What a key holds; nothing and true: it is more than may still be read.
+-- The content of a key; nil and true if it exceeds the remaining limit.
 local function content_of(key, kind)
   local count = redis.call(COUNT[kind], key)
   if bytes + count * (kind == 'string' and 1 or EACH) > limit then return nil, true end
@@ -277,7 +277,7 @@ if state == 'ok' then
   local asked = last < 0 and total or math.min(total, last - first + 1)
   local found = asked * EACH <= limit and redis.call('ZRANGE', KEYS[2], first, last, 'WITHSCORES')
   bytes = found and weight(found) or limit + 1
-  if bytes > limit then  -- the names alone are too many
+  if bytes > limit then  -- the key names alone exceed the limit
     found, total = {}, 2
     items[1] = {'', '+inf', 'large'}
   end
@@ -484,4 +484,4 @@ GET_SNAPSHOT = _script(_GET_SNAPSHOT)
 """A snapshot's fields and chunks at one instant."""
 
 GET_DIGEST = _script(_GET_DIGEST)
-"""A snapshot's digest, as it says itself."""
+"""A snapshot's recorded digest, unverified."""

@@ -22,11 +22,11 @@ from meshpoint.model.ids import new_id
 from meshpoint.model.memory import Packed
 
 LARGEST = 129 * 2**20
-"""Bytes of a snapshot; a larger one stays in the database only, and a larger value is none."""
+"""Maximum size of a snapshot, in bytes. Larger ones are stored only in the database; larger values are refused."""
 
 _CONNECTIONS = 8
 _LONGEST_DIGEST = 200
-_CHUNK = 8  # bytes that a chunk counts in addition to its own
+_CHUNK = 8  # overhead per chunk, in bytes
 _STAGED = timedelta(hours=1)
 _MILLISECOND = timedelta(milliseconds=1)
 
@@ -38,8 +38,9 @@ class RedisSnapshots:
         {namespace}:l1_snapshot_meta:{A}    digest, order, number of chunks, manifest behind its authentication code
 
     `secret` returns the key for that code; a snapshot written without it is never used.
-    Each has `largest` bytes at most, and lives for `ttl`. A request takes `timeout` at most. After one that failed,
-    Redis is not asked for `retry_after`. `clock` counts seconds; `time_limit` bounds a request. For one event loop.
+    A snapshot is limited to `largest` bytes and expires after `ttl`. A request takes at most `timeout`. After a
+    failed request, Redis is not used for `retry_after`. `clock` counts seconds; `time_limit` bounds a request.
+    For one event loop.
 
     Raises:
         ConfigurationError: `url` is none of a Redis.
@@ -78,10 +79,10 @@ class RedisSnapshots:
         A few megabytes are one round trip. A failure at any point leaves the old snapshot, or this one.
 
         Raises:
-            ConsistencyError: it is too large to be read again.
+            ConsistencyError: it exceeds `largest`, so it could not be read back.
         """
         if (size := _size(packed)) > self._largest:
-            problem = f"it has {size:,} bytes, and snapshots in Redis have {self._largest:,} at most"
+            problem = f"{size:,} bytes exceed the limit of {self._largest:,} for snapshots in Redis"
             raise ConsistencyError(f"{_name(agent_id)}: {problem}")
         try:
             return await self._put(agent_id, packed, known=True)
@@ -101,7 +102,7 @@ class RedisSnapshots:
         if reply[0] == b"damaged":
             _refuse(reply[1], "it is of another type")
         if reply[0] == b"large":
-            _refuse(reply[1], f"it has more than {self._largest:,} bytes: Meshpoint did not write it")
+            _refuse(reply[1], f"larger than {self._largest:,} bytes, so not written by Meshpoint")
         return None if reply[0] == b"none" else await self._opened(agent_id, _packed(meta, *reply[1:]))
 
     async def digest(self, agent_id: str) -> str | None:
@@ -163,7 +164,7 @@ def _name(agent_id: str) -> str:
 
 
 def _size(packed: Packed) -> int:
-    """Bytes, as the script that reads counts them, or a little more."""
+    """Size in bytes, at least as large as `GET_SNAPSHOT` counts it."""
     return SIZE + len(packed.digest) + 40 + len(packed.manifest) + sum(len(chunk) + _CHUNK for chunk in packed.chunks)
 
 

@@ -58,7 +58,7 @@ def stays(item: Item) -> bool:
 
 
 def weight_of(item: Item) -> int:
-    """Bytes that the scripts count for an item when they read it, or more."""
+    """Upper bound, in bytes, on the size that the read scripts count for an item."""
     name = len(item.key.encode()) + 64
     return name + (
         len(cast(bytes, item.content)) if item.kind is Kind.STRING else sum(8 + len(e) for e in _elements(item))

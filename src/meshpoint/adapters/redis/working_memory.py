@@ -29,7 +29,7 @@ READ_TRIES = 3
 """How often a memory is read in parts. If somebody wrote between them each time, it is read in one."""
 
 LARGEST = 129 * 2**20
-"""Bytes that a memory may have to be read; each element counts eight more than it has."""
+"""Maximum bytes of a memory that are read, counting eight extra bytes per element."""
 
 _CONNECTIONS = 16
 _STAGED = timedelta(hours=1)
@@ -75,7 +75,7 @@ class RedisWorkingMemory:
     Everything lives for `active` after the last write, or for `paused` once the task paused. A key that is in the
     index and not there was evicted. A key that somebody puts there otherwise is no part of the memory.
 
-    At most `largest` bytes of one memory are read at once; each element counts eight more than it has.
+    At most `largest` bytes of a memory are read at once, counting eight extra bytes per element.
     A request takes `timeout` at most. After one that failed, Redis is not asked for `retry_after`. `clock` counts
     seconds; `time_limit` bounds a request. For one event loop.
 
@@ -126,8 +126,8 @@ class RedisWorkingMemory:
             MemoryFenced: the memory has another owner by now, or one with a higher fence.
             MemoryLost: it has no owner or an earlier one, is older than `seen`, or a key that a command names was
                 evicted: nothing is done.
-            MemoryRefused: a command does not fit what its key holds, or answers with too much; names the key. Those
-                before it are done.
+            MemoryRefused: a command does not fit the type of its key, or its answer is too large; names the key.
+                Earlier commands took effect.
             MemoryUnavailable: it is not known whether they are done.
         """
         names = self._names(owner.agent_id)
@@ -170,7 +170,7 @@ class RedisWorkingMemory:
             found = held(replies)
             if found is not None and not (parts and found.large):
                 return found
-            if found is not None:  # some part has more than its share
+            if found is not None:  # one part exceeds its share of the limit
                 break
         found = held(await self._read(names, 0, -1, limit))
         assert found is not None, "one reply is one instant"
@@ -238,7 +238,7 @@ class RedisWorkingMemory:
         return [opened(reply) for reply in await self._repeat(names, [_reading(names, first, last, limit)])]
 
     def _limit_of(self, items: Sequence[Item]) -> int:
-        """How much is read back of what was put: all of it, though `largest` may have been more when it was kept."""
+        """Read limit for restored `items`: at least their size, as `largest` may have been higher when saved."""
         return max(self._largest, sum(map(weight_of, items)))
 
     async def _retain(self, owner: Owner, life: timedelta, ranks: Iterable[_Ranks]) -> int:

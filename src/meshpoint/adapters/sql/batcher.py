@@ -198,7 +198,7 @@ class Batcher(Generic[Item, Result]):
         try:
             while left:
                 await self._try([left.popleft()])
-        finally:  # closed in between: nothing of these was written
+        finally:  # closed meanwhile: none of these were written
             _settle(left, StoreUnavailable(_CLOSED))
 
 

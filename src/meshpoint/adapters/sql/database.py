@@ -245,7 +245,7 @@ def _means_locked(error: Exception, skip_locked: bool) -> bool:
 
 
 async def _to_its_end(step: Coroutine[Any, Any, T]) -> T:
-    """What `step` returns. Cancellations wait for its end: a statement given up would keep SQLite's write lock."""
+    """Run `step` to completion even if cancelled: an abandoned statement would keep SQLite's write lock."""
     running = asyncio.create_task(step)
     cancelled: asyncio.CancelledError | None = None
     while not running.done():

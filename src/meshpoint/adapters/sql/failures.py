@@ -64,7 +64,7 @@ def is_duplicate(error: BaseException) -> bool:
 
 
 def is_taken(error: BaseException) -> bool:
-    """Whether a table, column, index or type that was to be created was there already."""
+    """Whether a statement tried to create a table, column, index or type that already exists."""
     return _sqlstate(error) in _TAKEN or (bool(_sqlite_name(error)) and _TAKEN_SQLITE in str(_of_driver(error)))
 
 

@@ -39,7 +39,7 @@ def upgrade(url: str) -> None:
     """Bring the tables to this release's revision.
 
     Raises:
-        ConfigurationError: the database refuses the URL's user, has no such name, or has tables that are in the way.
+        ConfigurationError: the database rejects the URL's user, does not exist, or has conflicting tables.
         StoreUnavailable: the database does not answer.
     """
     _run(url, _upgrade)
@@ -84,13 +84,13 @@ def _upgrade(connection: Connection) -> None:
     try:
         command.upgrade(_config(connection), "head")
     except CommandError as error:
-        problem = f"the database's tables are at revision {recorded}, which this release does not know"
-        raise ConfigurationError("session_db_url", problem, "run the release that upgraded them") from error
+        problem = f"the database is at revision {recorded}, which this release does not know"
+        raise ConfigurationError("session_db_url", problem, "run the release that upgraded it") from error
     except DBAPIError as error:
         if not is_taken(error):
             raise
-        problem = f"what the migrations create is there already: {brief(error)}"
-        raise ConfigurationError("session_db_url", problem, "name an empty database, or remove that") from error
+        problem = f"a migration conflicts with an existing object: {brief(error)}"
+        raise ConfigurationError("session_db_url", problem, "use an empty database, or remove the object") from error
 
 
 def _run(url: str, work: Callable[[Connection], None]) -> None:

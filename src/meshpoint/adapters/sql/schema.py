@@ -9,10 +9,10 @@ from meshpoint.errors import ConfigurationError
 
 
 def recorded_revision(connection: Connection) -> str | None:
-    """The newest migration that the database has seen; None: none.
+    """The latest migration applied to the database, or `None`.
 
     Raises:
-        ConfigurationError: the table that records it is not one of Alembic's.
+        ConfigurationError: the version table was not written by Alembic.
     """
     inspector = inspect(connection)
     if not inspector.has_table(VERSION_TABLE):
@@ -24,14 +24,14 @@ def recorded_revision(connection: Connection) -> str | None:
     if len(found) > 1:
         raise _foreign("it has more than one row")
     if not all(isinstance(each, str) for each in found):
-        raise _foreign("its version_num is not a text")
+        raise _foreign("its version_num is not text")
     return found[0] if found else None
 
 
 def _foreign(problem: str) -> ConfigurationError:
-    """The table of revisions was not made by the migrations, or somebody has changed it."""
-    fix = "name another database, or correct or remove that table"
-    return ConfigurationError("session_db_url", f"its table {VERSION_TABLE} cannot be used: {problem}", fix)
+    """The error for a version table that the migrations did not create, or that was changed since."""
+    fix = "use another database, or repair or drop that table"
+    return ConfigurationError("session_db_url", f"cannot use table {VERSION_TABLE}: {problem}", fix)
 
 
 def create_if_empty(connection: Connection) -> None:

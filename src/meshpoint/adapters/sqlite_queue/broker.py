@@ -147,7 +147,7 @@ class SqliteBroker:
         subscription = SqliteSubscription(thread, address, prefetch, on_delivery)
         try:
             await thread.attach(subscription.consumer)
-        except BaseException:  # the thread may have been asked already
+        except BaseException:  # the thread may have attached it already
             subscription.give_up()
             raise
         self._subscriptions = [*self._attached, subscription]
@@ -202,7 +202,7 @@ class SqliteSubscription:
         await self.give_up()
 
     def give_up(self) -> asyncio.Future[None]:
-        """Ask for the same, without waiting."""
+        """Like `cancel`, but without waiting for the thread."""
         self._cancelled = True
         return self._thread.detach(self.consumer)
 
@@ -231,7 +231,7 @@ class SqliteDelivery:
 
     @property
     def lost(self) -> bool:
-        """Whether this process's lease on it has expired."""
+        """Whether the lease on it has expired, so another consumer may claim it."""
         return not self._settled and self._claimed.key not in self._consumer.held
 
     async def ack(self) -> bool:

@@ -25,7 +25,7 @@ Row: TypeAlias = tuple[str, str, str, str, str | None, str | None, str, str | No
 def _bounded(column: str) -> str:
     if column == "body":
         return f"CASE WHEN typeof(body) = 'blob' AND length(body) <= {LARGEST_BODY} THEN body END"
-    # The length of a text is that before its first NUL; the cast does not change the bytes.
+    # length() of a text stops at its first NUL, so measure it as a blob; the cast keeps the bytes.
     return f"CASE WHEN length(CAST({column} AS BLOB)) > {_LARGEST_TEXT} THEN X'00' ELSE {column} END"
 
 

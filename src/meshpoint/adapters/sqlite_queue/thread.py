@@ -69,7 +69,7 @@ class QueueThread:
         return await job.future
 
     def control(self, run: Callable[[], object]) -> asyncio.Future[None]:
-        """Run something in the thread, between transactions, even if nobody waits for it."""
+        """Schedule `run` in the thread, between transactions. It runs even if the future is never awaited."""
         control = Control(run, self._loop.create_future())
         self._submit(control)
         return control.future
