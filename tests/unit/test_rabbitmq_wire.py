@@ -207,7 +207,7 @@ class Wanting(Publisher):
         link: Any = self
         super().__init__(link, link, timedelta(seconds=0.04), link)
         self.left = 0
-        self.wired = self.channel = self._channel = link
+        self.wired = self.channel = self._channel = self.present = link
         self._late: list[asyncio.Future[Published]] = []
 
     async def _ready(self) -> Any:

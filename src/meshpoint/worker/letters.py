@@ -58,10 +58,6 @@ class Attempt:
     shared: bool
     postponed: set[RunId] = field(default_factory=set)
 
-    def left_of(self, received: Sequence[Received]) -> list[Received]:
-        """The letters that this attempt has not postponed."""
-        return [each for each in received if each[1] not in self.postponed]
-
 
 class Letters:
     """Takes in what is not a request. `poke` asks for a look at what is due."""
@@ -98,7 +94,7 @@ class Letters:
         try:
             await self._try(received, attempt)
         except NO_DEFECT:
-            for each in attempt.left_of(received):
+            for each in [each for each in received if each[1] not in attempt.postponed]:
                 await self._postponed.keep(each, home, shared=shared)
             raise
 
@@ -113,7 +109,7 @@ class Letters:
         if (defect := await self._defect(received, attempt)) is None:
             return
         log.warning("retrying %d messages one by one", len(received), exc_info=defect)
-        for each in attempt.left_of(received):
+        for each in [each for each in received if each[1] not in attempt.postponed]:
             if (defect := await self._defect([each], attempt)) is not None:
                 await self._refusals.set_aside(each[0], defect)
 
