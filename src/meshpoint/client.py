@@ -12,7 +12,7 @@ from typing import Self
 
 from pydantic import JsonValue
 
-from meshpoint.errors import BrokerUnavailable, MeshpointError, PoisonMessage
+from meshpoint.errors import MeshpointError, PoisonMessage, QueueFull
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody, ResponseBody, parse
 from meshpoint.model.calls import LONGEST
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, agent_name, new_id
@@ -41,6 +41,10 @@ _ANSWERED_KEPT = 10_000
 
 class UnknownAgent(MeshpointError):
     """No replica of the agent ever declared its queues in this namespace."""
+
+    def __init__(self, agent: str) -> None:
+        fix = "start one with `meshpoint run`, or correct the agent's name, the broker or the namespace"
+        super().__init__(f"no agent {agent!r} in this mesh: {fix}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,7 @@ class Client:
         Raises:
             NotJson: `input_` is not JSON.
             UnknownAgent: nobody ever served `agent` here.
+            QueueFull: the agent's request queue is full; try again later.
             BrokerUnavailable: the broker did not take the request; sending again with the same `task_id` is safe.
         """
         name = agent_name(agent)
@@ -154,9 +159,9 @@ class Client:
             case Published.ACCEPTED:
                 return reply
             case Published.UNROUTABLE:
-                raise UnknownAgent(f"no agent {agent!r} in this mesh: start one with `meshpoint run`")
+                raise UnknownAgent(agent)
             case Published.OVERLOADED:
-                raise BrokerUnavailable(f"the request queue of agent {agent!r} is full; try again later")
+                raise QueueFull(f"the request queue of agent {agent!r} is full; try again later")
             case Published.REJECTED:
                 raise ValueError(f"the request to agent {agent!r} is larger than the broker accepts")
 
@@ -203,7 +208,7 @@ class Client:
         letter = (responses_of(agent_name(agent)), cancel_message(self._name, task_id))
         (word,) = await self._broker.publish([letter])
         if word is Published.UNROUTABLE:
-            raise UnknownAgent(f"no agent {agent!r} in this mesh: start one with `meshpoint run`")
+            raise UnknownAgent(agent)
 
     def request(
         self,

@@ -5,6 +5,7 @@
     ├── PoisonMessage           reject: the delivery goes to the dead-letter queue with the reason
     ├── Unavailable             wait and retry: nothing is lost, nothing is answered
     │   ├── BrokerUnavailable
+    │   │   └── QueueFull       the broker works, but the agent's request queue takes no more for now
     │   ├── StoreUnavailable    nothing was written
     │   │   └── CommitInDoubt   a COMMIT was sent and its answer lost: repeat with the same run id
     │   │       └── RowLocked   another session holds a row that this step needs: repeat it, the database works
@@ -64,6 +65,10 @@ class Unavailable(MeshpointError):
 
 class BrokerUnavailable(Unavailable):
     """The broker did not take or confirm the message."""
+
+
+class QueueFull(BrokerUnavailable):
+    """The request queue of an agent is full. The broker works: other agents are not affected."""
 
 
 class StoreUnavailable(Unavailable):

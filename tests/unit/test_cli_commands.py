@@ -24,9 +24,20 @@ from meshpoint.cli import main
 from meshpoint.cli.db import without_password
 from meshpoint.cli.output import span
 from meshpoint.cli.send import parse_input
-from meshpoint.errors import BrokerUnavailable, CommitInDoubt, ConfigurationError, MeshpointError
-from meshpoint.model.checkpoint import CallState, CallSummary, Cancel, CancelRequested, TaskState, TaskSummary
+from meshpoint.errors import BrokerUnavailable, CommitInDoubt, ConfigurationError, MeshpointError, QueueFull
+from meshpoint.model.checkpoint import (
+    CallState,
+    CallSummary,
+    Cancel,
+    CancelRequested,
+    Known,
+    Reply,
+    Requester,
+    TaskState,
+    TaskSummary,
+)
 from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.letters import reply_bytes
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from meshpoint.settings import AgentSettings, MeshSettings, Settings
 
@@ -97,6 +108,7 @@ class Mesh:
     error: MeshpointError | None = None
     silent: bool = False
     tasks: list[TaskSummary] = field(default_factory=lambda: [WAITING])
+    known: dict[TaskId, Known] = field(default_factory=dict)
     seen: dict[str, Any] = field(default_factory=dict)
     opened: int = 0
     closed: int = 0
@@ -147,6 +159,9 @@ class Mesh:
 
     # store
 
+    async def lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, Known]:
+        return {task_id: self.known[task_id] for task_id in task_ids if task_id in self.known}
+
     async def open(self) -> None:
         self.opened += 1
 
@@ -172,7 +187,12 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Mesh:
     def open_store(agent: AgentSettings, namespace: str) -> object:
         mesh.open_store(agent, namespace)
         return SimpleNamespace(
-            open=mesh.open, close=mesh.close, tasks=mesh.tasks_of, task=mesh.task, cancel=mesh.cancel_in_store
+            open=mesh.open,
+            close=mesh.close,
+            tasks=mesh.tasks_of,
+            task=mesh.task,
+            lookup=mesh.lookup,
+            cancel=mesh.cancel_in_store,
         )
 
     wiring = {"make_broker": mesh.make_broker, "open_store": open_store, "serve": mesh.serve}
@@ -228,7 +248,7 @@ def test_the_version_is_printed(cli: Cli) -> None:
             3,
             "the database does not answer: no COMMIT; check that it runs and that session_db_url is right",
         ),
-        (BrokerUnavailable("the queue of agent 'travel' is full"), 3, "the queue of agent 'travel' is full"),
+        (QueueFull("the queue of agent 'travel' is full; wait"), 3, "the queue of agent 'travel' is full; wait"),
         (MeshpointError("no agent named travel\nanywhere"), 1, "no agent named travel anywhere"),
         (MeshpointError("\x1b[2Jagent\u202e"), 1, r"\x1b[2Jagent\u202e"),
         (MeshpointError("x" * 10_001), 1, "x" * 10_000 + "… (1 characters left out)"),
@@ -425,7 +445,11 @@ def test_tasks_are_listed_as_a_table(cli: Cli, mesh: Mesh) -> None:
 
 def test_a_list_without_tasks_says_so(cli: Cli, mesh: Mesh) -> None:
     mesh.tasks = []
-    assert cli("tasks", "list", "--config", "mesh.yaml").out == "no tasks\n"
+    assert cli("tasks", "list", "--config", "mesh.yaml").out == "no tasks in namespace demo\n"
+    assert (
+        cli("tasks", "list", "--config", "mesh.yaml", "--state", "failed").out == "no such tasks in namespace demo\n"
+    )
+    assert cli("tasks", "list", "--db", "sqlite:///tasks.db").out == "no tasks in namespace meshpoint\n"
     assert cli("tasks", "list", "--config", "mesh.yaml", "--json").json == []
 
 
@@ -479,6 +503,27 @@ def test_a_task_is_shown_with_its_calls(cli: Cli, mesh: Mesh) -> None:
     for part in ("waiting 2 of 3", "flight", "flights", "done", "s-1", "died 5 times", "rescues"):
         assert part in shown.out
     assert cli("tasks", "show", "t-1", "--config", "mesh.yaml", "--json").json["calls"][0]["call_id"] == "flight"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason"),
+    [
+        (Failed(FailureKind.ERROR, "no seat is left"), "no seat is left"),
+        (Failed(FailureKind.CANCELLED, "cancelled on request"), "cancelled on request"),
+        (Ok("MP101"), None),
+    ],
+)
+def test_a_task_that_has_ended_is_shown_with_the_reason(
+    cli: Cli, mesh: Mesh, outcome: Outcome, reason: str | None
+) -> None:
+    ended = replace(WAITING, state=TaskState.COMPLETED if isinstance(outcome, Ok) else TaskState.FAILED)
+    reply = Reply(ended.agent, ended.task_id, ended.state, reply_bytes(ended.task_id, None, outcome), Requester())
+    mesh.tasks, mesh.known = [ended], {ended.task_id: Known(ended.task_id, ended.agent, ended.state, reply)}
+    assert cli("tasks", "show", "t-1", "--config", "mesh.yaml", "--json").json["reason"] == reason
+    shown = cli("tasks", "show", "t-1", "--config", "mesh.yaml").out
+    assert [line.split(maxsplit=1)[1].strip() for line in shown.splitlines() if line.split()[:1] == ["reason"]] == (
+        [] if reason is None else [reason]
+    )
 
 
 def test_a_task_that_is_not_there_is_an_error(cli: Cli, mesh: Mesh) -> None:

@@ -13,6 +13,7 @@ from meshpoint.errors import (
     OperationConflict,
     OperationNotFound,
     OperationRunning,
+    QueueFull,
     SessionHeld,
     StoreUnavailable,
     Unavailable,
@@ -65,8 +66,8 @@ def code_of(error: MeshpointError) -> ExitCode:
 def told(error: MeshpointError) -> str:
     """What to print of `error`: for a server that is away, also the setting that says where it is."""
     match error:
-        case BrokerUnavailable() if str(error).endswith(" is full"):
-            return str(error)  # It does answer: an agent's queue takes no more for now.
+        case QueueFull():
+            return str(error)  # The broker does answer.
         case BrokerUnavailable():
             return f"the broker does not answer: {error}; check that it runs and that mesh.broker_url is right"
         case StoreUnavailable():

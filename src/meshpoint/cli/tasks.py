@@ -15,11 +15,14 @@ from meshpoint.cli.output import ago, print_json, print_note, print_table, print
 from meshpoint.errors import ConfigurationError, MeshpointError
 
 if TYPE_CHECKING:
-    from meshpoint.model.checkpoint import CallSummary, TaskState, TaskSummary
+    from meshpoint.model.checkpoint import CallSummary, Known, TaskState, TaskSummary
     from meshpoint.model.operations import Revived
     from meshpoint.model.outcomes import Outcome
     from meshpoint.operations import Operations
     from meshpoint.settings import AgentSettings
+
+    FoundTask = tuple[TaskSummary, list[CallSummary], str | None]
+    """A task, its calls, and why it failed or was cancelled."""
 
 app = typer.Typer(help="See tasks, cancel them, resume them.", no_args_is_help=True)
 
@@ -63,12 +66,13 @@ def list_tasks(
     """List tasks, newest first."""
     states = _states(state or [])
     databases = sources.databases_of(config, database)
-    tasks = asyncio.run(_list(databases, _namespace(config, namespace), agent, states, limit))
+    mesh = _namespace(config, namespace)
+    tasks = asyncio.run(_list(databases, mesh, agent, states, limit))
     if as_json:
         print_json([asdict(task) for task in tasks])
         return
     if not tasks:
-        print_text("no tasks")
+        print_text(f"no {'such ' if agent or states else ''}tasks in namespace {mesh}")
         return
     columns = ("task", "agent", "state", "generation", "age", "due", "owner")
     print_table(columns, [(t.task_id, t.agent, told(t), str(t.generation), *_when(t), t.owner or "-") for t in tasks])
@@ -85,15 +89,16 @@ def show_task(
 ) -> None:
     """Show one task and its calls."""
     databases = sources.databases_of(config, database)
-    task, calls = _found(asyncio.run(_find(databases, _namespace(config, namespace), task_id)), task_id)
+    task, calls, reason = _found(asyncio.run(_find(databases, _namespace(config, namespace), task_id)), task_id)
     if as_json:
-        print_json({**asdict(task), "calls": [asdict(call) for call in calls]})
+        print_json({**asdict(task), "reason": reason, "calls": [asdict(call) for call in calls]})
         return
     age, due = _when(task)
     facts = [("agent", task.agent), ("state", told(task)), ("generation", str(task.generation))]
     facts += [("attempt", str(task.attempt)), ("age", age), ("due", due), ("owner", task.owner or "-")]
     facts += [("rescues", str(task.rescues))] if task.rescues else []
     facts += [("dead", task.dead_reason)] if task.dead_reason else []
+    facts += [("reason", reason)] if reason and reason != task.dead_reason else []
     print_table(("task", task.task_id), facts)
     if calls:
         columns = ("call", "peer", "state", "outcome", "sent", "deadline", "task of the peer")
@@ -120,7 +125,7 @@ def cancel_task(
     mesh = sources.named_mesh_of(config, broker, namespace)
     if agent is None:
         databases = sources.databases_of(config, database)
-        task, _ = _found(asyncio.run(_find(databases, mesh.namespace, task_id)), task_id)
+        task, _, _ = _found(asyncio.run(_find(databases, mesh.namespace, task_id)), task_id)
         if task.state.ended:
             raise MeshpointError(f"task {task_id} has already {_PAST[task.state]}")
         agent = task.agent
@@ -229,9 +234,7 @@ async def _list(
     return sorted(tasks, key=lambda task: task.checkpointed_at, reverse=True)[:limit]
 
 
-async def _find(
-    databases: list[AgentSettings], namespace: str, task_id: str
-) -> tuple[TaskSummary, list[CallSummary]] | None:
+async def _find(databases: list[AgentSettings], namespace: str, task_id: str) -> FoundTask | None:
     from meshpoint.model.ids import TaskId
     from meshpoint.wiring import open_store
 
@@ -241,11 +244,23 @@ async def _find(
         await store.open()
         try:
             found = await store.task(TaskId(task_id))
+            known = (await store.lookup([TaskId(task_id)])).get(TaskId(task_id))
         finally:
             await store.close()
         if found is not None:
-            return found
+            return *found, _reason(known)
     return None
+
+
+def _reason(known: Known | None) -> str | None:
+    """Why a task failed or was cancelled, from its reply; `None` for any other task."""
+    from meshpoint.model.bodies import ResponseBody, parse
+    from meshpoint.model.outcomes import Failed
+
+    if known is None or known.reply is None:
+        return None
+    outcome = parse(ResponseBody, known.reply.body).outcome()
+    return outcome.message if isinstance(outcome, Failed) else None
 
 
 async def _cancel_in(databases: list[AgentSettings], namespace: str, task: TaskSummary) -> None:
@@ -267,9 +282,7 @@ async def _cancel_in(databases: list[AgentSettings], namespace: str, task: TaskS
             await store.close()
 
 
-def _found(
-    found: tuple[TaskSummary, list[CallSummary]] | None, task_id: str
-) -> tuple[TaskSummary, list[CallSummary]]:
+def _found(found: FoundTask | None, task_id: str) -> FoundTask:
     if found is None:
         why = "one that has neither paused nor begun a subtask has no row"
         raise MeshpointError(f"there is no task {task_id} in the database; {why}")

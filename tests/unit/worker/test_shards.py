@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshpoint.client import Client
-from meshpoint.errors import BrokerUnavailable
+from meshpoint.errors import BrokerUnavailable, QueueFull
 from meshpoint.model.calls import Call, Done
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Step
@@ -114,7 +114,7 @@ async def test_a_client_hears_that_a_queue_is_full(mesh: Mesh) -> None:
     broker = FaultyBroker(mesh.exchange)
     async with Client(broker) as client:
         broker.fail(Published.OVERLOADED)
-        with pytest.raises(BrokerUnavailable, match="request queue of agent 'agent' is full"):
+        with pytest.raises(QueueFull, match="request queue of agent 'agent' is full"):
             await client.send("agent", 1)
 
 
