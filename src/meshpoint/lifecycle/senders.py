@@ -57,7 +57,8 @@ def impostor(message: Message, options: Options) -> str | None:
     logins = (listed,) if isinstance(listed, str) else listed
     if message.user_id in logins:
         return None
-    return f"user_id: {message.app_id!r} does not send as {message.user_id!r}"
+    login = "no login" if message.user_id is None else f"the login {message.user_id!r}"
+    return f"user_id: {message.app_id!r} sent this under {login}, which peer_logins does not list for it"
 
 
 def sender_of(message: Message, agent: AgentName, options: Options) -> Sender:
