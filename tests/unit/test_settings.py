@@ -305,6 +305,8 @@ def test_agents_take_the_message_limit_of_the_mesh(write: Write) -> None:
         ("mesh: {broker_url: 'sqlite:///a.db?mode=ro'}\n", "mesh.broker_url: takes no options after '?'"),
         ("mesh: {namespace: a.b}\n", "mesh.namespace: 'a.b' is not a valid namespace"),
         ("mesh: {delivery_limit: 3}\n", "mesh.delivery_limit: must be greater than or equal to 10, not 3"),
+        (TRAVEL + "  operator_logins: ops\n", "agent.operator_logins: must be a list, not 'ops'"),
+        (TRAVEL + "  peer_logins: [ops]\n", "agent.peer_logins: must be a mapping, not ['ops']"),
         (TRAVEL + "  lease_seconds: 0\n", "agent.lease_seconds: must be greater than 0, not 0"),
         (TRAVEL + "  lease_seconds: .inf\n", "agent.lease_seconds: must be"),
         (

@@ -67,6 +67,7 @@ def _translated(
 
 def _problem(error: ErrorDetails, key: str) -> str:
     said = error["msg"].partition(", unable to parse")[0].replace("Input should be", "must be")
+    said = said.replace("a valid tuple", "a list").replace("a valid dictionary", "a mapping")
     said = said[:1].lower() + said[1:]
     given = repr(error["input"])
     if key.endswith("_url") or len(given) > _SHOWN:

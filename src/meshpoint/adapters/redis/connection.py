@@ -93,7 +93,7 @@ class RedisConnection:
     def refuse_while_away(self, what: str) -> None:
         """Raise that Redis is unavailable while it is not asked."""
         if self._retry_at is not None and self._clock() < self._retry_at:
-            raise self._unavailable(f"Redis, {what}: not asked, it failed lately: {self._problem}")
+            raise self._unavailable(f"Redis, {what}: {self._problem} (not asked again yet)")
 
     async def check(self, key: bytes) -> None:
         """Check that Redis runs scripts that write keys like `key`.
