@@ -80,6 +80,16 @@ async def test_calling_while_pausing_is_told() -> None:
         await tenacious.start(a_context(), 1)
 
 
+@pytest.mark.parametrize("given", [double, 7], ids=["a peer without its input", "a number"])
+async def test_what_is_not_a_call_is_refused(given: Any) -> None:
+    @agent("hasty")
+    async def hasty(ctx: TaskExecutionContext, number: int) -> None:
+        await ctx.call(given)
+
+    with pytest.raises(AgentMisbehaved, match=rf"ctx\.call: {type(given).__name__} is not a call; call a Peer with"):
+        await hasty.start(a_context(), 1)
+
+
 async def in_gather(ctx: TaskExecutionContext) -> None:
     await asyncio.gather(ctx.call(double(1)), ctx.call(shout("x")))
 

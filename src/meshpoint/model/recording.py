@@ -238,6 +238,10 @@ class Recording:
                 f"{asked_by} is for function agents (@agent), whose calls are recorded; "
                 "in a StatefulAgent return self.ask(...), in any other agent return Paused(...)"
             )
+        for call in calls:
+            if not hasattr(call, "as_call"):
+                given = f"{type(call).__name__} is not a call"
+                raise AgentMisbehaved(f"{asked_by}: {given}; call a Peer with its input, as in flights(trip)")
         if not calls:
             return ()
         outcomes = await self._recorder.ask(calls, join)
