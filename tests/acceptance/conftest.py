@@ -1,9 +1,10 @@
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from .kit import Mesh, Rung
+from .nursery import Nursery
 
 
 @pytest.fixture
@@ -25,9 +26,16 @@ def rung(request: pytest.FixtureRequest) -> Rung:
     return chosen
 
 
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Forks the replicas of all tests."""
+    with Nursery() as started:
+        yield started
+
+
 @pytest.fixture
-async def mesh(rung: Rung) -> AsyncIterator[Mesh]:
+async def mesh(rung: Rung, nursery: Nursery) -> AsyncIterator[Mesh]:
     """A mesh on each rung."""
-    running = Mesh(rung)
+    running = Mesh(rung, nursery)
     yield running
     await running.close()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,22 +75,18 @@ class EndedBefore(AssertionError):
 class Process:
     """One replica's process and the events it told."""
 
-    process: asyncio.subprocess.Process | Forked
+    process: Forked
     events: list[Told] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _reading: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, config: Path, *arguments: str, nursery: Nursery | None = None) -> Self:
-        if nursery is not None:
-            started = cls(await nursery.start([str(config), *arguments]))
-        else:
-            started = cls(await _executed(config, *arguments))
+    async def start(cls, config: Path, *arguments: str, nursery: Nursery) -> Self:
+        started = cls(await nursery.start([str(config), *arguments]))
         started._reading = asyncio.create_task(started._read())
         return started
 
     async def _read(self) -> None:
-        assert self.process.stdout is not None
         async for line in self.process.stdout:
             self.events.append(json.loads(line))
             self._changed.set()
@@ -136,18 +130,6 @@ def _is(event: Told, at: str, detail: dict[str, Any]) -> bool:
         event["step"] == step
         and phase in {"", event["phase"]}
         and all(event["detail"].get(name, event.get(name)) == value for name, value in detail.items())
-    )
-
-
-async def _executed(config: Path, *arguments: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(HERE / "replica.py"),
-        str(config),
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(HERE)},
-        limit=1 << 24,
     )
 
 
@@ -233,16 +215,16 @@ class PlayedPeer:
 class Mesh:
     """What one test runs; everything is ended with it."""
 
-    def __init__(self, rung: Rung, nursery: Nursery | None = None) -> None:
+    def __init__(self, rung: Rung, nursery: Nursery) -> None:
         self.rung = rung
-        self._nursery = nursery
+        self.nursery = nursery
         self.processes: list[Process] = []
         self.clients: list[Client] = []
         self.peers: list[PlayedPeer] = []
 
     async def replica(self, config: Path, *arguments: str, started: int = 1) -> Process:
         """A replica that consumes already. `started`: how many agents it serves; 0 to wait for none."""
-        process = await Process.start(config, *arguments, nursery=self._nursery)
+        process = await Process.start(config, *arguments, nursery=self.nursery)
         self.processes.append(process)
         await process.wait("started", started)
         return process

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +36,7 @@ class Forked:
 
     async def _end(self, status: asyncio.StreamReader) -> int:
         self.returncode = int(await status.readline())
+        await status.read()  # to its end, which closes the pipe
         return self.returncode
 
     async def wait(self) -> int:
@@ -62,7 +64,18 @@ class Nursery:
         self._process.wait()
 
     async def start(self, arguments: Sequence[str]) -> Forked:
-        """A replica with these arguments."""
+        """A replica with these arguments. Cancelled, it leaves no process behind."""
+        starting = asyncio.create_task(self._start(arguments))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            forked = await starting
+            with suppress(ProcessLookupError):
+                forked.send_signal(signal.SIGKILL)
+            await asyncio.gather(forked.stdout.read(), forked.wait())
+            raise
+
+    async def _start(self, arguments: Sequence[str]) -> Forked:
         (stdout, its_stdout), (status, its_status) = os.pipe(), os.pipe()
         # No await in between: the nursery reads one order at a time.
         socket.send_fds(self._socket, [json.dumps(list(arguments)).encode()], [its_stdout, its_status])

@@ -8,7 +8,7 @@ they do most is wait for a lease; each is a test of its own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -34,12 +34,6 @@ POINTS = [
     for way in WAYS.get(step, [None])
 ]
 RUNGS = ["embedded", pytest.param("production", marks=pytest.mark.servers)]
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from meshpoint.model.outcomes import Ok
 from servers import RedisServer
 
 from .kit import Mesh, Rung
+from .nursery import Nursery
 from .page_collector import digest_of
 
 pytestmark = [pytest.mark.servers, pytest.mark.slow]
@@ -23,8 +24,8 @@ DAY = 24 * 3600 * 1000
 
 
 @pytest.fixture
-async def mesh(production: Rung) -> AsyncIterator[Mesh]:
-    running = Mesh(production)
+async def mesh(production: Rung, nursery: Nursery) -> AsyncIterator[Mesh]:
+    running = Mesh(production, nursery)
     yield running
     await running.close()
 

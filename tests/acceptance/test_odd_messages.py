@@ -11,12 +11,13 @@ from meshpoint.model.outcomes import Ok
 from odd_content import OVERSIZED, UNDECODABLE, publish_raw
 
 from .kit import Mesh, Rung
+from .nursery import Nursery
 
 ROOT = AgentName("root")
 
 
-async def test_bad_messages_cost_no_honest_one(production: Rung) -> None:
-    mesh = Mesh(production)
+async def test_bad_messages_cost_no_honest_one(production: Rung, nursery: Nursery) -> None:
+    mesh = Mesh(production, nursery)
     try:
         await _bad_messages_beside_honest_ones(mesh)
     finally:

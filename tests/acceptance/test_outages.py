@@ -19,6 +19,7 @@ from meshpoint.model.outcomes import Ok
 from servers import PostgresServer, RabbitServer
 
 from .kit import SHORT_LEASE, Mesh, PlayedPeer, Process, Rung
+from .nursery import Nursery
 
 OUTAGE = float(os.environ.get("MESHPOINT_OUTAGE_SECONDS", "5"))
 
@@ -31,9 +32,9 @@ async def own_rung(tmp_path: Path, namespace: str, own_postgres: PostgresServer,
 
 
 @pytest.fixture
-async def mesh(own_rung: Rung) -> AsyncIterator[Mesh]:
+async def mesh(own_rung: Rung, nursery: Nursery) -> AsyncIterator[Mesh]:
     """A mesh on servers that the test may stop."""
-    running = Mesh(own_rung)
+    running = Mesh(own_rung, nursery)
     yield running
     await running.close()
 
@@ -130,11 +131,11 @@ async def _answer(peer: PlayedPeer, count: int) -> None:
 
 
 @pytest.mark.parametrize("lost", list(Lost))
-async def test_a_commit_whose_answer_is_lost(production: Rung, lost: Lost) -> None:
+async def test_a_commit_whose_answer_is_lost(production: Rung, nursery: Nursery, lost: Lost) -> None:
     """Every COMMIT of the replica fails once, in turn: the run finds its own write, or writes it, and goes on."""
     async with CommitCutter(production.db_url) as cutter:
         cut_rung = Rung(production.broker_url, cutter.url, production.namespace, production.folder)
-        mesh = Mesh(cut_rung)
+        mesh = Mesh(cut_rung, nursery)
         try:
             peer, client = await mesh.peer(), await mesh.client()
             replica = await mesh.replica(cut_rung.config("root", sweep_interval_seconds=60, lease_seconds=60))

@@ -38,7 +38,7 @@ class Supervised:
     async def keep(self) -> None:
         while True:
             with suppress(EndedBefore):
-                process = await Process.start(self.config)
+                process = await Process.start(self.config, nursery=self.mesh.nursery)
                 self.mesh.processes.append(process)
                 self.lives.append(process)
                 self._begun.set()

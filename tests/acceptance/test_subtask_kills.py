@@ -204,12 +204,6 @@ async def repaired(desk: Desk, case: Case, task_id: TaskId, failed: Outcome) -> 
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def selected(request: pytest.FixtureRequest) -> list[Case]:
     """The cases of this session, and for each rung among them what an analysis comes to that nobody harms."""
     told = [getattr(item, "callspec", None) for item in request.session.items if item.parent is request.node]
