@@ -77,10 +77,10 @@ class RedisCheckpointCache:
         await self._ask(key, lambda redis: redis.set(key, copy, px=self._ttl))
 
     async def get(self, operation_id: TaskId, agent: AgentName) -> AgentCheckpoint | None:
-        """The copy; None: there is none."""
+        """The copy, or `None` if the key is missing or empty."""
         key = self._key(operation_id, agent)
         stored = await self._ask(key, lambda redis: redis.getrange(key, 0, LARGEST))  # one byte over the limit
-        if not stored and not await self._ask(key, lambda redis: redis.exists(key)):
+        if not stored:
             return None
         if len(stored) > LARGEST:
             raise CheckpointError(f"{key}: larger than {LARGEST:,} bytes, so not written by Meshpoint")
