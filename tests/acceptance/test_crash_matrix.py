@@ -23,7 +23,7 @@ from .crash_stage import Stage
 from .kit import Mesh, Rung
 from .nursery import Nursery
 
-AT_A_TIME = 8
+AT_A_TIME = 4
 Case: TypeAlias = tuple[str, Step, Phase, Way | None]
 
 POINTS = [
@@ -50,7 +50,7 @@ def urls(request: pytest.FixtureRequest, selected: list[Case]) -> tuple[str, str
     if all(rung_name != "production" for rung_name, *_ in selected):
         return None
     rabbit = request.getfixturevalue("rabbit_server").url
-    return f"{rabbit}?heartbeat=5", request.getfixturevalue("module_postgres_url")
+    return rabbit, request.getfixturevalue("module_postgres_url")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

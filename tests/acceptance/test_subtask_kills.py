@@ -28,7 +28,7 @@ from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from .kit import Mesh, Process, Rung
 from .nursery import Nursery
 
-AT_A_TIME = 12
+AT_A_TIME = 4
 SUBTASKS = {
     "financial_analyst": ("10k_parsing", "ratio_calculation", "peer_comparison", "red_flag_detection"),
     "strategy_analyst": ("historical_roi", "ma_review", "mgmt_compensation", "capital_allocation_scoring"),
