@@ -16,6 +16,7 @@ import pytest
 from meshpoint.client import Client, Reply
 from meshpoint.model.checkpoint import SUSPECT_FROM, TaskState, TaskSummary
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from servers.process import until_gone
 
 from .kit import SHORT_LEASE, EndedBefore, Mesh, Process, Told
 
@@ -189,21 +190,6 @@ async def until_traced(trace: Path, how: str, count: int) -> int:
     return ran(trace, how)[count - 1]
 
 
-async def until_gone(pid: int) -> None:
-    """Wait for the end of a process that is no child of ours."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    gone = asyncio.Event()
-    asyncio.get_running_loop().add_reader(descriptor, gone.set)
-    try:
-        await gone.wait()
-    finally:
-        asyncio.get_running_loop().remove_reader(descriptor)
-        os.close(descriptor)
-
-
 def parent_of(pid: int) -> int:
     """Parent process id."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -288,7 +274,7 @@ async def test_a_process_that_is_killed_from_outside_counts_once(mesh: Mesh, tmp
 
 
 async def told(replica: Process | Supervised, count: int, at: str, **detail: Any) -> list[Told]:
-    """What a replica tells of `at`, once there are `count` events: a reply may overtake them."""
+    """The replica's events `at`, once there are `count`: a reply may overtake them."""
     while len(events := replica.of(at, **detail)) < count:
         await asyncio.sleep(0.01)
     return events

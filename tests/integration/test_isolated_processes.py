@@ -21,6 +21,7 @@ from meshpoint.model.events import Event
 from meshpoint.model.ids import AgentName, RunId, TaskId, new_id
 from meshpoint.ports.isolation import Ending, Exit
 from meshpoint.settings import Settings
+from servers.process import until_gone
 
 pytestmark = pytest.mark.skipif(not Template().possible, reason="needs pidfds")
 
@@ -98,21 +99,6 @@ async def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     yield Stage(tmp_path, processes, template, told)
     await processes.close()
     transport.close()
-
-
-async def until_gone(pid: int) -> None:
-    """Wait until the process has exited."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    gone = asyncio.Event()
-    asyncio.get_running_loop().add_reader(descriptor, gone.set)
-    try:
-        await gone.wait()
-    finally:
-        asyncio.get_running_loop().remove_reader(descriptor)
-        os.close(descriptor)
 
 
 async def test_each_run_has_a_process_of_its_own_from_one_template(stage: Stage) -> None:

@@ -204,3 +204,18 @@ def free_port() -> int:
 def _unprivileged(users: tuple[str, ...]) -> str:
     known = {account.pw_name for account in pwd.getpwall()}
     return next((user for user in users if user in known), "nobody")
+
+
+async def until_gone(pid: int) -> None:
+    """Wait until a process has exited, whoever its parent is."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    gone = asyncio.Event()
+    asyncio.get_running_loop().add_reader(descriptor, gone.set)
+    try:
+        await gone.wait()
+    finally:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
