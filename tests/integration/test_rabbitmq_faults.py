@@ -212,6 +212,27 @@ async def test_a_closed_connection_leaves_no_task_behind_when_the_broker_takes_n
     assert asyncio.all_tasks() == before
 
 
+async def test_an_attempt_cancelled_after_the_handshake_leaves_no_connection(
+    own_rabbit: RabbitServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, opened = asyncio.all_tasks(), list[aiormq.Connection]()
+    original = aiormq.Connection.connect
+
+    async def then_cancelled(self: aiormq.Connection, *args: object) -> bool:
+        await original(self, *args)  # type: ignore[arg-type]
+        opened.append(self)
+        attempt.cancel()
+        return True
+
+    monkeypatch.setattr(aiormq.Connection, "connect", then_cancelled)
+    attempt = asyncio.create_task(link.connect(own_rabbit.url))
+    await asyncio.wait({attempt})
+    assert attempt.cancelled()
+    await asyncio.wait({opened[0].closing})
+    while asyncio.all_tasks() != before:
+        await asyncio.sleep(0)
+
+
 async def test_a_poison_message_ends_in_the_dead_letters(connect: Connect) -> None:
     broker, inbox, dead = await connect(delivery_limit=3), Inbox(), Inbox()
     poison = a_message(b"poison")

@@ -121,14 +121,23 @@ async def connect(url: str | URL, make: MakeConnection | None = None) -> Wired:
     wire = Wire()
     connection = (make or aio_pika.Connection)(URL(url))
     connection.kwargs["transport_factory"] = wire
+    opening = asyncio.create_task(connection.connect())
     try:
-        await connection.connect()
+        await asyncio.shield(opening)
         underlay = connection.transport and connection.transport.connection
         assert isinstance(underlay, aiormq.Connection)
         return Wired(connection, underlay, wire)
     except InvalidFrameError as error:  # the library expected another frame and drops the broker's reason
         await connection.close()
         raise AMQPConnectionError(wire.farewell or str(error)) from error
+    except asyncio.CancelledError:
+        # The library, cancelled just after the handshake, would leave an open connection behind.
+        if not wire.abort():
+            opening.cancel()
+        opening.add_done_callback(lambda opened: opened.cancelled() or opened.exception())
+        await asyncio.wait({opening})
+        await connection.close()
+        raise
     except BaseException:
         await connection.close()
         raise

@@ -55,10 +55,12 @@ class Wire(TransportFactory):
         if self._writer is not None:
             self._writer.write(frames)
 
-    def abort(self) -> None:
-        """Drop the connection without sending the frames that wait."""
-        if self._writer is not None:
-            self._writer.transport.abort()
+    def abort(self) -> bool:
+        """Drop the connection without sending the frames that wait; whether there was one."""
+        if self._writer is None:
+            return False
+        self._writer.transport.abort()
+        return True
 
 
 class _GatheringWriter(asyncio.StreamWriter):
