@@ -31,14 +31,25 @@ async def databases(tmp_path: Path) -> AsyncIterator[list[Database]]:
         yield made
 
 
-def writing(
-    number: int, begun: asyncio.Event | None = None, go_on: asyncio.Event | None = None
-) -> Callable[[Transaction], Awaitable[int]]:
+class Pause:
+    """Holds a transaction, in its thread, until it may go on."""
+
+    def __init__(self) -> None:
+        self._loop, self.begun, self._go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self._loop.call_soon_threadsafe(self.begun.set)
+        self._go_on.wait()
+
+    def end(self) -> None:
+        self._go_on.set()
+
+
+def writing(number: int, pause: Pause | None = None) -> Callable[[Transaction], Awaitable[int]]:
     async def write(tx: Transaction) -> int:
         await tx.run("INSERT INTO written VALUES (:number)", number=number)
-        if begun and go_on:
-            begun.set()
-            await go_on.wait()
+        if pause:
+            pause.wait()
         return number
 
     return write
@@ -50,53 +61,53 @@ async def numbers(database: Database) -> list[int]:
 
 
 async def test_stores_in_a_process_write_first_come_first_served(databases: list[Database]) -> None:
-    begun, go_on, asked = asyncio.Event(), asyncio.Event(), list[int]()
+    pause, asked = Pause(), list[int]()
     for place, database in enumerate(databases):
         event.listen(
-            database.engine.sync_engine,
+            database.writing_engine,
             "before_cursor_execute",
             lambda *args, place=place: asked.append(place) if args[2] == "BEGIN IMMEDIATE" else None,
         )
-    first = asyncio.create_task(databases[0].write(writing(0, begun, go_on)))
-    await begun.wait()
+    first = asyncio.create_task(databases[0].write(writing(0, pause)))
+    await pause.begun.wait()
     others = []
     for number in range(1, 30):
         others.append(asyncio.create_task(databases[number % 3].write(writing(number))))
         await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert asked == [0]  # no other store tries while one writes
-    go_on.set()
+    pause.end()
     await asyncio.gather(first, *others)
     assert await numbers(databases[0]) == list(range(30))
 
 
 async def test_two_names_of_a_file_share_its_turns(databases: list[Database], tmp_path: Path) -> None:
     (tmp_path / "link.db").symlink_to("tasks.db")
-    begun, go_on, asked = asyncio.Event(), asyncio.Event(), list[str]()
+    pause, asked = Pause(), list[str]()
     other = Database(f"sqlite:///{tmp_path}/link.db", command_timeout=timedelta(seconds=60), pool_size=1, clock=None)
-    event.listen(other.engine.sync_engine, "before_cursor_execute", lambda *args: asked.append(args[2]))
+    event.listen(other.writing_engine, "before_cursor_execute", lambda *args: asked.append(args[2]))
     await numbers(other)  # connects
     asked.clear()
-    first = asyncio.create_task(databases[0].write(writing(0, begun, go_on)))
-    await begun.wait()
+    first = asyncio.create_task(databases[0].write(writing(0, pause)))
+    await pause.begun.wait()
     second = asyncio.create_task(other.write(writing(1)))
     for _ in range(20):
         await asyncio.sleep(0)
     assert not asked
-    go_on.set()
+    pause.end()
     await asyncio.gather(first, second)
     await other.close()
 
 
 async def test_a_writer_that_is_cancelled_lets_the_next_one_write(databases: list[Database]) -> None:
-    begun, go_on = asyncio.Event(), asyncio.Event()
-    first = asyncio.create_task(databases[0].write(writing(0, begun, go_on)))
-    await begun.wait()
+    pause = Pause()
+    first = asyncio.create_task(databases[0].write(writing(0, pause)))
+    await pause.begun.wait()
     second = asyncio.create_task(databases[1].write(writing(1)))
     third = asyncio.create_task(databases[2].write(writing(2)))
     await asyncio.sleep(0)
     second.cancel()
-    go_on.set()
+    pause.end()
     await asyncio.gather(first, third)
     assert await numbers(databases[0]) == [0, 2]
     assert second.cancelled()
@@ -104,36 +115,47 @@ async def test_a_writer_that_is_cancelled_lets_the_next_one_write(databases: lis
 
 async def test_a_writer_that_is_cancelled_twice_keeps_no_lock(databases: list[Database]) -> None:
     """A drain cancels its tasks, and soon after cancels the unfinished ones again."""
-    begun, go_on, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
-
-    def hold() -> None:
-        loop.call_soon_threadsafe(begun.set)
-        go_on.wait()
-
-    async def write(tx: Transaction) -> None:
-        driver = (await tx.connection.get_raw_connection()).driver_connection
-        await driver.create_function("hold", 0, hold)  # type: ignore[union-attr]
-        await tx.run("INSERT INTO written VALUES (0)")
-        await tx.rows("SELECT hold()")
-
-    first = asyncio.create_task(databases[0].write(write))
-    await begun.wait()
+    pause = Pause()
+    first = asyncio.create_task(databases[0].write(writing(0, pause)))
+    await pause.begun.wait()
     for _ in range(2):
         first.cancel()
         for _ in range(20):
             await asyncio.sleep(0)
-    go_on.set()
+    pause.end()
     await asyncio.gather(first, return_exceptions=True)
     assert first.cancelled()
     assert await databases[1].write(writing(1)) == 1
     assert await numbers(databases[0]) == [0, 1]
 
 
+async def test_a_busy_loop_keeps_no_lock(databases: list[Database], tmp_path: Path) -> None:
+    """Another process writes while the loop that asked for a transaction stands still."""
+    begun = threading.Event()
+
+    async def write(tx: Transaction) -> None:
+        begun.set()
+        for number in range(5):
+            await tx.run("INSERT INTO written VALUES (:number)", number=number)
+
+    writing_all = asyncio.create_task(databases[0].write(write))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    begun.wait()  # blocks the loop
+    with closing(sqlite3.connect(tmp_path / "tasks.db", isolation_level=None, timeout=60)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        assert other.execute("SELECT count(*) FROM written").fetchone() == (5,)
+        other.execute("COMMIT")
+    await writing_all
+
+
 async def test_another_process_that_writes_is_waited_for(databases: list[Database], tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "tasks.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        refused = asyncio.Event()
-        event.listen(databases[0].engine.sync_engine, "handle_error", lambda _: refused.set())
+        refused, loop = asyncio.Event(), asyncio.get_running_loop()
+        event.listen(
+            databases[0].writing_engine, "handle_error", lambda _: loop.call_soon_threadsafe(refused.set) and None
+        )
         waiting = asyncio.create_task(databases[0].write(writing(1)))
         await refused.wait()  # SQLite itself waits no longer: the statement is repeated here
         assert not waiting.done()
@@ -157,17 +179,17 @@ async def test_another_process_that_writes_for_too_long_counts_as_an_outage(tmp_
 
 
 async def test_a_store_that_writes_for_too_long_counts_as_an_outage_for_the_others(tmp_path: Path) -> None:
-    begun, go_on = asyncio.Event(), asyncio.Event()
+    pause = Pause()
     slow, other = (
         Database(f"sqlite:///{tmp_path}/tasks.db", command_timeout=timedelta(seconds=limit), pool_size=1, clock=None)
         for limit in (60, 0.05)
     )
     await slow.write(lambda tx: tx.run("CREATE TABLE written (number INTEGER)"))
-    first = asyncio.create_task(slow.write(writing(1, begun, go_on)))
-    await begun.wait()
+    first = asyncio.create_task(slow.write(writing(1, pause)))
+    await pause.begun.wait()
     with pytest.raises(StoreUnavailable, match="too long"):
         await other.write(writing(2))
-    go_on.set()
+    pause.end()
     await first
     assert await other.write(writing(3)) == 3
     assert await numbers(other) == [1, 3]

@@ -18,7 +18,13 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from meshpoint.adapters.sql.dialect import Dialect
-from meshpoint.adapters.sql.engine import ATTEMPTS, LOCK_TIMEOUT, TRANSACTION_TIMEOUT, engine_for
+from meshpoint.adapters.sql.engine import (
+    ATTEMPTS,
+    LOCK_TIMEOUT,
+    TRANSACTION_TIMEOUT,
+    engine_for,
+    writing_engine,
+)
 from meshpoint.adapters.sql.failures import (
     DRIVER_ERRORS,
     Failure,
@@ -33,6 +39,7 @@ from meshpoint.adapters.sql.failures import (
 )
 from meshpoint.adapters.sql.sessions import check_session
 from meshpoint.adapters.sql.time import DatabaseTime
+from meshpoint.adapters.sql.writer_thread import ThreadConnection, WriterThread
 from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable
 from meshpoint.ports.clock import Clock
 
@@ -53,7 +60,12 @@ class Transaction:
     """
 
     def __init__(
-        self, connection: AsyncConnection, dialect: Dialect, clock: Clock | None, *, skip_locked: bool = False
+        self,
+        connection: AsyncConnection | ThreadConnection,
+        dialect: Dialect,
+        clock: Clock | None,
+        *,
+        skip_locked: bool = False,
     ) -> None:
         self.connection = connection
         self.dialect = dialect
@@ -107,12 +119,19 @@ class Database:
         self._command_timeout = command_timeout.total_seconds()
         self._clock = clock
         self._file = str(Path(self.engine.url.database or "").resolve())
+        self.writing_engine = self.engine.sync_engine
+        self._writer: WriterThread | None = None
+        if self.dialect.is_sqlite:
+            self.writing_engine = writing_engine(url, command_timeout)
+            self._writer = WriterThread(self.writing_engine)
 
     async def close(self) -> None:
         """Release every connection; one whose other end is silent is dropped."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_WITHIN):
                 await self.engine.dispose()
+                if self._writer is not None:
+                    await self._writer.close()
 
     async def check_session(self, time: DatabaseTime) -> None:
         """Check that sessions of this URL, possibly through a pooler, behave as transitions require; update `time`.
@@ -130,30 +149,35 @@ class Database:
 
     async def read(self, body: Callable[[Transaction], Awaitable[T]]) -> T:
         """What `body` reads, each statement on its own."""
-        return await self._repeat(lambda connection: body(self._on(connection)))
+        return await self._repeat(lambda: self._connected(lambda connection: body(self._on(connection))))
 
     async def write(self, body: Callable[[Transaction], Awaitable[T]], *, skip_locked: bool = False) -> T:
         """What `body` returned, after its transaction has committed.
 
-        `body` may run several times: a conflict with another transaction rolls it back and repeats it.
+        `body` may run several times: a conflict with another transaction rolls it back and repeats it. On SQLite it
+        runs on another thread's event loop.
 
         Raises:
             StoreUnavailable: nothing was written.
             CommitInDoubt: COMMIT was sent, and no answer came.
             RowLocked: timed out waiting for a lock; nothing was written.
         """
+
+        async def transaction(connection: AsyncConnection | ThreadConnection) -> T:
+            return await self._commit(connection, body, skip_locked)
+
+        writer = self._writer
+        if writer is None:
+            return await self._repeat(lambda: self._connected(transaction))
         async with self._turn():
-            return await self._repeat(lambda connection: self._commit(connection, body, skip_locked))
+            return await self._repeat(lambda: writer.run(transaction))
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Wait for the other writers of this process, where the database has one writer at a time.
+        """Wait for the other writers of this process to the file, which has one writer at a time.
 
         SQLite's own waiting has no order: with a few busy stores in a process, some wait for seconds.
         """
-        if not self.dialect.is_sqlite:
-            yield
-            return
         turn = _turns.setdefault(asyncio.get_running_loop(), WeakValueDictionary()).setdefault(
             self._file, asyncio.Lock()
         )
@@ -167,7 +191,7 @@ class Database:
         finally:
             turn.release()
 
-    async def _begin(self, connection: AsyncConnection) -> None:
+    async def _begin(self, connection: AsyncConnection | ThreadConnection) -> None:
         if not self.dialect.is_sqlite:
             await connection.exec_driver_sql(_BEGIN)
             return
@@ -184,7 +208,10 @@ class Database:
                 return
 
     async def _commit(
-        self, connection: AsyncConnection, body: Callable[[Transaction], Awaitable[T]], skip_locked: bool
+        self,
+        connection: AsyncConnection | ThreadConnection,
+        body: Callable[[Transaction], Awaitable[T]],
+        skip_locked: bool,
     ) -> T:
         await self._begin(connection)
         try:
@@ -202,12 +229,11 @@ class Database:
             raise CommitInDoubt(f"the answer to COMMIT was lost: {brief(error)}") from error
         return result
 
-    async def _repeat(self, attempt: Callable[[AsyncConnection], Awaitable[T]]) -> T:
+    async def _repeat(self, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
         end = monotonic() + (self._command_timeout if self.dialect.is_sqlite else 0.0)
         for number in count(1):
             try:
-                connected = self._connected(attempt)
-                return await (_to_its_end(connected) if self.dialect.is_sqlite else connected)
+                return await (_to_its_end(attempt()) if self.dialect.is_sqlite else attempt())
             except DRIVER_ERRORS as error:
                 match failure(error):
                     case Failure.BUG:

@@ -8,8 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import event
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy import create_engine, event
+from sqlalchemy.engine import URL, Engine, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
@@ -144,28 +144,44 @@ async def _set(driver: Any, settings: Mapping[str, str]) -> None:
 
 
 def _sqlite(url: URL, command_timeout: timedelta) -> AsyncEngine:
-    # One connection: SQLite has one writer.
-    engine = create_async_engine(
-        url,
-        isolation_level="AUTOCOMMIT",
-        pool_size=1,
-        max_overflow=0,
-        pool_timeout=command_timeout.total_seconds(),
-        pool_reset_on_return=None,
-        skip_autocommit_rollback=True,
+    engine = create_async_engine(url, **_sqlite_options(command_timeout))
+    _prepare_sqlite(engine.sync_engine, command_timeout)
+    return engine
+
+
+def writing_engine(url: str, command_timeout: timedelta) -> Engine:
+    """An engine for write transactions on a SQLite file, with the driver of the standard library."""
+    engine = create_engine(
+        async_url(url).set(drivername="sqlite+pysqlite"),
+        connect_args={"check_same_thread": False},
+        **_sqlite_options(command_timeout),
     )
+    _prepare_sqlite(engine, command_timeout)
+    return engine
+
+
+def _sqlite_options(command_timeout: timedelta) -> dict[str, Any]:
+    return {
+        "isolation_level": "AUTOCOMMIT",
+        "pool_size": 1,
+        "max_overflow": 0,
+        "pool_timeout": command_timeout.total_seconds(),
+        "pool_reset_on_return": None,
+        "skip_autocommit_rollback": True,
+    }
+
+
+def _prepare_sqlite(engine: Engine, command_timeout: timedelta) -> None:
     keep_private(engine)
     opening_ms = math.ceil(command_timeout / ATTEMPTS / timedelta(milliseconds=1))
 
-    @event.listens_for(engine.sync_engine, "connect")
+    @event.listens_for(engine, "connect")
     def prepare(connection: Any, record: object) -> None:
         cursor = connection.cursor()
         busy = f"busy_timeout = {_SQLITE_BUSY_MS}"
         for pragma in (f"busy_timeout = {opening_ms}", "journal_mode = WAL", "synchronous = FULL", busy):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
-
-    return engine
 
 
 def _refuse_other_kinds(path: Path) -> None:
@@ -175,10 +191,10 @@ def _refuse_other_kinds(path: Path) -> None:
         raise ConfigurationError("session_db_url", f"{path} is not a regular file", "name another file")
 
 
-def keep_private(engine: AsyncEngine) -> None:
+def keep_private(engine: Engine) -> None:
     """Make a SQLite file that `engine` creates, with its two companion files, readable only by its owner."""
 
-    @event.listens_for(engine.sync_engine, "do_connect")
+    @event.listens_for(engine, "do_connect")
     def create(dialect: object, record: object, arguments: list[Any], options: dict[str, Any]) -> None:
         path = str(arguments[0] if arguments else options.get("database", ""))
         if not path.startswith("file:"):

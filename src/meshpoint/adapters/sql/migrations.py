@@ -114,7 +114,7 @@ async def in_one_transaction(url: URL, work: Callable[[Connection], None]) -> No
     mode: dict[str, Any] = {"isolation_level": "AUTOCOMMIT" if sqlite else "READ COMMITTED"}
     engine = create_async_engine(url, connect_args={"timeout": _CONNECT_TIMEOUT.total_seconds()}, **mode)
     if sqlite:
-        keep_private(engine)
+        keep_private(engine.sync_engine)
     try:
         async with engine.begin() as connection:
             if sqlite:
