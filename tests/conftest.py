@@ -45,10 +45,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whoever uses a server is marked `servers`, so that `-m "not servers"` is never wrong."""
+    """Mark whoever uses a server `servers`, so that `-m "not servers"` is never wrong. Begin with what takes longest."""
     for item in items:
         if _wanted(item):
             item.add_marker(pytest.mark.servers)
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -195,3 +195,20 @@ async def test_a_store_that_writes_for_too_long_counts_as_an_outage_for_the_othe
     assert await numbers(other) == [1, 3]
     for database in (slow, other):
         await database.close()
+
+
+async def test_closing_ends_the_wait_for_another_process(tmp_path: Path) -> None:
+    """The end of a replica is bounded, whoever has frozen inside a transaction."""
+    path, loop, refused = tmp_path / "tasks.db", asyncio.get_running_loop(), asyncio.Event()
+    database = Database(f"sqlite:///{path}", command_timeout=timedelta(days=1), pool_size=1, clock=None)
+    await database.write(lambda tx: tx.run("CREATE TABLE written (number INTEGER)"))
+    event.listen(database.writing_engine, "handle_error", lambda _: loop.call_soon_threadsafe(refused.set) and None)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        waiting = asyncio.create_task(database.write(writing(1)))
+        await refused.wait()
+        await database.close()
+        with pytest.raises(StoreUnavailable):
+            await waiting
+    with pytest.raises(StoreUnavailable, match="the store is closed"):
+        await database.write(writing(2))

@@ -192,7 +192,7 @@ class Database:
             turn.release()
 
     async def _begin(self, connection: AsyncConnection | ThreadConnection) -> None:
-        if not self.dialect.is_sqlite:
+        if self._writer is None:
             await connection.exec_driver_sql(_BEGIN)
             return
         end = monotonic() + self._command_timeout
@@ -202,7 +202,7 @@ class Database:
             except DBAPIError as error:
                 if failure(error) is not Failure.RETRY:
                     raise
-                if monotonic() >= end:  # another process writes
+                if monotonic() >= end or self._writer.closed:  # another process writes
                     raise StoreUnavailable(brief(error)) from error
             else:
                 return

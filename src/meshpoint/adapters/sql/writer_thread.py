@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection, CursorResult, Engine, Executable
 
-from meshpoint.errors import RowLocked
+from meshpoint.errors import RowLocked, StoreUnavailable
 
 T = TypeVar("T")
 
@@ -46,13 +46,21 @@ class WriterThread:
         self.engine = engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="meshpoint-sqlite")
         self._loop = asyncio.Runner()
+        self.closed = False
 
     async def run(self, transaction: Callable[[ThreadConnection], Coroutine[Any, Any, T]]) -> T:
-        """What `transaction` returned."""
+        """What `transaction` returned.
+
+        Raises:
+            StoreUnavailable: the store is closed.
+        """
+        if self.closed:
+            raise StoreUnavailable("the store is closed")
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, transaction)
 
     async def close(self) -> None:
-        """Release the connection, once the transactions before have ended."""
+        """Release the connection, once the running transaction has ended."""
+        self.closed = True
         closing = asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._thread.shutdown(wait=False)
         await closing
