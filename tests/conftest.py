@@ -45,7 +45,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark whoever uses a server `servers`, so that `-m "not servers"` is never wrong. Begin with what takes longest."""
+    """Mark tests that use servers, so that `-m "not servers"` is never wrong. Begin with the longest tests."""
     for item in items:
         if _wanted(item):
             item.add_marker(pytest.mark.servers)

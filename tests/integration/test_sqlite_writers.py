@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, closing
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import event
 
+from meshpoint.adapters.sql import SqlCheckpointStore
 from meshpoint.adapters.sql.database import Database, Transaction
+from meshpoint.conformance.build import an_end, begun
 from meshpoint.errors import StoreUnavailable
 
 
@@ -32,7 +35,7 @@ async def databases(tmp_path: Path) -> AsyncIterator[list[Database]]:
 
 
 class Pause:
-    """Holds a transaction, in its thread, until it may go on."""
+    """Holds a transaction in its thread until told to end."""
 
     def __init__(self) -> None:
         self._loop, self.begun, self._go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
@@ -198,7 +201,7 @@ async def test_a_store_that_writes_for_too_long_counts_as_an_outage_for_the_othe
 
 
 async def test_closing_ends_the_wait_for_another_process(tmp_path: Path) -> None:
-    """The end of a replica is bounded, whoever has frozen inside a transaction."""
+    """A process that froze inside a transaction must not delay the end of a replica."""
     path, loop, refused = tmp_path / "tasks.db", asyncio.get_running_loop(), asyncio.Event()
     database = Database(f"sqlite:///{path}", command_timeout=timedelta(days=1), pool_size=1, clock=None)
     await database.write(lambda tx: tx.run("CREATE TABLE written (number INTEGER)"))
@@ -212,3 +215,49 @@ async def test_closing_ends_the_wait_for_another_process(tmp_path: Path) -> None
             await waiting
     with pytest.raises(StoreUnavailable, match="the store is closed"):
         await database.write(writing(2))
+    await database.close()  # a second time
+
+
+async def test_closing_a_store_ends_the_wait_of_its_batches(tmp_path: Path) -> None:
+    path, loop, refused = tmp_path / "tasks.db", asyncio.get_running_loop(), asyncio.Event()
+    store = SqlCheckpointStore(f"sqlite:///{path}", namespace="test", command_timeout=timedelta(days=1))
+    await store.open()
+    run = await begun(store)
+    engine = store._database.writing_engine
+    event.listen(engine, "handle_error", lambda _: loop.call_soon_threadsafe(refused.set) and None)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        ending = asyncio.create_task(store.end([an_end(run)]))
+        await refused.wait()
+        await store.close()
+        with pytest.raises(StoreUnavailable):
+            await ending
+
+
+async def test_the_end_of_the_process_waits_for_no_transaction(tmp_path: Path) -> None:
+    """A replica that gave up closing must not outlive its time limit."""
+    code = f"""
+import asyncio
+from datetime import timedelta
+from meshpoint.adapters.sql.database import Database
+
+async def main():
+    database = Database("sqlite:///{tmp_path}/tasks.db", command_timeout=timedelta(days=1), pool_size=1, clock=None)
+    loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+    async def never_over(tx):
+        loop.call_soon_threadsafe(begun.set)
+        await asyncio.Event().wait()
+
+    asyncio.create_task(database.write(never_over)).add_done_callback(lambda _: None)
+    await begun.wait()
+    print("begun", flush=True)
+
+runner = asyncio.new_event_loop()
+runner.run_until_complete(main())
+"""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    said, _ = await process.communicate()
+    assert said == b"begun\n"

@@ -135,7 +135,8 @@ async def connect(url: str | URL, make: MakeConnection | None = None) -> Wired:
         if not wire.abort():
             opening.cancel()
         opening.add_done_callback(lambda opened: opened.cancelled() or opened.exception())
-        await asyncio.wait({opening})
+        await asyncio.wait({opening}, timeout=_FAREWELL)
+        opening.cancel()
         await connection.close()
         raise
     except BaseException:

@@ -127,11 +127,18 @@ class Database:
 
     async def close(self) -> None:
         """Release every connection; one whose other end is silent is dropped."""
+        if self._writer is not None:
+            self._writer.stop()
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_WITHIN):
                 await self.engine.dispose()
                 if self._writer is not None:
-                    await self._writer.close()
+                    await self._writer.ended()
+
+    def hurry(self) -> None:
+        """Let no transaction wait any longer for another process that writes to a SQLite file."""
+        if self._writer is not None:
+            self._writer.patient = False
 
     async def check_session(self, time: DatabaseTime) -> None:
         """Check that sessions of this URL, possibly through a pooler, behave as transitions require; update `time`.
@@ -202,7 +209,7 @@ class Database:
             except DBAPIError as error:
                 if failure(error) is not Failure.RETRY:
                     raise
-                if monotonic() >= end or self._writer.closed:  # another process writes
+                if monotonic() >= end or not self._writer.patient:  # another process writes
                     raise StoreUnavailable(brief(error)) from error
             else:
                 return

@@ -105,7 +105,7 @@ class SqlCheckpointStore(SqlOperations):
         checkpoint_history: checkpoints of an operation that are kept, the last ones.
         checkpoint_archive: on success, checkpoints are moved to an archive instead of deleted.
         command_timeout: when a database that does not answer counts as away.
-        pool_size: connections to PostgreSQL, beside those of the hot path; to SQLite there is one.
+        pool_size: connections to PostgreSQL, beside those of the hot path; SQLite has one to read and one to write.
         clock: for tests: replaces the database's clock.
         mark_within: how long marks may wait for others; whoever brings them does not. A crash loses them, and what
             they mark is sent again.
@@ -199,9 +199,12 @@ class SqlCheckpointStore(SqlOperations):
 
     async def close(self) -> None:
         """Release every connection."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_MARKS_WITHIN):
-                await self.marks_written()
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_MARKS_WITHIN):
+                    await self.marks_written()
+        finally:
+            self._database.hurry()
         for batcher in (self._pauses, self._ends, self._marks):
             await batcher.close()
         waiting = list(self._renewing.values())

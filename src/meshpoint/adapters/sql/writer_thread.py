@@ -7,8 +7,10 @@ would keep the lock for as long as other callbacks delay it between its statemen
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, CursorResult, Engine, Executable
@@ -39,44 +41,72 @@ class ThreadConnection:
         return work(self.sync_connection)
 
 
+Step = Callable[[ThreadConnection], Coroutine[Any, Any, T]]
+"""A transaction, from BEGIN to COMMIT."""
+
+
 class WriterThread:
-    """A thread with an event loop and one connection, for the transactions of one store."""
+    """A thread with an event loop and one connection, for the transactions of one store.
+
+    The process does not wait for it at its end: SQLite rolls back what was not committed.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="meshpoint-sqlite")
-        self._loop = asyncio.Runner()
-        self.closed = False
+        self.patient = True
+        """Whether a transaction waits for the lock of another process."""
+        self._jobs: SimpleQueue[tuple[Future[Any], Step[Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="meshpoint-sqlite", daemon=True)
+        self._ended: Future[None] = Future()
+        self._closed = False
 
-    async def run(self, transaction: Callable[[ThreadConnection], Coroutine[Any, Any, T]]) -> T:
+    async def run(self, transaction: Step[T]) -> T:
         """What `transaction` returned.
 
         Raises:
             StoreUnavailable: the store is closed.
         """
-        if self.closed:
+        if self._closed:
             raise StoreUnavailable("the store is closed")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, transaction)
+        if not self._thread.ident:
+            self._thread.start()
+        result: Future[T] = Future()
+        self._jobs.put((result, transaction))
+        return await asyncio.wrap_future(result)
 
-    async def close(self) -> None:
-        """Release the connection, once the running transaction has ended."""
-        self.closed = True
-        closing = asyncio.get_running_loop().run_in_executor(self._thread, self._close)
-        self._thread.shutdown(wait=False)
-        await closing
+    def stop(self) -> None:
+        """Take no more transactions, and release the connection once the last one has ended."""
+        if not self._closed:
+            self.patient, self._closed = False, True
+            self._jobs.put(None)
+
+    async def ended(self) -> None:
+        """Wait until a stopped thread has released its connection."""
+        if self._thread.ident:
+            await asyncio.shield(asyncio.wrap_future(self._ended))
 
     # From here on: runs in the thread.
 
-    def _run(self, transaction: Callable[[ThreadConnection], Coroutine[Any, Any, T]]) -> T:
+    def _main(self) -> None:
+        with asyncio.Runner() as loop:
+            while job := self._jobs.get():
+                self._settle(loop, *job)
+        self.engine.dispose()
+        self._ended.set_result(None)
+
+    def _settle(self, loop: asyncio.Runner, result: Future[T], transaction: Step[T]) -> None:
+        if result.set_running_or_notify_cancel():
+            try:
+                result.set_result(self._transact(loop, transaction))
+            except BaseException as error:
+                result.set_exception(error)
+
+    def _transact(self, loop: asyncio.Runner, transaction: Step[T]) -> T:
         with self.engine.connect() as connection:
             try:
-                return self._loop.run(transaction(ThreadConnection(connection)))
+                return loop.run(transaction(ThreadConnection(connection)))
             except RowLocked:
                 raise  # rolled back
             except BaseException:
                 connection.invalidate()  # which also rolls back
                 raise
-
-    def _close(self) -> None:
-        self._loop.close()
-        self.engine.dispose()
