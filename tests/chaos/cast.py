@@ -22,8 +22,8 @@ from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 
 WIDTH = 5
 """Peers that `root` asks at once."""
-WORKS, IGNORES = 3.0, 60.0
-"""Seconds that `stubborn` takes, and those for which it ignores a cancel."""
+WORKS, IGNORES = 9.0, 60.0
+"""Seconds that `stubborn` takes, longer than a drain waits, and those for which it ignores a cancel."""
 EFFECTS = "CHAOS_EFFECTS"
 """The environment variable that names the file of effects."""
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from meshpoint import event_loop, wiring
 from meshpoint.adapters.system_clock import SystemClock
+from meshpoint.cli.watchdog import Ending
 from meshpoint.errors import MeshpointError
 from meshpoint.ports.broker import Broker
 from meshpoint.settings import load
@@ -85,12 +86,13 @@ def main(order: Order, told: Connection, wrap: Wrap = doubling) -> None:
 
 
 async def _serve(order: Order, told: Connection, wrap: Wrap) -> None:
-    """As `wiring.serve`, with a wrapped broker."""
+    """As `meshpoint run`, with a wrapped broker and without its watchdog."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_reader(told.fileno(), os._exit, 1)  # nothing is ever sent here: the supervisor is gone
-    events = EventFile(order.folder / f"{order.name}.events", told)
     settings = load([order.config])
+    ending = Ending(len(settings.agents), lambda: os._exit(0))
+    events = EventFile(order.folder / f"{order.name}.events", told, ending)
     mesh = settings.mesh
     broker = wrap(wiring.make_broker(mesh), events, order)
     workers = [

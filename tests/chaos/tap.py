@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from meshpoint.cli.watchdog import Ending
 from meshpoint.errors import Unavailable
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId
@@ -27,14 +28,18 @@ DOUBLED, REDELIVERED = "doubled", "redelivered"
 
 
 class EventFile:
-    """An observer that writes a line per event, whole in the file before anything else happens."""
+    """An observer that writes a line per event, whole in the file before `ending` gets the event."""
 
-    def __init__(self, path: Path, told: Connection) -> None:
+    def __init__(self, path: Path, told: Connection, ending: Ending) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self._told = told
+        self._told, self._ending = told, ending
 
     def emit(self, event: Event) -> None:
         """Write what a count or a story needs; tell the supervisor that an agent is served."""
+        self._write(event)
+        self._ending.emit(event)
+
+    def _write(self, event: Event) -> None:
         if event.step in _SILENT or (event.phase is Phase.BEFORE and event.step not in _TOLD_BEFORE):
             return
         self.write(event.step, event.phase, event.agent, event.task_ids, event.detail)
