@@ -35,7 +35,7 @@ async def databases(tmp_path: Path) -> AsyncIterator[list[Database]]:
 
 
 class Pause:
-    """Holds a transaction in its thread until told to end."""
+    """Holds a transaction in its thread until `end` is called."""
 
     def __init__(self) -> None:
         self._loop, self.begun, self._go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -199,12 +199,22 @@ class Outgoing:
         except Unavailable as error:  # losing a mark only sends again
             self._site.patience.note_away(error)
 
-    async def answer(self, reply: Reply, run_id: RunId, *, again: bool = False, digest: str | None = None) -> bool:
+    async def answer(
+        self,
+        reply: Reply,
+        run_id: RunId,
+        *,
+        again: bool = False,
+        digest: str | None = None,
+        may_run_elsewhere: Callable[[], bool] = lambda: False,
+    ) -> bool:
         """Publish a reply that no run commits. If it cannot be delivered at once, it is kept and sent later.
 
         Returns `True` if the request may be acked: the reply is confirmed, stored in a row, or its loss is reported.
         Otherwise only this process has the reply, and the request belongs into `held`.
         `again`: the request of an ended task was delivered again. `digest` is the digest of the request's input.
+        `may_run_elsewhere`, asked once the reply is confirmed: whether the request was lost meanwhile. Then the reply
+        is stored too, so that the next delivery of the request finds it.
         """
         letter = reply_letter(reply)
         if letter is None:
@@ -218,7 +228,14 @@ class Outgoing:
         elif word is not Published.ACCEPTED:
             keep = self._site.options.reply_retry_time if word is Published.UNROUTABLE else None
             return await self._keep(KeepReply(run_id, reply, keep, again, digest))
+        elif (durable := self._site.durable) is not None and may_run_elsewhere():
+            await self._store_sent(durable, KeepReply(run_id, reply, digest=digest))
         return True
+
+    async def _store_sent(self, home: Home, wish: KeepReply) -> None:
+        """Store a reply that was sent, unless another run has a row."""
+        if await self._store(home, wish):
+            await self._mark(home, [wish.reply])
 
     async def _prompt_word(self, reply: Reply, letter: Letter) -> Published:
         """Publish a reply. Returns `OVERLOADED` if the broker works but does not confirm it."""

@@ -604,7 +604,9 @@ class Segments:
                 await self._after_end(segment, durable, reply)
             else:
                 await self._lost(segment)
-        elif await self._outgoing.answer(reply, segment.run.id, digest=segment.digest):
+        elif await self._outgoing.answer(
+            reply, segment.run.id, digest=segment.digest, may_run_elsewhere=lambda: segment.may_run_elsewhere
+        ):
             await self.ack(segment)
         else:
             await self._hold_requests(segment)

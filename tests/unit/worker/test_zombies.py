@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from meshpoint.model.checkpoint import TaskState
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Phase, Step
 from meshpoint.model.ids import TaskId
+from meshpoint.model.messages import Address, Message
 from meshpoint.model.options import AckPolicy
 from meshpoint.model.outcomes import Ok, Outcomes
+from meshpoint.ports.broker import Published
 
 from .agents import Gate, Scripted
 from .mesh import Mesh, Running
@@ -207,6 +211,37 @@ async def test_of_two_first_segments_that_end_without_a_pause_one_answers(
     assert await boss.reply(task_id) == Ok(f"run {order[0] + 1}")
     await mesh.advance(20)
     assert boss.replies() == [Ok(f"run {order[0] + 1}")]
+    assert mesh.unacked("agent") == mesh.waiting("agent") == 0
+
+
+async def test_a_request_lost_while_its_reply_is_sent_has_one_answer(
+    mesh: Mesh, boss: Puppet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a freeze that outlasted the broker's patience: the loss is read only after the reply was sent."""
+    runs = count(1)
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Done[str]:
+        return Done(f"run {next(runs)}")
+
+    first = await mesh.replica(Scripted("agent", start))
+    publish = first.broker.publish
+
+    async def publish_and_lose(messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+        words = await publish(messages)
+        monkeypatch.undo()
+        await first.worker._subscriptions["requests"].cancel()
+        first.broker.lose_connection()
+        return words
+
+    monkeypatch.setattr(first.broker, "publish", publish_and_lose)
+    task_id = await boss.ask("agent", 1)
+    assert await boss.reply(task_id) == Ok("run 1")
+    await mesh.settle()
+    await mesh.replica(Scripted("agent", start))
+    await mesh.settle()
+    await mesh.advance(20)
+    assert all(reply == Ok("run 1") for reply in boss.replies())  # copies of one reply
+    assert next(runs) == 2
     assert mesh.unacked("agent") == mesh.waiting("agent") == 0
 
 

@@ -105,7 +105,7 @@ class SqlCheckpointStore(SqlOperations):
         checkpoint_history: checkpoints of an operation that are kept, the last ones.
         checkpoint_archive: on success, checkpoints are moved to an archive instead of deleted.
         command_timeout: when a database that does not answer counts as away.
-        pool_size: connections to PostgreSQL, beside those of the hot path; SQLite has one to read and one to write.
+        pool_size: connections to PostgreSQL, in addition to the hot path's; SQLite has one to read and one to write.
         clock: for tests: replaces the database's clock.
         mark_within: how long marks may wait for others; whoever brings them does not. A crash loses them, and what
             they mark is sent again.

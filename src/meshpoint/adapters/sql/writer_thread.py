@@ -48,7 +48,7 @@ Step = Callable[[ThreadConnection], Coroutine[Any, Any, T]]
 class WriterThread:
     """A thread with an event loop and one connection, for the transactions of one store.
 
-    The process does not wait for it at its end: SQLite rolls back what was not committed.
+    The process does not wait for it on exit: SQLite rolls back open transactions.
     """
 
     def __init__(self, engine: Engine) -> None:
