@@ -27,7 +27,7 @@ def _arguments() -> argparse.Namespace:
     arguments.add_argument("--minutes", type=float, default=10.0)
     arguments.add_argument("--seed", type=int, help="of the messages; by default another one each time")
     arguments.add_argument("--broker", choices=[*_SHARES], help="by default both, one after the other")
-    arguments.add_argument("--rate", type=float, default=90.0, help="mutated messages per second")
+    arguments.add_argument("--rate", type=float, default=85.0, help="mutated messages per second")
     arguments.add_argument("--only", default="", help="recipes whose names contain this; branches are not judged")
     arguments.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
     arguments.add_argument("--keep", type=Path, help="folder for the events and logs of the replicas")

@@ -61,7 +61,7 @@ class Wish:
     seed: int
     seconds: float
     broker: str = "rabbitmq"
-    rate: float = 90.0  # mutated messages per second
+    rate: float = 85.0  # mutated messages per second
     honest: float = 6.0  # requests per second
     quiet: float = 10.0  # seconds of honest traffic alone, before
     patience: float = 120.0  # seconds for the last answers, and for the queues to be empty
