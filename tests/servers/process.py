@@ -207,7 +207,7 @@ def _unprivileged(users: tuple[str, ...]) -> str:
 
 
 async def until_gone(pid: int) -> None:
-    """Wait until a process has exited, whoever its parent is."""
+    """Wait until a process has exited. It need not be a child of this one."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

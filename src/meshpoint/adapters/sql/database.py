@@ -48,6 +48,7 @@ _CLOSE_WITHIN = 5.0  # seconds
 _BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 
 Values = Mapping[str, Any]
+Connected = AsyncConnection | ThreadConnection
 
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakValueDictionary[str, asyncio.Lock]] = WeakKeyDictionary()
 """Turns to write to each SQLite file, by path."""
@@ -61,7 +62,7 @@ class Transaction:
 
     def __init__(
         self,
-        connection: AsyncConnection | ThreadConnection,
+        connection: Connected,
         dialect: Dialect,
         clock: Clock | None,
         *,
@@ -170,7 +171,7 @@ class Database:
             RowLocked: timed out waiting for a lock; nothing was written.
         """
 
-        async def transaction(connection: AsyncConnection | ThreadConnection) -> T:
+        async def transaction(connection: Connected) -> T:
             return await self._commit(connection, body, skip_locked)
 
         writer = self._writer
@@ -198,7 +199,7 @@ class Database:
         finally:
             turn.release()
 
-    async def _begin(self, connection: AsyncConnection | ThreadConnection) -> None:
+    async def _begin(self, connection: Connected) -> None:
         if self._writer is None:
             await connection.exec_driver_sql(_BEGIN)
             return
@@ -216,7 +217,7 @@ class Database:
 
     async def _commit(
         self,
-        connection: AsyncConnection | ThreadConnection,
+        connection: Connected,
         body: Callable[[Transaction], Awaitable[T]],
         skip_locked: bool,
     ) -> T:
