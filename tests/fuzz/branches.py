@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import inspect
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType, ModuleType
 
 MODULES = (
     "meshpoint.lifecycle.receive",
@@ -80,32 +80,64 @@ def _first_statements(node: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
 
 
 class Counting:
-    """Counts the lines of `MODULES` in this thread. Costs a call for each call of any function."""
+    """Counts how often the branches of `modules` are taken.
 
-    def __init__(self) -> None:
-        files = {inspect.getfile(importlib.import_module(name)): name for name in MODULES}
-        self._files = files
-        self._known: dict[CodeType, str | None] = {}
-        self.lines: Counter[tuple[str, int]] = Counter()
+    Replaces the code of their functions by the same code with a count in front of each branch: no other code becomes
+    slower, as it would with a trace function.
+    """
+
+    def __init__(self, modules: tuple[str, ...] = MODULES) -> None:
+        self._modules = modules
+        self.counts: Counter[tuple[str, int]] = Counter()
 
     def start(self) -> None:
-        """Start counting."""
-        sys.settrace(self._called)
+        """Count in every function of the modules, and in those that they define later."""
+        functions = [found for found in gc.get_objects() if isinstance(found, FunctionType)]
+        for module in map(importlib.import_module, self._modules):
+            vars(module)[_COUNT] = partial(self._count, module.__name__)
+            counted = _counted(module)
+            for function in functions:
+                code = function.__code__
+                if code.co_filename == module.__file__ and code.co_name != "<lambda>":
+                    function.__code__ = counted[code.co_qualname, code.co_firstlineno]
 
-    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
-        code = frame.f_code
-        try:
-            module = self._known[code]
-        except KeyError:
-            module = self._known[code] = self._files.get(code.co_filename)
-        return None if module is None else self._local(module)
+    def _count(self, module: str, line: int) -> None:
+        self.counts[module, line] += 1
 
-    def _local(self, module: str) -> Any:
-        lines = self.lines
 
-        def count(frame: FrameType, event: str, argument: Any) -> Any:
-            if event == "line":
-                lines[module, frame.f_lineno] += 1
-            return count
+_COUNT = "__count_branch__"
 
-        return count
+
+def _counted(module: ModuleType) -> dict[tuple[str, int], CodeType]:
+    path = inspect.getfile(module)
+    tree = _Counted({branch.line for branch in _of(module)}).visit(ast.parse(Path(path).read_text()))
+    return {(code.co_qualname, code.co_firstlineno): code for code in _codes(compile(tree, path, "exec"))}
+
+
+class _Counted(ast.NodeTransformer):
+    """Puts a count in front of each statement that begins at one of `lines`."""
+
+    def __init__(self, lines: set[int]) -> None:
+        self._lines = lines
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        for name in ("body", "orelse", "finalbody"):
+            if isinstance(statements := getattr(node, name, None), list):
+                setattr(node, name, [each for statement in statements for each in self._with_count(statement)])
+        return node
+
+    def _with_count(self, statement: ast.stmt) -> list[ast.stmt]:
+        if statement.lineno not in self._lines:
+            return [statement]
+        (count,) = ast.parse(f"{_COUNT}({statement.lineno})").body
+        for node in ast.walk(count):
+            ast.copy_location(node, statement)
+        return [count, statement]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes(constant)

@@ -32,12 +32,12 @@ def main(order: Order, told: Connection) -> None:
     counting, path = Counting(), order.folder / f"{order.name}.branches"
 
     def write() -> None:
-        counts = [[module, line, count] for (module, line), count in list(counting.lines.items())]
+        counts = [[module, line, count] for (module, line), count in list(counting.counts.items())]
         new = path.with_suffix(".new")
         new.write_text(json.dumps(counts))
         new.replace(path)
 
-    signal.signal(signal.SIGUSR1, lambda *_: counting.lines.clear())
+    signal.signal(signal.SIGUSR1, lambda *_: counting.counts.clear())
     signal.signal(signal.SIGRTMIN, lambda *_: write())
     counting.start()
     try:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
+from pathlib import Path
 
 import pytest
 
 from servers import PostgresServer, RabbitServer
 
 from .amqp import Letter, field_value, readable
-from .branches import branches
+from .branches import Counting, branches
 from .excluded import is_a_matter_of_time, reason_never, reason_to_exclude
 from .recipes import RECIPES, Cook, World, a_request
 from .run import Wish, run
@@ -62,6 +64,69 @@ def test_what_is_written_by_hand_can_be_read() -> None:
     assert headers == {"x-call-depth": 0, "x-deadline": 1.5, "x-attempt": 3, "traceparent": "t"}
     assert readable(Letter("k", {"app_id": b"\xff"}).header_payload()) is None
     assert field_value([None, True]) == b"A\0\0\0\x03Vt\x01"
+
+
+_COUNTED = """
+import asyncio
+from functools import lru_cache
+
+class Box:
+    def open(self, value):
+        match value:
+            case 1:
+                found = "one"
+            case _:
+                return self.inner(value)()
+        return found
+
+    def inner(self, value):
+        def later():
+            if value:
+                return value
+            else:
+                raise ValueError
+        return later
+
+@lru_cache
+def caught(value, *, default=5):
+    try:
+        return Box().open(value)
+    except ValueError:
+        pass
+    return default
+
+async def waits():
+    for number in range(3):
+        await asyncio.sleep(0)
+        if number % 2 == 0:
+            await asyncio.sleep(0)
+    return [each for each in (1, 2) if each]
+"""
+
+
+async def test_taken_branches_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fuzz_counted.py").write_text(_COUNTED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("fuzz_counted")
+    counting = Counting(("fuzz_counted",))
+    counting.start()
+    assert [module.caught(1), module.caught(2), module.caught(0), await module.waits()] == ["one", 2, 5, [1, 2]]
+    assert {
+        f"{branch.function}: {branch.what}": counting.counts[branch.module, branch.line]
+        for branch in branches(("fuzz_counted",))
+    } == {
+        'Box.open: case 1: found = "one"': 1,
+        "Box.open: case _: return self.inner(value)()": 2,
+        "Box.open: return found": 1,
+        "Box.inner.later: if value: return value": 1,
+        "Box.inner.later: not value: raise ValueError": 1,
+        "Box.inner: return later": 2,
+        "caught: return Box().open(value)": 3,
+        "caught: except ValueError: pass": 1,
+        "caught: return default": 1,
+        "waits: if number % 2 == 0: await asyncio.sleep(0)": 2,
+        "waits: return [each for each in (1, 2) if each]": 1,
+    }
 
 
 def test_there_are_branches_and_most_are_judged() -> None:
