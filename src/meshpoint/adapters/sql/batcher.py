@@ -49,15 +49,18 @@ class _Group(Generic[Item, Result]):
         return self.results is not None and self.results.done()
 
 
-def in_parts(items: Sequence[Item], size: Callable[[Item], int], most: int = PART_BYTES) -> Iterator[list[Item]]:
+def in_parts(items: Sequence[Item], sizes: Sequence[int], most: int = PART_BYTES) -> Iterator[Sequence[Item]]:
     """Split `items`, in order, into parts of at most `most` bytes. A larger item gets a part of its own."""
+    if items and sum(sizes) <= most:
+        yield items
+        return
     part: list[Item] = []
     total = 0
-    for item in items:
-        total += (added := size(item))
+    for item, size in zip(items, sizes, strict=True):
+        total += size
         if part and total > most:
             yield part
-            part, total = [], added
+            part, total = [], size
         part.append(item)
     if part:
         yield part

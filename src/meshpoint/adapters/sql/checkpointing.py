@@ -271,7 +271,7 @@ async def _write(
         await tx.run(sql.DELETE_DONE_CALLS, ids=ids)
         await tx.run(sql.DELETE_JOINS, ids=ids)
     calls = [row for packed, _ in each for row in _call_columns(packed, locked.now, terms)]
-    for part in in_parts(calls, lambda row: len(row["request"] or b"") + len(row["outcome"] or b"")):
+    for part in in_parts(calls, [len(row["request"] or b"") + len(row["outcome"] or b"") for row in calls]):
         await tx.each(sql.INSERT_CALL, part)
     await tx.each(sql.INSERT_JOIN, [_join_columns(packed, locked.now, terms) for packed, _ in each])
     pauses = [packed.pause for packed, _ in each if packed.pause.children]

@@ -103,7 +103,7 @@ async def read_large(database: Database, row: Any) -> list[StoredOutcome]:
     task_id = row.logical_task_id
     sizes = await database.read(lambda tx: tx.rows(sql.READ_SIZES, task_id=task_id, generation=row.generation))
     found: dict[str, bytes | None] = {}
-    for part in in_parts(sizes, lambda call: int(call.bytes)):
+    for part in in_parts(sizes, [call.bytes for call in sizes]):
         ids = [call.sub_task_id for call in part]
         some = partial(Transaction.rows, template=sql.READ_SOME_OUTCOMES, task_id=task_id, ids=ids)
         found.update({call.sub_task_id: call.outcome for call in await database.read(some)})

@@ -26,7 +26,7 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.messages import Address
-from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, decode_outcome, encode_outcome
+from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
 
 FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 """When a parked task is due: it waits for a person, not for time."""
@@ -252,7 +252,7 @@ async def resumable_of(
         refused = f"the outcomes of its peer calls have {size} bytes; max_join_bytes is {max_join_bytes}"
         calls = ()
     outcomes = [
-        (call_id, peer, found if isinstance(found, Ok | Failed) else await _outcome(found))
+        (call_id, peer, await _outcome(found) if found is None or isinstance(found, bytes) else found)
         for call_id, peer, found in calls
     ]
     return Resumable(

@@ -283,23 +283,21 @@ class SqlCheckpointStore(SqlOperations):
         if not claims:
             return []
         outcomes = await outcome_columns(wish.outcome for wish in claims)
-        ids = [wish.id for wish in claims]
-        firsts = range(len(ids)) if len(set(ids)) == len(ids) else [ids.index(id_) for id_ in dict.fromkeys(ids)]
-        bytes_of = [len(outcome or b"") for outcome in outcomes]
-        moved: dict[int, Arrival | Taken] = {}
+        firsts: dict[str, tuple[Claim, bytes | None]] = {}
+        for wish, outcome in zip(claims, outcomes, strict=True):
+            firsts.setdefault(wish.id, (wish, outcome))
+        packed = list(firsts.values())
+        verdicts: list[Arrival | Taken] = []
         owned = OwnedTasks()
-        for part in in_parts(firsts, bytes_of.__getitem__):
-            left = slots - len(owned.tasks)
-            arrivals = await self._claim_part([(claims[place], outcomes[place]) for place in part], replica, left)
-            moved.update(zip(part, arrivals.verdicts, strict=True))
+        for part in in_parts(packed, [len(outcome or b"") for _, outcome in packed]):
+            arrivals = await self._claim_part(part, replica, slots - len(owned.tasks))
+            verdicts += arrivals.verdicts
             owned = owned.and_also(arrivals.owned)
-        in_order = [
-            moved[place] if place in moved else _repeated(moved[ids.index(ids[place])], wish)
-            for place, wish in enumerate(claims)
-        ]
-        if held := [each.task_id for each in in_order if isinstance(each, Locked)]:
+        if len(packed) < len(claims):
+            verdicts = _with_repeated(claims, verdicts)
+        if held := [each.task_id for each in verdicts if isinstance(each, Locked)]:
             self._held.note(held)
-        return claiming.with_tasks(in_order, await self._read_claimed(owned, replica))
+        return claiming.with_tasks(verdicts, await self._read_claimed(owned, replica))
 
     async def _read_claimed(self, owned: OwnedTasks, replica: Replica) -> dict[str, Resumable]:
         try:
@@ -315,16 +313,18 @@ class SqlCheckpointStore(SqlOperations):
         moved: dict[int, Arrival | Taken] = {}
         owned = OwnedTasks()
         held = self._held.among(wish.task_id for wish, _ in packed)
-        if self._hot is not None and (free := [i for i, (wish, _) in enumerate(packed) if wish.task_id not in held]):
-            some = [packed[place] for place in free] if held else packed
+        free = [place for place, (wish, _) in enumerate(packed) if wish.task_id not in held] if held else None
+        if self._hot is not None and free != []:
+            some = packed if free is None else [packed[place] for place in free]
             try:
-                found, owned = await self._hot.claim(some, replica, slots, skip_locked=self._held.skipping)
-                moved = {free[place]: arrival for place, arrival in found.items()}
+                moved, owned = await self._hot.claim(some, replica, slots, skip_locked=self._held.skipping)
             except RowLocked:
                 self._held.waited()
-        rest = [packed[place] for place in range(len(packed)) if place not in moved]
-        if not rest:
+        if free is not None:
+            moved = {free[place]: arrival for place, arrival in moved.items()}
+        if len(moved) == len(packed):
             return claiming.Arrivals([moved[place] for place in range(len(packed))], owned)
+        rest = [packed[place] for place in range(len(packed)) if place not in moved]
         arrivals = await self._claim_in_general(rest, replica, slots - len(owned.tasks))
         verdicts = iter(arrivals.verdicts)
         in_order = [moved[place] if place in moved else next(verdicts) for place in range(len(packed))]
@@ -582,6 +582,15 @@ class SqlCheckpointStore(SqlOperations):
         return await self._database.read(lambda tx: catalog.show_task(tx, self._terms.names, task_id))
 
 
-def _repeated(first: Arrival | Taken, claim: Claim) -> Arrival | Taken:
-    """The verdict on a claim whose id came before in the same call, where it got `first`."""
-    return first if isinstance(first, Unknown | WrongSender | Locked) else Duplicate(claim.task_id, claim.sub_task_id)
+def _with_repeated(claims: Sequence[Claim], verdicts: Sequence[Arrival | Taken]) -> list[Arrival | Taken]:
+    """Add verdicts on claims whose id came before; `verdicts` are those on the first claims of each id."""
+    left, firsts = iter(verdicts), dict[str, Arrival | Taken]()
+    found: list[Arrival | Taken] = []
+    for claim in claims:
+        first = firsts.get(claim.id)
+        if first is None:
+            first = firsts[claim.id] = next(left)
+        elif not isinstance(first, Unknown | WrongSender | Locked):
+            first = Duplicate(claim.task_id, claim.sub_task_id)
+        found.append(first)
+    return found
