@@ -79,13 +79,15 @@ class Sweeper:
         A defect in one step does not stop the others.
         """
         due = await self._due(home)
+        limit = self._site.options.sweep_batch
+        counts = due or Due(limit, limit, limit, limit, limit)
         more = False
         for step, count in (
-            (self._take_ready, due.ready),
-            (self._expire, due.expired),
-            (self._take_over, due.lapsed),
-            (self._send, due.unsent),
-            (self._keep_alive, due.keep_alives),
+            (self._take_ready, counts.ready),
+            (self._expire, counts.expired),
+            (self._take_over, counts.lapsed),
+            (self._send, counts.unsent),
+            (self._keep_alive, counts.keep_alives),
             (self._clean, 0),
         ):
             try:
@@ -94,17 +96,17 @@ class Sweeper:
                 raise
             except Exception:
                 log.exception("agent %s: a step of the sweeper failed", self._site.agent)
-        return more
+        return more and due is not None
 
-    async def _due(self, home: Home) -> Due:
-        limit = self._site.options.sweep_batch
+    async def _due(self, home: Home) -> Due | None:
+        """Count what is due; `None` after a defect, so that each step looks for itself."""
         try:
-            due = await home.store.due(self._site.replica, limit)
+            due = await home.store.due(self._site.replica, self._site.options.sweep_batch)
         except NO_DEFECT:
             raise
         except Exception:
             log.exception("agent %s: due work could not be counted", self._site.agent)
-            return Due(limit, limit, limit, limit, limit)
+            return None
         if home.durable and self._site.patience.note_back():
             self._graces[True].begin()
         return due
