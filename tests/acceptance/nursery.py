@@ -7,6 +7,7 @@ neither threads nor an event loop: hence a process beside the one that runs the 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from typing import NoReturn, Self
 from meshpoint import event_loop
 
 _LONGEST_LINE = 1 << 24
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Forked:
@@ -105,11 +107,19 @@ def _serve(orders: socket.socket) -> None:
             os.close(descriptor)
 
 
+def _end_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends, so that killed tests leave no replica behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _watch(arguments: list[str], stdout: int, status: int) -> NoReturn:
     """Fork the replica, tell its process id, then its exit code."""
+    _end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
+        _end_with_parent()
         os.close(status)
         os.dup2(stdout, sys.stdout.fileno())
         os.close(stdout)
