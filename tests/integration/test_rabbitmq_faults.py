@@ -17,6 +17,7 @@ from yarl import URL
 from meshpoint.adapters.rabbitmq import RabbitMqBroker, link
 from meshpoint.adapters.rabbitmq.intake import Intake
 from meshpoint.adapters.rabbitmq.link import translated
+from meshpoint.adapters.rabbitmq.subscription import RabbitSubscription
 from meshpoint.conformance.broker import AGENT, REQUESTS, STRANGER, Inbox, a_message, send, until_depth
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import ReplicaId
@@ -155,6 +156,53 @@ async def test_deliveries_of_a_consumer_that_was_given_up_do_not_stop_its_connec
         await until_depth(broker, REQUESTS, 0)
         assert proxy.connections == before
         await broker.close()
+
+
+@pytest.mark.parametrize("step", ["resize", "cancel"])
+async def test_a_caller_that_is_cancelled_before_the_broker_answers_costs_no_delivery(
+    connect: Connect, own_rabbit: RabbitServer, step: str
+) -> None:
+    """The library closes the channel of a cancelled call, and the broker would requeue what is un-acked there."""
+    async with Proxy(own_rabbit.url) as proxy:
+        broker, inbox = await connect(proxy.url), Inbox()
+        subscription = await broker.consume(REQUESTS, 2, inbox)
+        await send(broker, REQUESTS, a_message())
+        held = await inbox.next()
+        proxy.hold_answers()
+        under_way = asyncio.ensure_future(subscription.resize(1) if step == "resize" else subscription.cancel())
+        await _sent(subscription)
+        under_way.cancel()
+        await asyncio.wait({under_way})
+        assert under_way.cancelled()
+        proxy.resume()
+        await subscription.cancel()
+        assert not held.lost
+        assert await held.ack()
+        await broker.close()
+
+
+async def test_what_the_broker_does_not_answer_ends_with_the_connection(
+    connect: Connect, own_rabbit: RabbitServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "_FAREWELL", 0.05)
+    async with Proxy(own_rabbit.url) as proxy:
+        broker = await connect(proxy.url)
+        subscription = await broker.consume(REQUESTS, 2, Inbox())
+        proxy.hold_answers()
+        under_way = asyncio.ensure_future(subscription.resize(1))
+        await _sent(subscription)
+        under_way.cancel()
+        await broker.close()
+        while subscription._adjustments:
+            await asyncio.sleep(0)
+        proxy.resume()
+
+
+async def _sent(subscription: RabbitSubscription) -> None:
+    """Wait until it is asking the broker for something."""
+    assert subscription._intake is not None
+    while not subscription._intake._adjusting.locked():
+        await asyncio.sleep(0)
 
 
 async def test_a_consumer_given_up_while_it_begins_takes_nothing(

@@ -242,6 +242,29 @@ class PrefetchSuite(BrokerCase):
         assert await delivery.ack()
         await self.nothing_is_left(broker, two)
 
+    @pytest.mark.parametrize("step", ["resize", "cancel"])
+    async def test_a_step_whose_caller_is_cancelled_is_done_and_costs_no_delivery(
+        self, broker: Broker, other: Broker, step: str
+    ) -> None:
+        """A replica that drains gives up whatever it does to its consumers, while code runs for their deliveries."""
+        one, two, late = Inbox(), Inbox(), a_message()
+        subscription = await broker.consume(REQUESTS, 2, one)
+        await send(broker, REQUESTS, a_message())
+        held = await one.next()
+        under_way = asyncio.ensure_future(subscription.resize(0) if step == "resize" else subscription.cancel())
+        await asyncio.sleep(0)
+        under_way.cancel()
+        await asyncio.wait({under_way})
+        await subscription.cancel()
+        await send(broker, REQUESTS, late)
+        await other.consume(REQUESTS, 10, two)
+        delivery = await two.next()
+        assert (delivery.message.message_id, delivery.count) == (late.message_id, 1)
+        assert not held.lost
+        assert await held.ack()
+        assert await delivery.ack()
+        await self.nothing_is_left(broker, two)
+
     async def test_cancelling_twice_is_harmless(self, broker: Broker) -> None:
         subscription = await broker.consume(REQUESTS, 1, Inbox())
         await subscription.cancel()

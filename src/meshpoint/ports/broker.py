@@ -51,7 +51,7 @@ class Delivery(Protocol):
 
 
 class Subscription(Protocol):
-    """A running consumer."""
+    """A running consumer. What is asked of it is done even if the caller is cancelled, and costs no delivery."""
 
     async def resize(self, prefetch: int) -> None:
         """Let up to `prefetch` deliveries be unsettled at a time."""

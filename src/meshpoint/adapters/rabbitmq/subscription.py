@@ -57,6 +57,7 @@ class RabbitSubscription:
         self._intake: Intake | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._buryings: set[asyncio.Task[None]] = set()
+        self._adjustments: set[asyncio.Task[None]] = set()
         self._cancelled = False
         self._outage = Outage(monotonic)
 
@@ -100,16 +101,16 @@ class RabbitSubscription:
         if self._cancelled:
             return
         self._limit = prefetch
-        with suppress(BrokerUnavailable):  # the keeper attaches with the new limit
-            await self._adjust()
+        await self._adjust_apart()
 
     async def cancel(self) -> None:
         """Take no more deliveries; those unsettled can still be settled, then the channel closes."""
         self._cancelled = True  # from here on, a resize changes nothing
         self._limit = 0
-        with suppress(BrokerUnavailable):  # there is no consumer any more
-            await self._adjust()
-        self._wake.set()
+        try:
+            await self._adjust_apart()
+        finally:
+            self._wake.set()
 
     async def close(self) -> None:
         """Give unsettled deliveries back. What was settled before is on the wire when this returns."""
@@ -157,6 +158,17 @@ class RabbitSubscription:
         intake = Intake(await self._link.open_channel(), self._queue, self._receive, self._wake.set)
         self._intake = intake
         await self._adjust()
+
+    async def _adjust_apart(self) -> None:
+        """Adjust to the limit, also if the caller is cancelled meanwhile. Ends with the connection at the latest.
+
+        The library closes the channel of a cancelled call, which would requeue the requests of all running code.
+        """
+        adjustment = asyncio.create_task(self._adjust())
+        self._adjustments.add(adjustment)
+        adjustment.add_done_callback(self._adjustments.discard)
+        with suppress(BrokerUnavailable):  # the keeper attaches with the new limit, if it still wants to consume
+            await asyncio.shield(adjustment)
 
     async def _adjust(self) -> None:
         intake = self._intake
