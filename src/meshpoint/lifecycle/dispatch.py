@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import TypeVar
 
 from pydantic import JsonValue
@@ -213,16 +213,24 @@ class Outgoing:
         Returns `True` if the request may be acked: the reply is confirmed, stored in a row, or its loss is reported.
         Otherwise only this process has the reply, and the request belongs into `held`.
         `again`: the request of an ended task was delivered again. `digest` is the digest of the request's input.
-        `may_run_elsewhere`, asked once the reply is confirmed: whether the request was lost meanwhile. Then the reply
-        is stored too, so that the next delivery of the request finds it.
+        `may_run_elsewhere`: whether the request was lost meanwhile. Then a confirmed reply is stored too, so that the
+        next delivery of the request finds it; one that must be sent again is stored first, and dropped if another run
+        has a row.
         """
         letter = reply_letter(reply)
         if letter is None:
             return True
+        attempts = count(1)
+
+        async def attempt() -> Published:
+            if next(attempts) > 1 and self._site.durable is not None and may_run_elsewhere():
+                return Published.OVERLOADED  # not to be sent before its row decides
+            return await self._prompt_word(reply, letter)
+
         word = Published.UNROUTABLE if self._addresses.gone(letter[0]) else Published.OVERLOADED
         if not self._addresses.blocked(letter[0], fresh=True) or self._must_wait(letter[0]):
             with self._site.steps.step(Step.REPLY, [reply.task_id]):
-                word = await self._site.patience.until_answered(partial(self._prompt_word, reply, letter))
+                word = await self._site.patience.until_answered(attempt)
         if word is Published.REJECTED:
             self._note_rejected(reply.task_id, "reply")
         elif word is not Published.ACCEPTED:

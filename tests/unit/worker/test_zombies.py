@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshpoint.errors import IncompatibleState
+from meshpoint.errors import BrokerUnavailable, IncompatibleState
 from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.checkpoint import TaskState
 from meshpoint.model.context import TaskExecutionContext
@@ -20,7 +20,7 @@ from meshpoint.model.options import AckPolicy
 from meshpoint.model.outcomes import Ok, Outcomes
 from meshpoint.ports.broker import Published
 
-from .agents import Gate, Scripted
+from .agents import Gate, Scripted, doubler
 from .mesh import Mesh, Running
 from .puppet import Puppet
 
@@ -243,6 +243,53 @@ async def test_a_request_lost_while_its_reply_is_sent_has_one_answer(
     assert all(reply == Ok("run 1") for reply in boss.replies())  # copies of one reply
     assert next(runs) == 2
     assert mesh.unacked("agent") == mesh.waiting("agent") == 0
+
+
+def lose_the_request_with_the_next_reply(replica: Running, patch: pytest.MonkeyPatch) -> None:
+    """An outage of the broker: the reply is not sent, and the request is requeued; others take it."""
+
+    async def lose(messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+        patch.undo()
+        await replica.worker._subscriptions["requests"].cancel()
+        replica.broker.lose_connection()
+        raise BrokerUnavailable("the broker restarts")
+
+    patch.setattr(replica.broker, "publish", lose)
+
+
+async def test_a_reply_that_is_sent_again_after_its_request_was_lost_has_one_answer(
+    mesh: Mesh, boss: Puppet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = count(1)
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Done[str]:
+        return Done(f"run {next(runs)}")
+
+    first = await mesh.replica(Scripted("agent", start))
+    lose_the_request_with_the_next_reply(first, monkeypatch)
+    task_id = await boss.ask("agent", 1)
+    await mesh.events.wait(Step.BROKER_AWAY)
+    await mesh.replica(Scripted("agent", start))
+    assert await boss.reply(task_id) == Ok("run 2")
+    await mesh.advance(20)
+    assert boss.replies() == [Ok("run 2")]
+    assert mesh.unacked("agent") == mesh.waiting("agent") == 0
+
+
+@pytest.mark.parametrize("durable", [True, False])
+async def test_a_reply_whose_request_was_lost_is_sent_though_nobody_else_runs_it(
+    mesh: Mesh, boss: Puppet, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    first = await mesh.replica(doubler, durable=durable)
+    lose_the_request_with_the_next_reply(first, monkeypatch)
+    task_id = await boss.ask("doubler", 1)
+    await mesh.advance(20)
+    assert boss.replies(task_id) == [Ok(2)]
+    await mesh.replica(doubler, durable=durable)
+    await mesh.advance(20)
+    assert set(map(str, boss.replies(task_id))) == {str(Ok(2))}
+    assert len(mesh.events.of(Step.SEGMENT, Phase.BEFORE)) == (1 if durable else 2)
+    assert mesh.unacked("doubler") == mesh.waiting("doubler") == 0
 
 
 async def test_a_begin_that_comes_second_runs_nothing(mesh: Mesh, boss: Puppet) -> None:
