@@ -81,7 +81,10 @@ class Outgoing:
         """Publish and mark; return the undeliverable calls and the tasks whose reply is settled, with no other due.
 
         `again`: the sends were overdue. They skip addresses in back-off, since the sweeper will send them later.
+        A reply that another run may also give is put away instead, and the row decides.
         """
+        doubtful = [send for send in sends if isinstance(send, Reply) and self._may_be_second(home, send)]
+        sends = [send for send in sends if send not in doubtful]
         settled: list[Send] = []
         undeliverable: list[Claim] = []
         kinds = [[send for send in sends if isinstance(send, kind)] for kind in _STEP]
@@ -93,6 +96,10 @@ class Outgoing:
                 settled.append(send)
         replied = await self._replied(home, [send for send in settled if isinstance(send, Reply)])
         await self._mark(home, settled)
+        for send in settled:
+            if isinstance(send, Reply) and self._may_be_second(home, send):  # lost while the reply was sent
+                await self._store_if_possible(send)
+        replied += [reply.task_id for reply in doubtful if await self.put_away(home, reply, patient=not again)]
         return undeliverable, replied
 
     async def _replied(self, home: Home, replies: Sequence[Reply]) -> list[TaskId]:
@@ -305,10 +312,27 @@ class Outgoing:
         """Whether its address refused the last message while the broker was available."""
         return reply.requester.reply_to is not None and self._addresses.troubled(reply.requester.reply_to)
 
-    async def put_away(self, home: Home, reply: Reply) -> bool:
+    def _may_be_second(self, home: Home, reply: Reply) -> bool:
+        """Whether `reply` is that of an in-memory task that another replica may run from the database."""
+        one_home = home.durable or self._site.durable is None
+        return not one_home and self.held.may_run_elsewhere(reply.task_id)
+
+    async def _store_if_possible(self, reply: Reply) -> None:
+        """Store the reply of an in-memory task in the database, once it is sent, unless another run has a row."""
+        assert self._site.durable is not None
+        first = replace(reply, fence=0)
+        try:
+            (kept,) = await self._site.durable.store.keep_replies([KeepReply(RunId(reply.task_id), first)])
+        except Unavailable as error:
+            self._site.patience.note_away(error)
+        else:
+            await self._mark(self._site.durable, [first] if kept else [])
+
+    async def put_away(self, home: Home, reply: Reply, *, patient: bool = False) -> bool:
         """Keep an undeliverable reply of an in-memory task. Returns `True` if its request may be acked.
 
-        The reply is stored in the database or, without one, in this process, up to a limit.
+        The reply is stored in the database or, without one, in this process, up to a limit. `patient`: wait for the
+        database.
         """
         address = reply.requester.reply_to
         if self._site.durable is None:
@@ -322,8 +346,9 @@ class Outgoing:
             gone = address is not None and self._addresses.gone(address)
             # The id is the same in each attempt, so that a repeated write finds itself.
             wish = KeepReply(RunId(reply.task_id), reply, self._site.options.reply_retry_time if gone else None)
+            keep = partial(self._site.durable.store.keep_replies, [wish])
             try:
-                (kept,) = await self._site.durable.store.keep_replies([wish])
+                (kept,) = await (self._site.patience.until_answered(keep) if patient else keep())
             except Unavailable as error:
                 self._site.patience.note_away(error)
                 return False

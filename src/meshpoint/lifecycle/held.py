@@ -54,6 +54,10 @@ class Held:
             return None
         return next((delivery.message for delivery in self._by_task.get(task_id, ())), None)
 
+    def may_run_elsewhere(self, task_id: TaskId) -> bool:
+        """Whether a request of the task was redelivered or lost, so another replica may run the task too."""
+        return any(delivery.count > 1 or delivery.lost for delivery in self._by_task.get(task_id, ()))
+
     def hold(self, task_id: TaskId, deliveries: Iterable[Delivery]) -> list[Delivery]:
         """Keep `deliveries` un-acked until the task has ended and its reply is confirmed.
 

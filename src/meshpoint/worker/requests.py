@@ -195,12 +195,14 @@ class Requests:
             await self._segments.ack(running)
 
     async def _lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, tuple[Home, Known]]:
+        """The rows of these tasks. The database has the say if another replica ran one that is in memory here."""
         found: dict[TaskId, tuple[Home, Known]] = {}
         if task_ids:
             with self._site.steps.step(Step.RECEIVE, task_ids):
                 for home in self._site.homes:
                     rows = await self._site.patience.until_answered(partial(home.store.lookup, task_ids))
-                    found.update({task_id: (home, row) for task_id, row in rows.items()})
+                    new = [task_id for task_id in rows if task_id not in found or found[task_id][1].early]
+                    found.update({task_id: (home, rows[task_id]) for task_id in new})
         return found
 
     def _often_redelivered(self, segment: Segment, request: receive.Request, delivery: Delivery) -> bool:

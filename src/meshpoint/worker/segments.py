@@ -73,6 +73,8 @@ _RESCUES_PER_ATTEMPT = 10
 """Maximum rescues of a task that ends more than its own process."""
 _LONGEST_PAUSE = timedelta(seconds=30)
 """Delay before a task runs again after its own process died."""
+_BEHIND = timedelta(seconds=1)
+"""Delay before the second of two runs of a task goes on, which an outage of the database left in two homes."""
 _LONGEST_UNACKED = timedelta(minutes=15)
 """How long a request stays un-acked for its reply's sake. RabbitMQ closes the channel after 30 minutes by default."""
 Agent: TypeAlias = DurableAgent[Any, Any]
@@ -189,11 +191,20 @@ class Segments:
         """
         segment = Segment(run=task.run, requester=task.requester, home=home, known_digest=task.digest)
         segment.decided.set()
-        if earlier := self.live.get(task.run.task_id):  # this replica stood still, and took over from itself
-            self.lose(earlier.run)
+        if earlier := self.live.get(task.run.task_id):
+            if earlier.home is not None and earlier.home.durable is not home.durable:
+                self._site.slots.give_back()
+                self._site.apart.give_back(apart)
+                self._spawn(self._put_behind(home, task.run))
+                return
+            self.lose(earlier.run)  # this replica stood still, and took over from itself
         self.arrive(segment)
         code = self._next(segment, task, taken_over=taken_over, apart=apart)
         self._begin(segment, partial(self._apart, code) if apart else code)
+
+    async def _put_behind(self, home: Home, run: Run) -> None:
+        """Release a task whose other run, in the other home, is at work here: its request was redelivered."""
+        await self._release(home, Release(run, _BEHIND), "its other run is at work here")
 
     def _next(self, segment: Segment, task: Resumable, *, taken_over: bool, apart: bool) -> Code:
         if task.cancel_requested:
@@ -644,7 +655,8 @@ class Segments:
         """
         undeliverable, settled = await self._outgoing.send(home, sends, again=again)
         for task_id in [*settled, *await self._put_away(home, sends, settled)]:
-            if deliveries := self.held.let_go(task_id):
+            # The requests of an in-memory task are none of its run in the database, which another replica began.
+            if not home.durable and (deliveries := self.held.let_go(task_id)):
                 await self._settle_requests(task_id, deliveries)
         if not home.durable:
             self._make_room()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,14 +14,15 @@ from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.checkpoint import TaskState
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Phase, Step
-from meshpoint.model.messages import responses_of
+from meshpoint.model.ids import TaskId
+from meshpoint.model.messages import Address, Message, nested_of, responses_of
 from meshpoint.model.options import OnCheckpointFailure
 from meshpoint.model.outcomes import Failed, Ok, Outcomes
 from meshpoint.ports.broker import Published
 
-from .agents import Gate, Scripted, asker, doubler, summer
+from .agents import Gate, Scripted, asker, doubler, gated_after, summer
 from .faults import IN_DOUBT, LOST_IN_DOUBT, NOT_COMMITTED
-from .mesh import Mesh
+from .mesh import Mesh, Running
 from .puppet import Puppet
 
 itself = Peer("itself", int, int)
@@ -384,3 +386,146 @@ async def test_a_degraded_task_can_be_cancelled(mesh: Mesh, boss: Puppet, peer: 
     assert await peer.cancelled() == [request.correlation_id]
     await mesh.settle()
     assert mesh.unacked("asker") == 0
+
+
+# ── and whose request is redelivered ───────────────────────────────────────────────────────────────
+
+
+async def degraded(mesh: Mesh, boss: Puppet, peer: Puppet, agent: Scripted) -> tuple[Running, TaskId, Message]:
+    """A replica with a task in its memory, now that the database is back, and the request of that task to `peer`."""
+    first = await mesh.replica(agent, checkpoint_retry_time=timedelta(0))
+    first.store.fail("pause", *[NOT_COMMITTED] * 3)
+    task_id = await boss.ask("agent", 1)
+    request = await peer.request_number()
+    await mesh.settle()
+    assert mesh.events.of(Step.DEGRADED)
+    first.store.heal()
+    return first, task_id, request
+
+
+async def lose_its_request(replica: Running) -> None:
+    """The broker requeues it. The next replica gets it."""
+    await replica.worker._subscriptions["requests"].cancel()
+    replica.broker.lose_connection()
+
+
+@pytest.mark.parametrize("order", ["in memory first", "in the database first"])
+async def test_a_degraded_task_that_another_replica_runs_in_the_database_has_one_answer(
+    mesh: Mesh, boss: Puppet, peer: Puppet, order: str
+) -> None:
+    agent = asker("agent", "peer")
+    first, task_id, in_memory = await degraded(mesh, boss, peer, agent)
+    await lose_its_request(first)
+    second = await mesh.replica(agent)
+    in_database = await peer.request_number(2)
+    answers = [(in_memory, "first run"), (in_database, "second run")]
+    for request, answer in answers if order == "in memory first" else reversed(answers):
+        await peer.respond(request, answer)
+        await mesh.settle()
+    assert await boss.reply(task_id) == Ok({"peer": "second run"})
+    await second.drain()
+    await boss.send("agent", boss.request(1, task_id), nested_of("agent"))  # type: ignore[arg-type]
+    await mesh.advance(20)
+    assert boss.replies() == [Ok({"peer": "second run"})] * 2  # the first replica looks it up in the database
+    assert first.worker.segments.live == {}
+    assert mesh.unacked("agent") == mesh.waiting("agent") == 0
+
+
+async def test_a_degraded_task_whose_request_nobody_else_ran_is_answered_once_the_database_is_back(
+    mesh: Mesh, boss: Puppet, peer: Puppet
+) -> None:
+    agent = asker("agent", "peer")
+    first, task_id, request = await degraded(mesh, boss, peer, agent)
+    await lose_its_request(first)
+    first.store.away = True
+    await peer.respond(request, "first run")
+    await mesh.advance(20)
+    assert boss.replies() == []  # another replica may have a row
+    first.store.away = False
+    await mesh.advance(20)
+    assert boss.replies() == [Ok({"peer": "first run"})]
+    await mesh.replica(agent)
+    await mesh.advance(20)
+    assert set(map(str, boss.replies(task_id))) == {str(Ok({"peer": "first run"}))}
+    assert len(peer.requests) == 1
+    assert mesh.unacked("agent") == mesh.waiting("agent") == 0
+
+
+async def test_a_degraded_task_whose_request_comes_back_here_is_answered(
+    mesh: Mesh, boss: Puppet, peer: Puppet
+) -> None:
+    first, _, request = await degraded(mesh, boss, peer, asker("agent", "peer"))
+    first.broker.lose_connection()
+    await mesh.settle()
+    await peer.respond(request, "first run")
+    await mesh.advance(20)
+    assert boss.replies() == [Ok({"peer": "first run"})]
+    assert len(peer.requests) == 1
+    assert mesh.unacked("agent") == mesh.waiting("agent") == 0
+
+
+async def test_a_degraded_task_whose_request_is_lost_while_its_reply_is_sent_has_one_answer(
+    mesh: Mesh, boss: Puppet, peer: Puppet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = asker("agent", "peer")
+    first, task_id, request = await degraded(mesh, boss, peer, agent)
+    publish = first.broker.publish
+
+    async def publish_and_lose(messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+        words = await publish(messages)
+        monkeypatch.undo()
+        await lose_its_request(first)
+        return words
+
+    monkeypatch.setattr(first.broker, "publish", publish_and_lose)
+    await peer.respond(request, "first run")
+    await mesh.advance(20)
+    assert boss.replies() == [Ok({"peer": "first run"})]
+    await mesh.replica(agent)
+    await mesh.advance(20)
+    assert set(map(str, boss.replies(task_id))) == {str(Ok({"peer": "first run"}))}  # copies of one reply
+    assert len(peer.requests) == 1
+    assert mesh.unacked("agent") == mesh.waiting("agent") == 0
+
+
+async def test_a_degraded_task_answers_again_as_before_although_a_cancel_came_late(
+    mesh: Mesh, boss: Puppet, peer: Puppet
+) -> None:
+    """The tombstone of the cancel in the database is not the task's row."""
+    _, task_id, request = await degraded(mesh, boss, peer, asker("agent", "peer"))
+    await peer.respond(request, 1)
+    assert await boss.reply(task_id) == Ok({"peer": 1})
+    await boss.cancel("agent", task_id)
+    await mesh.settle()
+    assert await mesh.state(task_id) is TaskState.CANCELLED
+    await boss.ask("agent", 1, task_id)
+    await mesh.settle()
+    assert boss.replies() == [Ok({"peer": 1})] * 2
+
+
+@pytest.mark.parametrize("at_work", ["in memory", "in the database"])
+async def test_two_runs_of_a_task_in_one_replica_do_not_stop_each_other(
+    mesh: Mesh, boss: Puppet, peer: Puppet, at_work: str
+) -> None:
+    """Any replica may record the response to the other run, also the one that has the task in memory."""
+    gate = Gate()
+    agent = gated_after("agent", "peer", gate)
+    first, task_id, in_memory = await degraded(mesh, boss, peer, agent)
+    await lose_its_request(first)
+    second = await mesh.replica(agent)
+    answers = [(in_memory, "first run"), (await peer.request_number(2), "second run")]
+    await mesh.settle()
+    await second.crash()
+    for request, answer in answers if at_work == "in memory" else reversed(answers):
+        await peer.respond(request, answer)
+        await mesh.settle()
+    assert gate.visits == 1
+    assert first.worker.site.slots.free == 9
+    gate.opened.set()
+    await mesh.advance(20)
+    assert gate.cancelled == 0
+    assert boss.replies(task_id) == [Ok({"peer": "second run"})]
+    assert await mesh.state(task_id) is TaskState.COMPLETED
+    assert mesh.events.of(Step.TAKE_OVER) == []
+    assert mesh.unacked("agent") == mesh.waiting("agent") == 0
+    assert first.worker.site.slots.free == 10
