@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from datetime import datetime, timedelta
 from functools import partial
 
-from meshpoint.errors import NO_DEFECT, ConfigurationError
+from meshpoint.errors import ConfigurationError
 from meshpoint.lifecycle.dispatch import Outgoing
 from meshpoint.lifecycle.receive import Request
 from meshpoint.lifecycle.senders import may_be_answered
@@ -25,6 +26,8 @@ log = logging.getLogger("meshpoint.refuse")
 
 _AFTER_DEFECT = timedelta(seconds=1)
 """Delay before redelivery of a message that could be neither handled nor dead-lettered."""
+_AT_ONCE = 64
+"""Dead letters copied concurrently. Their bodies wait for the connection in memory a second time."""
 
 
 def internal_error(error: BaseException) -> str:
@@ -48,18 +51,43 @@ def refusal(request: Request, options: Options, now: datetime) -> Failed | None:
 
 
 class Refusals:
-    """Dead-letters unreadable deliveries."""
+    """Dead-letters unreadable deliveries.
+
+    A delivery stays unacked until its copy is confirmed, so that the prefetch limits how many are under way, and a
+    crash loses none.
+    """
 
     def __init__(self, site: Site, outgoing: Outgoing, spawn: Spawn) -> None:
         self._site = site
         self._spawn = spawn
         self._outgoing = outgoing
+        self._room = asyncio.Semaphore(_AT_ONCE)
+        self._under_way: set[asyncio.Task[None]] = set()
 
-    async def dead_letter(self, delivery: Delivery, reason: str) -> None:
-        """Move `delivery` to the dead letters. The sender of an unreadable request gets an error reply.
+    def dead_letter_soon(self, delivery: Delivery, reason: str) -> None:
+        """Move `delivery` to the dead letters. Other messages do not wait for the broker's confirms of it.
 
-        No one else does: messages from impostors, or with another sender's reply address, are not answered.
+        The sender of an unreadable request gets an error reply. No one else does: messages from impostors, or with
+        another sender's reply address, are not answered.
         """
+        task = self._spawn(self._dead_letter_or_requeue(delivery, reason))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def done(self) -> None:
+        """Wait until no delivery is being moved."""
+        while self._under_way:
+            await asyncio.wait(self._under_way)
+
+    async def _dead_letter_or_requeue(self, delivery: Delivery, reason: str) -> None:
+        try:
+            async with self._room:
+                await self._dead_letter(delivery, reason)
+        except Exception:
+            log.exception("message %s: not dead-lettered, it will be redelivered", delivery.message.message_id)
+            self._spawn(self._requeue_later(delivery))
+
+    async def _dead_letter(self, delivery: Delivery, reason: str) -> None:
         reason = bounded_reason(reason)
         message = delivery.message
         answered = may_be_answered(message, self._site.options)
@@ -80,16 +108,10 @@ class Refusals:
             log.exception("message %s: it cannot be dead-lettered and will be redelivered", message.message_id)
             self._spawn(self._requeue_later(delivery))
 
-    async def set_aside(self, delivery: Delivery, error: Exception) -> None:
+    def set_aside(self, delivery: Delivery, error: Exception) -> None:
         """Dead-letter a delivery whose handling met a defect, so that it cannot break one replica after the other."""
         log.error("message %s: it could not be handled", delivery.message.message_id, exc_info=error)
-        try:
-            await self.dead_letter(delivery, internal_error(error))
-        except NO_DEFECT:
-            raise
-        except Exception:
-            log.exception("message %s: not dead-lettered, it will be redelivered", delivery.message.message_id)
-            self._spawn(self._requeue_later(delivery))
+        self.dead_letter_soon(delivery, internal_error(error))
 
     async def _requeue_later(self, delivery: Delivery) -> None:
         await self._site.clock.sleep(_AFTER_DEFECT)
@@ -99,6 +121,5 @@ class Refusals:
         task_id = TaskId(message.correlation_id)
         parent = message.headers.get(Header.PARENT_TASK)
         requester = Requester(message.reply_to, parent_task_id=None if parent is None else str(parent))
-        body = reply_bytes(task_id, None, Failed(FailureKind.INVALID, reason))
         body = reply_bytes(task_id, None, Failed(FailureKind.INVALID, reason), refuses=fingerprint(message))
         await self._outgoing.refuse(Reply(self._site.agent, task_id, TaskState.FAILED, body, requester))

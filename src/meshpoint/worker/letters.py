@@ -49,14 +49,16 @@ Answer: TypeAlias = tuple[Delivery, Claim, str | None]
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt to handle a batch of letters, and the ids of those it postponed.
+    """One attempt to handle a batch of letters.
 
-    `shared` is `True` for the agent's queue, `False` for this replica's own.
+    `shared` is `True` for the agent's queue, `False` for this replica's own. `refused` are dead-lettered once the
+    others are handled. `elsewhere` has the ids of letters that are postponed, or being dead-lettered.
     """
 
     home: Home
     shared: bool
-    postponed: set[RunId] = field(default_factory=set)
+    refused: list[tuple[Received, str]] = field(default_factory=list)
+    elsewhere: set[RunId] = field(default_factory=set)
 
 
 class Letters:
@@ -94,7 +96,7 @@ class Letters:
         try:
             await self._try(received, attempt)
         except NO_DEFECT:
-            for each in [each for each in received if each[1] not in attempt.postponed]:
+            for each in [each for each in received if each[1] not in attempt.elsewhere]:
                 await self._postponed.keep(each, home, shared=shared)
             raise
 
@@ -109,9 +111,10 @@ class Letters:
         if (defect := await self._defect(received, attempt)) is None:
             return
         log.warning("retrying %d messages one by one", len(received), exc_info=defect)
-        for each in [each for each in received if each[1] not in attempt.postponed]:
+        for each in [each for each in received if each[1] not in attempt.elsewhere]:
             if (defect := await self._defect([each], attempt)) is not None:
-                await self._refusals.set_aside(each[0], defect)
+                self._refusals.set_aside(each[0], defect)
+                attempt.elsewhere.add(each[1])
 
     async def _defect(self, received: Sequence[Received], attempt: Attempt) -> Exception | None:
         """Handle letters. Returns the internal error this raised, or `None`."""
@@ -124,28 +127,23 @@ class Letters:
         return None
 
     async def _sort(self, received: Sequence[Received], attempt: Attempt) -> None:
-        of_type: dict[MessageType, list[Delivery]] = {kind: [] for kind in MessageType}
-        responses: list[Received] = []
-        refused: list[tuple[Delivery, str]] = []
-        cancels: list[Received] = []
-        for delivery, claim_id in received:
-            if (reason := self._refusal(delivery.message)) is not None:
-                refused.append((delivery, reason))
-            elif delivery.message.type is MessageType.RESPONSE:
-                responses.append((delivery, claim_id))
-            elif delivery.message.type is MessageType.CANCEL:
-                cancels.append((delivery, claim_id))
+        of_type: dict[MessageType, list[Received]] = {kind: [] for kind in MessageType}
+        attempt.refused.clear()
+        for each in received:
+            if (reason := self._refusal(each[0].message)) is not None:
+                attempt.refused.append((each, reason))
             else:
-                of_type[delivery.message.type].append(delivery)
-        await self.on_cancels(cancels, attempt)
-        await self.on_responses(responses, attempt)
-        await self.on_status(of_type[MessageType.STATUS], attempt.home)
-        for delivery in of_type[MessageType.WAKE]:
+                of_type[each[0].message.type].append(each)
+        await self.on_cancels(of_type[MessageType.CANCEL], attempt)
+        await self.on_responses(of_type[MessageType.RESPONSE], attempt)
+        await self.on_status(of_type[MessageType.STATUS], attempt)
+        for delivery, _ in of_type[MessageType.WAKE]:
             self._segments.ready_somewhere.set()
             self._poke()
             await delivery.ack()
-        for delivery, reason in refused:
-            await self._refusals.dead_letter(delivery, reason)
+        for (delivery, claim_id), reason in attempt.refused:
+            attempt.elsewhere.add(claim_id)
+            self._refusals.dead_letter_soon(delivery, reason)
 
     def _refusal(self, message: Message) -> str | None:
         """Why a message is refused unread, if it is."""
@@ -165,10 +163,10 @@ class Letters:
             except PoisonMessage as error:
                 failed = receive.unreadable_claim(delivery.message, str(error), self._site.options)
                 if failed is None:
-                    await self._refusals.dead_letter(delivery, str(error))
+                    attempt.refused.append(((delivery, claim_id), str(error)))
                 else:
                     readable.append((delivery, replace(failed, id=claim_id), str(error)))
-        readable = await self._without_refusals_of_others(readable, attempt.home)
+        readable = await self._without_refusals_of_others(readable, attempt)
         if not readable:
             return
         arrivals = await self._segments.claim(attempt.home, [each for _, each, _ in readable])
@@ -180,18 +178,18 @@ class Letters:
                     reason = (
                         f"the response came from {delivery.message.app_id!r}, the call went to {arrival.expected!r}"
                     )
-                    await self._refusals.dead_letter(delivery, reason)
+                    attempt.refused.append(((delivery, claim.id), reason))
                 elif unreadable is not None:
-                    await self._refusals.dead_letter(delivery, unreadable)
+                    attempt.refused.append(((delivery, claim.id), unreadable))
                 else:
                     await delivery.ack()
 
     async def _wait_for(self, task_id: TaskId, received: Received, attempt: Attempt) -> None:
         self._site.steps.note(Step.ROW_LOCKED, task_id)
-        attempt.postponed.add(received[1])
+        attempt.elsewhere.add(received[1])
         await self._postponed.keep(received, attempt.home, shared=attempt.shared)
 
-    async def _without_refusals_of_others(self, readable: Sequence[Answer], home: Home) -> list[Answer]:
+    async def _without_refusals_of_others(self, readable: Sequence[Answer], attempt: Attempt) -> list[Answer]:
         """Filter out refusals of requests that are not our calls: they are not outcomes.
 
         A peer sends a refusal to the reply address of the request it refuses, and a third party that knows a call's
@@ -201,34 +199,32 @@ class Letters:
         if not refusals:
             return list(readable)
         calls = [(each.task_id, each.sub_task_id) for _, each, _ in refusals]
-        requests = await self._site.patience.until_answered(lambda: home.store.requested(calls))
+        requests = await self._site.patience.until_answered(lambda: attempt.home.store.requested(calls))
         others: list[Delivery] = []
         for (delivery, refusal, _), call in zip(refusals, requests, strict=True):
-            if call is not None and refusal.refuses != self._fingerprint(call, home):
+            if call is not None and refusal.refuses != self._fingerprint(call, attempt.home):
                 others.append(delivery)
-        kept = [each for each in readable if each[0] not in others]
-        for delivery in others:
-            await self._refusals.dead_letter(delivery, "it refuses a request that is not this call's")
-        return kept
+                attempt.refused.append(((delivery, refusal.id), "it refuses a request that is not this call's"))
+        return [each for each in readable if each[0] not in others]
 
     def _fingerprint(self, call: Dispatch, home: Home) -> str:
         _, request = request_letter(call, home.reply_to, self._site.options.deadline_margin)
         return fingerprint(request)
 
-    async def on_status(self, deliveries: Sequence[Delivery], home: Home) -> None:
+    async def on_status(self, received: Sequence[Received], attempt: Attempt) -> None:
         """Extend idle deadlines, and forward what peers say to our own requesters."""
         news: list[receive.StatusNews] = []
-        for delivery in deliveries:
+        for delivery, id_ in received:
             try:
                 news.append(receive.status(delivery.message, self._site.options))
             except PoisonMessage as error:
-                await self._refusals.dead_letter(delivery, str(error))
+                attempt.refused.append(((delivery, id_), str(error)))
             else:
                 await delivery.ack()
         if not news:
             return
         updates = [each.progress for each in news]
-        noted = await self._site.patience.until_answered(lambda: home.store.progress(updates))
+        noted = await self._site.patience.until_answered(lambda: attempt.home.store.progress(updates))
         forwards = zip(news, noted, strict=True)
         await self._outgoing.tell([self._forward(to, each.data) for each, to in forwards if to is not None])
 
@@ -255,7 +251,7 @@ class Letters:
                 wish = cancel.Wish(*receive.cancelled_task(delivery.message, options), sender)
                 wished.setdefault(wish, []).append((delivery, id_))
             except PoisonMessage as error:
-                await self._refusals.dead_letter(delivery, str(error))
+                attempt.refused.append(((delivery, id_), str(error)))
         if not wished:
             return
         wishes = list(wished)
@@ -267,7 +263,7 @@ class Letters:
                         await self._wait_for(wish.task_id, each, attempt)
                     case CancelRefused():
                         reason = f"the task {wish.task_id} is another requester's, not {wish.sender!r}'s"
-                        await self._refusals.bury(each[0], reason)
+                        attempt.refused.append((each, reason))
                     case None:
                         await each[0].ack()
 

@@ -78,7 +78,7 @@ class Requests:
             raise
         except Exception as error:
             if len(left) == 1:
-                await self._refusals.set_aside(left[0], error)
+                self._refusals.set_aside(left[0], error)
             else:
                 for delivery in left:
                     await self.on_requests([delivery])
@@ -129,7 +129,7 @@ class Requests:
                 raise PoisonMessage(foreign)
             request = receive.request(delivery.message, options)
         except PoisonMessage as error:
-            await self._refusals.dead_letter(delivery, str(error))
+            self._refusals.dead_letter_soon(delivery, str(error))
             return None
         segment = Segment(
             run=Run(request.task_id, self._site.agent, RunId(new_id())),

@@ -124,7 +124,7 @@ class Worker:
             else None
         )
         outgoing = Outgoing(site)
-        refusals = Refusals(site, outgoing, self._spawn)
+        self._refusals = refusals = Refusals(site, outgoing, self._spawn)
         self.segments = Segments(site, agent, outgoing, self._leases, self._spawn, self._make_room, isolation)
         self._intake = Intake(site, self.segments, self._spawn, self._before_requests)
         self._requests = Requests(site, self.segments, outgoing, refusals, self._spawn, self._poke, self._intake)
@@ -425,6 +425,7 @@ class Worker:
             await self._letters.requeue_postponed()
         self._serve("due work in memory", self._serve_due_in_memory)
         await self.segments.none_left()
+        await self._refusals.done()
 
     async def _give_back(self) -> None:
         await self.segments.give_all_back()
