@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -276,6 +277,7 @@ class Letters:
             await self._broadcast_cancel(wishes)
             return {}
         refused: dict[cancel.Wish, CancelRefused | Locked] = {}
+        told: list[cancel.Wish] = []
         results = await cancel.cancel(self._site.durable, wishes, self._site)
         for wish, result in zip(wishes, results, strict=True):
             match result:
@@ -283,27 +285,29 @@ class Letters:
                     # Committed and due in its rows: a slow address must not delay the letters behind this one.
                     self._spawn(self._segments.send(self._site.durable, [reply, *cancels]))
                 case CancelRequested():  # by an authorized sender, perhaps not this one
-                    await self._broadcast_cancel([wish._replace(sender=None)])
+                    told.append(wish._replace(sender=None))
                 case CancelBeforeRequest():
-                    await self._broadcast_cancel([wish])
+                    told.append(wish)
                 case CancelTooLate(reply=reply) if reply.state is TaskState.CANCELLED:
                     # Cancelled before, but a crash may have come before all were told.
-                    await self._broadcast_cancel([wish])
+                    told.append(wish)
                 case CancelTooLate() | CancelStale():
                     pass
                 case CancelRefused() | Locked():
                     refused[wish] = result
                 case _:
                     assert_never(result)
+        await self._broadcast_cancel(told)
         return refused
 
     async def _broadcast_cancel(self, wishes: Sequence[cancel.Wish]) -> None:
         agent = self._site.agent
 
         async def tell_all() -> None:
-            for task_id, parent, sender in wishes:
-                message = cancel_message(agent, task_id, parent=parent, on_behalf_of=sender)
-                await self._site.broker.broadcast(agent, message)
+            messages = [
+                cancel_message(agent, id_, parent=parent, on_behalf_of=sender) for id_, parent, sender in wishes
+            ]
+            await asyncio.gather(*(self._site.broker.broadcast(agent, message) for message in messages))
 
         await self._site.patience.until_answered(tell_all)
 

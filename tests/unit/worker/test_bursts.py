@@ -12,7 +12,8 @@ import pytest
 from meshpoint.adapters.memory.exchange import MemoryDelivery
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.events import Phase, Step
-from meshpoint.model.ids import AgentName, new_id
+from meshpoint.model.ids import AgentName, TaskId, new_id
+from meshpoint.model.letters import cancel_message
 from meshpoint.model.messages import Address, Message, MessageType, responses_of
 from meshpoint.model.outcomes import Failed, Ok
 from meshpoint.ports.broker import Published
@@ -166,6 +167,28 @@ async def test_requests_do_not_wait_for_refusals(
     await mesh.settle()
     assert len(mesh.dead_letters("doubler")) == BURST
     assert mesh.unacked("doubler") == 0
+
+
+@pytest.mark.parametrize("durable", [True, False])
+async def test_the_cancels_of_a_batch_are_broadcast_together(
+    mesh: Mesh, evil: Puppet, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    running, confirms = await mesh.replica(doubler, durable=durable), Confirms()
+    broadcast = running.broker.broadcast
+
+    async def held(agent: AgentName, message: Message) -> None:
+        await confirms.one()
+        await broadcast(agent, message)
+
+    monkeypatch.setattr(running.broker, "broadcast", held)
+    cancels = [cancel_message(AgentName("evil"), TaskId(new_id())) for _ in range(BURST)]
+    await asyncio.gather(*(evil.letter("doubler", each) for each in cancels))
+    await mesh.settle()
+    assert confirms.outstanding == BURST
+    assert waiting_letters(mesh, "doubler") == (0, BURST)
+    confirms.release()
+    await mesh.settle()
+    assert waiting_letters(mesh, "doubler") == (0, 0)
 
 
 async def test_a_drain_waits_for_the_confirms(mesh: Mesh, evil: Puppet, copies: Confirms) -> None:
