@@ -69,7 +69,17 @@ def restored_subtasks(
     )
     restored = None if last is None else migrated(last, site.plan.version, site.plan.migrations)
     opened = task is not None and task.checkpoint is not None
-    return Subtasks(segment.context, site.plan, attempt, restored, ledger, site.steps, site.clock.now, opened=opened)
+    return Subtasks(
+        segment.context,
+        site.plan,
+        attempt,
+        restored,
+        ledger,
+        site.steps,
+        site.clock.now,
+        opened=opened,
+        secret_keys=site.options.secret_keys,
+    )
 
 
 def restored_memory(segment: Segment, last: AgentCheckpoint | None, subtasks: Subtasks, site: Site) -> TaskMemory:

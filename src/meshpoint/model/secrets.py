@@ -149,9 +149,10 @@ def _patterns(keys: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """A name with its value; and a name with its value in a pydantic error, two lines that belong together."""
     names = _alternatives([*_KEYS, *_PLURALS, *keys])
     to_the_end = _alternatives(["authorization", "cookie", "cookies"])
-    opening = r"\d{0,9}(?:\\?[\"'])?\]?[ \t]*(?:[:=]=?>?)[ \t]*"
+    # Blanks are never given back (`*+`): retrying what follows from each of them would take quadratic time.
+    opening = r"\d{0,9}(?:\\?[\"'])?\]?[ \t]*+(?:[:=]=?>?)[ \t]*+"
     named = rf"(?P<name>(?:{to_the_end}){opening})(?:{_END_OF_LINE})|(?P<key>(?:{names}){opening}){_VALUE}"
-    validation = rf"^((?:[^\n]*(?:{names})\d*)\n[^\n]*?\binput_value=).*(?=, input_type=)"
+    validation = rf"^((?:[^\n]*(?:{names})\d*)\n(?>[^\n]*?\binput_value=)).*(?=, input_type=)"
     return re.compile(named, re.IGNORECASE), re.compile(validation, re.IGNORECASE | re.MULTILINE)
 
 

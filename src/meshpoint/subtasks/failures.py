@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from types import ModuleType
 
 from meshpoint.errors import SubtaskFailed
+from meshpoint.model.error_text import storable, text_of
 from meshpoint.model.secrets import masked
 
 
-def kept(error: Exception) -> str:
-    """`error` as text. What looks like a secret in it is masked."""
+def kept(error: Exception, secret_keys: Collection[str] = ()) -> str:
+    """`error` as text, limited in length, with `***` for its secrets: those `masked` finds, with `secret_keys`."""
     kind = type(error)
-    told = [masked(each) if isinstance(each, str) else each for each in error.args]
+    told = [masked(storable(each), secret_keys) if isinstance(each, str) else each for each in error.args]
     arguments = told if all(each is None or isinstance(each, str | int | float | bool) for each in told) else None
-    known = {"type": f"{kind.__module__}:{kind.__qualname__}", "args": arguments, "message": masked(str(error))}
-    return json.dumps(known)
+    message = masked(text_of(error), secret_keys)
+    return json.dumps({"type": f"{kind.__module__}:{kind.__qualname__}", "args": arguments, "message": message})
 
 
 def made_again(name: str, text: str) -> Exception:
@@ -28,12 +30,11 @@ def made_again(name: str, text: str) -> Exception:
     known = json.loads(text)
     module, _, qualified = known["type"].partition(":")
     kind = _loaded_exception(module, qualified)
-    error = None
     if kind is not None and known["args"] is not None:
-        with suppress(Exception):  # the constructor has other parameters
+        with suppress(Exception):  # the constructor has other parameters, or the message cannot be read
             error = kind(*known["args"])
-    if error is not None and str(error) == known["message"]:
-        return error
+            if str(error) == known["message"]:
+                return error
     return SubtaskFailed(f"subtask {name!r} failed: {qualified}: {known['message']}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from inspect import isawaitable
@@ -111,9 +111,11 @@ class Subtasks:
         now: Callable[[], datetime],
         *,
         opened: bool,
+        secret_keys: Sequence[str] = (),
     ) -> None:
         self._ctx, self._plan, self._attempt, self._ledger = ctx, plan, attempt, ledger
         self._steps, self._now, self._opened = steps, now, opened
+        self._secret_keys = secret_keys
         self._records = {record.name: record for record in restored.subtasks} if restored else {}
         self._saved = dict(restored.saved_progress) if restored else {}
         self._found = dict(self._saved)  # by the run before, which may have died of what it saved
@@ -327,7 +329,7 @@ class Subtasks:
         try:
             text, places = form.write(name, await self._called(name, function, args, kwargs))
         except Exception as error:
-            self._end(asked, SubtaskStatus.FAILED, began, error=kept(error))
+            self._end(asked, SubtaskStatus.FAILED, began, error=kept(error, self._secret_keys))
             self._all_saved = False
             raise
         except asyncio.CancelledError:

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from meshpoint.errors import SubtaskFailed
+from meshpoint.model.error_text import MAX_ERROR_TEXT
 from meshpoint.subtasks.failures import kept, made_again
 
 
@@ -20,6 +21,11 @@ class Picky(Exception):
         super().__init__("it takes no arguments")
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("it has no text")
+
+
 def forged(type_: str, *args: object, message: str = "x") -> str:
     return json.dumps({"type": type_, "args": list(args), "message": message})
 
@@ -29,6 +35,23 @@ def test_an_error_of_a_loaded_type_is_made_again(error: Exception) -> None:
     again = made_again("fetch", kept(error))
     assert type(again) is type(error)
     assert again.args == error.args
+
+
+def test_a_long_error_is_made_again_cut() -> None:
+    again = made_again("fetch", kept(Refused("x" * 1_000_000)))
+    assert type(again) is Refused
+    assert str(again).startswith("x" * MAX_ERROR_TEXT + "…")
+    assert len(str(again)) < MAX_ERROR_TEXT + 100
+
+
+def test_the_configured_secrets_of_an_error_are_masked() -> None:
+    text = kept(Refused("iban=hunter2, password=hunter2"), ["iban"])
+    assert str(made_again("fetch", text)) == "iban=***, password=***"
+    assert "hunter2" not in text
+
+
+def test_an_error_whose_message_cannot_be_read_is_kept() -> None:
+    assert isinstance(made_again("fetch", kept(Mute())), SubtaskFailed)
 
 
 def test_a_record_imports_nothing() -> None:

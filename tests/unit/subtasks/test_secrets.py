@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -68,6 +67,10 @@ def test_further_names_can_be_given() -> None:
         ("Cookie: a=hunter2; b=hunter2", "Cookie: ***"),
         ("{'cookie': 'a=hunter2; b=2', 'x': 1}", "{'cookie': '***', 'x': 1}"),
         ("with bearer hunter2hunter2", "with bearer ***"),
+        ("Cookie: \t hunter2 \t", "Cookie: \t *** \t"),
+        ("Cookie :  \xa0hunter2, x", "Cookie :  ***"),
+        ("Cookie:\nhunter2", "Cookie:\nhunter2"),
+        ("Cookie:   'hunter2', x", "Cookie:   '***', x"),
         ("token: Bearer hunter2, a", "token: ***, a"),
         ("sent sk-proj-hunter2hunter2hunter2.", "sent ***."),
         ("sent ghp_hunter2hunter2hunter2hunter2", "sent ***"),
@@ -121,12 +124,14 @@ def test_masking_what_is_masked_changes_nothing(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["a" * 200_000, "password" * 25_000, "token=" * 30_000, "://" * 60_000, "-----BEGIN PRIVATE KEY-----" * 100_000,
-     'token="' * 30_000, 'token=\\"' * 25_000, "eyJaaaaa." * 20_000, "token " * 30_000, "password\n" * 20_000],
+     'token="' * 30_000, 'token=\\"' * 25_000, "eyJaaaaa." * 20_000, "token " * 30_000, "password\n" * 20_000,
+     "cookie:" + " " * 1_000_000, "authorization=" + "\t" * 1_000_000, "cookie" + " " * 1_000_000,
+     "cookie:" + "\xa0" * 1_000_000, "cookie:\v" * 100_000, "password=" + " " * 1_000_000 + ",",
+     "password\n" + "input_value=" * 300_000, "bearer" + " " * 1_000_000],
+    ids=lambda text: repr(text[:20]),
 )  # fmt: skip
-def test_no_text_takes_long(text: str) -> None:
-    began = time.process_time()
-    masked(text)
-    assert time.process_time() - began < 5
+def test_no_text_takes_quadratic_time(text: str) -> None:
+    masked(text)  # a pattern that backtracks would run for hours, until the suite's timeout
 
 
 # ── values ─────────────────────────────────────────────────────────────────────────────────────────
