@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from enum import Enum
@@ -392,9 +393,27 @@ MERGED = "x: &a0 {k: 1, l: 2}\n" + "".join(
 )
 
 
+def pairs(tag: str) -> str:
+    """A few lines whose `tag` lists expand to 100,000 values, in a place where a text is expected."""
+    levels = [f"x-{n}: &a{n} {tag} [{', '.join([f'k: *a{n - 1}'] * 10)}]\n" for n in range(1, 6)]
+    return "x-0: &a0 [x]\n" + "".join(levels) + "mesh: {namespace: *a5}\n"
+
+
+def keys(count: int) -> str:
+    return "{" + ", ".join(f"k{n}: 1" for n in range(count)) + "}"
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
+        (pairs("!!pairs"), "its aliases expand to more than"),
+        (pairs("!!omap"), "its aliases expand to more than"),
+        (f"x: &s {'a' * 5000}\nmesh: {{namespace: [{'*s, ' * 5000}]}}\n", "its aliases expand to more than"),
+        (f"x: &a {{{'a' * 1000}: 1}}\nmesh: {{n: [{'{<<: *a}, ' * 10_000}]}}\n", "its aliases expand to more than"),
+        ("mesh: {namespace: 0x" + "f" * 5000 + "}\n", "has a value that cannot be read"),
+        ("mesh: {namespace: 1" + ":1" * 400_000 + "}\n", "has a value that cannot be read"),
+        ("? 0x" + "f" * 5000 + "\n: 1\n", "has a value that cannot be read"),
+        ("mesh: {namespace: '${a," + " " * 200_000 + "'}\n", "names no variable"),
         (BOMB, "its aliases expand to more than"),
         (MERGED, "its aliases expand to more than"),
         ("mesh: &a [*a]\n", "an alias contains itself"),
@@ -402,7 +421,22 @@ MERGED = "x: &a0 {k: 1, l: 2}\n" + "".join(
         ("mesh: 2026-99-99\n", "has a value that cannot be read"),
         ("mesh: " + "9" * 10_000 + "\n", "has a value that cannot be read"),
     ],
-    ids=["aliases", "merges", "recursion", "nesting", "date", "number"],
+    ids=[
+        "pairs",
+        "ordered",
+        "texts",
+        "long keys",
+        "hexadecimal",
+        "base 60",
+        "key",
+        "reference",
+        "aliases",
+        "merges",
+        "recursion",
+        "nesting",
+        "date",
+        "number",
+    ],
 )
 def test_yaml_that_explodes_is_refused_in_one_line(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "mesh.yaml"
@@ -414,8 +448,39 @@ def test_yaml_that_explodes_is_refused_in_one_line(tmp_path: Path, text: str, pr
     assert len(str(refused.value)) < 1000
 
 
+@pytest.mark.parametrize(
+    "merges",
+    [
+        f"x-b: {{<<: [{'*a, ' * 4000}]}}",
+        "x-b: {" + ", ".join(f"!!merge m{n}: *a" for n in range(4000)) + "}",
+        f"x-b: {{c: {{d: &b {{<<: *a}}}}}}\nx-e: {{<<: [{'*b, ' * 4000}]}}",
+    ],
+    ids=["list", "many keys", "merged later"],
+)
+def test_merges_that_explode_are_refused_before_they_are_copied(tmp_path: Path, merges: str) -> None:
+    path = tmp_path / "mesh.yaml"
+    path.write_text(f"x-a: &a {keys(2000)}\n{merges}\n")
+    tracemalloc.start()
+    with pytest.raises(ConfigurationError, match="its aliases expand to more than"):
+        load([path], env={})
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50_000_000
+
+
+def test_one_mapping_may_be_merged_in_several_places(write: Write) -> None:
+    path = write("""
+x-shared: &shared {<<: &base {entrypoint: "m:a", lease_seconds: 20}, lease_seconds: 30}
+x-base: *base
+agents:
+- {<<: [*shared, *base, *shared], name: a}
+- {<<: [*base, *shared], name: b}
+""")
+    assert [agent.lease_seconds for agent in load([path], env={}).agents] == [30, 20]
+
+
 def test_a_configuration_without_an_end_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="/dev/zero: has more than 16 mib"):
+    with pytest.raises(ConfigurationError, match="/dev/zero: has more than 1 MiB"):
         load([Path("/dev/zero")], env={})
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import yaml
 from meshpoint.errors import ConfigurationError
 from meshpoint.input_files import read_bounded
 
-_LARGEST = 16 * 1024 * 1024  # bytes
-_MOST_VALUES = 100_000
+_LARGEST = 1024 * 1024  # bytes; PyYAML needs about 10 s and 400 MB for as much
+_MOST_VALUES = 100_000  # keys count too, and each 100 characters of a text
+_MOST_DIGITS = 1000
 _TOO_MANY = f"its aliases expand to more than {_MOST_VALUES} values"
 
 _REFERENCE = re.compile(
-    r"(?P<escaped>\$\$\{)|\$\{\s*(?P<name>[A-Za-z_]\w*)\s*(?:,\s*(?P<default>[^}]*?)\s*)?\}|(?P<broken>\$\{)"
+    r"(?P<escaped>\$\$\{)|\$\{\s*(?P<name>[A-Za-z_]\w*)\s*(?:,(?P<default>[^}]*))?\}|(?P<broken>\$\{)"
 )
 
 
@@ -35,7 +37,8 @@ def read(path: Path, env: Mapping[str, str]) -> dict[str, Any]:
         content = yaml.load(text, Loader=_UniqueKeys)
         refuse_expansion(content)
     except OSError as error:
-        problem = (error.strerror or type(error).__name__).lower()
+        problem = error.strerror or type(error).__name__
+        problem = problem[:1].lower() + problem[1:]
         raise ConfigurationError(str(path), problem, "name a readable YAML file") from error
     except UnicodeDecodeError as error:
         raise ConfigurationError(str(path), "is not UTF-8", "save it as UTF-8") from error
@@ -80,7 +83,7 @@ def _replacement(reference: re.Match[str], env: Mapping[str, str], key: str) -> 
     if reference["broken"]:
         raise ConfigurationError(key, "has a '${' that names no variable", "write ${NAME} or ${NAME, default}")
     name, default = reference["name"], reference["default"]
-    value = env.get(name, default)
+    value = env.get(name, None if default is None else default.strip())
     if value is None:
         raise ConfigurationError(
             key, f"the variable {name} is not set", f"export {name}, or write ${{{name}, default}}"
@@ -99,15 +102,15 @@ def refuse_expansion(content: object) -> None:
 
 
 def _expanded(value: object, sizes: dict[int, int]) -> int:
-    """Count the values in `value` after expanding aliases. `sizes` caches results by identity."""
-    if not isinstance(value, dict | list):
-        return 1
+    """The size of `value` after expanding aliases. `sizes` caches results by identity."""
+    if not isinstance(value, dict | list | tuple | set):  # a pair of `!!pairs` is a tuple
+        return 1 + len(value) // 100 if isinstance(value, str | bytes) else 1
     known = sizes.get(id(value))
     if known == 0:
         raise yaml.YAMLError("an alias contains itself")
     if known is None:
         sizes[id(value)] = 0
-        inner = value.values() if isinstance(value, dict) else value
+        inner = chain(value, value.values()) if isinstance(value, dict) else value
         known = sizes[id(value)] = 1 + sum(_expanded(each, sizes) for each in inner)
     return known
 
@@ -115,21 +118,40 @@ def _expanded(value: object, sizes: dict[int, int]) -> int:
 class _UniqueKeys(yaml.SafeLoader):
     """Refuses a key that stands twice in one mapping; plain YAML would keep the last one in silence."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value!r} stands here a second time", key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._flat: set[yaml.MappingNode] = set()
+        self._copied = 0
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        super().flatten_mapping(node)  # copies the target of '<<'
-        if len(node.value) > _MOST_VALUES:
+        """Called before a mapping is built, and before it is copied to where '<<' names it."""
+        if node not in self._flat:
+            self._flat.add(node)
+            _refuse_repeated_keys(node)
+            super().flatten_mapping(node)
+        self._copied += len(node.value)
+        if self._copied > _MOST_VALUES:
             raise yaml.YAMLError(_TOO_MANY)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """A number that can be shown in an error; one of base 60 would also take quadratic time."""
+        if len(node.value) > _MOST_DIGITS:
+            raise ValueError(f"a number with more than {_MOST_DIGITS} digits")
+        return super().construct_yaml_int(node)
+
+
+_UniqueKeys.add_constructor("tag:yaml.org,2002:int", _UniqueKeys.construct_yaml_int)
+
+
+def _refuse_repeated_keys(node: yaml.MappingNode) -> None:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands here a second time", key.start_mark
+                )
+            seen.add(key.value)
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:
