@@ -474,6 +474,11 @@ async def test_what_is_no_redis_is_unavailable(answer: bytes) -> None:
         "redis://:secret@localhost:port/0",
         "redis://:secret@localhost/0?health_check_interval=often",
         "redis://:secret@localhost/0?secret=1",
+        "redis://:secret@localhost/0?retry=3",
+        "redis://:secret@localhost/0?redis_connect_func=x",
+        "redis://:secret@localhost/0?event_dispatcher=1",
+        "redis://:secret@localhost/0?credential_provider=x",
+        "redis://:secret@localhost/0?parser_class=x",
     ],
 )
 def test_a_malformed_url_is_refused_without_telling_it(url: str) -> None:
@@ -484,7 +489,7 @@ def test_a_malformed_url_is_refused_without_telling_it(url: str) -> None:
     assert caught.value.__cause__ is None
 
 
-@pytest.mark.parametrize("option", ["", "?decode_responses=true", "?protocol=3"])
+@pytest.mark.parametrize("option", ["", "?decode_responses=true", "?protocol=3", "?encoding=nope&encoding_errors=x"])
 async def test_the_options_of_a_url_break_nothing(redis_url: str, namespace: str, option: str) -> None:
     cache, checkpoint = (
         RedisCheckpointCache(redis_url + option, time_limit=NEVER, namespace=namespace, secret=copy_key),

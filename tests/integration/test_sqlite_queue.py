@@ -466,6 +466,11 @@ async def test_a_file_that_can_never_work_is_refused(path: Path, spoil: Callable
         await SqliteBroker(path, namespace="demo").open()
 
 
+async def test_a_path_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="File name too long"):
+        await SqliteBroker(tmp_path / ("a" * 300) / "mesh.db", namespace="demo").open()
+
+
 async def test_a_file_that_cannot_be_opened_now_is_unavailable(path: Path) -> None:
     with closing(connect(path, 5)) as db, transaction(db):
         broker = SqliteBroker(path, namespace="demo", busy_timeout=timedelta(milliseconds=50))

@@ -28,6 +28,11 @@ class Stateful(StatefulAgent[int, int, int]):
 class Unfinished(StatefulAgent[int, int, int]):
     name = "unfinished"
 
+class Broken(StatefulAgent[int, int, int]):
+    name = "broken"
+    def __init__(self): raise ConnectionError("no model server")
+    async def on_request(self, ctx, request): ...
+
 class Plain:
     name = "plain"
     state_format = "plain/1"
@@ -84,6 +89,7 @@ async def test_agents_of_every_kind_are_found(attribute: str, name: str) -> None
         ("some_agents.good:zzz", "has no 'zzz'", "write some_agents.good:travel"),
         ("some_agents.good:Plain", "is a class", "name an instance"),
         ("some_agents.good:Unfinished", "cannot be made without arguments", "complete the class"),
+        ("some_agents.good:Broken", "failed with ConnectionError: no model server", "name an instance"),
         ("some_agents.good:number", "is not an agent but of type int", "name, state_format, start, resume"),
         ("some_agents.good:function", "is not an agent but of type function", 'put @agent("function") above'),
         ("some_agents.good:sync", "start is not an async method", "async def start"),

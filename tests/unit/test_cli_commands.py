@@ -105,7 +105,7 @@ class Mesh:
     """Stands for the composition root and the client."""
 
     outcome: Outcome = field(default_factory=lambda: Ok[JsonValue]({"total": 3}))
-    error: MeshpointError | None = None
+    error: Exception | None = None
     silent: bool = False
     tasks: list[TaskSummary] = field(default_factory=lambda: [WAITING])
     known: dict[TaskId, Known] = field(default_factory=dict)
@@ -488,6 +488,49 @@ def test_looking_makes_no_file(cli: Cli, mesh: Mesh, tmp_path: Path) -> None:
     ended = cli("tasks", "list", "--db", "sqlite:///typo.db")
     assert (ended.code, ended.err.startswith(f"error: there is no file {tmp_path}/typo.db")) == (1, True)
     assert mesh.opened == 0
+
+
+LONG = "a" * 300
+"""A name that no file system takes."""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["tasks", "list", "--db", f"sqlite:////tmp/{LONG}/mesh.db"],
+        ["sessions", "list", "--home", f"/tmp/{LONG}"],
+        ["send", "travel", "1", "--broker", f"sqlite:////tmp/{LONG}/mesh.db"],
+    ],
+    ids=["tasks", "sessions", "send"],
+)
+def test_a_path_that_cannot_be_is_one_line(cli: Cli, arguments: list[str]) -> None:
+    ended = cli(*arguments)
+    assert ended.code in {1, 2}
+    assert ended.err.startswith("error: ")
+    assert "File name too long" in ended.err
+    assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "/root/x"), ValueError("not\na number")])
+def test_an_error_nobody_expected_is_one_line(cli: Cli, mesh: Mesh, error: Exception) -> None:
+    mesh.error = error
+    ended = cli("send", "travel", "1", "--config", "mesh.yaml")
+    assert ended.code == 1
+    assert ended.err.startswith(f"error: {type(error).__name__}: ")
+    assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_terminal_that_takes_only_ascii_is_told_all_the_same(
+    cli: Cli, mesh: Mesh, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    monkeypatch.setattr(sys, "stdout", out)
+    mesh.tasks = [replace(WAITING, agent=AgentName("caf\xe9"))]
+    assert cli("tasks", "list", "--db", "sqlite:///tasks.db", *options).code == 0
+    out.seek(0)
+    text = out.read()
+    assert "caf\\xe9" in text or json.loads(text)[0]["agent"] == "caf\xe9"
 
 
 def test_a_config_without_databases_lists_nothing(cli: Cli, mesh: Mesh, tmp_path: Path) -> None:

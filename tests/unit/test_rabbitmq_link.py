@@ -15,7 +15,7 @@ from meshpoint.adapters.rabbitmq import link as link_module
 from meshpoint.adapters.rabbitmq.link import Link
 from meshpoint.adapters.rabbitmq.publisher import Publisher
 from meshpoint.adapters.rabbitmq.topology import Topology
-from meshpoint.errors import BrokerUnavailable
+from meshpoint.errors import BrokerUnavailable, ConfigurationError
 
 
 async def test_a_long_outage_is_not_logged_at_each_attempt(
@@ -59,6 +59,12 @@ async def test_a_connection_for_one_message_says_so_in_its_name(monkeypatch: pyt
         with pytest.raises(BrokerUnavailable):
             await connect()
     assert names[1] == f"{names[0]} apart"
+
+
+@pytest.mark.parametrize("data", ["%ff", "a", "%C3%A9"])
+def test_certificates_that_are_not_base64_are_refused_at_once(data: str) -> None:
+    with pytest.raises(ConfigurationError, match="cadata that is not base64"):
+        Link(f"amqps://guest:hunter2@localhost/?cadata={data}", "publishing", timedelta(seconds=1))
 
 
 class SilentConnection:

@@ -10,6 +10,7 @@ from typing import Any
 
 from meshpoint.agents.stateful import StatefulAgent
 from meshpoint.errors import ConfigurationError
+from meshpoint.model.error_text import described
 from meshpoint.model.ids import agent_name
 from meshpoint.ports.agent import DurableAgent
 
@@ -78,6 +79,11 @@ def _instance(kind: type[StatefulAgent[Any, Any, Any]], entrypoint: str) -> obje
     except TypeError as error:
         problem = f"{entrypoint!r} cannot be made without arguments: {error}"
         raise ConfigurationError(_KEY, problem, "complete the class, or name an instance of it") from error
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        problem = f"{entrypoint!r}: making it failed with {described(error)}"
+        raise ConfigurationError(_KEY, problem, "correct its __init__, or name an instance of it") from error
 
 
 def _how_to_make_one(found: object) -> str:

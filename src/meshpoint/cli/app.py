@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,9 @@ import typer
 from meshpoint.cli import checkpoints, db, demo, exec, run, send, sessions, sweep, tasks
 from meshpoint.cli.exits import ExitCode, code_of, told
 from meshpoint.errors import ConfigurationError, MeshpointError
+from meshpoint.model.error_text import described
+
+log = logging.getLogger(__name__)
 
 app = typer.Typer(
     name="meshpoint",
@@ -36,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with one of `ExitCode`; an error is one line on standard error."""
     # Libraries that log an error and raise it would tell it twice. `run` adds a handler of its own.
     logging.getLogger().addHandler(logging.NullHandler())
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a text that it cannot encode is no error
     try:
         _check_text(sys.argv[1:] if arguments is None else arguments)
         app(args=arguments)
@@ -44,6 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         print_error(told(error))
         sys.exit(code_of(error))
+    except (OSError, ValueError) as error:  # the last line of defence: a path or a setting that nobody checked
+        from meshpoint.cli.output import print_error
+
+        log.debug("the command failed", exc_info=True)
+        print_error(described(error))
+        sys.exit(ExitCode.ERROR)
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
 

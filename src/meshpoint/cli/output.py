@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 from meshpoint.model.error_text import printable, storable
@@ -31,8 +32,18 @@ def print_text(text: str) -> None:
 
 def print_json(data: object) -> None:
     """Print `data` as JSON: one line for scripts, indented on a terminal. Instants are ISO 8601."""
-    text = json.dumps(data, ensure_ascii=False, default=_jsonable, indent=2 if sys.stdout.isatty() else None)
-    print(text)
+    dumps = partial(json.dumps, data, default=_jsonable, indent=2 if sys.stdout.isatty() else None)
+    text = dumps(ensure_ascii=False)
+    print(text if _printable(text) else dumps())
+
+
+def _printable(text: str) -> bool:
+    """Whether standard output can encode `text`."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:

@@ -107,10 +107,14 @@ def refuse_missing_file(url: str) -> None:
     """Looking must not make a file: opening a store would.
 
     Raises:
-        MeshpointError: `url` names a SQLite file that does not exist.
+        MeshpointError: `url` names a SQLite file that does not exist, or cannot be reached.
     """
     scheme, _, file = url.partition(":///")
-    if scheme.startswith("sqlite") and not Path(file.partition("?")[0]).exists():
+    try:
+        missing = scheme.startswith("sqlite") and not Path(file.partition("?")[0]).exists()
+    except OSError as error:
+        raise MeshpointError(f"{file} cannot be opened: {error.strerror}") from error
+    if missing:
         raise MeshpointError(f"there is no file {file}: no replica has run on it yet")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from base64 import b64decode
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from aiormq.exceptions import AMQPConnectionError, AMQPError, ChannelInvalidStat
 from yarl import URL
 
 from meshpoint.adapters.rabbitmq.wire import Wire
-from meshpoint.errors import BrokerUnavailable
+from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.outage import Outage
 
 log = logging.getLogger(__name__)
@@ -152,6 +153,7 @@ class Link:
 
     def __init__(self, url: str, purpose: str, timeout: timedelta, make: MakeConnection | None = None) -> None:
         address = URL(url)
+        _check_certificates(address)
         defaults = {"heartbeat": _HEARTBEAT, "name": f"meshpoint {purpose}"}
         self._url = address.update_query({**defaults, **address.query})
         self._make = make
@@ -310,6 +312,15 @@ class Link:
                     log.warning("%s: reconnected after %.0f s", self._purpose, seconds)
                 pauses = growing_pauses()
                 await asyncio.wait([wired.underlay.closing])
+
+
+def _check_certificates(url: URL) -> None:
+    """Refuse what the library would raise `ValueError` for, at each attempt to connect."""
+    try:
+        b64decode(url.query.get("cadata", ""))
+    except ValueError as error:
+        problem = "has a cadata that is not base64"
+        raise ConfigurationError("mesh.broker_url", problem, "write cafile=, with the path of a PEM file") from error
 
 
 def growing_pauses() -> Iterator[float]:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
+from urllib.parse import parse_qs, urlsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, NoScriptError, RedisError, ResponseError
@@ -23,6 +24,15 @@ _CONNECTION: dict[str, Any] = {
     "socket_connect_timeout": None,
     "protocol": 2,  # needs no greeting
 }
+
+_OPTIONS = frozenset(
+    ["username", "password", "db", "client_name", "lib_name", "lib_version", "protocol", "decode_responses",
+     "encoding", "encoding_errors", "health_check_interval", "max_connections", "retry_on_timeout", "timeout",
+     "socket_connect_timeout", "socket_keepalive", "socket_timeout", "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path",
+     "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_ciphers", "ssl_exclude_verify_flags",
+     "ssl_include_verify_flags", "ssl_keyfile", "ssl_min_version", "ssl_password"]
+)  # fmt: skip
+"""What a URL can set. The driver takes more, of which a URL gives a text where it needs an object."""
 
 _PROBE = "return redis.call('SET', KEYS[1], '', 'PX', 1)"
 
@@ -130,8 +140,13 @@ def _tells_of_content(error: Exception) -> bool:
 
 def _pool(url: str, setting: str, connections: int) -> BlockingConnectionPool:
     try:
+        options = parse_qs(urlsplit(url).query)
+        if not _OPTIONS.issuperset(options):  # not named, because it may be a part of the password
+            raise ConfigurationError(setting, "has an unknown option", f"use {', '.join(sorted(_OPTIONS))}")
         pool = BlockingConnectionPool.from_url(url, max_connections=connections, timeout=None, **_CONNECTION)
         pool.connection_kwargs["decode_responses"] = False  # whatever the URL says
+        for option in ("encoding", "encoding_errors"):
+            pool.connection_kwargs.pop(option, None)
         pool.connection_class(**pool.connection_kwargs)  # refuses unknown options; connects nowhere
     except (RedisError, ValueError, TypeError):
         # The cause is not told: it may hold the password.
@@ -140,6 +155,5 @@ def _pool(url: str, setting: str, connections: int) -> BlockingConnectionPool:
             "is no URL of a Redis",
             "write redis://user:password@host:6379/0, or rediss://… for TLS",
         ) from None
-    for option in ("retry", "retry_on_timeout", "retry_on_error"):
-        pool.connection_kwargs.pop(option, None)  # a write that is sent again may be done twice
+    pool.connection_kwargs.pop("retry_on_timeout", None)  # a write that is sent again may be done twice
     return pool

@@ -56,9 +56,9 @@ def connect(path: Path, busy_timeout: float) -> sqlite3.Connection:
         ConfigurationError: this can never be a queue file: no folder, no database, no local disk, another version.
         sqlite3.Error: the file cannot be opened, or stayed locked for `busy_timeout` seconds.
     """
-    if not path.parent.is_dir():
-        raise ConfigurationError("mesh.broker_url", f"there is no folder {path.parent}", "create it")
     try:
+        if not path.parent.is_dir():
+            raise ConfigurationError("mesh.broker_url", f"there is no folder {path.parent}", "create it")
         create_private(path)
         db = sqlite3.connect(path, timeout=busy_timeout, isolation_level=None)
     except OSError as error:
