@@ -18,6 +18,7 @@ from meshpoint.model.calls import Done, Paused
 from meshpoint.model.checkpoint import Resumable
 from meshpoint.model.error_text import described, text_of
 from meshpoint.model.events import Step
+from meshpoint.model.json_values import without_iterators
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes
 from meshpoint.model.secrets import masked, traceback_of
 from meshpoint.ports.agent import DurableAgent
@@ -238,7 +239,7 @@ def _result(returned: object, segment: Segment) -> SegmentResult:
 
 def _json(value: object) -> Any:
     """`value` as it will arrive. Not-a-number and infinity, which a serializer would turn into null, are refused."""
-    return from_json(to_json(value, inf_nan_mode="constants"), allow_inf_nan=False)
+    return from_json(to_json(without_iterators(value), inf_nan_mode="constants"), allow_inf_nan=False)
 
 
 def _plain_artifacts(artifacts: object) -> tuple[Any, ...]:

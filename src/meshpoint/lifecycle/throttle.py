@@ -29,11 +29,7 @@ class Throttle:
 
     def lets_through(self, task_id: TaskId) -> bool:
         """Whether the task's budget allows another event; if so, consume it."""
-        now = self._now()
-        budget = self._budgets.pop(task_id, None) or _Budget(self._rate, now)
-        self._budgets[task_id] = budget
-        if len(self._budgets) > _MOST_TASKS:
-            self._budgets.popitem(last=False)
+        budget, now = self._budget(task_id), self._now()
         passed = max(now - budget.at, timedelta())  # a clock that was set back adds no budget
         budget.left = min(self._rate, budget.left + self._rate * passed.total_seconds())
         budget.at = now
@@ -44,7 +40,14 @@ class Throttle:
 
     def drop(self, task_id: TaskId) -> int | None:
         """Count a dropped event. Returns the total when it should be reported: at 1, 10, 100, and so on."""
-        budget = self._budgets.setdefault(task_id, _Budget(self._rate, self._now()))
+        budget = self._budget(task_id)
         budget.dropped += 1
         digits = str(budget.dropped)
         return budget.dropped if digits[0] == "1" and not digits[1:].strip("0") else None
+
+    def _budget(self, task_id: TaskId) -> _Budget:
+        budget = self._budgets.pop(task_id, None) or _Budget(self._rate, self._now())
+        self._budgets[task_id] = budget
+        if len(self._budgets) > _MOST_TASKS:
+            self._budgets.popitem(last=False)
+        return budget

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, SupportsIndex
 
 from pydantic import JsonValue
@@ -24,6 +25,9 @@ _MOST_DIGITS = 4_000
 _MOST = 10**_MOST_DIGITS
 _LEAST = -_MOST
 """Integers lie between them. Python refuses to read or write those of more than 4,300 digits."""
+
+_MOST_ITERATED = 100_000
+_SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 class JsonDict(dict[str, JsonValue]):
@@ -135,6 +139,34 @@ def check_json(value: object, name: str) -> JsonValue:
         return copied
     except _NotPlain:  # it has to be converted, or refused by its place
         return _plain(JsonDict({name: value})[name])
+
+
+def without_iterators(value: Any) -> Any:
+    """`value` with a list in place of each iterator in its dicts, lists and tuples.
+
+    A serializer would follow an iterator that has no end.
+
+    Raises:
+        NotJson: an iterator yields more than 100,000 values.
+    """
+    try:
+        return _listed(value)
+    except RecursionError:  # the serializer refuses it in its own words
+        return value
+
+
+def _listed(value: Any) -> Any:
+    kind = type(value)
+    if kind is dict:
+        return {key: each if type(each) in _SCALARS else _listed(each) for key, each in value.items()}
+    if kind is list or kind is tuple:
+        return kind([each if type(each) in _SCALARS else _listed(each) for each in value])
+    if kind in _SCALARS or not issubclass(kind, Iterator):
+        return value
+    values = list(islice(value, _MOST_ITERATED + 1))
+    if len(values) > _MOST_ITERATED:
+        raise NotJson(f"{kind.__name__}: an iterator of more than {_MOST_ITERATED} values; return a list")
+    return _listed(values)
 
 
 def digest_of(value: JsonValue) -> str:

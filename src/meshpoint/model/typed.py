@@ -10,7 +10,7 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnno
 from pydantic_core import PydanticSerializationError, to_json
 
 from meshpoint.errors import ConfigurationError, MeshpointError, NotJson
-from meshpoint.model.json_values import check_json
+from meshpoint.model.json_values import check_json, without_iterators
 
 T = TypeVar("T")
 
@@ -72,8 +72,8 @@ class Typed(Generic[T]):
         Raises:
             DoesNotFit: it is of another type, or holds something that is not JSON.
         """
-        checked = self.check(value)
         try:
+            checked = self.check(without_iterators(value))
             dumped = self._adapter.dump_python(
                 checked, mode="json", by_alias=True, warnings="error", round_trip=round_trip
             )

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from datetime import date
 from enum import StrEnum
+from itertools import count
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshpoint.errors import NotJson
-from meshpoint.model.json_values import MAX_DEPTH, JsonDict, JsonList, check_json
+from meshpoint.model.json_values import MAX_DEPTH, JsonDict, JsonList, check_json, without_iterators
+from meshpoint.model.typed import DoesNotFit, Typed
 
 texts = st.text(st.characters(codec="utf-8"))
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts
@@ -131,3 +133,23 @@ def test_a_checked_value_is_a_plain_copy() -> None:
     assert check_json([{"a": 1}], "status") == [{"a": 1}]
     with pytest.raises(NotJson, match=r"^status\[0\]\.a: object is not JSON"):
         check_json([{"a": object()}], "status")
+
+
+def test_iterators_become_lists_at_any_depth() -> None:
+    value = {"a": (each for each in (1, iter([2]))), "b": [map(str, [3])], "c": (zip([4], [5], strict=True),), "d": 6}
+    assert without_iterators(value) == {"a": [1, [2]], "b": [["3"]], "c": ([(4, 5)],), "d": 6}
+
+
+def test_what_contains_itself_is_left_to_the_serializer() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    assert without_iterators(endless) is endless
+
+
+@pytest.mark.parametrize("declared", [Any, list[int], dict[str, Any]])
+def test_an_iterator_without_an_end_does_not_fit(declared: Any) -> None:
+    value = {"numbers": count()} if declared == dict[str, Any] else count()
+    with pytest.raises(NotJson, match="more than 100000 values"):
+        without_iterators(value)
+    with pytest.raises(DoesNotFit, match="more than 100000 values"):
+        Typed(declared, "result").write(value)

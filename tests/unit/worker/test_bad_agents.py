@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
@@ -234,6 +235,18 @@ BROKEN: dict[str, tuple[Callable[..., Awaitable[Any]], str]] = {
     "returns infinity": (returning(Done({"weight": float("inf")})), "not JSON"),
     "returns half a character": (returning(Done("\ud800")), "not JSON"),
     "returns itself": (returning(Done(endless)), "not JSON"),
+    "returns numbers without an end": (
+        returning(Done(itertools.count())),
+        "not JSON: count: an iterator of more than",
+    ),
+    "returns rows without an end": (
+        returning(Done({"rows": [itertools.repeat("row")]})),
+        "not JSON: repeat: an iterator",
+    ),
+    "returns an artifact without an end": (
+        returning(Done(1, ({"rows": itertools.count()},))),
+        "an iterator of more than",
+    ),
     "returns artifacts of no use": (returning(Done(1, ({"it": object()},))), "artifacts"),
     "returns artifacts that are no objects": (returning(Done(1, (7,))), "artifacts"),  # type: ignore[arg-type]
     "keeps artifacts that are no objects": (
