@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
+from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
 from meshpoint.errors import AgentFailed, IncompatibleState, InvalidInput, MemoryLost, MemoryUnavailable
@@ -18,7 +19,7 @@ from meshpoint.model.calls import Done, Paused
 from meshpoint.model.checkpoint import Resumable
 from meshpoint.model.error_text import described, text_of
 from meshpoint.model.events import Step
-from meshpoint.model.json_values import without_iterators
+from meshpoint.model.json_values import copy_of, without_iterators
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome, Outcomes
 from meshpoint.model.secrets import masked, traceback_of
 from meshpoint.ports.agent import DurableAgent
@@ -78,11 +79,11 @@ Begin: TypeAlias = Callable[[], Awaitable[Paused | Done[Any]]]
 
 
 async def first_segment(
-    agent: DurableAgent[Any, Any], segment: Segment, input_: object, steps: Steps, secret_keys: Sequence[str] = ()
+    agent: DurableAgent[Any, Any], segment: Segment, input_: JsonValue, steps: Steps, secret_keys: Sequence[str] = ()
 ) -> SegmentResult:
-    """Run `agent` on a new request."""
+    """Run `agent` on a copy of a new request's input: its row keeps the digest of what was asked."""
     assert segment.context is not None
-    return await _run(partial(agent.start, segment.context, input_), segment, steps, secret_keys)
+    return await _run(partial(agent.start, segment.context, copy_of(input_)), segment, steps, secret_keys)
 
 
 async def next_segment(
@@ -111,7 +112,7 @@ async def _run(begin: Begin, segment: Segment, steps: Steps, secret_keys: Sequen
         try:
             await asyncio.wait({running})
         except asyncio.CancelledError:  # the replica ends: what the code came to is nobody's result
-            running.cancel()
+            segment.cancel_code()
             raise
         finally:
             origin.close()
@@ -133,8 +134,7 @@ def _origin(segment: Segment) -> tuple[Origin, list[str]]:
 
     def on_exit(what: str) -> None:
         exits.append(what)
-        if segment.code is not None:
-            segment.code.cancel()
+        segment.cancel_code()
 
     return Origin(on_exit), exits
 

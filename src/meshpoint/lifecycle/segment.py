@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NoReturn, cast
 
 from pydantic import JsonValue
 
+from meshpoint.lifecycle.containment import from_outside
 from meshpoint.lifecycle.senders import ITSELF, Sender
 from meshpoint.memory.task_memory import Mark, TaskMemory
 from meshpoint.model.checkpoint import BeginResult, Requester, Run
 from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.error_text import described
 from meshpoint.model.json_values import digest_of
 from meshpoint.model.messages import Message
 from meshpoint.model.subtasks import AgentCheckpoint
 from meshpoint.ports.broker import Delivery
 from meshpoint.ports.home import Home
 from meshpoint.subtasks.runner import Over, Subtasks
+
+log = logging.getLogger("meshpoint.run")
 
 NOT_KEPT = object()
 """Placeholder for the input of a task with a row, which stores the digest."""
@@ -95,29 +101,50 @@ class Segment:
         return any(delivery.count > 1 or delivery.lost for delivery in self.deliveries)
 
     def stop(self, why: Stop) -> None:
-        """Cancel the code at its next await. The first reason counts, but a lost lease overrules all."""
+        """Cancel the code at its next await. The first reason counts, but a lost lease overrules all.
+
+        Errors are logged, not raised: what the code awaits is its own, and other segments must be stopped too.
+        """
         self._note_stop(why)
-        if self.code is not None:
-            self.code.cancel()
+        self.cancel_code()
+        self._tell_code()
 
     def stop_here(self, why: Stop) -> NoReturn:
         """Cancel the code from within it, whichever of its asyncio tasks asks."""
         self._note_stop(why)
-        if self.code is not None and self.code is not asyncio.current_task():
-            self.code.cancel()
+        if self.code is not asyncio.current_task():
+            self.cancel_code()
+        self._tell_code()
         raise asyncio.CancelledError(why.name.lower())
+
+    def cancel_code(self) -> None:
+        """Cancel the code if it runs, whatever the future that it awaits raises."""
+        if self.code is not None:
+            self._attempt(self.code.cancel)
 
     def _note_stop(self, why: Stop) -> None:
         if self.stopped is None or why is Stop.LOST:
             self.stopped = why
+
+    def _tell_code(self) -> None:
         if self.context is not None:
-            self.context.cancelled.set()
+            self._attempt(self.context.cancelled.set)  # whose waiters may be of a closed event loop
+
+    def _attempt(self, call: Callable[[], object]) -> None:
+        """Call something that agent code may have put there."""
+        try:
+            call()
+        except BaseException as error:
+            if from_outside(error):
+                raise
+            log.warning("task %s: its code cannot be stopped: %s", self.run.task_id, described(error))
 
     def close(self) -> None:
         """Forget what holds on to the segment in a circle: garbage would wait for the collector."""
         if self.context is not None:
-            self.context.run_subtasks_with(None if self.subtasks is None else Over(self.subtasks.progress))
-            self.context.remember_with(None)
+            over = None if self.subtasks is None else Over(self.subtasks.progress)
+            TaskExecutionContext.run_subtasks_with(self.context, over)  # not what code has set under this name
+            TaskExecutionContext.remember_with(self.context, None)
         self.subtasks = self.memory = None
         if self.beginning is not None:
             self.beginning.cancel()

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 
 from meshpoint.errors import IncompatibleState, NotJson
 from meshpoint.model.checkpoint import Checkpoint
+from meshpoint.model.error_text import storable
 from meshpoint.model.ids import TaskId
 from meshpoint.model.json_values import JsonDict, JsonList, check_json
 from meshpoint.model.messages import Address
@@ -83,7 +84,6 @@ class TaskExecutionContext(Recording, Subtasking, Remembering):
 
     Kept over a pause: what `to_checkpoint_dict` lists. Rebuilt in the replica that goes on: `cancelled`, which is
     set when the task is to stop, and the way to report. A value that is not JSON is refused when it is set.
-    `subject` says in a few words what the task is about, for people who look at operations and checkpoints.
     """
 
     produced_artifacts = _ListField()
@@ -118,7 +118,7 @@ class TaskExecutionContext(Recording, Subtasking, Remembering):
         self.token_usage = token_usage if token_usage is not None else TokenUsage()
         self.trace_context = trace_context
         self.subject = subject
-        self.cancelled = asyncio.Event()
+        self._cancelled = asyncio.Event()
         self._report = report
         self._recorder = recorder
         self._subtasks = None
@@ -147,6 +147,33 @@ class TaskExecutionContext(Recording, Subtasking, Remembering):
         if not isinstance(text, str):
             raise NotJson(f"response_buffer: {type(text).__name__} is not a string")
         self._response_buffer = str(check_json(text, "response_buffer"))
+
+    @property
+    def token_usage(self) -> TokenUsage:
+        """Tokens that the task and its peers have used so far."""
+        return self._token_usage
+
+    @token_usage.setter
+    def token_usage(self, usage: TokenUsage) -> None:
+        if not isinstance(usage, TokenUsage):
+            raise NotJson(f"token_usage: {type(usage).__name__} is not TokenUsage")
+        self._token_usage = usage
+
+    @property
+    def subject(self) -> str | None:
+        """What the task is about, in a few words, for people who look at operations and checkpoints."""
+        return self._subject
+
+    @subject.setter
+    def subject(self, text: str | None) -> None:
+        if text is not None and not isinstance(text, str):
+            raise NotJson(f"subject: {type(text).__name__} is not a string")
+        self._subject = None if text is None else storable(text)
+
+    @property
+    def cancelled(self) -> asyncio.Event:
+        """Set when the task is to stop."""
+        return self._cancelled
 
     async def status(self, data: JsonValue) -> None:
         """Tell the requester how far the task is. Advisory: it may be lost or doubled, and nobody may listen.

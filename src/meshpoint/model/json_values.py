@@ -169,6 +169,17 @@ def _listed(value: Any) -> Any:
     return _listed(values)
 
 
+def copy_of(value: JsonValue) -> JsonValue:
+    """A deep copy of `value`, which is known to be JSON."""
+    match value:
+        case dict():
+            return {key: copy_of(each) for key, each in value.items()}
+        case list():
+            return [copy_of(each) for each in value]
+        case _:
+            return value
+
+
 def digest_of(value: JsonValue) -> str:
     """A short digest of `value`; the order of keys makes no difference."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -10,7 +10,7 @@ _MOST = 2**53
 class Tokens(BaseModel):
     """Counts of tokens; `cached` is the part of `input` that a provider's cache served."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
     input: int = 0
     output: int = 0
@@ -26,7 +26,7 @@ class Tokens(BaseModel):
 class TokenUsage(BaseModel):
     """What a task has used so far. `by_source` names tools and peers, or "agent" for the agent itself."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
     total: Tokens = Field(default_factory=Tokens)
     by_model: dict[str, Tokens] = Field(default_factory=dict)
