@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from meshpoint.memory.restorer import L1CacheRestorer
 from meshpoint.model.agent_memory import MemoryRecovery, MemorySource
 from meshpoint.model.checkpoint import L1Snapshot
 from meshpoint.model.memory import Held, Owner, Packed
+from meshpoint.own_threads import in_own_thread
 from meshpoint.ports.working_memory import SnapshotStore, Tell, WorkingMemory
 
 ABSENT = "absent:"
@@ -227,10 +227,10 @@ class DualRecoveryStrategy:
 async def _digest(held: Held) -> str:
     if len(held.items) < 1000:
         return fingerprint(held.items)
-    return await asyncio.to_thread(fingerprint, held.items)
+    return await in_own_thread(fingerprint, held.items)
 
 
 async def _unpacked(source: MemorySource, packed: Packed, what: str) -> _Found:
     if sum(map(len, packed.chunks)) < _THREAD_FROM:
         return _Found(source, packed, unpack(packed, what))
-    return _Found(source, packed, await asyncio.to_thread(unpack, packed, what))
+    return _Found(source, packed, await in_own_thread(unpack, packed, what))

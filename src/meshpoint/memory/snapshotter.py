@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from itertools import islice
 
 from meshpoint.errors import ConsistencyError, MemoryFenced, MemoryLost, MemoryRefused, MemoryUnavailable
 from meshpoint.memory.packing import pack, size_of
 from meshpoint.model.memory import Held, Item, Owner, Packed
+from meshpoint.own_threads import in_own_thread
 from meshpoint.ports.working_memory import SnapshotStore, Tell, WorkingMemory
 
 _THREAD_FROM = 256 * 1024
@@ -56,7 +56,7 @@ class L1CacheSnapshotter:
                 f"oversized keys: {_some(held.large)}"
             )
         size = self._checked_size(held)
-        packed = pack(held, order) if size < _THREAD_FROM else await asyncio.to_thread(pack, held, order)
+        packed = pack(held, order) if size < _THREAD_FROM else await in_own_thread(pack, held, order)
         return Snapshot(packed, held.version)
 
     def _checked_size(self, held: Held) -> int:

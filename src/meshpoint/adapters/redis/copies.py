@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import zstandard
 
 from meshpoint.errors import CheckpointError
 from meshpoint.model.subtasks import AgentCheckpoint
+from meshpoint.own_threads import in_own_thread
 
 _PLAIN, _ZSTD = b"\x00", b"\x01"
 _COMPRESS_FROM = 1024
@@ -24,7 +23,7 @@ async def encoded(checkpoint: AgentCheckpoint) -> bytes:
         content = checkpoint.model_dump_json().encode()
     except ValueError as error:
         raise CheckpointError(f"checkpoint {checkpoint.seq} of {checkpoint.operation_id}: {_line(error)}") from error
-    return _pack(content) if len(content) < _THREAD_FROM else await asyncio.to_thread(_pack, content)
+    return _pack(content) if len(content) < _THREAD_FROM else await in_own_thread(_pack, content)
 
 
 async def decoded(stored: bytes) -> AgentCheckpoint:
@@ -33,7 +32,7 @@ async def decoded(stored: bytes) -> AgentCheckpoint:
     Raises:
         CheckpointError: it is no checkpoint that this release can read.
     """
-    return _unpack(stored) if len(stored) < _THREAD_FROM else await asyncio.to_thread(_unpack, stored)
+    return _unpack(stored) if len(stored) < _THREAD_FROM else await in_own_thread(_unpack, stored)
 
 
 def _pack(content: bytes) -> bytes:

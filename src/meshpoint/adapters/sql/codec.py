@@ -5,11 +5,12 @@ The marker leaves room for other forms, so a later release can seal what an earl
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterable
 
 import zstandard
+
+from meshpoint.own_threads import in_own_thread
 
 RAW = b"\x00"
 ZSTD = b"\x01"
@@ -35,7 +36,7 @@ async def pack(value: bytes | None) -> bytes | None:
         return None if value is None else RAW + value
     if len(value) < _THREAD_FROM:
         return _compress(value)
-    return await asyncio.to_thread(_compress, value)
+    return await in_own_thread(_compress, value)
 
 
 async def pack_all(values: Iterable[bytes | None]) -> list[bytes | None]:
@@ -60,7 +61,7 @@ async def unpack(stored: bytes | None) -> bytes | None:
         raise ValueError(f"a stored value begins with the unknown marker {marker!r}")
     if len(rest) < _THREAD_FROM:
         return _decompress(rest)
-    return await asyncio.to_thread(_decompress, rest)
+    return await in_own_thread(_decompress, rest)
 
 
 def unpacked_size(stored: bytes) -> int:
