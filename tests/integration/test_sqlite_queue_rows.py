@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from meshpoint.adapters.sqlite_queue import SqliteBroker, content, queues
+from meshpoint.adapters.sqlite_queue.queues import Limits, Queues
 from meshpoint.adapters.sqlite_queue.schema import connect, transaction
+from meshpoint.adapters.sqlite_queue.session import Session, Tuning
 from meshpoint.conformance.broker import AGENT, REQUESTS, Inbox, a_message, send, until_depth
+from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.messages import Address, dead_letters_of, nested_of, private_of, responses_of, shard_of
 from meshpoint.ports.broker import Published
@@ -264,3 +267,115 @@ async def test_a_value_is_not_loaded_because_it_hides_its_length(
         assert tracemalloc.get_traced_memory()[1] < 3_000_000
     finally:
         tracemalloc.stop()
+
+
+LAST_ID = 2**63 - 1
+NO_TEXT = "CAST(X'ff' AS TEXT)"
+QUEUE = "INSERT INTO meshpoint_queue (name, agent, dead_letters, private, left_at) VALUES"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        f"INSERT INTO meshpoint_queue_message (id, queue) VALUES ({LAST_ID}, 'demo.nowhere')",
+        f"INSERT INTO meshpoint_queue_message (id, queue) VALUES ({LAST_ID}, 'demo.travel.req')",
+        f"INSERT INTO meshpoint_queue_message (queue) VALUES ({NO_TEXT})",
+        f"INSERT INTO meshpoint_queue_message (queue, holder) VALUES ('demo.nowhere', {NO_TEXT})",
+        f"INSERT INTO meshpoint_queue_holder (id) VALUES ({LAST_ID})",
+        f"INSERT INTO meshpoint_queue_holder (id, beat) VALUES (-1, {NO_TEXT})",
+        f"UPDATE meshpoint_queue_holder SET beat = {NO_TEXT}",
+        f"UPDATE meshpoint_queue_holder SET beat = {LAST_ID}",
+        "UPDATE meshpoint_queue_holder SET beat = zeroblob(9)",
+        f"UPDATE sqlite_sequence SET seq = {LAST_ID}",
+        f"UPDATE sqlite_sequence SET seq = {NO_TEXT}",
+        "UPDATE sqlite_sequence SET seq = 1e300",
+        "DELETE FROM sqlite_sequence",
+        f"{QUEUE} ('demo.x.req', 'demo.x', {NO_TEXT}, 0, NULL)",
+        f"{QUEUE} ('demo.x.req', 'demo.x', {HUGE}, 0, NULL)",
+        f"{QUEUE} ('demo.' || {NO_TEXT}, 'demo.x', 'demo.x.dead', 0, NULL)",
+        f"{QUEUE} ({NO_TEXT}, 'demo.x', 'demo.x.dead', 1, 0)",
+        f"{QUEUE} ({NO_TEXT}, 'demo.travel', 'demo.x.dead', 1, NULL)",
+        f"{QUEUE} (X'ff', 'demo.travel', X'ff', 1, {NO_TEXT})",
+        f"UPDATE meshpoint_queue SET private = {NO_TEXT} WHERE name = 'demo.travel.req'",
+    ],
+)
+async def test_a_row_of_no_use_stops_neither_messages_nor_housekeeping(
+    path: Path, broker: SqliteBroker, bystander: sqlite3.Connection, statement: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    inbox, sent = Inbox(), [a_message(), a_message()]
+    await broker.consume(REQUESTS, 1, inbox)
+    with transaction(bystander):
+        bystander.execute(statement)
+    for message in sent:
+        await send(broker, REQUESTS, message)
+        delivery = await inbox.next()
+        assert delivery.message == message
+        assert await delivery.ack()
+    await broker.broadcast(AGENT, a_message())
+    assert await broker.depth(PRIVATE) == 1
+    with closing(Session(path, "demo", TUNING)) as session:
+        for _ in range(2):
+            session.transact([], [], beat=True)
+    assert "cannot be tidied" not in caplog.text
+
+
+TUNING = Tuning(
+    lease=1, private_ttl=60, poll_interval=1, busy_timeout=5, delivery_limit=20, limits=Limits(dead_letters=8)
+)
+
+
+async def test_ids_go_on_above_all_that_are_left(
+    path: Path, broker: SqliteBroker, bystander: sqlite3.Connection
+) -> None:
+    await send(broker, REQUESTS, a_message(), a_message())
+    with transaction(bystander):
+        bystander.execute(f"INSERT INTO meshpoint_queue_message (id, queue) VALUES ({LAST_ID}, 'demo.nowhere')")
+        bystander.execute(
+            f"INSERT INTO meshpoint_queue_content SELECT {LAST_ID}, {content.COLUMNS} FROM meshpoint_queue_content"
+            " WHERE id = 1"
+        )
+    await send(broker, REQUESTS, a_message())
+    for table in ("message", "content"):
+        ids = bystander.execute(f"SELECT id FROM meshpoint_queue_{table} ORDER BY id").fetchall()
+        assert ids == [(1,), (2,), (2 + 2**20 + 1,)]
+
+
+@pytest.mark.parametrize("chore", ["give_back_orphans", "drop_unused", "trim_dead_letters"])
+def test_housekeeping_that_fails_costs_no_beat(
+    path: Path, chore: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(queues: Queues, *_: object) -> None:
+        queues._db.execute("DELETE FROM meshpoint_queue_holder")
+        raise sqlite3.OperationalError("Could not decode to UTF-8")
+
+    monkeypatch.setattr(Queues, chore, fails)
+    with closing(Session(path, "demo", TUNING)) as session, closing(connect(path, 5)) as db:
+        session.transact([], [], beat=True)
+        assert db.execute("SELECT beat FROM meshpoint_queue_holder").fetchall() == [(1,)]
+    assert "cannot be tidied: Could not decode" in caplog.text
+
+
+async def test_a_disk_that_is_full_is_unavailable(
+    broker: SqliteBroker, bystander: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = sqlite3.OperationalError("database or disk is full")
+    full.sqlite_errorcode = sqlite3.SQLITE_FULL
+
+    def publish(*_: object) -> list[Published]:
+        raise full
+
+    monkeypatch.setattr(Queues, "publish", publish)
+    with pytest.raises(BrokerUnavailable, match="full"):
+        await broker.publish([(REQUESTS, a_message())])
+
+
+async def test_a_reason_that_cannot_be_read_can_be_sent_on(
+    broker: SqliteBroker, bystander: sqlite3.Connection
+) -> None:
+    dead = Inbox()
+    await send(broker, DEAD, a_message())
+    with transaction(bystander):
+        bystander.execute(f"UPDATE meshpoint_queue_message SET dead_reason = {NO_TEXT}")
+    await broker.consume(DEAD, 1, dead)
+    message = (await dead.next()).message
+    assert await broker.publish([(REQUESTS, message)]) == [Published.ACCEPTED]

@@ -62,4 +62,5 @@ class Holders:
 
     def beats(self) -> dict[int, int]:
         """The beat of every holder."""
-        return dict(self._db.execute("SELECT id, beat FROM meshpoint_queue_holder").fetchall())
+        # A beat may be anything, even a text that cannot be read.
+        return dict(self._db.execute("SELECT id, CAST(beat AS INTEGER) FROM meshpoint_queue_holder").fetchall())

@@ -6,11 +6,13 @@ import logging
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from meshpoint.adapters.sqlite_queue.content import COLUMNS, READ_COLUMNS, READ_DELIVERIES, READ_REASON, Row, from_row
 from meshpoint.errors import PoisonMessage
+from meshpoint.model.error_text import storable
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import (
     Address,
@@ -34,6 +36,7 @@ _UNREADABLE = 0
 _BATCH_BYTES = 64 * 1024 * 1024
 """Total body bytes after which a claim takes no more messages."""
 _MOST_DELIVERIES = 2**31
+_LONGEST_NAME = 10_000  # bytes
 _MOST_COUNTED = 10_000  # queues whose room is remembered
 
 _MINE = "id = ? AND holder = ? AND deliveries = ?"
@@ -112,17 +115,13 @@ class Queues:
 
     def drop_unused(self, private_ttl: float) -> None:
         """Delete private queues, with what is in them, whose holder went `private_ttl` seconds ago."""
-        unused = self._db.execute(
-            "SELECT name FROM meshpoint_queue WHERE left_at <= ?", (time.time() - private_ttl,)
-        ).fetchall()
-        for queue in unused:
-            self._db.execute(
-                "DELETE FROM meshpoint_queue_content WHERE id IN"
-                " (SELECT id FROM meshpoint_queue_message WHERE queue = ?)",
-                queue,
-            )
-            self._db.execute("DELETE FROM meshpoint_queue_message WHERE queue = ?", queue)
-            self._db.execute("DELETE FROM meshpoint_queue WHERE name = ?", queue)
+        unused, before = "SELECT name FROM meshpoint_queue WHERE left_at <= ?", (time.time() - private_ttl,)
+        if self._db.execute(f"SELECT EXISTS ({unused})", before).fetchone() == (0,):  # spares looks at all messages
+            return
+        inside = f"SELECT id FROM meshpoint_queue_message WHERE queue IN ({unused})"
+        self._db.execute(f"DELETE FROM meshpoint_queue_content WHERE id IN ({inside})", before)
+        self._db.execute(f"DELETE FROM meshpoint_queue_message WHERE queue IN ({unused})", before)
+        self._db.execute("DELETE FROM meshpoint_queue WHERE left_at <= ?", before)
 
     def depth(self, address: Address) -> int | None:
         """Messages that nobody holds; None when there is no such queue."""
@@ -153,8 +152,7 @@ class Queues:
 
     def broadcast(self, agent: AgentName, row: Row) -> None:
         """Append a message to every private queue of `agent` with room for it."""
-        query = "SELECT name FROM meshpoint_queue WHERE agent = ? AND private"
-        for (name,) in self._db.execute(query, (self._name(agent),)).fetchall():
+        for name in self._names("name", "agent = ? AND private", self._name(agent)):
             if self._has_room(name, private=True):
                 self._insert(name, row)
 
@@ -162,9 +160,8 @@ class Queues:
         """Drop the oldest dead letters above the limit."""
         if (limit := self._limits.dead_letters) is None:
             return
-        query = "SELECT DISTINCT dead_letters FROM meshpoint_queue WHERE substr(name, 1, ?) = ?"
         prefix = self._name("")
-        for (name,) in self._db.execute(query, (len(prefix), prefix)).fetchall():
+        for name in self._names("dead_letters", "substr(name, 1, ?) = ?", len(prefix), prefix):
             for holder in ("IS NULL", f"= {_UNREADABLE}"):
                 which = f"queue = ? AND holder {holder}"
                 beyond = f"SELECT id FROM meshpoint_queue_message WHERE {which} ORDER BY id DESC LIMIT -1 OFFSET ?"
@@ -189,7 +186,7 @@ class Queues:
             try:
                 if missing or not (isinstance(deliveries, int) and 0 <= deliveries < _MOST_DELIVERIES):
                     raise PoisonMessage("the row has no content" if missing else "deliveries: is not a count")
-                message = from_row(tuple(content), None if dead_reason is None else str(dead_reason))
+                message = from_row(tuple(content), None if dead_reason is None else storable(str(dead_reason)))
             except PoisonMessage as error:
                 self._set_aside(address, id_, str(error), missing=bool(missing))
             else:
@@ -291,8 +288,18 @@ class Queues:
 
     def _kind(self, name: str) -> bool | None:
         """Whether the queue is private; `None` if it does not exist."""
-        row = self._db.execute("SELECT private FROM meshpoint_queue WHERE name = ?", (name,)).fetchone()
+        row = self._db.execute("SELECT private IS 1 FROM meshpoint_queue WHERE name = ?", (name,)).fetchone()
         return None if row is None else bool(row[0])
+
+    def _names(self, column: str, which: str, *values: str | int) -> list[str]:
+        """The different queue names in `column`, without those that no broker wrote."""
+        readable = f"typeof({column}) = 'text' AND length(CAST({column} AS BLOB)) <= {_LONGEST_NAME}"
+        query = f"SELECT DISTINCT CAST({column} AS BLOB) FROM meshpoint_queue WHERE {readable} AND {which}"
+        names = []
+        for (raw,) in self._db.execute(query, values).fetchall():
+            with suppress(UnicodeDecodeError):
+                names.append(raw.decode())
+        return names
 
     def _name(self, address: str) -> str:
         return f"{self._namespace}.{address}"

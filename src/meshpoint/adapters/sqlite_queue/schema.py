@@ -6,6 +6,7 @@ content are two rows, so that a claim rewrites a few bytes and never the body.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from pathlib import Path
 from meshpoint.adapters.sqlite_queue.content import COLUMNS
 from meshpoint.errors import ConfigurationError
 from meshpoint.private_files import create_private
+
+_log = logging.getLogger(__name__)
 
 VERSION = 1
 
@@ -43,6 +46,9 @@ _COLUMNS = {
     "message": "id, queue, holder, deliveries, dead_reason",
     "content": f"id, {COLUMNS}",
 }
+_LARGEST_ID = 2**62
+_ID_GAP = 2**20
+"""Ids left out after a repair, because those used since the last good one are not known."""
 _BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 
 
@@ -90,6 +96,32 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
         if db.in_transaction:
             db.execute("ROLLBACK")
         raise
+
+
+def remove_impossible_ids(db: sqlite3.Connection) -> bool:
+    """Delete messages and holders whose ids no counting could reach; returns whether there were any.
+
+    Once the largest of all ids is taken, SQLite inserts nothing any more, and says that the disk is full. Runs inside
+    the caller's transaction.
+    """
+    messages, holders = _remove_impossible_ids(db, "message"), _remove_impossible_ids(db, "holder")
+    if messages:
+        db.execute("DELETE FROM meshpoint_queue_content WHERE id > ?", (_LARGEST_ID,))
+    return messages or holders
+
+
+def _remove_impossible_ids(db: sqlite3.Connection, name: str) -> bool:
+    table = f"meshpoint_queue_{name}"
+    used = f"SELECT max(id) FROM {table} UNION ALL SELECT CAST(seq AS INTEGER) FROM sqlite_sequence WHERE name = ?"
+    if all(id_ is None or id_ <= _LARGEST_ID for (id_,) in db.execute(used, (table,))):
+        return False
+    removed = db.execute(f"DELETE FROM {table} WHERE id > ?", (_LARGEST_ID,)).rowcount
+    db.execute(
+        f"UPDATE sqlite_sequence SET seq = ? + (SELECT coalesce(max(id), 0) FROM {table}) WHERE name = ?",
+        (_ID_GAP, table),
+    )
+    _log.warning("%s had impossible ids: removed %d rows", table, removed)
+    return True
 
 
 def _use_wal(db: sqlite3.Connection, path: Path, busy_timeout: float) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from typing import Any
 from meshpoint.adapters.sqlite_queue.holders import Holders, Pulse
 from meshpoint.adapters.sqlite_queue.jobs import Consumer, Job, Turn
 from meshpoint.adapters.sqlite_queue.queues import Limits, Queues
-from meshpoint.adapters.sqlite_queue.schema import connect, transaction
+from meshpoint.adapters.sqlite_queue.schema import connect, remove_impossible_ids, transaction
 from meshpoint.model.ids import AgentName, ReplicaId
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,10 @@ class Session:
         self._private: set[tuple[AgentName, ReplicaId]] = set()
         self._version = -1
         self._in_doubt = False
+        self._untidy = ""
         try:
             with transaction(self._db):
+                remove_impossible_ids(self._db)
                 self._holder = self._holders.register()
         except BaseException:
             self._db.close()
@@ -75,6 +81,20 @@ class Session:
 
     def transact(self, jobs: Sequence[Job[Any]], consumers: Sequence[Consumer], *, beat: bool) -> Turn:
         """Run `jobs` and claim what `consumers` have room for, in one transaction."""
+        try:
+            return self._transact(jobs, consumers, beat=beat)
+        except sqlite3.OperationalError as error:
+            full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+            if not full or not self._has_ids_again():
+                raise
+        return self._transact(jobs, consumers, beat=beat)
+
+    def _has_ids_again(self) -> bool:
+        """Whether ids, and not the disk, were used up, and are no longer."""
+        with transaction(self._db):
+            return remove_impossible_ids(self._db)
+
+    def _transact(self, jobs: Sequence[Job[Any]], consumers: Sequence[Consumer], *, beat: bool) -> Turn:
         self._sync(power_safe=any(job.durable for job in jobs))
         set_aside = self._queues.set_aside
         self._db.execute("BEGIN IMMEDIATE")
@@ -123,12 +143,29 @@ class Session:
 
     def _beat(self, holder: int) -> None:
         self._holders.beat(holder)
+        self._tidy(lambda: self._dissolve_dead(holder))
+        self._tidy(self._queues.give_back_orphans)
+        self._tidy(lambda: self._queues.drop_unused(self._private_ttl))
+        self._tidy(self._queues.trim_dead_letters)
+
+    def _dissolve_dead(self, holder: int) -> None:
         for dead in self._pulse.dead(self._holders.beats(), time.monotonic()):
             if dead != holder:
                 self._queues.dissolve(dead)
-        self._queues.give_back_orphans()
-        self._queues.drop_unused(self._private_ttl)
-        self._queues.trim_dead_letters()
+
+    def _tidy(self, chore: Callable[[], None]) -> None:
+        """Run `chore`, but do without it if a row makes it fail: the beat, and what was asked for, must not."""
+        self._db.execute("SAVEPOINT chore")
+        try:
+            chore()
+        except Exception as error:
+            if not self._db.in_transaction:  # SQLite has given up the whole transaction
+                raise
+            self._db.execute("ROLLBACK TO chore")
+            if str(error) != self._untidy:  # not at every beat
+                self._untidy = str(error)
+                _log.warning("the queues cannot be tidied: %s", error)
+        self._db.execute("RELEASE chore")
 
     def _commit(self) -> None:
         try:
