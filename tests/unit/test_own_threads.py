@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,7 +24,6 @@ from meshpoint.model.checkpoint import L1Snapshot
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.memory import Item, Kind, Owner, agent_id
 from meshpoint.model.subtasks import AgentCheckpoint
-from meshpoint.own_threads import OwnThreads
 
 LARGE = os.urandom(600 * 1024)
 OWNER = Owner(agent_id(AgentName("agent"), TaskId("task")), RunId("run"), 1)
@@ -75,74 +73,6 @@ async def memories() -> None:
 async def test_large_values_need_none_of_the_threads_of_agent_code(handled: Callable[[], Awaitable[None]]) -> None:
     asyncio.get_running_loop().set_default_executor(OfAgents(1))
     await handled()
-
-
-@pytest.fixture
-def threads() -> OwnThreads:
-    return OwnThreads(2, idle=0)
-
-
-async def test_a_function_runs_in_a_thread_that_ends_afterwards(threads: OwnThreads) -> None:
-    thread = await threads.run(threading.current_thread)
-    assert thread is not threading.current_thread()
-    assert thread.daemon
-    thread.join()
-    assert await threads.run(int, "12", base=8) == 10
-
-
-async def test_an_error_is_raised(threads: OwnThreads) -> None:
-    with pytest.raises(ValueError, match="invalid literal"):
-        await threads.run(int, "x")
-
-
-async def test_there_are_so_many_threads_at_most(threads: OwnThreads) -> None:
-    gate, both, seen = threading.Event(), threading.Barrier(3), set[threading.Thread]()
-
-    def held() -> None:
-        seen.add(threading.current_thread())
-        if not gate.is_set():
-            both.wait()
-            gate.wait()
-
-    running = [asyncio.create_task(threads.run(held)) for _ in range(5)]
-    await asyncio.to_thread(both.wait)
-    assert len(seen) == threads._threads == 2
-    gate.set()
-    await asyncio.gather(*running)
-
-
-async def test_what_is_cancelled_before_its_turn_is_not_run() -> None:
-    threads, gate, ran = OwnThreads(1, idle=0), threading.Event(), list[int]()
-    first = asyncio.create_task(threads.run(gate.wait))
-    second = asyncio.create_task(threads.run(ran.append, 2))
-    await asyncio.sleep(0)
-    second.cancel()
-    await asyncio.gather(second, return_exceptions=True)
-    gate.set()
-    await first
-    await threads.run(ran.append, 3)
-    assert ran == [3]
-
-
-def test_idle_threads_are_used_again() -> None:
-    threads = OwnThreads(2, idle=3600)
-    seen = {asyncio.run(threads.run(threading.current_thread)) for _ in range(3)}  # on any event loop
-    assert len(seen) <= 2
-
-
-def test_the_process_does_not_wait_for_a_thread() -> None:
-    code = """if True:
-        import asyncio, threading
-        from meshpoint.own_threads import in_own_thread
-
-        async def main():
-            began = threading.Event()
-            running = asyncio.create_task(in_own_thread(lambda: (began.set(), threading.Event().wait())))
-            await asyncio.to_thread(began.wait)
-
-        asyncio.run(main())
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
