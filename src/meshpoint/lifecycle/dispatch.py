@@ -368,9 +368,9 @@ class Outgoing:
         if word is not Published.ACCEPTED:
             self._drop(reply, "its queue did not accept it")
 
-    def release_held(self) -> list[Delivery]:
-        """The requests of tasks in memory, to be requeued; replies that are lost with this process are reported."""
-        deliveries, lost = self.held.let_all_go()
+    def release_held(self, stays: Callable[[TaskId], bool]) -> list[Delivery]:
+        """The requests of tasks in memory to requeue, except of tasks that stay; lost replies are reported."""
+        deliveries, lost = self.held.let_all_go(stays)
         for task_id in lost:
             self._site.steps.note(Step.REPLY_DROPPED, task_id, reason="the process ends")
         return deliveries

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 
 from meshpoint.model.ids import TaskId
@@ -97,10 +97,11 @@ class Held:
         self.end(task_id)
         return released
 
-    def let_all_go(self) -> tuple[list[Delivery], list[TaskId]]:
-        """Everything, to be given back, and the tasks without a request to give back: their replies are lost."""
-        lost = [task_id for task_id in self._ended if not self._by_task[task_id]]
-        return [delivery for task_id in list(self._by_task) for delivery in self.let_go(task_id)], lost
+    def let_all_go(self, stays: Callable[[TaskId], bool]) -> tuple[list[Delivery], list[TaskId]]:
+        """All requests to requeue, except of tasks that stay, and the tasks without one: their replies are lost."""
+        leaving = [task_id for task_id in self._by_task if not stays(task_id)]
+        lost = [task_id for task_id in leaving if task_id in self._ended and not self._by_task[task_id]]
+        return [delivery for task_id in leaving for delivery in self.let_go(task_id)], lost
 
     def count(self, address: Address, *kinds: Kind) -> int:
         """Count deliveries of these kinds from the queue at `address`."""

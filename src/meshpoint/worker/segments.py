@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -16,7 +17,7 @@ from typing import Any, TypeAlias, assert_never
 
 from pydantic import JsonValue
 
-from meshpoint.errors import AgentMisbehaved, IncompatibleState, MemoryLost, MemoryRefused
+from meshpoint.errors import AgentMisbehaved, IncompatibleState, MemoryLost, MemoryRefused, Unavailable
 from meshpoint.lifecycle import checkpoint, claim, finish, receive, run
 from meshpoint.lifecycle.apart import Impossible, run_apart
 from meshpoint.lifecycle.begin import begin
@@ -37,6 +38,7 @@ from meshpoint.model.checkpoint import (
     BeginResult,
     Begun,
     CancelFound,
+    CancelNotice,
     Claim,
     Committed,
     Duplicate,
@@ -109,6 +111,7 @@ class Segments:
         self.unfinished: dict[asyncio.Task[object], Run] = {}  # code that did not stop when its replica drained
         self._none_left = asyncio.Event()
         self._gave_back = False
+        self._replying: Counter[TaskId] = Counter()  # tasks in memory whose reply is being sent
         self.ready_somewhere = asyncio.Event()
 
     # ── into a segment ─────────────────────────────────────────────────────────────────────────────
@@ -152,14 +155,13 @@ class Segments:
     async def hold(self, task_id: TaskId, deliveries: Sequence[Delivery]) -> None:
         """Keep the requests of a task in memory un-acked until it ends, and leave room for others.
 
-        Once the replica has given everything back, they are requeued.
+        Once the replica has given everything back, they are requeued, but not before the task's code has ended.
         """
         surplus = self.held.hold(task_id, deliveries)
-        if self._gave_back:
-            surplus += self.held.let_go(task_id)
-            self._tell_if_none_left()
+        if self._gave_back and not self._is_at_work(task_id):
             for delivery in surplus:
                 await delivery.requeue()
+            await self._requeue_held()
             return
         self._make_room()
         if surplus:
@@ -187,8 +189,13 @@ class Segments:
     def resume(self, home: Home, task: Resumable, *, taken_over: bool = False, apart: bool = False) -> None:
         """Run the next segment of a task that this replica has acquired.
 
-        The segment takes over the caller's slot and, with `apart`, its place for suspects.
+        The segment takes over the caller's slot and, with `apart`, its place for suspects. A task in memory does not
+        go on once its request was given back.
         """
+        if self._gave_back and not home.durable:
+            self._site.slots.give_back()
+            self._site.apart.give_back(apart)
+            return
         segment = Segment(run=task.run, requester=task.requester, home=home, known_digest=task.digest)
         segment.decided.set()
         if earlier := self.live.get(task.run.task_id):
@@ -326,6 +333,8 @@ class Segments:
             self._leases.keep(segment.run)
 
     def _begin(self, segment: Segment, code: Code) -> None:
+        if self._gave_back:
+            segment.stop(Stop.DRAINING)
         self.own(segment)
         self._spawn(self._live(segment, code))
 
@@ -349,6 +358,8 @@ class Segments:
             await self._close(segment)
         self.leave(segment)
         await self._requeue(segment)  # requests not acked yet
+        if self._gave_back:
+            await self._requeue_held()
 
     async def _put_off(self, segment: Segment) -> None:
         """Retry an in-memory task later: it has no lease to expire, and its request stays unacked."""
@@ -653,6 +664,31 @@ class Segments:
 
         `again`: the messages were overdue, so those for addresses in back-off may wait.
         """
+        if home.durable:
+            await self._send(home, sends, again=again)
+            return
+        if self._gave_back:
+            sends = list(filter(self._is_still_sent, sends))
+        replying = [each.task_id for each in sends if isinstance(each, Reply)]
+        self._replying.update(replying)
+        try:
+            await self._send(home, sends, again=again)
+        finally:
+            self._replying.subtract(replying)
+            for task_id in replying:
+                if not self._replying[task_id]:
+                    del self._replying[task_id]
+        if self._gave_back:
+            await self._requeue_held()
+
+    def _is_still_sent(self, send: Send) -> bool:
+        """Whether to send a message of a task in memory after its replica has given everything back.
+
+        Another replica answers requests that were requeued, and no task goes on with what its calls return.
+        """
+        return isinstance(send, CancelNotice) or (isinstance(send, Reply) and send.task_id in self.held)
+
+    async def _send(self, home: Home, sends: Sequence[Send], *, again: bool) -> None:
         undeliverable, settled = await self._outgoing.send(home, sends, again=again)
         for task_id in [*settled, *await self._put_away(home, sends, settled)]:
             # The requests of an in-memory task are none of its run in the database, which another replica began.
@@ -757,14 +793,26 @@ class Segments:
             await self._none_left.wait()
 
     async def give_all_back(self) -> None:
-        """Stop running code and give its tasks, and those that wait in memory, to other replicas."""
+        """Stop running code and give its tasks, and those that wait in memory, to other replicas.
+
+        From then on no code starts here, and nothing answers a request that was requeued.
+        """
         for segment in list(self.live.values()):
             segment.stop(Stop.DRAINING)
         self._gave_back = True
-        held = self._outgoing.release_held()
+        await self._requeue_held()
+
+    async def _requeue_held(self) -> None:
+        """Requeue the requests of tasks in memory, except of those that may still answer."""
+        for delivery in self._outgoing.release_held(self._is_at_work):
+            with suppress(Unavailable):  # its connection is lost, which requeues it too
+                await delivery.requeue()
         self._tell_if_none_left()
-        for delivery in held:
-            await delivery.requeue()
+
+    def _is_at_work(self, task_id: TaskId) -> bool:
+        """Whether a task has code that may not have stopped, or its reply is being sent."""
+        live = self.live.get(task_id)
+        return task_id in self._replying or (live is not None and live.decided.is_set())
 
 
 def _advice(task: Resumable) -> str:

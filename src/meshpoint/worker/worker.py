@@ -421,15 +421,19 @@ class Worker:
     async def _rest(self, closed: asyncio.Task[None], entrances: Sequence[asyncio.Task[None]]) -> None:
         # What an entrance has begun, it ends: a claim that is given up halfway may own a task that nobody runs.
         await asyncio.wait([closed, *entrances])
-        with suppress(Unavailable):  # the broker delivers un-acked letters again
-            await self._letters.requeue_postponed()
+        await self._requeue_postponed()
         self._serve("due work in memory", self._serve_due_in_memory)
         await self.segments.none_left()
         await self._refusals.done()
 
     async def _give_back(self) -> None:
         await self.segments.give_all_back()
+        await self._requeue_postponed()
         await self.segments.none_left()
+
+    async def _requeue_postponed(self) -> None:
+        with suppress(Unavailable):  # the broker delivers un-acked letters again
+            await self._letters.requeue_postponed()
 
     @property
     def _closing_time(self) -> float:

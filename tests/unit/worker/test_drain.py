@@ -13,15 +13,19 @@ from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.checkpoint import TaskState
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Phase, Step
+from meshpoint.model.ids import AgentName, TaskId
+from meshpoint.model.letters import cancel_message
+from meshpoint.model.messages import Message
 from meshpoint.model.options import AckPolicy
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 
-from .agents import Gate, Scripted, asker, doubler, gated, gated_after
-from .mesh import Mesh
+from .agents import Gate, Scripted, asker, doubler, gated, gated_after, said
+from .mesh import Mesh, Running
 from .puppet import Puppet
 
 HOMES = pytest.mark.parametrize("durable", [True, False])
 AT_ONCE = {"drain_timeout": timedelta(0)}
+GIVES_BACK = {"drain_timeout": timedelta(0), "release_timeout": timedelta(minutes=1)}
 NEVER = {"drain_timeout": timedelta(hours=1), "release_timeout": timedelta(hours=1)}
 
 
@@ -172,6 +176,113 @@ async def test_a_task_in_memory_that_takes_too_long_is_given_back(
     await mesh.replica(gated_after("agent", "peer", gate), durable=False)
     await peer.respond(await peer.request_number(2), 2)
     assert await boss.reply(task_id) == Ok({"peer": 2})
+
+
+@pytest.mark.parametrize(("what", "durable"), [("response", True), ("response", False), ("cancel", False)])
+async def test_a_task_whose_request_was_given_back_does_not_go_on(
+    mesh: Mesh, boss: Puppet, peer: Puppet, what: str, durable: bool
+) -> None:
+    """Something else still stops slowly; another replica may have the request by then."""
+    stub, visits = Gate(), Gate()
+    visits.opened.set()
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Any:
+        if request == "stubborn":
+            return await _ignoring_cancels(stub)
+        return Paused([Call("call", "peer", request)], b"state")
+
+    async def resume(ctx: TaskExecutionContext, state: bytes, outcomes: Any) -> Any:
+        await visits()
+        return Done(said(outcomes))
+
+    agent = Scripted("agent", start, resume)
+    replica = await mesh.replica(agent, durable=durable, checkpoint_retry_time=timedelta(0), **GIVES_BACK)
+    replica.store.fail_always("pause")
+    task_id = await boss.ask("agent", 1)
+    request = await peer.request_number()
+    await boss.ask("agent", "stubborn", "stubborn")
+    await stub.reach()
+    await mesh.settle()
+    draining = asyncio.create_task(replica.drain())
+    await mesh.settle()
+    assert mesh.waiting("agent") == 1
+    if what == "response":
+        await peer.respond(request, "old")
+    else:
+        await replica.broker.broadcast(AgentName("agent"), _cancel(task_id))
+    await mesh.settle()
+    assert (visits.visits, boss.replies(task_id)) == (0, [])
+    stub.opened.set()
+    await draining
+    assert (visits.visits, boss.replies(task_id)) == (0, [])
+
+
+def _cancel(task_id: TaskId) -> Message:
+    return cancel_message(AgentName("agent"), task_id, on_behalf_of="boss")
+
+
+async def _ignoring_cancels(gate: Gate) -> Done[str]:
+    while True:
+        with suppress(asyncio.CancelledError):
+            await gate()
+            return Done("at last")
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_the_request_of_code_in_memory_that_does_not_stop_is_kept_until_it_has(
+    mesh: Mesh, boss: Puppet, peer: Puppet, answers: bool
+) -> None:
+    """Otherwise two replicas would answer it."""
+    stub = Gate()
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Any:
+        return Paused([Call("call", "peer", request)], b"state")
+
+    async def resume(ctx: TaskExecutionContext, state: bytes, outcomes: Any) -> Any:
+        await _ignoring_cancels(stub)
+        return Done(said(outcomes)) if answers else Paused([Call("again", "peer", 2)], b"state")
+
+    replica = await mesh.replica(Scripted("agent", start, resume), durable=False, **GIVES_BACK)
+    task_id = await boss.ask("agent", 1)
+    await peer.respond(await peer.request_number(), "old")
+    await stub.reach()
+    draining = asyncio.create_task(replica.drain())
+    await mesh.settle()
+    assert mesh.waiting("agent") == 0
+    stub.opened.set()
+    await draining
+    assert (mesh.waiting("agent"), len(boss.replies(task_id))) == ((0, 1) if answers else (1, 0))
+    assert len(peer.requests) == 1
+
+
+async def test_a_request_in_memory_is_kept_while_its_reply_is_being_sent(
+    mesh: Mesh, boss: Puppet, peer: Puppet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = await mesh.replica(asker("agent", "peer"), durable=False, **GIVES_BACK)
+    task_id = await boss.ask("agent", 1)
+    await peer.request_number()
+    await mesh.settle()
+    gate = _slow_publish(replica, monkeypatch)
+    await replica.broker.broadcast(AgentName("agent"), _cancel(task_id))
+    await gate.reach()
+    draining = asyncio.create_task(replica.drain())
+    await mesh.settle()
+    assert mesh.waiting("agent") == 0
+    gate.opened.set()
+    await draining
+    assert (mesh.waiting("agent"), len(boss.replies(task_id))) == (0, 1)
+
+
+def _slow_publish(replica: Running, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """A gate in front of all that `replica` publishes."""
+    publish, gate = replica.broker.publish, Gate()
+
+    async def slowly(messages: Any) -> Any:
+        await gate()
+        return await publish(messages)
+
+    monkeypatch.setattr(replica.broker, "publish", slowly)
+    return gate
 
 
 async def test_a_claim_that_is_under_way_is_finished(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
