@@ -171,7 +171,7 @@ class Requests:
 
     async def _later(self, happened: asyncio.Event, delivery: Delivery) -> None:
         await happened.wait()
-        await self.on_requests([delivery])
+        await self.on_requests(await self._segments.unless_draining(delivery))
 
     async def _asked_again(self, live: Segment, asking: Segment, request: receive.Request) -> None:
         """A resumed requester asks for a task that runs here: it is the one to be answered now.

@@ -110,7 +110,7 @@ class Segments:
         self.held = outgoing.held
         self.unfinished: dict[asyncio.Task[object], Run] = {}  # code that did not stop when its replica drained
         self._none_left = asyncio.Event()
-        self._gave_back = False
+        self.draining = self._gave_back = False
         self._replying: Counter[TaskId] = Counter()  # tasks in memory whose reply is being sent
         self.ready_somewhere = asyncio.Event()
 
@@ -166,6 +166,14 @@ class Segments:
         self._make_room()
         if surplus:
             await self._settle_requests(task_id, surplus)
+
+    async def unless_draining(self, *deliveries: Delivery) -> Sequence[Delivery]:
+        """`deliveries`; once the replica drains, none: they are requeued, since nothing new may begin here."""
+        if not self.draining:
+            return deliveries
+        for delivery in deliveries:
+            await delivery.requeue()
+        return ()
 
     def leave(self, segment: Segment) -> None:
         """Forget a task that came to nothing here."""

@@ -401,7 +401,7 @@ class Worker:
     async def _drain(self, entrances: Sequence[asyncio.Task[None]], stop: asyncio.Event) -> None:
         """Stop consuming, let segments come to a pause or an end, give the rest back."""
         options = self.site.options
-        self._draining = True
+        self._draining = self.segments.draining = True
         self._ends_at = _now() + (options.drain_timeout + options.release_timeout).total_seconds()
         held = len(self.segments.held)
         self.site.steps.note(Step.DRAINING, *self.segments.live, held=held, **reason_of(stop))

@@ -413,6 +413,27 @@ async def test_an_admitted_request_runs_and_ready_tasks_are_left(mesh: Mesh, bos
     assert [await mesh.state(task_id) for task_id in tasks] == [TaskState.COMPLETED, TaskState.READY]
 
 
+@pytest.mark.parametrize("options", [NEVER, GIVES_BACK])
+async def test_a_request_that_waited_for_another_one_is_left_to_others(
+    mesh: Mesh, boss: Puppet, peer: Puppet, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """It waits until another requester's request with its id has been refused."""
+    replica = await mesh.replica(doubler, **options)
+    gate = _slow_publish(replica, monkeypatch)
+    await boss.ask("doubler", 1, "task", deadline=mesh.in_seconds(-1))
+    await gate.reach()
+    await peer.ask("doubler", 2, "task")
+    await mesh.settle()
+    draining = asyncio.create_task(replica.drain())
+    await mesh.settle()
+    gate.opened.set()
+    await draining
+    assert mesh.events.of(Step.SEGMENT) == []
+    assert mesh.waiting("doubler") == 1
+    await mesh.replica(doubler)
+    assert await peer.reply("task") == Ok(4)
+
+
 async def test_while_the_database_is_away(mesh: Mesh, boss: Puppet) -> None:
     """Requests that wait for it go to others, in no more than the drain's time."""
     replica = await mesh.replica(doubler, **AT_ONCE, release_timeout=timedelta(hours=1))
