@@ -119,7 +119,7 @@ class Requests:
                 left.remove(delivery)
         finally:
             for segment, _, _ in arrived:  # un-acked: they come again, elsewhere when the replica ends
-                self._segments.leave(segment)
+                self._segments.give_up(segment)
 
     async def _read(self, delivery: Delivery) -> tuple[Segment, receive.Request] | None:
         options = self._site.options

@@ -185,6 +185,14 @@ class Segments:
         segment.left.set()
         self._tell_if_none_left()
 
+    def give_up(self, segment: Segment) -> None:
+        """Leave a task that has not started. If its row says that it runs here, a drain releases it first."""
+        if not self.draining or segment.home is None or not segment.home.durable:
+            self.leave(segment)
+            return
+        self._site.slots.give_back(-1)  # it has none to give back
+        self._begin(segment, partial(_already, run.Stopped(Stop.DRAINING)))
+
     def _tell_if_none_left(self) -> None:
         if not self.live and not self.held:
             self._none_left.set()

@@ -434,6 +434,34 @@ async def test_a_request_that_waited_for_another_one_is_left_to_others(
     assert await peer.reply("task") == Ok(4)
 
 
+async def test_a_row_that_waits_for_a_slot_is_released(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    """It was written as running before there was a slot, and a resumed task took that."""
+    gate = Gate()
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Any:
+        return Done("new") if request == "new" else Paused([Call("call", "peer", request)], b"")
+
+    async def resume(ctx: TaskExecutionContext, state: bytes, outcomes: Any) -> Any:
+        await gate()
+        return Done("resumed")
+
+    options = {"max_concurrency": 1, "ack_policy": AckPolicy.ON_RECEIPT}
+    replica = await mesh.replica(Scripted("agent", start, resume), **options, **GIVES_BACK)
+    resumed = await boss.ask("agent", 1)
+    request = await peer.request_number()
+    await mesh.settle()
+    begin = replica.store.after["begin"] = Gate()
+    new = await boss.ask("agent", "new")
+    await begin.reach()
+    await peer.respond(request, 1)
+    await gate.reach()
+    begin.opened.set()
+    await mesh.settle()
+    await replica.drain()
+    assert [await mesh.state(task_id) for task_id in (resumed, new)] == [TaskState.READY] * 2
+    assert replica.worker.site.slots.free == 1
+
+
 async def test_while_the_database_is_away(mesh: Mesh, boss: Puppet) -> None:
     """Requests that wait for it go to others, in no more than the drain's time."""
     replica = await mesh.replica(doubler, **AT_ONCE, release_timeout=timedelta(hours=1))
