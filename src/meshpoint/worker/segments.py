@@ -111,6 +111,7 @@ class Segments:
         self.unfinished: dict[asyncio.Task[object], Run] = {}  # code that did not stop when its replica drained
         self._none_left = asyncio.Event()
         self.draining = self._gave_back = False
+        self._claiming = 0  # claims under way
         self._replying: Counter[TaskId] = Counter()  # tasks in memory whose reply is being sent
         self.ready_somewhere = asyncio.Event()
 
@@ -194,7 +195,7 @@ class Segments:
         self._begin(segment, partial(_already, run.Stopped(Stop.DRAINING)))
 
     def _tell_if_none_left(self) -> None:
-        if not self.live and not self.held:
+        if not self.live and not self.held and not self._claiming:
             self._none_left.set()
 
     def start(self, segment: Segment, request: receive.Request) -> None:
@@ -713,7 +714,7 @@ class Segments:
         if not home.durable:
             self._make_room()
         self._tell_if_none_left()
-        if undeliverable:
+        if undeliverable and not (home.durable and self.draining):  # another replica does
             await self.claim(home, undeliverable)
 
     async def _put_away(self, home: Home, sends: Sequence[Send], settled: Sequence[TaskId]) -> list[TaskId]:
@@ -733,8 +734,13 @@ class Segments:
 
     async def claim(self, home: Home, claims: Sequence[Claim]) -> list[Arrival]:
         """Record outcomes, and go on with the tasks whose join they meet."""
-        arrivals = await claim.claim(home, claims, self._site)
-        self.all_arrived(home, arrivals)
+        self._claiming += 1
+        try:
+            arrivals = await claim.claim(home, claims, self._site)
+            self.all_arrived(home, arrivals)
+        finally:
+            self._claiming -= 1
+            self._tell_if_none_left()
         return arrivals
 
     def all_arrived(self, home: Home, arrivals: Sequence[Arrival]) -> None:
@@ -803,8 +809,8 @@ class Segments:
             segment.stop(Stop.LOST)
 
     async def none_left(self) -> None:
-        """Return when every task has ended or is paused in the database."""
-        while self.live or self.held:
+        """Return when every task has ended or is paused in the database, and no claim can bring another one."""
+        while self.live or self.held or self._claiming:
             self._none_left.clear()
             await self._none_left.wait()
 

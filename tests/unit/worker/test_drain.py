@@ -462,6 +462,63 @@ async def test_a_row_that_waits_for_a_slot_is_released(mesh: Mesh, boss: Puppet,
     assert replica.worker.site.slots.free == 1
 
 
+async def test_a_claim_of_an_undeliverable_call_is_finished(mesh: Mesh, boss: Puppet) -> None:
+    """Such claims are made in the background."""
+    task_id, replica = await _unsent(mesh, boss)
+    gate = replica.store.after["claim"] = Gate()
+    mesh.clock.advance(timedelta(seconds=6))
+    await gate.reach()
+    draining = asyncio.create_task(replica.drain())
+    await mesh.settle()
+    assert not draining.done()
+    gate.opened.set()
+    await draining
+    assert await boss.reply(task_id) == Ok({"nobody": "undeliverable"})
+    assert await mesh.state(task_id) is TaskState.COMPLETED
+
+
+async def test_an_undeliverable_call_is_not_claimed_any_more(
+    mesh: Mesh, boss: Puppet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim could come when the drain is over."""
+    running = Gate()
+    task_id, replica = await _unsent(mesh, boss, running)
+    gate = _slow_publish(replica, monkeypatch)
+    mesh.clock.advance(timedelta(seconds=6))
+    await gate.reach()
+    draining = asyncio.create_task(replica.drain())
+    await mesh.settle()
+    gate.opened.set()
+    await mesh.settle()
+    running.opened.set()
+    await draining
+    assert "claim" not in replica.store.calls
+    assert await mesh.state(task_id) is TaskState.WAITING
+    await mesh.replica(asker("agent", "nobody"))
+    await mesh.advance(20)
+    assert await boss.reply(task_id) == Ok({"nobody": "undeliverable"})
+
+
+async def _unsent(mesh: Mesh, boss: Puppet, gate: Gate | None = None) -> tuple[TaskId, Running]:
+    """A task whose call to an agent that does not exist is due to be sent again; another one runs up to `gate`."""
+    asks = asker("agent", "nobody")
+
+    async def start(ctx: TaskExecutionContext, request: Any) -> Any:
+        if request == "runs" and gate is not None:
+            await gate()
+            return Done("ran")
+        return await asks.start(ctx, request)
+
+    replica = await mesh.replica(Scripted("agent", start, asks.resume), **NEVER)
+    if gate is not None:
+        await boss.ask("agent", "runs")
+        await gate.reach()
+    replica.broker.fail("not committed", type="request")
+    task_id = await boss.ask("agent", 1)
+    await mesh.settle()
+    return task_id, replica
+
+
 async def test_while_the_database_is_away(mesh: Mesh, boss: Puppet) -> None:
     """Requests that wait for it go to others, in no more than the drain's time."""
     replica = await mesh.replica(doubler, **AT_ONCE, release_timeout=timedelta(hours=1))
