@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -10,13 +11,14 @@ import pytest
 
 from meshpoint.errors import BrokerUnavailable, ConfigurationError, RowLocked
 from meshpoint.lifecycle.postponed import PostponedLetters
-from meshpoint.model.checkpoint import Locked
+from meshpoint.model.calls import Done
+from meshpoint.model.checkpoint import Locked, TaskState
 from meshpoint.model.events import Phase, Step
 from meshpoint.model.ids import AgentName, RunId
 from meshpoint.model.messages import responses_of
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 
-from .agents import Gate, asker
+from .agents import Gate, Scripted, asker
 from .mesh import Mesh, Running
 from .puppet import Puppet
 
@@ -264,3 +266,36 @@ async def test_letters_are_retried_after_any_defect(mesh: Mesh) -> None:
     await mesh.advance(5)
     assert handled == [letter]
     assert rooms[-1] == 0  # no letter waits or is being retried
+
+
+async def test_a_drain_that_times_out_gives_waiting_responses_back(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    """Their tasks would begin a segment here while slower code still stops."""
+    stub, asks = Gate(), asker("asker", "peer")
+
+    async def start(ctx: Any, request: Any) -> Any:
+        while request == "stubborn":
+            with suppress(asyncio.CancelledError):
+                await stub()
+                return Done("at last")
+        return await asks.start(ctx, request)
+
+    options = {"drain_timeout": timedelta(0), "release_timeout": timedelta(minutes=1)}
+    replica = await mesh.replica(Scripted("asker", start, asks.resume), **options)
+    locked = await boss.ask("asker", 1)
+    request = await peer.request_number()
+    await boss.ask("asker", "stubborn")
+    await stub.reach()
+    held = {locked}
+    hold(replica, held)
+    await peer.respond(request, "answer")
+    await mesh.events.wait(Step.ROW_LOCKED)
+    draining = asyncio.create_task(replica.drain())
+    await mesh.settle()
+    held.clear()
+    await mesh.advance(2)
+    assert unsettled(mesh, "asker") == (1, 0)
+    assert await mesh.state(locked) is TaskState.WAITING
+    stub.opened.set()
+    await draining
+    await mesh.replica(asks)
+    assert await boss.reply(locked) == Ok({"peer": "answer"})
