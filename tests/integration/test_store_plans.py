@@ -83,6 +83,8 @@ TABLES = (*CROWDED, operations, checkpoints, archive)
 
 _FOR_PEOPLE = {"LIST_ALL", "LIST_OF_AGENT", "LIST_OPERATIONS", "LIST_OPERATIONS_OF_AGENT"}
 """Statements that read many rows and sort them, for a person who asks."""
+_FOR_DAMAGE = {"PUT_OFF_TASK", "PUT_OFF_KEEP_ALIVE", "PUT_OFF_REPLY", "PUT_OFF_CALLS", "PUT_OFF_JOINS"}
+"""Statements on one task with a damaged row: see `test_damaged_rows`."""
 
 
 @dataclass
@@ -413,7 +415,7 @@ async def test_nothing_that_replicas_run_scans_a_table(crowded_url: str, batch: 
     scans = [scan for _, scan in plans.scans()]
     assert not scans, "\n\n".join(scans)
     missing = {name for name, text in statements.items() if text not in plans.texts()}
-    assert missing - _FOR_PEOPLE == set(), "statements that no step of `Life` sends"
+    assert missing - _FOR_PEOPLE - _FOR_DAMAGE == set(), "statements that no step of `Life` sends"
 
 
 async def test_a_claim_reads_no_other_answers_before_the_last(crowded_url: str) -> None:

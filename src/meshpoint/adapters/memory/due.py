@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from itertools import repeat
 
@@ -24,6 +26,17 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.ids import AgentName, RunId, new_id
 from meshpoint.model.outcomes import FailureKind
+
+log = logging.getLogger("meshpoint.store")
+
+
+@contextmanager
+def _alone(row: TaskRow) -> Iterator[None]:
+    """Log what is wrong with one row, so that the others are worked on."""
+    try:
+        yield
+    except Exception:
+        log.exception("task %s: a row of it is damaged", row.task_id)
 
 
 class MemoryDueWork:
@@ -50,9 +63,10 @@ class MemoryDueWork:
         """Close calls and joins past their deadline, and take the tasks that may go on."""
         results: list[Expired] = []
         for row in self._due(TaskState.WAITING, limit, [row for row in self._live() if row.agent == replica.agent]):
-            expired = self._expire(row, replica, slots)
-            slots -= isinstance(expired.then, AllArrived)
-            results.append(expired)
+            with _alone(row):
+                expired = self._expire(row, replica, slots)
+                slots -= isinstance(expired.then, AllArrived)
+                results.append(expired)
         return results
 
     async def take(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
@@ -63,7 +77,8 @@ class MemoryDueWork:
         for row in due:
             suspect = row.rescues >= SUSPECT_FROM
             if not suspect or suspects > 0:
-                owned.append(self._tables.own(row, replica, RunId(new_id())))
+                with _alone(row):
+                    owned.append(self._tables.own(row, replica, RunId(new_id())))
             suspects -= suspect
         return owned
 
@@ -75,7 +90,8 @@ class MemoryDueWork:
             row.attempt += not replica.isolates
             if row.rescues < SUSPECT_FROM or suspects > 0:
                 suspects -= row.rescues >= SUSPECT_FROM
-                owned.append(self._tables.own(row, replica, RunId(new_id())))
+                with _alone(row):
+                    owned.append(self._tables.own(row, replica, RunId(new_id())))
             else:
                 row.state, row.owner, row.run_id = TaskState.READY, None, RunId(new_id())
                 row.due_at = self._tables.clock.now()
@@ -104,8 +120,9 @@ class MemoryDueWork:
         for row in self._live():
             asleep = row.agent == replica.agent and row.state in {TaskState.WAITING, TaskState.READY}
             if len(notes) < limit and asleep and row.keep_alive_at and row.keep_alive_at <= now:
-                row.keep_alive_at = max(keep_alive_at(row.requester, now) or now, now + timedelta(seconds=1))
-                notes.append(KeepAlive(row.agent, row.task_id, row.requester))
+                with _alone(row):
+                    row.keep_alive_at = max(keep_alive_at(row.requester, now) or now, now + timedelta(seconds=1))
+                    notes.append(KeepAlive(row.agent, row.task_id, row.requester))
         return notes
 
     async def purge(self, agent: AgentName, limit: int) -> int:

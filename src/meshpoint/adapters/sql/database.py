@@ -226,9 +226,14 @@ class Database:
             result = await body(Transaction(connection, self.dialect, self._clock, skip_locked=skip_locked))
         except (RowLocked, *DRIVER_ERRORS) as error:
             if not _means_locked(error, skip_locked):
+                if failure(error) is Failure.BUG:
+                    await self._free_rows(connection)
                 raise
             await connection.exec_driver_sql("ROLLBACK")
             raise RowLocked(brief(error)) from error
+        except Exception:
+            await self._free_rows(connection)
+            raise
         try:
             await connection.exec_driver_sql("COMMIT")
         except DRIVER_ERRORS as error:
@@ -236,6 +241,11 @@ class Database:
                 raise
             raise CommitInDoubt(f"the answer to COMMIT was lost: {brief(error)}") from error
         return result
+
+    async def _free_rows(self, connection: Connected) -> None:
+        """Roll back at once: a server may notice only later that the connection was closed, and keep its locks."""
+        with suppress(*DRIVER_ERRORS):
+            await connection.exec_driver_sql("ROLLBACK")
 
     async def _repeat(self, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
         end = monotonic() + (self._command_timeout if self.dialect.is_sqlite else 0.0)

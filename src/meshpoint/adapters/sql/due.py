@@ -14,6 +14,7 @@ from meshpoint.adapters.sql import operation_statements
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.checkpointing import KEEP_ALIVES_PER_TIMEOUT
 from meshpoint.adapters.sql.database import Transaction
+from meshpoint.adapters.sql.due_rows import Pick
 from meshpoint.adapters.sql.locking import Terms, held_below
 from meshpoint.adapters.sql.owning import OwnedTasks, given_to, made_ready, read_owned
 from meshpoint.adapters.sql.rows import Columns, requester_of
@@ -29,32 +30,42 @@ async def due(tx: Transaction, replica: Replica, limit: int, terms: Terms) -> Du
     return Due(row.ready, row.lapsed, row.expired, row.keep_alives, min(row.unsent, limit))
 
 
-async def take(tx: Transaction, replica: Replica, limit: int, suspects: int, terms: Terms) -> OwnedTasks:
+def ready(replica: Replica, limit: int, suspects: int, terms: Terms) -> Pick:
+    """Ready tasks that `replica` can resume."""
+    return _resumable(sql.PICK_READY, replica, limit, terms, suspects=suspects, suspect_from=SUSPECT_FROM)
+
+
+def lost(replica: Replica, limit: int, terms: Terms) -> Pick:
+    """Running tasks with an expired lease that `replica` can resume."""
+    return _resumable(sql.PICK_LOST, replica, limit, terms)
+
+
+def _resumable(template: str, replica: Replica, limit: int, terms: Terms, **more: int) -> Pick:
+    agent = terms.names.qualified(replica.agent)
+    return Pick(template, {"agent": agent, "formats": sorted(replica.formats), "limit": limit, **more})
+
+
+async def take(
+    tx: Transaction, replica: Replica, limit: int, suspects: int, terms: Terms, only: str | None = None
+) -> OwnedTasks:
     """Acquire ready tasks, including at most `suspects` suspects."""
-    rows = await tx.rows(
-        sql.PICK_READY,
-        agent=terms.names.qualified(replica.agent),
-        formats=sorted(replica.formats),
-        limit=limit,
-        suspects=suspects,
-        suspect_from=SUSPECT_FROM,
-    )
+    rows = await ready(replica, limit, suspects, terms).rows(tx, only)
     mine, _ = _parted(rows, suspects, lambda row: int(row.rescues))
     await tx.each(sql.UPDATE_OWNER, [_taken(replica, row) for row in mine])
     return await _in_turn(tx, mine)
 
 
-async def take_over(tx: Transaction, replica: Replica, limit: int, suspects: int, terms: Terms) -> OwnedTasks:
+async def take_over(
+    tx: Transaction, replica: Replica, limit: int, suspects: int, terms: Terms, only: str | None = None
+) -> OwnedTasks:
     """Acquire running tasks whose lease has expired. Suspects beyond `suspects` become ready instead."""
-    rows = await tx.rows(
-        sql.PICK_LOST, agent=terms.names.qualified(replica.agent), formats=sorted(replica.formats), limit=limit
-    )
+    rows = await lost(replica, limit, terms).rows(tx, only)
     mine, others = _parted(rows, suspects, lambda row: row.rescues + 1)
     # Without isolated processes, each lost owner counts as an attempt.
     attempts = {row.logical_task_id: max(row.attempt, 1) + (not replica.isolates) for row in rows}
     taken = [_taken(replica, row) for row in mine]
-    ready = [made_ready(row, new_id(), row.now) for row in others]
-    rescued = [{**each, "attempt": attempts[each["task_id"]]} for each in (*taken, *ready)]
+    left = [made_ready(row, new_id(), row.now) for row in others]
+    rescued = [{**each, "attempt": attempts[each["task_id"]]} for each in (*taken, *left)]
     await tx.each(sql.UPDATE_RESCUED, rescued)
     return await _in_turn(tx, mine)
 
@@ -120,9 +131,16 @@ def _of_these_runs(runs: Sequence[Run], rows: Sequence[Row[Any]]) -> tuple[list[
     return mine, [run for run in runs if (run.task_id, run.fence) not in owned]
 
 
-async def keep_alives(tx: Transaction, replica: Replica, limit: int, terms: Terms) -> list[KeepAlive]:
+def quiet(replica: Replica, limit: int, terms: Terms) -> Pick:
+    """Paused tasks whose requester is to hear of them."""
+    return Pick(sql.PICK_KEEP_ALIVES, {"agent": terms.names.qualified(replica.agent), "limit": limit})
+
+
+async def keep_alives(
+    tx: Transaction, replica: Replica, limit: int, terms: Terms, only: str | None = None
+) -> list[KeepAlive]:
     """Paused tasks whose requester is to hear of them now."""
-    rows = await tx.rows(sql.PICK_KEEP_ALIVES, agent=terms.names.qualified(replica.agent), limit=limit)
+    rows = await quiet(replica, limit, terms).rows(tx, only)
     await tx.each(
         sql.UPDATE_KEEP_ALIVE,
         [
@@ -137,9 +155,14 @@ async def keep_alives(tx: Transaction, replica: Replica, limit: int, terms: Term
     return [KeepAlive(replica.agent, TaskId(row.logical_task_id), requester_of(row)) for row in rows]
 
 
-async def purge(tx: Transaction, agent: str, limit: int) -> int:
+def over(agent: str, limit: int) -> Pick:
+    """Tombstones whose time is over."""
+    return Pick(sql.PICK_PURGEABLE, {"agent": agent, "limit": limit})
+
+
+async def purge(tx: Transaction, agent: str, limit: int, only: str | None = None) -> int:
     """Delete tombstones whose time is over; how many."""
-    rows = await tx.rows(sql.PICK_PURGEABLE, agent=agent, limit=limit)
+    rows = await over(agent, limit).rows(tx, only)
     held = await held_below(tx, [row.logical_task_id for row in rows])
     rows = [row for row in rows if row.logical_task_id not in held]
     if rows:

@@ -11,6 +11,7 @@ from sqlalchemy import Row
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.claiming import close_pending
 from meshpoint.adapters.sql.database import Transaction
+from meshpoint.adapters.sql.due_rows import Pick
 from meshpoint.adapters.sql.locking import Terms, held_below
 from meshpoint.adapters.sql.owning import OwnedTasks, given_to, made_ready, new_owner, read_owned
 from meshpoint.adapters.sql.rows import Columns, by_task, notice_of, outcome_column
@@ -65,6 +66,16 @@ class Expiries:
     taken: list[tuple[TaskId, tuple[TaskId, ...], tuple[CancelNotice, ...]]]
     owned: OwnedTasks
 
+    @classmethod
+    def together(cls, several: Sequence[Expiries]) -> Expiries:
+        """Those of several transactions."""
+        return cls(
+            [one for each in several for one in each.waiting],
+            [one for each in several for one in each.ready],
+            [one for each in several for one in each.taken],
+            OwnedTasks.together([each.owned for each in several]),
+        )
+
     def with_tasks(self, readable: Mapping[str, Resumable]) -> list[Expired]:
         """All of them, with the tasks that were taken; those that are not `readable` were given back."""
         taken = [
@@ -78,10 +89,16 @@ def _then(task_id: TaskId, sub_task_id: TaskId, task: Resumable | None) -> AllAr
     return MadeReady(task_id, sub_task_id) if task is None else AllArrived(task_id, sub_task_id, task)
 
 
-async def expire(tx: Transaction, replica: Replica, limit: int, slots: int, terms: Terms) -> Expiries:
+def expired(replica: Replica, limit: int, terms: Terms) -> Pick:
+    """Waiting tasks one of whose deadlines may have passed."""
+    return Pick(sql.PICK_EXPIRED, {"agent": terms.names.qualified(replica.agent), "limit": limit})
+
+
+async def expire(
+    tx: Transaction, replica: Replica, limit: int, slots: int, terms: Terms, only: str | None = None
+) -> Expiries:
     """Close what is past its deadline, count it, and take the tasks whose join it meets."""
-    agent = terms.names.qualified(replica.agent)
-    rows = {row.logical_task_id: row for row in await tx.rows(sql.PICK_EXPIRED, agent=agent, limit=limit)}
+    rows = {row.logical_task_id: row for row in await expired(replica, limit, terms).rows(tx, only)}
     for task_id in await held_below(tx, rows):
         del rows[task_id]
     if not rows:
@@ -90,6 +107,9 @@ async def expire(tx: Transaction, replica: Replica, limit: int, slots: int, term
     pending = by_task(await tx.rows(sql.READ_PENDING, ids=ids))
     joins = {row.logical_task_id: row for row in await tx.rows(sql.READ_JOINS, ids=ids)}
     tasks = [_Waiting(rows[task_id], joins[task_id], pending.get(task_id, [])) for task_id in ids]
+    for task in tasks:
+        if task.met and not task.timed_out:
+            raise ValueError(f"task {task.row.logical_task_id} waits, and its join is met")
     cancels = await _close(tx, tasks, terms)
     return await _go_on(tx, [task for task in tasks if task.timed_out], cancels, replica, slots)
 

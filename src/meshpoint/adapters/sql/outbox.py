@@ -12,6 +12,7 @@ from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.database import Transaction
+from meshpoint.adapters.sql.due_rows import Pick
 from meshpoint.adapters.sql.locking import LockedTasks, Terms, in_rounds, lock_tasks
 from meshpoint.adapters.sql.rows import (
     Columns,
@@ -63,28 +64,36 @@ async def _send_of(row: Row[Any], names: Names) -> Send:
     return notice_of(row, names)
 
 
-async def unsent(tx: Transaction, agent: AgentName, limit: int, terms: Terms) -> Due:
+def unsent_picks(agent: AgentName, limit: int, terms: Terms) -> tuple[Pick, Pick, Pick]:
+    """Replies, calls and joins of which something is due."""
+    values = {"agent": terms.names.qualified(agent), "limit": limit}
+    templates = sql.PICK_UNSENT_REPLIES, sql.PICK_UNSENT_CALLS, sql.PICK_UNSENT_JOINS
+    replies, calls, joins = (Pick(template, values) for template in templates)
+    return replies, calls, joins
+
+
+async def unsent(tx: Transaction, agent: AgentName, limit: int, terms: Terms, only: str | None = None) -> Due:
     """Lease what is due to the caller, for longer each time."""
-    name = terms.names.qualified(agent)
-    replies = await tx.rows(sql.PICK_UNSENT_REPLIES, agent=name, limit=limit)
+    replies = await unsent_picks(agent, limit, terms)[0].rows(tx, only)
     await tx.each(sql.LEASE_REPLY, [_lease(row, row.reply_attempts + 1, terms) for row in replies])
     calls: list[Row[Any]] = []
     if len(replies) < limit:
-        picked = await tx.rows(sql.PICK_UNSENT_CALLS, agent=name, limit=limit - len(replies))
+        picked = await unsent_picks(agent, limit - len(replies), terms)[1].rows(tx, only)
         calls += sorted(picked, key=lambda row: (row.send_due_at, row.logical_task_id, row.seq))
         await tx.each(
             sql.LEASE_SEND,
             [{**_lease(row, row.send_attempts + 1, terms), "sub_task_id": row.sub_task_id} for row in calls],
         )
-    if len(replies) + len(calls) < limit:
-        calls += await _requests(tx, name, limit - len(replies) - len(calls), terms)
+    left = limit - len(replies) - len(calls)
+    if left > 0:
+        calls += await _requests(tx, await unsent_picks(agent, left, terms)[2].rows(tx, only), left, terms)
     return Due(replies, calls)
 
 
-async def _requests(tx: Transaction, agent: str, limit: int, terms: Terms) -> list[Row[Any]]:
+async def _requests(tx: Transaction, due: Sequence[Row[Any]], limit: int, terms: Terms) -> list[Row[Any]]:
     """Lease pauses whose requests are due; these. Those of one pause come together, if need be past `limit`."""
     joins: list[Row[Any]] = []
-    for join in await tx.rows(sql.PICK_UNSENT_JOINS, agent=agent, limit=limit):
+    for join in due:
         if limit > 0:
             joins.append(join)
             limit -= join.unanswered

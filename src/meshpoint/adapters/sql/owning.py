@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from sqlalchemy import Row
@@ -15,7 +15,7 @@ from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.batcher import PART_BYTES, in_parts
 from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.adapters.sql.rows import Columns, Names, StoredOutcome, by_task, resumable_of, run_of
-from meshpoint.model.checkpoint import Release, Replica, Resumable, Run, TaskState
+from meshpoint.model.checkpoint import SUSPECT_FROM, Release, Replica, Resumable, Run, TaskState
 
 log = logging.getLogger("meshpoint.store")
 
@@ -59,6 +59,16 @@ class OwnedTasks:
     def and_also(self, others: OwnedTasks) -> OwnedTasks:
         """These and `others`."""
         return OwnedTasks(self.tasks | others.tasks, self.calls | others.calls)
+
+    @classmethod
+    def together(cls, several: Sequence[OwnedTasks]) -> OwnedTasks:
+        """Those of several transactions."""
+        return reduce(cls.and_also, several, cls())
+
+    @property
+    def suspects(self) -> int:
+        """How many of them are suspects."""
+        return sum(row.rescues >= SUSPECT_FROM for row in self.tasks.values())
 
     @property
     def large(self) -> list[Any]:

@@ -245,6 +245,32 @@ SELECT
       WHERE agent_name = :agent AND send_due_at <= {instant} ORDER BY send_due_at LIMIT :limit) AS j) AS unsent
 """
 
+# Make a due task with a damaged row due later.
+PUT_OFF_TASK = """
+UPDATE agent_paused_tasks SET wake_at = {instant} + :later
+ WHERE logical_task_id = :task_id AND wake_at <= {instant}
+"""
+
+# The same for the status updates to its requester.
+PUT_OFF_KEEP_ALIVE = """
+UPDATE agent_paused_tasks SET keep_alive_at = {instant} + :later
+ WHERE logical_task_id = :task_id AND keep_alive_at <= {instant}
+"""
+
+# The same for its reply, for its calls, and for its joins.
+PUT_OFF_REPLY = """
+UPDATE agent_paused_tasks SET wake_at = {instant} + :later
+ WHERE logical_task_id = :task_id AND wake_at <= {instant} AND status IN ('completed', 'failed', 'cancelled')
+"""
+PUT_OFF_CALLS = """
+UPDATE agent_peer_sub_tasks SET send_due_at = {instant} + :later
+ WHERE logical_task_id = :task_id AND send_due_at <= {instant}
+"""
+PUT_OFF_JOINS = """
+UPDATE agent_parallel_invocations SET send_due_at = {instant} + :later
+ WHERE logical_task_id = :task_id AND send_due_at <= {instant}
+"""
+
 # Waiting tasks one of whose deadlines may have passed.
 PICK_EXPIRED = """
 SELECT logical_task_id, agent_name, generation, fence, run_id, attempt, state_format, {instant} AS now

@@ -27,8 +27,10 @@ from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.batcher import Batcher, in_parts
 from meshpoint.adapters.sql.claiming import Taken
 from meshpoint.adapters.sql.codec import pack
-from meshpoint.adapters.sql.database import Database
+from meshpoint.adapters.sql.database import Database, Transaction
+from meshpoint.adapters.sql.due_rows import Pick, transact_due
 from meshpoint.adapters.sql.engine import LOCK_TIMEOUT
+from meshpoint.adapters.sql.expiring import Expiries
 from meshpoint.adapters.sql.failures import DRIVER_ERRORS, refused
 from meshpoint.adapters.sql.held import HeldRows
 from meshpoint.adapters.sql.hot import LANES, HotPath
@@ -434,18 +436,36 @@ class SqlCheckpointStore(SqlOperations):
 
     async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
         """Close calls and joins past their deadline."""
-        expiries = await self._write(lambda tx: expiring.expire(tx, replica, limit, slots, self._terms))
+
+        async def body(tx: Transaction, only: str | None, before: Sequence[Expiries]) -> Expiries:
+            left = slots - len(Expiries.together(before).taken)
+            return await expiring.expire(tx, replica, limit, left, self._terms, only)
+
+        pick = expiring.expired(replica, limit, self._terms)
+        found = await transact_due(self._write, [pick], [sql.PUT_OFF_TASK], body)
+        expiries = Expiries.together(found)
         return expiries.with_tasks(await self._read(expiries.owned, replica))
 
     async def take(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
         """Own ready tasks."""
-        owned = await self._write(lambda tx: due.take(tx, replica, limit, suspects, self._terms))
-        return list((await self._read(owned, replica)).values())
+        return await self._acquired(
+            due.take, due.ready(replica, limit, suspects, self._terms), replica, limit, suspects
+        )
 
     async def take_over(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
         """Own running tasks whose lease is over."""
-        owned = await self._write(lambda tx: due.take_over(tx, replica, limit, suspects, self._terms))
-        return list((await self._read(owned, replica)).values())
+        pick = due.lost(replica, limit, self._terms)
+        return await self._acquired(due.take_over, pick, replica, limit, suspects)
+
+    async def _acquired(
+        self, acquire: Callable[..., Awaitable[OwnedTasks]], pick: Pick, replica: Replica, limit: int, suspects: int
+    ) -> list[Resumable]:
+        async def body(tx: Transaction, only: str | None, before: Sequence[OwnedTasks]) -> OwnedTasks:
+            left = suspects - OwnedTasks.together(before).suspects
+            return await acquire(tx, replica, limit, left, self._terms, only)
+
+        found = await transact_due(self._write, [pick], [sql.PUT_OFF_TASK], body)
+        return list((await self._read(OwnedTasks.together(found), replica)).values())
 
     async def owned(self, run: Run) -> Resumable | None:
         """Read the task owned by exactly this run."""
@@ -474,6 +494,11 @@ class SqlCheckpointStore(SqlOperations):
                     calls[row.logical_task_id] = await owning.read_large(self._database, row)
                 except LookupError:  # another run owns the task now
                     del tasks[row.logical_task_id]
+                except StoreUnavailable:
+                    raise
+                except Exception:  # whatever is wrong with one task, the others must go on
+                    log.exception("task %s: its calls cannot be read here", row.logical_task_id)
+                    del tasks[row.logical_task_id]
         return OwnedTasks(tasks, calls)
 
     async def _keep(self, runs: Sequence[Run], replica: Replica) -> None:
@@ -486,8 +511,11 @@ class SqlCheckpointStore(SqlOperations):
     async def _decoded(self, owned: OwnedTasks) -> dict[str, Resumable]:
         again = timedelta(seconds=self._terms.dispatch_lease)
         readable, unreadable = await owned.decoded(self._terms.names, again, self._terms.max_join_bytes)
-        with suppress(StoreUnavailable):  # then their leases run out
-            await self.release(unreadable)
+        for release in unreadable:
+            try:
+                await self.release([release])
+            except Exception as error:  # then its lease runs out
+                log.warning("task %s: it cannot be given back: %s", release.run.task_id, error)
         return readable
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
@@ -517,19 +545,36 @@ class SqlCheckpointStore(SqlOperations):
 
     async def keep_alives(self, replica: Replica, limit: int) -> list[KeepAlive]:
         """Paused tasks whose requester is due to hear of them."""
-        return await self._write(lambda tx: due.keep_alives(tx, replica, limit, self._terms))
+
+        async def body(tx: Transaction, only: str | None, before: object) -> list[KeepAlive]:
+            return await due.keep_alives(tx, replica, limit, self._terms, only)
+
+        pick = due.quiet(replica, limit, self._terms)
+        found = await transact_due(self._write, [pick], [sql.PUT_OFF_KEEP_ALIVE], body)
+        return [*chain.from_iterable(found)]
 
     async def purge(self, agent: AgentName, limit: int) -> int:
         """Delete tombstones whose time is over; how many."""
         name = self._terms.names.qualified(agent)
-        return await self._write(lambda tx: due.purge(tx, name, limit))
+
+        async def body(tx: Transaction, only: str | None, before: object) -> int:
+            return await due.purge(tx, name, limit, only)
+
+        pick = due.over(name, limit)
+        return sum(await transact_due(self._write, [pick], [sql.PUT_OFF_TASK], body))
 
     # ── outbox ─────────────────────────────────────────────────────────────────────────────────────
 
     async def unsent(self, agent: AgentName, limit: int) -> list[Send]:
         """What is due for sending, leased to the caller."""
-        leased = await self._write(lambda tx: outbox.unsent(tx, agent, limit, self._terms))
-        return await leased.decoded(self._terms.names)
+
+        async def body(tx: Transaction, only: str | None, before: object) -> outbox.Due:
+            return await outbox.unsent(tx, agent, limit, self._terms, only)
+
+        picks = outbox.unsent_picks(agent, limit, self._terms)
+        put_off = [sql.PUT_OFF_REPLY, sql.PUT_OFF_CALLS, sql.PUT_OFF_JOINS]
+        leased = await transact_due(self._write, picks, put_off, body)
+        return [send for each in leased for send in await each.decoded(self._terms.names)]
 
     async def keep_replies(self, wishes: Sequence[KeepReply]) -> list[bool]:
         """Keep replies for tasks without a row."""
