@@ -1,7 +1,6 @@
 """Threads for Meshpoint's own computations on large values: compression, packing, digests.
 
-Not those of `asyncio.to_thread`: agent code uses them too, and calls of its own that never return would block every
-other agent in the process.
+`asyncio.to_thread` shares its threads with agent code, whose stuck calls would block every other agent.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _MOST = max(2, min(4, os.cpu_count() or 1))
 
 
 async def in_own_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What `function` returned, or raised, in one of the threads.
+    """Call `function` in a thread and return its result.
 
     It must end by itself, since the process waits for it on exit. Not called if cancelled before its turn.
     """
@@ -31,5 +30,5 @@ async def in_own_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 @cache
 def _threads_of(process_id: int) -> ThreadPoolExecutor:
-    """The threads of this process. A forked one has none of its parent's."""
+    """The threads of this process. A forked process starts its own."""
     return ThreadPoolExecutor(_MOST, "meshpoint-own")

@@ -91,7 +91,7 @@ class Counting:
         self.counts: Counter[tuple[str, int]] = Counter()
 
     def start(self) -> None:
-        """Count in every function of the modules, and in those that they define later."""
+        """Count in every function of the modules, including functions defined later."""
         functions = [found for found in gc.get_objects() if type(found) is FunctionType]  # runs no code of theirs
         for module in map(importlib.import_module, self._modules):
             vars(module)[_COUNT] = partial(self._count, module.__name__)
@@ -115,7 +115,7 @@ def _counted(module: ModuleType) -> dict[tuple[str, int], CodeType]:
 
 
 class _Counted(ast.NodeTransformer):
-    """Puts a count in front of each statement that begins at one of `lines`."""
+    """Puts a count in front of each statement that begins on a line in `lines`."""
 
     def __init__(self, lines: set[int]) -> None:
         self._lines = lines

@@ -37,7 +37,7 @@ class OfAgents(ThreadPoolExecutor):
 
 
 class Surviving(LocalWorkingMemory):
-    """One that outlives its process."""
+    """A working memory that outlives its process."""
 
     @property
     def survives(self) -> bool:

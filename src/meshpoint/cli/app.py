@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         print_error(told(error))
         sys.exit(code_of(error))
-    except (OSError, ValueError) as error:  # the last line of defence: a path or a setting that nobody checked
+    except (OSError, ValueError) as error:  # last line of defence: an unchecked path or setting
         from meshpoint.cli.output import print_error
 
         log.debug("the command failed", exc_info=True)

@@ -246,7 +246,7 @@ class PrefetchSuite(BrokerCase):
     async def test_a_step_whose_caller_is_cancelled_is_done_and_costs_no_delivery(
         self, broker: Broker, other: Broker, step: str
     ) -> None:
-        """A replica that drains gives up whatever it does to its consumers, while code runs for their deliveries."""
+        """A draining replica cancels a pending resize while agent code still runs for unacked deliveries."""
         one, two, late = Inbox(), Inbox(), a_message()
         subscription = await broker.consume(REQUESTS, 2, one)
         await send(broker, REQUESTS, a_message())

@@ -313,7 +313,7 @@ class Outgoing:
         return reply.requester.reply_to is not None and self._addresses.troubled(reply.requester.reply_to)
 
     def _may_be_second(self, home: Home, reply: Reply) -> bool:
-        """Whether `reply` is that of an in-memory task that another replica may run from the database."""
+        """Whether `reply` belongs to an in-memory task that another replica may run from the database."""
         one_home = home.durable or self._site.durable is None
         return not one_home and self.held.may_run_elsewhere(reply.task_id)
 

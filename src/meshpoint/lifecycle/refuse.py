@@ -67,8 +67,8 @@ class Refusals:
     def dead_letter_soon(self, delivery: Delivery, reason: str) -> None:
         """Move `delivery` to the dead letters. Other messages do not wait for the broker's confirms of it.
 
-        The sender of an unreadable request gets an error reply. No one else does: messages from impostors, or with
-        another sender's reply address, are not answered.
+        Only the sender of an unreadable request gets an error reply. Messages from impostors, or with another
+        sender's reply address, are not answered.
         """
         task = self._spawn(self._dead_letter_or_requeue(delivery, reason))
         self._under_way.add(task)

@@ -81,7 +81,7 @@ Begin: TypeAlias = Callable[[], Awaitable[Paused | Done[Any]]]
 async def first_segment(
     agent: DurableAgent[Any, Any], segment: Segment, input_: JsonValue, steps: Steps, secret_keys: Sequence[str] = ()
 ) -> SegmentResult:
-    """Run `agent` on a copy of a new request's input: its row keeps the digest of what was asked."""
+    """Run `agent` on a copy of a new request's input: the row stores the digest of the original."""
     assert segment.context is not None
     return await _run(partial(agent.start, segment.context, copy_of(input_)), segment, steps, secret_keys)
 

@@ -118,7 +118,7 @@ class Segment:
         raise asyncio.CancelledError(why.name.lower())
 
     def cancel_code(self) -> None:
-        """Cancel the code if it runs, whatever the future that it awaits raises."""
+        """Cancel the code if it runs. Errors from the future it awaits are logged."""
         if self.code is not None:
             self._attempt(self.code.cancel)
 

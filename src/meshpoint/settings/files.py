@@ -134,7 +134,7 @@ class _UniqueKeys(yaml.SafeLoader):
             raise yaml.YAMLError(_TOO_MANY)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """A number that can be shown in an error; one of base 60 would also take quadratic time."""
+        """Refuse numbers too long to show in an error. Base 60 would also take quadratic time."""
         if len(node.value) > _MOST_DIGITS:
             raise ValueError(f"a number with more than {_MOST_DIGITS} digits")
         return super().construct_yaml_int(node)

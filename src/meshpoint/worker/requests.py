@@ -195,7 +195,7 @@ class Requests:
             await self._segments.ack(running)
 
     async def _lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, tuple[Home, Known]]:
-        """The rows of these tasks. The database has the say if another replica ran one that is in memory here."""
+        """The rows of these tasks. The database wins if another replica ran a task that is in memory here."""
         found: dict[TaskId, tuple[Home, Known]] = {}
         if task_ids:
             with self._site.steps.step(Step.RECEIVE, task_ids):

@@ -76,7 +76,7 @@ _RESCUES_PER_ATTEMPT = 10
 _LONGEST_PAUSE = timedelta(seconds=30)
 """Delay before a task runs again after its own process died."""
 _BEHIND = timedelta(seconds=1)
-"""Delay before the second of two runs of a task goes on, which an outage of the database left in two homes."""
+"""Delay before the second of two runs continues, after an outage of the database left one task in two homes."""
 _LONGEST_UNACKED = timedelta(minutes=15)
 """How long a request stays un-acked for its reply's sake. RabbitMQ closes the channel after 30 minutes by default."""
 Agent: TypeAlias = DurableAgent[Any, Any]
@@ -191,7 +191,7 @@ class Segments:
         if not self.draining or segment.home is None or not segment.home.durable:
             self.leave(segment)
             return
-        self._site.slots.give_back(-1)  # it has none to give back
+        self._site.slots.give_back(-1)  # it holds no slot
         self._begin(segment, partial(_already, run.Stopped(Stop.DRAINING)))
 
     def _tell_if_none_left(self) -> None:
@@ -227,7 +227,7 @@ class Segments:
         self._begin(segment, partial(self._apart, code) if apart else code)
 
     async def _put_behind(self, home: Home, run: Run) -> None:
-        """Release a task whose other run, in the other home, is at work here: its request was redelivered."""
+        """Release a task whose other run, in the other home, is active here: its request was redelivered."""
         await self._release(home, Release(run, _BEHIND), "its other run is at work here")
 
     def _next(self, segment: Segment, task: Resumable, *, taken_over: bool, apart: bool) -> Code:
@@ -701,7 +701,7 @@ class Segments:
     def _is_still_sent(self, send: Send) -> bool:
         """Whether to send a message of a task in memory after its replica has given everything back.
 
-        Another replica answers requests that were requeued, and no task goes on with what its calls return.
+        Another replica answers requeued requests, and no task here continues with the results of its calls.
         """
         return isinstance(send, CancelNotice) or (isinstance(send, Reply) and send.task_id in self.held)
 
@@ -815,7 +815,7 @@ class Segments:
             await self._none_left.wait()
 
     async def give_all_back(self) -> None:
-        """Stop running code and give its tasks, and those that wait in memory, to other replicas.
+        """Stop running code and hand its tasks, and tasks waiting in memory, to other replicas.
 
         From then on no code starts here, and nothing answers a request that was requeued.
         """
@@ -825,7 +825,7 @@ class Segments:
         await self._requeue_held()
 
     async def _requeue_held(self) -> None:
-        """Requeue the requests of tasks in memory, except of those that may still answer."""
+        """Requeue the requests of tasks in memory, except tasks that may still answer."""
         for delivery in self._outgoing.release_held(self._is_at_work):
             with suppress(Unavailable):  # its connection is lost, which requeues it too
                 await delivery.requeue()

@@ -74,7 +74,7 @@ async def burst(evil: Puppet, agent: str, count: int = BURST) -> None:
 
 
 def waiting_letters(mesh: Mesh, agent: str) -> tuple[int, int]:
-    """The letters of `agent` that nobody holds, and those that some replica holds."""
+    """The letters of `agent`: queued, and unacked."""
     queue = mesh.exchange.queue(responses_of(AgentName(agent)))
     assert queue is not None
     return len(queue.ready), sum(len(consumer.held) for consumer in queue.consumers)

@@ -1,4 +1,4 @@
-"""Agent code that damages what it is handed: its task fails, or is stopped as any other, and others go on."""
+"""Agent code that damages its context: its task fails or can be stopped like any other, and other tasks continue."""
 
 from __future__ import annotations
 

@@ -507,7 +507,7 @@ async def test_a_degraded_task_answers_again_as_before_although_a_cancel_came_la
 async def test_two_runs_of_a_task_in_one_replica_do_not_stop_each_other(
     mesh: Mesh, boss: Puppet, peer: Puppet, at_work: str
 ) -> None:
-    """Any replica may record the response to the other run, also the one that has the task in memory."""
+    """Any replica may record the response to the other run, including the replica that has the task in memory."""
     gate = Gate()
     agent = gated_after("agent", "peer", gate)
     first, task_id, in_memory = await degraded(mesh, boss, peer, agent)

@@ -132,7 +132,7 @@ def _of_these_runs(runs: Sequence[Run], rows: Sequence[Row[Any]]) -> tuple[list[
 
 
 def quiet(replica: Replica, limit: int, terms: Terms) -> Pick:
-    """Paused tasks whose requester is to hear of them."""
+    """Paused tasks that are due to send a keep-alive."""
     return Pick(sql.PICK_KEEP_ALIVES, {"agent": terms.names.qualified(replica.agent), "limit": limit})
 
 

@@ -29,7 +29,7 @@ class Pick:
     values: Mapping[str, Any]
 
     async def rows(self, tx: Transaction, only: str | None = None) -> Sequence[Row[Any]]:
-        """The rows, or those of the task `only`."""
+        """The rows; with `only`, the rows of that task."""
         if only is None:
             return await tx.rows(self.template, **self.values)
         of_one = self.template.replace("ORDER BY", "AND logical_task_id = :only ORDER BY")
@@ -59,7 +59,7 @@ async def transact_due(write: Write, picks: Sequence[Pick], put_off: Sequence[st
     `put_off` are statements that make a task with a damaged row due later, so that it does not make every look fail.
 
     Raises:
-        StoreUnavailable: the database is away. What was acquired in earlier transactions is left to its leases.
+        StoreUnavailable: the database is unavailable. The leases of tasks acquired by earlier transactions expire.
     """
     try:
         return [await write(lambda tx: body(tx, None, ()))]

@@ -68,7 +68,7 @@ class Expiries:
 
     @classmethod
     def together(cls, several: Sequence[Expiries]) -> Expiries:
-        """Those of several transactions."""
+        """Merge the results of several transactions."""
         return cls(
             [one for each in several for one in each.waiting],
             [one for each in several for one in each.ready],
@@ -90,7 +90,7 @@ def _then(task_id: TaskId, sub_task_id: TaskId, task: Resumable | None) -> AllAr
 
 
 def expired(replica: Replica, limit: int, terms: Terms) -> Pick:
-    """Waiting tasks one of whose deadlines may have passed."""
+    """Waiting tasks that may have passed a deadline."""
     return Pick(sql.PICK_EXPIRED, {"agent": terms.names.qualified(replica.agent), "limit": limit})
 
 

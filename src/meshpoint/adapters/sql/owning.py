@@ -62,7 +62,7 @@ class OwnedTasks:
 
     @classmethod
     def together(cls, several: Sequence[OwnedTasks]) -> OwnedTasks:
-        """Those of several transactions."""
+        """Merge the results of several transactions."""
         return reduce(cls.and_also, several, cls())
 
     @property

@@ -496,7 +496,7 @@ class SqlCheckpointStore(SqlOperations):
                     del tasks[row.logical_task_id]
                 except StoreUnavailable:
                     raise
-                except Exception:  # whatever is wrong with one task, the others must go on
+                except Exception:  # one damaged task must not stop the others
                     log.exception("task %s: its calls cannot be read here", row.logical_task_id)
                     del tasks[row.logical_task_id]
         return OwnedTasks(tasks, calls)

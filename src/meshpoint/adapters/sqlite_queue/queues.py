@@ -292,7 +292,7 @@ class Queues:
         return None if row is None else bool(row[0])
 
     def _names(self, column: str, which: str, *values: str | int) -> list[str]:
-        """The different queue names in `column`, without those that no broker wrote."""
+        """The distinct queue names in `column`, without names that no broker can have written."""
         readable = f"typeof({column}) = 'text' AND length(CAST({column} AS BLOB)) <= {_LONGEST_NAME}"
         query = f"SELECT DISTINCT CAST({column} AS BLOB) FROM meshpoint_queue WHERE {readable} AND {which}"
         names = []

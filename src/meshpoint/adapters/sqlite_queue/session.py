@@ -154,7 +154,7 @@ class Session:
                 self._queues.dissolve(dead)
 
     def _tidy(self, chore: Callable[[], None]) -> None:
-        """Run `chore`, but do without it if a row makes it fail: the beat, and what was asked for, must not."""
+        """Run `chore`. If a row makes it fail, skip it: the beat and the pending jobs must not fail with it."""
         self._db.execute("SAVEPOINT chore")
         try:
             chore()
