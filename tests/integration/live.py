@@ -162,7 +162,8 @@ class Live:
 
 @asynccontextmanager
 async def a_broker(url: str, namespace: str, **options: Any) -> AsyncIterator[RabbitMqBroker]:
-    broker = RabbitMqBroker(url, namespace=namespace, **options)
+    # The broker of a busy machine may answer late.
+    broker = RabbitMqBroker(url, namespace=namespace, **{"publish_timeout": timedelta(minutes=1), **options})
     await broker.open()
     try:
         yield broker
