@@ -207,7 +207,7 @@ class Segments:
         """Run the next segment of a task that this replica has acquired.
 
         The segment takes over the caller's slot and, with `apart`, its place for suspects. A task in memory does not
-        go on once its request was given back.
+        continue once its request was given back.
         """
         if self._gave_back and not home.durable:
             self._site.slots.give_back()
