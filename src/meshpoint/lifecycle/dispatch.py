@@ -220,9 +220,9 @@ class Outgoing:
         Returns `True` if the request may be acked: the reply is confirmed, stored in a row, or its loss is reported.
         Otherwise only this process has the reply, and the request belongs into `held`.
         `again`: the request of an ended task was delivered again. `digest` is the digest of the request's input.
-        `may_run_elsewhere`: whether the request was lost meanwhile. Then a confirmed reply is stored too, so that the
-        next delivery of the request finds it; one that must be sent again is stored first, and dropped if another run
-        has a row.
+        `may_run_elsewhere`: whether the request was lost meanwhile. If so, a confirmed reply is also stored, so that
+        the next delivery of the request finds it. A reply that needs another attempt is stored before it is sent,
+        and dropped if another run has a row.
         """
         letter = reply_letter(reply)
         if letter is None:

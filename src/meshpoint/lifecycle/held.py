@@ -14,6 +14,11 @@ _MOST_COPIES = 8
 """Copies of one request that are held: they raise the prefetch, so that a sender could go on for ever."""
 
 
+def may_run_elsewhere(requests: Iterable[Delivery]) -> bool:
+    """Whether a task's request was redelivered or lost, so another replica may run the task too."""
+    return any(delivery.count > 1 or delivery.lost for delivery in requests)
+
+
 class Kind(Enum):
     """Why a request is un-acked."""
 
@@ -56,7 +61,7 @@ class Held:
 
     def may_run_elsewhere(self, task_id: TaskId) -> bool:
         """Whether a request of the task was redelivered or lost, so another replica may run the task too."""
-        return any(delivery.count > 1 or delivery.lost for delivery in self._by_task.get(task_id, ()))
+        return may_run_elsewhere(self._by_task.get(task_id, ()))
 
     def hold(self, task_id: TaskId, deliveries: Iterable[Delivery]) -> list[Delivery]:
         """Keep `deliveries` un-acked until the task has ended and its reply is confirmed.

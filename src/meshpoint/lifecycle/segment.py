@@ -12,6 +12,7 @@ from typing import NoReturn, cast
 from pydantic import JsonValue
 
 from meshpoint.lifecycle.containment import from_outside
+from meshpoint.lifecycle.held import may_run_elsewhere
 from meshpoint.lifecycle.senders import ITSELF, Sender
 from meshpoint.memory.task_memory import Mark, TaskMemory
 from meshpoint.model.checkpoint import BeginResult, Requester, Run
@@ -98,7 +99,7 @@ class Segment:
     @property
     def may_run_elsewhere(self) -> bool:
         """Whether its request was redelivered or requeued, so another replica may run it too."""
-        return any(delivery.count > 1 or delivery.lost for delivery in self.deliveries)
+        return may_run_elsewhere(self.deliveries)
 
     def stop(self, why: Stop) -> None:
         """Cancel the code at its next await. The first reason counts, but a lost lease overrules all.

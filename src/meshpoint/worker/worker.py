@@ -136,7 +136,7 @@ class Worker:
         self._subscriptions: dict[str, Subscription] = self._intake.subscriptions
         self._poked = asyncio.Event()
         self._letter_room = 0
-        self._draining = self._private_later = False
+        self._private_later = False
         self._defects = Defects(steps)
         self._crew = Crew(self._defects, patience)
         self._ends_at = inf  # by the event loop's clock: when the drain must be over
@@ -308,7 +308,7 @@ class Worker:
             self._private_later = True
 
     async def _keep_attaching_private(self) -> None:
-        while not self._draining:
+        while not self.segments.draining:
             try:
                 await self.site.clock.sleep(_PRIVATE_RETRY)
                 await self._attach_private()
@@ -322,13 +322,13 @@ class Worker:
         inbox = self._intake.inbox
         while await inbox.some():
             await self.site.slots.some_free()
-            if self._draining:
+            if self.segments.draining:
                 return
             await self._requests.on_requests(inbox.take(max(self.site.slots.free, 1)))
             await inbox.let_more_come(enough=self.site.slots.free)
 
     async def _before_requests(self) -> None:
-        if self.site.slots.free > 0 and not self._draining:
+        if self.site.slots.free > 0 and not self.segments.draining:
             await self._take_ready()  # ready tasks get free slots before new requests
 
     async def _take_ready(self) -> None:
@@ -341,7 +341,7 @@ class Worker:
         while True:
             await self.segments.ready_somewhere.wait()
             await self.site.slots.some_free()
-            if self._draining:
+            if self.segments.draining:
                 return
             await self._sweeper.take_ready()
 
@@ -351,7 +351,7 @@ class Worker:
             await inbox.let_more_come(enough=self.site.options.response_prefetch // 2)
 
     async def _serve_due(self) -> None:
-        while not self._draining:
+        while not self.segments.draining:
             self._poked.clear()
             if await self._sweeper.look(self.site.homes):
                 await asyncio.sleep(0)
@@ -401,7 +401,7 @@ class Worker:
     async def _drain(self, entrances: Sequence[asyncio.Task[None]], stop: asyncio.Event) -> None:
         """Stop consuming, let segments come to a pause or an end, give the rest back."""
         options = self.site.options
-        self._draining = self.segments.draining = True
+        self.segments.draining = True
         self._ends_at = _now() + (options.drain_timeout + options.release_timeout).total_seconds()
         held = len(self.segments.held)
         self.site.steps.note(Step.DRAINING, *self.segments.live, held=held, **reason_of(stop))

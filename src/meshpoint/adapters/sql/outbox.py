@@ -67,9 +67,11 @@ async def _send_of(row: Row[Any], names: Names) -> Send:
 def unsent_picks(agent: AgentName, limit: int, terms: Terms) -> tuple[Pick, Pick, Pick]:
     """Replies, calls and joins of which something is due."""
     values = {"agent": terms.names.qualified(agent), "limit": limit}
-    templates = sql.PICK_UNSENT_REPLIES, sql.PICK_UNSENT_CALLS, sql.PICK_UNSENT_JOINS
-    replies, calls, joins = (Pick(template, values) for template in templates)
-    return replies, calls, joins
+    return (
+        Pick(sql.PICK_UNSENT_REPLIES, values),
+        Pick(sql.PICK_UNSENT_CALLS, values),
+        Pick(sql.PICK_UNSENT_JOINS, values),
+    )
 
 
 async def unsent(tx: Transaction, agent: AgentName, limit: int, terms: Terms, only: str | None = None) -> Due:
