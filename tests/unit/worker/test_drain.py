@@ -381,9 +381,8 @@ async def test_code_that_does_not_stop_holds_nobody_up(mesh: Mesh, boss: Puppet)
     assert await boss.reply(task_id) == Ok("at last")
 
 
-async def test_an_admitted_request_runs_and_ready_tasks_are_left(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """It waits for a slot when the drain begins; a ready task that waits as well is anybody's."""
-    gate = Gate()
+def held_when_resumed(gate: Gate) -> Scripted:
+    """An agent that answers "new" at once. Other requests pause for the peer, and then wait for `gate`."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
         return Done("new") if request == "new" else Paused([Call("call", "peer", request)], b"")
@@ -392,7 +391,13 @@ async def test_an_admitted_request_runs_and_ready_tasks_are_left(mesh: Mesh, bos
         await gate()
         return Done("resumed")
 
-    replica = await mesh.replica(Scripted("agent", start, resume), max_concurrency=1, **NEVER)
+    return Scripted("agent", start, resume)
+
+
+async def test_an_admitted_request_runs_and_ready_tasks_are_left(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
+    """It waits for a slot when the drain begins; a ready task that waits as well is anybody's."""
+    gate = Gate()
+    replica = await mesh.replica(held_when_resumed(gate), max_concurrency=1, **NEVER)
     tasks = [await boss.ask("agent", number) for number in (1, 2)]
     requests = [await peer.request_number(count) for count in (1, 2)]
     await mesh.settle()
@@ -437,16 +442,8 @@ async def test_a_request_that_waited_for_another_one_is_left_to_others(
 async def test_a_row_that_waits_for_a_slot_is_released(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
     """It was written as running before there was a slot, and a resumed task took that."""
     gate = Gate()
-
-    async def start(ctx: TaskExecutionContext, request: Any) -> Any:
-        return Done("new") if request == "new" else Paused([Call("call", "peer", request)], b"")
-
-    async def resume(ctx: TaskExecutionContext, state: bytes, outcomes: Any) -> Any:
-        await gate()
-        return Done("resumed")
-
     options = {"max_concurrency": 1, "ack_policy": AckPolicy.ON_RECEIPT}
-    replica = await mesh.replica(Scripted("agent", start, resume), **options, **GIVES_BACK)
+    replica = await mesh.replica(held_when_resumed(gate), **options, **GIVES_BACK)
     resumed = await boss.ask("agent", 1)
     request = await peer.request_number()
     await mesh.settle()
