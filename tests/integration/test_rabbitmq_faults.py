@@ -260,6 +260,22 @@ async def test_a_closed_connection_leaves_no_task_behind_when_the_broker_takes_n
     assert asyncio.all_tasks() == before
 
 
+async def test_a_cancelled_close_leaves_no_task_behind(own_rabbit: RabbitServer) -> None:
+    before = asyncio.all_tasks()
+    async with Proxy(own_rabbit.url) as proxy:
+        wired = await link.connect(proxy.url)
+        proxy.silence()
+        closing = asyncio.create_task(wired.close())
+        await asyncio.sleep(0)
+
+        closing.cancel()
+        await asyncio.wait({closing})
+
+        assert closing.cancelled()
+        assert wired.underlay.is_closed
+    assert asyncio.all_tasks() == before
+
+
 async def test_an_attempt_cancelled_after_the_handshake_leaves_no_connection(
     own_rabbit: RabbitServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

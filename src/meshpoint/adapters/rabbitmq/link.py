@@ -93,9 +93,12 @@ class Wired:
     async def close(self) -> None:
         """Close it, ignoring errors if it is already lost. If the broker does not answer, drop the connection."""
         closing = asyncio.create_task(self.connection.close(BrokerUnavailable("closed")))
-        await asyncio.wait({closing}, timeout=_FAREWELL)
-        if not closing.done():  # cancelled halfway, the library would leave its tasks behind
-            self.wire.abort()
+        try:
+            await asyncio.wait({closing}, timeout=_FAREWELL)
+        finally:  # cancelled halfway, the library would leave its tasks behind
+            if not closing.done():
+                self.wire.abort()
+                await asyncio.wait({closing}, timeout=_FAREWELL)
         with suppress(BrokerUnavailable), translated("closing"):
             await closing
 
