@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -274,6 +275,24 @@ async def test_a_cancelled_close_leaves_no_task_behind(own_rabbit: RabbitServer)
         assert closing.cancelled()
         assert wired.underlay.is_closed
     assert asyncio.all_tasks() == before
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_an_event_loop_can_end_while_a_connection_closes(
+    own_rabbit: RabbitServer, turns: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def closes_halfway() -> None:
+        wired = await link.connect(own_rabbit.url)
+        closing = asyncio.create_task(wired.close())
+        await asyncio.wait({wired.underlay._reader_task})
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        assert not closing.done()
+
+    asyncio.run(closes_halfway())
+
+    gc.collect()
+    assert caplog.messages == []
 
 
 async def test_an_attempt_cancelled_after_the_handshake_leaves_no_connection(

@@ -19,6 +19,8 @@ log = logging.getLogger("meshpoint.worker")
 _QUIET = 60.0
 """Seconds during which a repeated defect is counted instead of logged."""
 _MOST_KNOWN = 1_000
+_CLEANING_UP = 0.5
+"""Seconds, of the time to close something, that are kept to cancel it."""
 
 
 class Defects:
@@ -87,15 +89,17 @@ class Crew:
 
 
 async def bounded(step: Coroutine[Any, Any, None], within: float, what: str) -> None:
-    """Await `step` for the given seconds, then cancel and abandon it. A timeout or failure is logged as a warning."""
-    task = asyncio.ensure_future(step)
+    """Await `step` for the given seconds. It is cancelled in time to clean up, and abandoned if it does not end.
+
+    A timeout or failure is logged as a warning.
+    """
+    task, cleaning_up = asyncio.ensure_future(step), min(within / 4, _CLEANING_UP)
     try:
-        done, _ = await asyncio.wait({task}, timeout=within)
-    except asyncio.CancelledError:
-        task.cancel()
-        raise
-    if not done:
-        task.cancel()
-        log.warning("%s did not end within %.3g s and is abandoned", what, within)
-    elif not task.cancelled() and (error := task.exception()) is not None:
+        await asyncio.wait({task}, timeout=within - cleaning_up)
+    finally:
+        if not task.done():
+            log.warning("%s did not end within %.3g s and is cancelled", what, within)
+            task.cancel()
+            await asyncio.wait({task}, timeout=cleaning_up)
+    if task.done() and not task.cancelled() and (error := task.exception()) is not None:
         log.warning("%s failed: %s", what, described(error))

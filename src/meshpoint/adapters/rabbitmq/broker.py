@@ -132,9 +132,11 @@ class RabbitMqBroker:
             self._watching.cancel()
             self._watching = None
         subscriptions, self._subscriptions = self._subscriptions, []
-        await asyncio.gather(*(subscription.close() for subscription in subscriptions))
-        await self._publisher.close()
-        await asyncio.gather(self._consuming.close(), self._publishing.close())
+        try:
+            await asyncio.gather(*(subscription.close() for subscription in subscriptions))
+            await self._publisher.close()
+        finally:
+            await asyncio.gather(self._consuming.close(), self._publishing.close())
 
     async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
         """Make the queues of `agent` exist, and the private queue of `replica`.

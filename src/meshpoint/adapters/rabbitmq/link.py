@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _HEARTBEAT = "30"
 """Seconds. A silent network is noticed after about three; an agent may block its event loop for two."""
 
-_OPENING, _FAREWELL = 10.0, 5.0
+_OPENING, _FAREWELL, _ABORTED = 10.0, 5.0, 0.5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 MakeConnection = Callable[[URL], aio_pika.Connection]
@@ -93,14 +93,16 @@ class Wired:
     async def close(self) -> None:
         """Close it, ignoring errors if it is already lost. If the broker does not answer, drop the connection."""
         closing = asyncio.create_task(self.connection.close(BrokerUnavailable("closed")))
+        closing.add_done_callback(_failure)
         try:
             await asyncio.wait({closing}, timeout=_FAREWELL)
-        finally:  # cancelled halfway, the library would leave its tasks behind
-            if not closing.done():
+        finally:
+            if not closing.done():  # cancelled halfway, the library would leave its tasks behind
                 self.wire.abort()
-                await asyncio.wait({closing}, timeout=_FAREWELL)
-        with suppress(BrokerUnavailable), translated("closing"):
-            await closing
+                await asyncio.wait({closing}, timeout=_ABORTED)
+            while not closing.done():  # the library waits for tasks that were cancelled with the event loop
+                closing.cancel()
+                await asyncio.wait({closing}, timeout=_ABORTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +375,6 @@ async def _closed(closing: Awaitable[object]) -> None:
     await asyncio.wait({task}, timeout=_FAREWELL)
 
 
-def _failure(task: asyncio.Future[object]) -> BaseException | None:
+def _failure(task: asyncio.Future[Any]) -> BaseException | None:
     """The failure of a task that has ended, which then is not reported as unseen."""
     return None if task.cancelled() else task.exception()
