@@ -123,9 +123,13 @@ class Client:
         self.conflicts = 0
 
     async def __aenter__(self) -> Self:
-        await self._broker.open()
-        await self._broker.declare(self._name, self._id)
-        self._subscription = await self._broker.consume(private_of(self._name, self._id), 100, self._receive)
+        try:
+            await self._broker.open()
+            await self._broker.declare(self._name, self._id)
+            self._subscription = await self._broker.consume(private_of(self._name, self._id), 100, self._receive)
+        except BaseException:
+            await self._broker.close()
+            raise
         return self
 
     async def __aexit__(

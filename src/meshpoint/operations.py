@@ -41,7 +41,11 @@ class Operations:
         self._store = open_store(settings, namespace)
 
     async def __aenter__(self) -> Self:
-        await self._store.open()
+        try:
+            await self._store.open()
+        except BaseException:
+            await self._store.close()
+            raise
         return self
 
     async def __aexit__(

@@ -239,16 +239,18 @@ class Mesh:
 
     async def peer(self, name: str = "peer") -> PlayedPeer:
         peer = PlayedPeer(self.broker(), name)
-        await peer.open()
         self.peers.append(peer)
+        await peer.open()
         return peer
 
     async def declare(self, agent: str) -> None:
         """Make the queues of an agent exist before it runs for the first time."""
         broker = self.broker()
-        await broker.open()
-        await broker.declare(AgentName(agent))
-        await broker.close()
+        try:
+            await broker.open()
+            await broker.declare(AgentName(agent))
+        finally:
+            await broker.close()
 
     async def rows(self) -> dict[str, int]:
         """How many rows the tables hold."""
@@ -271,6 +273,20 @@ class Mesh:
             await client.__aexit__(None, None, None)
         for peer in self.peers:
             await peer.broker.close()
+
+
+async def output_of(*command: str) -> tuple[int, bytes, bytes]:
+    """The exit code of a command, its output and its errors. Cancelled, it leaves no process behind."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    try:
+        out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out, err
 
 
 async def count_rows(store: CheckpointStore) -> dict[str, int]:

@@ -25,7 +25,7 @@ from pydantic import JsonValue
 from meshpoint.model.ids import TaskId, new_id
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 
-from .kit import Mesh, Process, Rung
+from .kit import Mesh, Process, Rung, output_of
 from .nursery import Nursery
 
 AT_A_TIME = 4
@@ -145,7 +145,7 @@ class Desk:
         assert dead.process.returncode == -signal.SIGKILL
         return dead
 
-    async def resume(self, task_id: TaskId) -> tuple[int | None, str, str]:
+    async def resume(self, task_id: TaskId) -> tuple[int, str, str]:
         """`meshpoint tasks resume ID`: its exit code, and what it prints as a result and beside it."""
         command = [
             "-m",
@@ -158,11 +158,8 @@ class Desk:
             "--config",
             str(self.config),
         ]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
-        out, err = await process.communicate()
-        return process.returncode, out.decode(), err.decode()
+        code, out, err = await output_of(sys.executable, *command)
+        return code, out.decode(), err.decode()
 
     def diary(self) -> list[tuple[int, str, str]]:
         lines = [line.split() for line in self._diary.read_text().splitlines()]

@@ -277,6 +277,26 @@ async def test_a_cancelled_close_leaves_no_task_behind(own_rabbit: RabbitServer)
     assert asyncio.all_tasks() == before
 
 
+async def test_an_open_that_is_cancelled_between_its_connections_leaves_none(
+    own_rabbit: RabbitServer, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, original, opened = asyncio.all_tasks(), link.Link.open, list[link.Link]()
+
+    async def then_cancelled(self: link.Link) -> None:
+        await original(self)
+        opened.append(self)
+        opening.cancel()
+
+    monkeypatch.setattr(link.Link, "open", then_cancelled)
+    broker = RabbitMqBroker(own_rabbit.url, namespace=namespace)
+    opening = asyncio.create_task(broker.open())
+    await asyncio.wait({opening})
+
+    assert opening.cancelled()
+    assert not any(each.up for each in opened)
+    assert asyncio.all_tasks() == before
+
+
 @pytest.mark.parametrize("turns", range(5))
 def test_an_event_loop_can_end_while_a_connection_closes(
     own_rabbit: RabbitServer, turns: int, caplog: pytest.LogCaptureFixture

@@ -116,7 +116,7 @@ class RabbitMqBroker:
         try:
             await self._consuming.open()
             await self._publishing.open()
-        except BrokerUnavailable as error:
+        except BaseException as error:
             await self.close()
             if isinstance(error.__cause__, AuthenticationError | ProbableAuthenticationError):
                 raise ConfigurationError(

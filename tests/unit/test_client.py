@@ -1,0 +1,36 @@
+"""The client: what it leaves behind if it cannot begin."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from meshpoint.adapters.memory.broker import MemoryBroker
+from meshpoint.adapters.memory.exchange import MemoryExchange
+from meshpoint.client import Client
+from meshpoint.errors import BrokerUnavailable
+
+
+class Broker(MemoryBroker):
+    """One that fails to consume. Notes that it was closed."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(MemoryExchange())
+        self.error, self.closed = error, False
+
+    async def consume(self, *_: Any) -> Any:
+        raise self.error
+
+    async def close(self) -> None:
+        self.closed = True
+        await super().close()
+
+
+@pytest.mark.parametrize("error", [BrokerUnavailable("gone"), asyncio.CancelledError()], ids=["failed", "cancelled"])
+async def test_a_client_that_cannot_begin_closes_its_broker(error: BaseException) -> None:
+    broker = Broker(error)
+    with pytest.raises(type(error)):
+        await Client(broker).__aenter__()
+    assert broker.closed
