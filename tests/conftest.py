@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import warnings
 from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import suppress
@@ -29,6 +30,8 @@ from servers import (
 )
 
 _FLEET = pytest.StashKey[Fleet]()
+_ENDS_WITHIN = 60
+"""Seconds for the tasks of a test to end after it."""
 
 # The suite judges no time: a machine may be busy.
 hypothesis.settings.register_profile("meshpoint", deadline=None)
@@ -98,6 +101,28 @@ def _server(config: pytest.Config, fixture: str) -> NamedServer | PostgresServer
     server.wait_ready()
     assert isinstance(server, PostgresServer | RabbitServer | RedisServer)
     return server
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(request: pytest.FixtureRequest) -> None:
+    """Fail a test that leaves an asyncio task behind; without this, a later test meets its warnings."""
+    function = getattr(request, "function", None)
+    if inspect.iscoroutinefunction(function) and "loop_scope" not in _asyncio_mark(request):
+        request.getfixturevalue("_no_task_left")
+
+
+def _asyncio_mark(request: pytest.FixtureRequest) -> dict[str, object]:
+    mark = request.node.get_closest_marker("asyncio")
+    return mark.kwargs if mark else {}
+
+
+@pytest_asyncio.fixture
+async def _no_task_left() -> AsyncIterator[None]:
+    yield
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    if tasks:
+        _, left = await asyncio.wait(tasks, timeout=_ENDS_WITHIN)
+        assert not left
 
 
 @pytest.fixture(scope="session")

@@ -99,10 +99,12 @@ class Supervisor:
 
     async def _sleep(self, pause: timedelta) -> None:
         waits = {asyncio.ensure_future(self._stop.wait()), asyncio.ensure_future(self.clock.sleep(pause))}
-        _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in pending:
-            wait.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
 
     def _drained(self, code: int) -> bool:
         # Terminated by the first signal itself: its handler was not there yet, so it had not begun to serve.
