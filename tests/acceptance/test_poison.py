@@ -245,7 +245,8 @@ async def test_a_drain_releases_a_suspect(mesh: Mesh, tmp_path: Path) -> None:
     await until_gone(pid)
     await until_gone(template)
     (task,) = await tasks_of(mesh)
-    assert (task.state, task.attempt, task.rescues) == (TaskState.READY, 1, 2)
+    assert (task.state, task.attempt) == (TaskState.READY, 1)
+    assert task.rescues >= 2  # more if a lease ended on a busy machine
 
 
 async def test_a_suspect_that_blocks_its_event_loop_is_killed(mesh: Mesh, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ LARGEST = 200_000
 """Bytes that a message may have here."""
 
 
-def configuration(namespace: str, broker_url: str, db_url: str) -> dict[str, Any]:
+def configuration(namespace: str, publish_timeout: float, broker_url: str, db_url: str) -> dict[str, Any]:
     """The configuration of a replica. Where the broker verifies logins, agents and requester are tied to theirs."""
     verified = not broker_url.startswith("sqlite:")
     logins = dict.fromkeys((*AGENTS, "ledger"), LOGIN) if verified else {}
@@ -50,5 +50,10 @@ def configuration(namespace: str, broker_url: str, db_url: str) -> dict[str, Any
     agents += [{"name": name, "entrypoint": path, **common} for name, path in IN_PROCESS.items()]
     for agent in agents:
         agent["peer_timeout_seconds"] = 10 if agent["name"] in CREDULOUS else 3600
-    mesh = {"namespace": namespace, "broker_url": broker_url, "max_message_bytes": LARGEST}
+    mesh = {
+        "namespace": namespace,
+        "broker_url": broker_url,
+        "max_message_bytes": LARGEST,
+        "publish_timeout_seconds": publish_timeout,
+    }
     return {"mesh": mesh, "agents": agents}

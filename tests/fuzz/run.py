@@ -38,6 +38,8 @@ from .report import Report
 from .rows import ROWS, RowSide
 from .second_session import SecondSession
 
+_BUSY = 60.0
+"""Seconds in which the broker of a busy machine confirms a message."""
 _CALLS = 12
 """Target number of open calls to the lying peer."""
 _STEP = 0.05
@@ -119,7 +121,8 @@ async def _run(wish: Wish, rabbit: RabbitServer | None, db_url: str, folder: Pat
     broker_url = rabbit.url if rabbit is not None else f"sqlite:///{queue}"
     world = World(random.Random(wish.seed))
     broker = wiring.make_broker(MeshSettings(namespace=namespace, broker_url=broker_url))
-    crew = Crew(folder, partial(configuration, namespace), broker_url, db_url, seed=wish.seed, size=2, serve=main)
+    config = partial(configuration, namespace, 10.0 if wish.by_the_clock else _BUSY)
+    crew = Crew(folder, config, broker_url, db_url, seed=wish.seed, size=2, serve=main)
     stream = Stream(
         broker,
         ledger,

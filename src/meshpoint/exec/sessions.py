@@ -172,9 +172,9 @@ class Sessions:
     def all(self) -> list[Session]:
         """Every session that can be read, the last one used first."""
         found = []
-        for file in self._folder.glob("*.json"):
+        for id_ in self._listed(".json"):
             try:
-                found.append(self._read(file.stem))
+                found.append(self._read(id_))
             except MeshpointError:  # of a later release, or broken: `get` tells, and `remove` deletes it
                 continue
         return sorted(found, key=lambda session: session.last_use, reverse=True)
@@ -215,9 +215,15 @@ class Sessions:
         """Delete the sessions whose time is over and that nobody runs; their ids."""
         with self._choosing():
             # A lock without a session is of a process that was killed before its first attempt.
-            strays = [file.stem for file in self._folder.glob("*.lock") if not self._file(file.stem).exists()]
+            strays = [id_ for id_ in self._listed(".lock") if not self._file(id_).exists()]
             over = [session.id for session in self.all() if self._is_over(session.id)]
             return [id_ for id_ in [*over, *strays] if self._deleted_if_free(id_)]
+
+    def _listed(self, suffix: str) -> list[str]:
+        try:
+            return [file.stem for file in self._folder.iterdir() if file.suffix == suffix]
+        except FileNotFoundError:
+            return []
 
     def _is_over(self, id_: str) -> bool:
         return self._read(id_).expires_at <= _now()
