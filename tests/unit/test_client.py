@@ -14,7 +14,7 @@ from meshpoint.errors import BrokerUnavailable
 
 
 class Broker(MemoryBroker):
-    """One that fails to consume. Notes that it was closed."""
+    """A broker whose `consume` fails; records that it was closed."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(MemoryExchange())
