@@ -54,7 +54,11 @@ class Rung:
             "session_service": "sql",
             "session_db_url": self.db_url,
         }
-        mesh = {"namespace": self.namespace, "broker_url": self.broker_url}
+        mesh = {
+            "namespace": self.namespace,
+            "broker_url": self.broker_url,
+            "publish_timeout_seconds": 60,  # the broker of a busy machine may answer late
+        }
         config = {
             "mesh": mesh,
             "agents": [{"name": name, "entrypoint": f"cast:{name}", **quick, **options} for name in agents],

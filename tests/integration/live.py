@@ -160,10 +160,13 @@ class Live:
         self.task = asyncio.create_task(worker.run(self.stop))
 
 
+BUSY = timedelta(minutes=1)
+"""How long the broker of a busy machine may take to answer."""
+
+
 @asynccontextmanager
 async def a_broker(url: str, namespace: str, **options: Any) -> AsyncIterator[RabbitMqBroker]:
-    # The broker of a busy machine may answer late.
-    broker = RabbitMqBroker(url, namespace=namespace, **{"publish_timeout": timedelta(minutes=1), **options})
+    broker = RabbitMqBroker(url, namespace=namespace, **{"publish_timeout": BUSY, **options})
     await broker.open()
     try:
         yield broker

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from live import BUSY
 
 from meshpoint.adapters.rabbitmq import RabbitMqBroker
 from meshpoint.agents.function import agent
@@ -80,7 +81,7 @@ class Group:
         url: str,
         namespace: str,
         *agents: Any,
-        publish_timeout: timedelta = timedelta(seconds=10),
+        publish_timeout: timedelta = BUSY,
         **options: Any,
     ) -> None:
         self.broker = RabbitMqBroker(url, namespace=namespace, publish_timeout=publish_timeout)
@@ -118,7 +119,7 @@ async def answers(client: Client, asked: str, inputs: Sequence[Any]) -> list[Any
 async def mesh(url: str, namespace: str, *agents: Any, **options: Any) -> AsyncIterator[tuple[Client, Group]]:
     patient = {"drain_timeout": timedelta(seconds=1), "peer_timeout": timedelta(hours=1)}
     group = Group(url, namespace, *agents, **{**patient, **options})
-    async with group.serving(), Client(RabbitMqBroker(url, namespace=namespace)) as client:
+    async with group.serving(), Client(RabbitMqBroker(url, namespace=namespace, publish_timeout=BUSY)) as client:
         yield client, group
 
 
@@ -145,8 +146,9 @@ async def test_tasks_in_memory_outlast_a_broker_that_stands_still(
 ) -> None:
     hour, second = timedelta(hours=1), timedelta(seconds=1)
     async with Proxy(own_rabbit.url) as proxy:
+        client_broker = RabbitMqBroker(own_rabbit.url, namespace=namespace, publish_timeout=BUSY)
         group = Group(proxy.url, namespace, branches, publish_timeout=second, peer_timeout=hour, drain_timeout=second)
-        async with group.serving(), Client(RabbitMqBroker(own_rabbit.url, namespace=namespace)) as client:
+        async with group.serving(), Client(client_broker) as client:
             waiting = await asyncio.gather(*[client.send("tree", [3, 2]) for _ in range(150)])
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             getattr(proxy, fault)()
@@ -176,7 +178,7 @@ async def test_a_peer_of_an_older_release_is_asked_where_it_listens(amqp_url: st
     """It declares no queue of nested requests."""
     async with mesh(amqp_url, namespace, asks_older) as (client, group):
         older = AgentName("older")
-        its_own = RabbitMqBroker(amqp_url, namespace=namespace)
+        its_own = RabbitMqBroker(amqp_url, namespace=namespace, publish_timeout=BUSY)
         await its_own.open()
         await its_own.declare(older)
         await its_own.close()

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 import aiormq
 import pytest
 from aiormq.abc import DeliveredMessage
+from live import BUSY
 
 from meshpoint.adapters.rabbitmq import RabbitMqBroker, connect
 from meshpoint.conformance.broker import AGENT, REQUESTS, Inbox, a_message, send, until_depth
@@ -35,7 +36,7 @@ async def opened(proxy: Proxy, namespace: str) -> AsyncIterator[Open]:
     async with AsyncExitStack() as stack:
 
         async def opened(**options: object) -> RabbitMqBroker:
-            broker = RabbitMqBroker(proxy.url, namespace=namespace, **options)  # type: ignore[arg-type]
+            broker = RabbitMqBroker(proxy.url, namespace=namespace, **{"publish_timeout": BUSY, **options})  # type: ignore[arg-type]
             await broker.open()
             stack.push_async_callback(broker.close)
             await broker.declare(AGENT, REPLICA)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import aiormq
 import pytest
+from live import BUSY
 
 from meshpoint.adapters.rabbitmq import RabbitMqBroker
 from meshpoint.adapters.rabbitmq import broker as broker_module
@@ -48,7 +49,7 @@ async def opened(proxy: Proxy, namespace: str) -> AsyncIterator[Open]:
     async with AsyncExitStack() as stack:
 
         async def opened(*declared: object, **options: object) -> RabbitMqBroker:
-            broker = RabbitMqBroker(proxy.url, namespace=namespace, **options)  # type: ignore[arg-type]
+            broker = RabbitMqBroker(proxy.url, namespace=namespace, **{"publish_timeout": BUSY, **options})  # type: ignore[arg-type]
             await broker.open()
             stack.push_async_callback(broker.close)
             for agent in declared or (AGENT,):
@@ -309,7 +310,7 @@ async def test_a_result_beyond_the_limit_of_the_broker_is_answered(
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(worker.run(stop))
-        async with Client(RabbitMqBroker(own_rabbit.url, namespace=namespace)) as client:
+        async with Client(RabbitMqBroker(own_rabbit.url, namespace=namespace, publish_timeout=BUSY)) as client:
             for _ in range(2):
                 replies = [await client.send("echo", size) for size in (1, 50_000, 2, 60_000, 70_000, 3)]
                 outcomes = [(await reply).outcome for reply in replies]
