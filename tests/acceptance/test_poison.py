@@ -216,6 +216,7 @@ async def test_a_replica_that_is_killed_takes_the_process_of_a_suspect_along(mes
     assert isinstance(outcome, Failed)
     assert outcome.kind is FailureKind.CANCELLED
     assert await second.wait("code_cancelled:noted")
+    assert len(ran(trace, "wait")) <= note["detail"]["rescues"] + 1  # cancelled, it does not run again
     assert (await mesh.rows())["open"] == 0
 
 
@@ -272,6 +273,8 @@ async def test_a_process_that_is_killed_from_outside_counts_once(mesh: Mesh, tmp
     assert (died["detail"]["attempt"], died["detail"]["reason"]) == (1, "was killed by SIGKILL")
     await until_traced(trace, "wait", 4)
     assert await replica.wait("isolated:noted", attempt=2)
+    attempts = [note["detail"]["attempt"] for note in replica.of("isolated:noted")]
+    assert list(dict.fromkeys(attempts)) == [1, 2]
 
 
 async def told(replica: Process | Supervised, count: int, at: str, **detail: Any) -> list[Told]:
