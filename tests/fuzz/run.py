@@ -120,8 +120,10 @@ async def _run(wish: Wish, rabbit: RabbitServer | None, db_url: str, folder: Pat
     queue = folder / "queue.db"
     broker_url = rabbit.url if rabbit is not None else f"sqlite:///{queue}"
     world = World(random.Random(wish.seed))
-    broker = wiring.make_broker(MeshSettings(namespace=namespace, broker_url=broker_url))
-    config = partial(configuration, namespace, 10.0 if wish.by_the_clock else _BUSY)
+    timeout = 10.0 if wish.by_the_clock else _BUSY
+    mesh = MeshSettings(namespace=namespace, broker_url=broker_url, publish_timeout_seconds=timeout)
+    broker = wiring.make_broker(mesh)
+    config = partial(configuration, namespace, timeout)
     crew = Crew(folder, config, broker_url, db_url, seed=wish.seed, size=2, serve=main)
     stream = Stream(
         broker,
