@@ -73,7 +73,7 @@ async def _run(given: Mapping[str, Any], tells: Tells) -> None:
     told = {Word.CANCEL: cancel, Word.DRAIN: stop}
     _listen(lambda word: loop.call_soon_threadsafe(told[word].set))
     beating = asyncio.create_task(_beat(tells))
-    broker = wiring.make_broker(settings.mesh)
+    broker = wiring.make_broker(settings.mesh, "isolated")
     worker = wiring.make_worker(agent, settings.mesh.namespace, broker, tells, wiring.isolated_options(options))
     try:
         await broker.open()

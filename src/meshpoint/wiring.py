@@ -43,8 +43,8 @@ _CLOSING, _LEAST = 10.0, 0.25
 """Maximum seconds for closing the broker's connection, granted even if a drain took all its time."""
 
 
-def make_broker(mesh: MeshSettings) -> Broker:
-    """The broker of a mesh, not yet open."""
+def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
+    """The broker of a mesh, not yet open. `purpose` is shown in the names of connections to RabbitMQ."""
     scheme = urlsplit(mesh.broker_url).scheme
     if scheme == "memory":
         return MemoryBroker(_EXCHANGES.setdefault(mesh.namespace, MemoryExchange(max_length=mesh.max_queue_length)))
@@ -65,6 +65,7 @@ def make_broker(mesh: MeshSettings) -> Broker:
         private_ttl=mesh.private_queue_ttl,
         delivery_limit=mesh.delivery_limit,
         max_length=mesh.max_queue_length,
+        purpose=purpose,
     )
 
 

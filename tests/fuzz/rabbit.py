@@ -20,6 +20,8 @@ from .replica import marks_of
 _PASSWORD = "mallory"
 _APART = " apart"
 """The end of the names of connections for one suspicious message."""
+_ISOLATED = " isolated "
+"""Part of the names of connections of isolated processes, which may be killed. A busy machine has more of them."""
 _NAMED = "client-provided name: meshpoint "
 _UNCONFIRMED = 300
 _WEARING = 5.0
@@ -138,7 +140,7 @@ class RabbitSide:
 
     def connections(self) -> Connections:
         """Connections of the mesh so far. The broker logs their names, and why it closed others than by request."""
-        log = self._rabbit.log()
+        log = [line for line in self._rabbit.log() if _ISOLATED not in line]
         names = [line for line in log if _NAMED + self._namespace in line]
         if not names:
             raise RuntimeError("the broker's log names no connection of the mesh")

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 from yarl import URL
 
+from meshpoint import wiring
+from meshpoint.adapters.rabbitmq import RabbitMqBroker
 from meshpoint.adapters.rabbitmq import link as link_module
 from meshpoint.adapters.rabbitmq.link import Link
 from meshpoint.adapters.rabbitmq.publisher import Publisher
 from meshpoint.adapters.rabbitmq.topology import Topology
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
+from meshpoint.settings.mesh import MeshSettings
 
 
 async def test_a_long_outage_is_not_logged_at_each_attempt(
@@ -59,6 +62,23 @@ async def test_a_connection_for_one_message_says_so_in_its_name(monkeypatch: pyt
         with pytest.raises(BrokerUnavailable):
             await connect()
     assert names[1] == f"{names[0]} apart"
+
+
+async def test_connections_of_an_isolated_process_say_so_in_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = list[str]()
+
+    async def refused(url: URL, *_: Any) -> Any:
+        names.append(url.query["name"])
+        raise OSError("connection refused")
+
+    monkeypatch.setattr(link_module, "connect", refused)
+    mesh = MeshSettings(namespace="mesh", broker_url="amqp://guest@localhost")
+    for purpose in ("", "isolated"):
+        broker = wiring.make_broker(mesh, purpose)
+        assert isinstance(broker, RabbitMqBroker)
+        with pytest.raises(BrokerUnavailable):
+            await broker._publishing.connection()
+    assert names == ["meshpoint mesh publishing", "meshpoint mesh isolated publishing"]
 
 
 @pytest.mark.parametrize("data", ["%ff", "a", "%C3%A9"])

@@ -52,6 +52,7 @@ class RabbitMqBroker:
         instead. `None` means no limit.
         user_id: the name under which the broker knows the login, which it verifies on each message; by default
             the user of `url`.
+        purpose: what this process is for, in the names of its connections; a replica has none.
         make_connection: returns an aio-pika connection for a URL, not yet connected; defaults to
         `aio_pika.Connection`. Robust connections are unsuitable: they hide that deliveries were lost.
     """
@@ -66,13 +67,15 @@ class RabbitMqBroker:
         delivery_limit: int = 20,
         max_length: int | None = MAX_LENGTH,
         user_id: str | None = None,
+        purpose: str = "",
         make_connection: MakeConnection | None = None,
     ) -> None:
         self._topology = Topology(namespace, private_ttl, delivery_limit, max_length)
         self._user_id = user_id or URL(url).user or "guest"
         self._timeout = publish_timeout.total_seconds()
-        self._consuming = Link(url, f"{namespace} consuming", publish_timeout, make_connection)
-        self._publishing = Link(url, f"{namespace} publishing", publish_timeout, make_connection)
+        name = f"{namespace} {purpose}".strip()
+        self._consuming = Link(url, f"{name} consuming", publish_timeout, make_connection)
+        self._publishing = Link(url, f"{name} publishing", publish_timeout, make_connection)
         self._publisher = Publisher(self._publishing, self._topology, publish_timeout, self._redeclare_all)
         self._declaring_queues = Declaring(self._consuming, self._topology)
         self._missing = _Missing()
