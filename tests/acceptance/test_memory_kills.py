@@ -136,9 +136,10 @@ async def patient(redis_url: str, database_url: str, namespace: str) -> AsyncIte
     ("database_url", "when"), [("sqlite", "before"), ("postgres", "after")], indirect=["database_url"]
 )
 async def test_killed_at_each_step_of_keeping_it(patient: Patient, when: str) -> None:
-    await patient.reset()
-    await patient.write(NEW)
-    code, steps = await patient.child("keep", 0, when)
+    for _ in range(2):  # the first child sends its scripts to a new Redis, which takes more requests
+        await patient.reset()
+        await patient.write(NEW)
+        code, steps = await patient.child("keep", 0, when)
     assert (code, await patient.held()) == (0, NEW)
     assert steps >= 5, "read in parts, the row, the copy in parts"
     found = []
@@ -169,8 +170,9 @@ async def test_killed_at_each_step_of_restoring_it(patient: Patient, when: str, 
         await patient.write(NEW)
         return NEW
 
-    before = await damage()
-    code, steps = await patient.child("restore", 0, when)
+    for _ in range(2):  # the first child sends its scripts to a new Redis, which takes more requests
+        before = await damage()
+        code, steps = await patient.child("restore", 0, when)
     assert (code, await patient.held()) == (0, OLD)
     assert steps >= 5, "what is there, the snapshot, the restore in parts"
     for step in range(1, steps + 1):
