@@ -14,8 +14,8 @@ from benchmarks.crowd import DAY, STATE_BYTES, a_fresh_pause, a_response, a_stor
 from benchmarks.report import Lines, Table
 from loading import TABLES, multiply, standing_task
 from meshpoint.adapters.sql import SqlCheckpointStore
-from meshpoint.conformance.build import AGENT, HERE, an_end
 from meshpoint.model.checkpoint import AllArrived, Committed, Ended
+from meshpoint.testing.conformance.build import AGENT, HERE, an_end
 
 STANDING = 10_000
 _BATCH = 256

@@ -15,10 +15,10 @@ import asyncpg
 from benchmarks.measure import Sample
 from loading import multiply, standing_task
 from meshpoint.adapters.sql import SqlCheckpointStore
-from meshpoint.conformance.build import AGENT, HERE, HOUR, PEER, a_call, a_pause, an_end
 from meshpoint.model.checkpoint import AllArrived, Claim, Committed, Ended, Expired, MadeReady, Pause, Resumable
 from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.outcomes import Ok
+from meshpoint.testing.conformance.build import AGENT, HERE, HOUR, PEER, a_call, a_pause, an_end
 
 NAMESPACE = "scale"
 STATE_BYTES = 2048

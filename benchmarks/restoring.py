@@ -14,11 +14,11 @@ from benchmarks.measure import Sample
 from benchmarks.probe import Probe
 from meshpoint.adapters.redis import RedisCheckpointCache
 from meshpoint.adapters.sql import SqlCheckpointStore
-from meshpoint.conformance.build import AGENT, HERE
 from meshpoint.model.checkpoint import Begin, Begun, Requester, Run, Save
 from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, Saved, SubtaskRecord, SubtaskStatus
 from meshpoint.subtasks.checkpointer import AgentCheckpointer, Fallback, Restored, Source
+from meshpoint.testing.conformance.build import AGENT, HERE
 from servers import copy_key
 
 COPY, SQL, FLUSHED = "from Redis", "from PostgreSQL", "after FLUSHALL"

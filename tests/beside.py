@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import asyncpg
 
-from meshpoint.conformance.build import sub
 from meshpoint.model.checkpoint import Pause
 from meshpoint.model.outcomes import Ok, encode_outcome
+from meshpoint.testing.conformance.build import sub
 
 WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 """How many in this database wait for a lock."""

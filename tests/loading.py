@@ -14,7 +14,7 @@ from sqlalchemy import Table
 
 from meshpoint.adapters.sql.tables import calls, joins, tasks
 from meshpoint.model.checkpoint import Committed, Pause
-from meshpoint.ports.store import CheckpointStore
+from meshpoint.ports.task_store import CheckpointStore
 
 TABLES = (tasks, calls, joins)
 

@@ -15,9 +15,9 @@ from pydantic import JsonValue
 from meshpoint.errors import MeshpointError, PoisonMessage, QueueFull
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody, ResponseBody, parse
 from meshpoint.model.calls import LONGEST
+from meshpoint.model.envelopes import cancel_message, fingerprint
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, agent_name, new_id
 from meshpoint.model.json_values import check_json
-from meshpoint.model.letters import cancel_message, fingerprint
 from meshpoint.model.messages import (
     MOST_SHARDS,
     Header,

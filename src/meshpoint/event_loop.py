@@ -15,7 +15,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from meshpoint.lifecycle.containment import EXITS, from_outside, in_agent_code
+from meshpoint.engine.containment import EXITS, from_outside, in_agent_code
 from meshpoint.model.error_text import described
 
 T = TypeVar("T")

@@ -13,16 +13,17 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from meshpoint.adapters.database_clock import DatabaseClock
+from meshpoint.adapters.inprocess.broker import MemoryBroker
+from meshpoint.adapters.inprocess.exchange import MemoryExchange
+from meshpoint.adapters.inprocess.store import MemoryCheckpointStore
+from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
 from meshpoint.adapters.logging_observer import LoggingObserver
-from meshpoint.adapters.memory.broker import MemoryBroker
-from meshpoint.adapters.memory.exchange import MemoryExchange
-from meshpoint.adapters.memory.store import MemoryCheckpointStore
-from meshpoint.adapters.memory.working_memory import LocalWorkingMemory
 from meshpoint.adapters.sqlite_queue import SqliteBroker
 from meshpoint.adapters.system_clock import SystemClock
 from meshpoint.agents.entrypoint import load_agent
+from meshpoint.engine.background import bounded
+from meshpoint.engine.worker import Worker
 from meshpoint.errors import ConfigurationError
-from meshpoint.lifecycle.crew import bounded
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.options import Options
 from meshpoint.ports.agent import DurableAgent
@@ -30,10 +31,9 @@ from meshpoint.ports.broker import Broker
 from meshpoint.ports.checkpoint_cache import CheckpointCache
 from meshpoint.ports.isolation import Isolation
 from meshpoint.ports.observer import Observer
-from meshpoint.ports.store import CheckpointStore
+from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.settings import AgentSettings, MeshSettings, Settings
-from meshpoint.worker import Worker
 
 _CLOCK = SystemClock()
 _EXCHANGES: dict[str, MemoryExchange] = {}

@@ -16,12 +16,12 @@ from pydantic import JsonValue
 from meshpoint import wiring
 from meshpoint.client import Client
 from meshpoint.model.bodies import RequestBody, parse
+from meshpoint.model.envelopes import reply_bytes
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
-from meshpoint.model.letters import reply_bytes
 from meshpoint.model.messages import Address, Header, Message, MessageType, nested_of, requests_of, responses_of
 from meshpoint.model.outcomes import Ok, Outcome
 from meshpoint.ports.broker import Broker, Delivery
-from meshpoint.ports.store import CheckpointStore
+from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.settings import Settings, load
 
 from .nursery import Forked, Nursery

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 from meshpoint.adapters.redis import RedisSnapshots, RedisWorkingMemory
 from meshpoint.adapters.redis.connection import RedisConnection
 from meshpoint.adapters.sql import SqlCheckpointStore
-from meshpoint.memory.packing import to_bytes
-from meshpoint.memory.recovery import DualRecoveryStrategy
-from meshpoint.memory.snapshotter import L1CacheSnapshotter
 from meshpoint.model.checkpoint import L1Snapshot, Run, Save
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.memory import Owner, agent_id
 from meshpoint.model.subtasks import AgentCheckpoint, Saved
+from meshpoint.working_memory.packing import to_bytes
+from meshpoint.working_memory.recovery import DualRecoveryStrategy
+from meshpoint.working_memory.snapshots import L1CacheSnapshotter
 from servers import copy_key
 
 T = TypeVar("T")

@@ -17,15 +17,15 @@ from redis.asyncio import Redis
 
 from meshpoint.adapters.redis import RedisSnapshots, RedisWorkingMemory
 from meshpoint.adapters.sql import SqlCheckpointStore
-from meshpoint.conformance.build import AGENT, HERE
-from meshpoint.memory.packing import to_bytes
-from meshpoint.memory.recovery import DualRecoveryStrategy
-from meshpoint.memory.snapshotter import L1CacheSnapshotter
 from meshpoint.model.agent_memory import MemoryRecovery
 from meshpoint.model.checkpoint import Begin, Begun, L1Snapshot, Requester, Run, Save
 from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.memory import Command, Item, Kind, Owner, agent_id
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, Saved
+from meshpoint.testing.conformance.build import AGENT, HERE
+from meshpoint.working_memory.packing import to_bytes
+from meshpoint.working_memory.recovery import DualRecoveryStrategy
+from meshpoint.working_memory.snapshots import L1CacheSnapshotter
 from servers import copy_key
 
 pytestmark = [pytest.mark.servers, pytest.mark.slow]

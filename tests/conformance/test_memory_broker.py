@@ -7,12 +7,12 @@ from datetime import timedelta
 
 import pytest
 
-from meshpoint.adapters.memory.broker import MemoryBroker
-from meshpoint.adapters.memory.exchange import MemoryExchange
-from meshpoint.conformance.broker import AGENT, REQUESTS, BrokerSuite, Inbox, a_message, send, until_depth
+from meshpoint.adapters.inprocess.broker import MemoryBroker
+from meshpoint.adapters.inprocess.exchange import MemoryExchange
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.messages import Address, Header, dead_letters_of, nested_of, private_of, responses_of, shard_of
 from meshpoint.ports.broker import Broker, Published
+from meshpoint.testing.conformance.broker import AGENT, REQUESTS, BrokerSuite, Inbox, a_message, send, until_depth
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from meshpoint.adapters.memory.clock import FakeClock
-from meshpoint.adapters.memory.store import MemoryCheckpointStore
-from meshpoint.conformance.build import AGENT, SECOND, TIMINGS, an_end, paused, resumed
-from meshpoint.conformance.store import CheckpointStoreSuite
+from meshpoint.adapters.inprocess.clock import FakeClock
+from meshpoint.adapters.inprocess.store import MemoryCheckpointStore
 from meshpoint.model.checkpoint import Requester
-from meshpoint.ports.store import CheckpointStore
+from meshpoint.ports.task_store import CheckpointStore
+from meshpoint.testing.conformance.build import AGENT, SECOND, TIMINGS, an_end, paused, resumed
+from meshpoint.testing.conformance.store import CheckpointStoreSuite
 
 
 class TestMemoryCheckpointStore(CheckpointStoreSuite):

@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 
 from meshpoint.adapters.rabbitmq import RabbitMqBroker
-from meshpoint.conformance.broker import BrokerSuite
 from meshpoint.ports.broker import Broker
+from meshpoint.testing.conformance.broker import BrokerSuite
 from servers import Proxy
 
 _BUSY = timedelta(minutes=1)

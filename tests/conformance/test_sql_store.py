@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from meshpoint.adapters.memory.clock import FakeClock
+from meshpoint.adapters.inprocess.clock import FakeClock
 from meshpoint.adapters.sql import SqlCheckpointStore
-from meshpoint.conformance.build import TIMINGS
-from meshpoint.conformance.store import CheckpointStoreSuite
-from meshpoint.ports.store import CheckpointStore
+from meshpoint.ports.task_store import CheckpointStore
+from meshpoint.testing.conformance.build import TIMINGS
+from meshpoint.testing.conformance.store import CheckpointStoreSuite
 
 
 @asynccontextmanager

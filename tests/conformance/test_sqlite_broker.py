@@ -11,8 +11,8 @@ import pytest
 from meshpoint.adapters.sqlite_queue import SqliteBroker
 from meshpoint.adapters.sqlite_queue.queues import Queues
 from meshpoint.adapters.sqlite_queue.schema import connect, transaction
-from meshpoint.conformance.broker import BrokerSuite
 from meshpoint.ports.broker import Broker
+from meshpoint.testing.conformance.broker import BrokerSuite
 
 
 class TestSqliteBroker(BrokerSuite):

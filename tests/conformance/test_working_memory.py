@@ -8,13 +8,13 @@ from datetime import timedelta
 
 import pytest
 
-from meshpoint.adapters.memory.clock import FakeClock
-from meshpoint.adapters.memory.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.clock import FakeClock
+from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
 from meshpoint.adapters.redis import RedisWorkingMemory
-from meshpoint.conformance.working_memory import WorkingMemorySuite
-from meshpoint.conformance.working_memory_case import Hand, an_owner, contents, hand_of
 from meshpoint.model.memory import Command
 from meshpoint.ports.working_memory import WorkingMemory
+from meshpoint.testing.conformance.working_memory import WorkingMemorySuite
+from meshpoint.testing.conformance.working_memory_case import Hand, an_owner, contents, hand_of
 
 PLENTY = timedelta(seconds=30)
 """The suite judges no time: a machine may be busy."""

@@ -14,13 +14,13 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
 MODULES = (
-    "meshpoint.lifecycle.receive",
-    "meshpoint.lifecycle.claim",
-    "meshpoint.lifecycle.cancel",
-    "meshpoint.lifecycle.refuse",
-    "meshpoint.lifecycle.senders",
-    "meshpoint.worker.letters",
-    "meshpoint.worker.requests",
+    "meshpoint.engine.receive",
+    "meshpoint.engine.claim",
+    "meshpoint.engine.cancels",
+    "meshpoint.engine.refusals",
+    "meshpoint.engine.senders",
+    "meshpoint.engine.responses",
+    "meshpoint.engine.requests",
 )
 
 

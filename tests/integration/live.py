@@ -10,21 +10,21 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from meshpoint.adapters.memory.store import MemoryCheckpointStore
-from meshpoint.adapters.memory.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.store import MemoryCheckpointStore
+from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
 from meshpoint.adapters.rabbitmq import RabbitMqBroker
 from meshpoint.adapters.sql import SqlCheckpointStore
 from meshpoint.adapters.system_clock import SystemClock
-from meshpoint.conformance.build import Timings
+from meshpoint.engine.worker import Worker
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody, ResponseBody, parse, response_body
+from meshpoint.model.envelopes import cancel_message
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId, new_id
-from meshpoint.model.letters import cancel_message
 from meshpoint.model.messages import Address, Header, Message, MessageType, nested_of, requests_of, responses_of
 from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Ok, Outcome
 from meshpoint.ports.broker import Delivery, Published
-from meshpoint.worker import Worker
+from meshpoint.testing.conformance.build import Timings
 
 _CLOCK = SystemClock()
 QUICK = {

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from sqlalchemy import event, text
 
-from meshpoint.adapters.memory.clock import FakeClock
-from meshpoint.adapters.memory.rows import TaskRow
-from meshpoint.adapters.memory.store import MemoryCheckpointStore
+from meshpoint.adapters.inprocess.clock import FakeClock
+from meshpoint.adapters.inprocess.rows import TaskRow
+from meshpoint.adapters.inprocess.store import MemoryCheckpointStore
 from meshpoint.adapters.sql import SqlCheckpointStore
-from meshpoint.conformance.build import (
+from meshpoint.model.checkpoint import CallState
+from meshpoint.model.ids import TaskId
+from meshpoint.testing.conformance.build import (
     AGENT,
     HERE,
     HOUR,
@@ -29,8 +31,6 @@ from meshpoint.conformance.build import (
     paused,
     ready,
 )
-from meshpoint.model.checkpoint import CallState
-from meshpoint.model.ids import TaskId
 
 Look = Callable[[SqlCheckpointStore], Awaitable[list[TaskId]]]
 

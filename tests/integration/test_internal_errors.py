@@ -12,16 +12,16 @@ import pytest
 from live import Desk, Live, a_broker, serving
 
 from meshpoint import FIRST, Call, Done, Paused, TaskExecutionContext
-from meshpoint.lifecycle.dispatch import Outgoing
+from meshpoint.engine.dispatch import Outgoing
+from meshpoint.engine.requests import Requests
+from meshpoint.engine.segments import Segments
+from meshpoint.engine.sweeper import Sweeper
 from meshpoint.model.bodies import RequestBody, parse
 from meshpoint.model.checkpoint import CancelNotice
 from meshpoint.model.events import Phase, Step
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.messages import MessageType, nested_of, requests_of, responses_of
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcomes
-from meshpoint.worker.requests import Requests
-from meshpoint.worker.segments import Segments
-from meshpoint.worker.sweeper import Sweeper
 
 FRONT = AgentName("front")
 EARLY = range(4)

@@ -15,15 +15,15 @@ import pytest
 from aiormq.abc import DeliveredMessage
 from yarl import URL
 
-from meshpoint.adapters.rabbitmq import RabbitMqBroker, link
-from meshpoint.adapters.rabbitmq.intake import Intake
-from meshpoint.adapters.rabbitmq.link import translated
+from meshpoint.adapters.rabbitmq import RabbitMqBroker, connection
+from meshpoint.adapters.rabbitmq.connection import translated
+from meshpoint.adapters.rabbitmq.consumer import Intake
 from meshpoint.adapters.rabbitmq.subscription import RabbitSubscription
-from meshpoint.conformance.broker import AGENT, REQUESTS, STRANGER, Inbox, a_message, send, until_depth
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.messages import Header, dead_letters_of, private_of, requests_of
 from meshpoint.ports.broker import Published
+from meshpoint.testing.conformance.broker import AGENT, REQUESTS, STRANGER, Inbox, a_message, send, until_depth
 from servers import Proxy, RabbitServer
 
 Connect = Callable[..., Awaitable[RabbitMqBroker]]
@@ -123,13 +123,13 @@ async def test_a_silent_network_is_noticed_by_publishing(connect: Connect, own_r
 async def test_a_channel_that_the_broker_closes_late_does_not_cost_the_connection(
     connect: Connect, own_rabbit: RabbitServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "_FAREWELL", 0.05)
+    monkeypatch.setattr(connection, "_FAREWELL", 0.05)
     async with Proxy(own_rabbit.url) as proxy:
         broker = await connect(proxy.url)
         opened = await broker._publishing.open_channel()
         wired, before = await broker._publishing.connection(), proxy.connections
         proxy.hold_answers()
-        await link.close_quietly(opened.channel)
+        await connection.close_quietly(opened.channel)
         proxy.resume()
         await asyncio.wait({opened.channel.closing})  # the broker has answered
         await send(broker, REQUESTS, a_message())
@@ -185,7 +185,7 @@ async def test_a_caller_that_is_cancelled_before_the_broker_answers_costs_no_del
 async def test_what_the_broker_does_not_answer_ends_with_the_connection(
     connect: Connect, own_rabbit: RabbitServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "_FAREWELL", 0.05)
+    monkeypatch.setattr(connection, "_FAREWELL", 0.05)
     async with Proxy(own_rabbit.url) as proxy:
         broker = await connect(proxy.url)
         subscription = await broker.consume(REQUESTS, 2, Inbox())
@@ -248,10 +248,10 @@ async def test_a_cut_while_confirms_are_out_leaves_no_message_undecided(
 async def test_a_closed_connection_leaves_no_task_behind_when_the_broker_takes_nothing_more(
     own_rabbit: RabbitServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "_FAREWELL", 0.05)
+    monkeypatch.setattr(connection, "_FAREWELL", 0.05)
     before = asyncio.all_tasks()
     async with Proxy(own_rabbit.url) as proxy:
-        wired = await link.connect(proxy.url)
+        wired = await connection.connect(proxy.url)
         proxy.silence()
         wired.wire.write(bytes(50_000_000))  # more than the sockets hold
 
@@ -264,7 +264,7 @@ async def test_a_closed_connection_leaves_no_task_behind_when_the_broker_takes_n
 async def test_a_cancelled_close_leaves_no_task_behind(own_rabbit: RabbitServer) -> None:
     before = asyncio.all_tasks()
     async with Proxy(own_rabbit.url) as proxy:
-        wired = await link.connect(proxy.url)
+        wired = await connection.connect(proxy.url)
         proxy.silence()
         closing = asyncio.create_task(wired.close())
         await asyncio.sleep(0)
@@ -280,14 +280,14 @@ async def test_a_cancelled_close_leaves_no_task_behind(own_rabbit: RabbitServer)
 async def test_an_open_that_is_cancelled_between_its_connections_leaves_none(
     own_rabbit: RabbitServer, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, original, opened = asyncio.all_tasks(), link.Link.open, list[link.Link]()
+    before, original, opened = asyncio.all_tasks(), connection.Link.open, list[connection.Link]()
 
-    async def then_cancelled(self: link.Link) -> None:
+    async def then_cancelled(self: connection.Link) -> None:
         await original(self)
         opened.append(self)
         opening.cancel()
 
-    monkeypatch.setattr(link.Link, "open", then_cancelled)
+    monkeypatch.setattr(connection.Link, "open", then_cancelled)
     broker = RabbitMqBroker(own_rabbit.url, namespace=namespace)
     opening = asyncio.create_task(broker.open())
     await asyncio.wait({opening})
@@ -302,7 +302,7 @@ def test_an_event_loop_can_end_while_a_connection_closes(
     own_rabbit: RabbitServer, turns: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def closes_halfway() -> None:
-        wired = await link.connect(own_rabbit.url)
+        wired = await connection.connect(own_rabbit.url)
         closing = asyncio.create_task(wired.close())
         await asyncio.wait({wired.underlay._reader_task})
         for _ in range(turns):
@@ -328,7 +328,7 @@ async def test_an_attempt_cancelled_after_the_handshake_leaves_no_connection(
         return True
 
     monkeypatch.setattr(aiormq.Connection, "connect", then_cancelled)
-    attempt = asyncio.create_task(link.connect(own_rabbit.url))
+    attempt = asyncio.create_task(connection.connect(own_rabbit.url))
     await asyncio.wait({attempt})
     assert attempt.cancelled()
     await asyncio.wait({opened[0].closing})

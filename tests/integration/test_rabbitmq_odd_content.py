@@ -12,9 +12,9 @@ from aiormq.abc import DeliveredMessage
 from live import BUSY
 
 from meshpoint.adapters.rabbitmq import RabbitMqBroker, connect
-from meshpoint.conformance.broker import AGENT, REQUESTS, Inbox, a_message, send, until_depth
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.messages import Address, Header, dead_letters_of, private_of
+from meshpoint.testing.conformance.broker import AGENT, REQUESTS, Inbox, a_message, send, until_depth
 from odd_content import EXOTIC, EXOTIC_READ, UNDECODABLE, entry, long, properties, publish_raw
 from servers import Proxy, RabbitServer
 

@@ -19,7 +19,6 @@ from meshpoint.adapters.rabbitmq.frames import short_string
 from meshpoint.adapters.sql import migrations
 from meshpoint.agents.function import agent
 from meshpoint.client import Client
-from meshpoint.conformance.broker import AGENT, REQUESTS, STRANGER, Inbox, a_message, send, until_depth
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.events import Event
 from meshpoint.model.ids import AgentName, ReplicaId
@@ -27,6 +26,7 @@ from meshpoint.model.messages import Address, dead_letters_of, private_of, reque
 from meshpoint.model.outcomes import Ok
 from meshpoint.ports.broker import Published
 from meshpoint.settings import AgentSettings
+from meshpoint.testing.conformance.broker import AGENT, REQUESTS, STRANGER, Inbox, a_message, send, until_depth
 from meshpoint.wiring import worker_of
 from servers import Proxy, RabbitServer
 

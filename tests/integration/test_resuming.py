@@ -21,14 +21,14 @@ from meshpoint import (
 from meshpoint.adapters.sql import SqlCheckpointStore
 from meshpoint.cli import main
 from meshpoint.cli.exits import ExitCode
-from meshpoint.conformance.build import an_end, begun, failed, operating, saved
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.checkpoint import TaskState
+from meshpoint.model.envelopes import reply_bytes
 from meshpoint.model.ids import TaskId, new_id
-from meshpoint.model.letters import reply_bytes
 from meshpoint.model.outcomes import Ok
 from meshpoint.operations import Operations
-from meshpoint.ports.store import CheckpointStore
+from meshpoint.ports.task_store import CheckpointStore
+from meshpoint.testing.conformance.build import an_end, begun, failed, operating, saved
 
 Prepare = Callable[[CheckpointStore], Awaitable[TaskId]]
 NAMESPACE = "test"

@@ -12,9 +12,11 @@ import pytest
 from sqlalchemy import event, text
 
 from meshpoint.adapters.sql import SqlCheckpointStore
-from meshpoint.adapters.sql.lane import Lane
+from meshpoint.adapters.sql.prepared import Lane
 from meshpoint.adapters.sql.tables import metadata
-from meshpoint.conformance.build import (
+from meshpoint.model.checkpoint import Begin, Committed, Save, TaskState, Track
+from meshpoint.model.ids import TaskId
+from meshpoint.testing.conformance.build import (
     AGENT,
     a_begin,
     a_checkpoint,
@@ -31,9 +33,7 @@ from meshpoint.conformance.build import (
     resumed,
     saved,
 )
-from meshpoint.conformance.build_memory import content, memory_of, remembering, remembering_pause, save
-from meshpoint.model.checkpoint import Begin, Committed, Save, TaskState, Track
-from meshpoint.model.ids import TaskId
+from meshpoint.testing.conformance.build_memory import content, memory_of, remembering, remembering_pause, save
 
 
 @pytest.fixture

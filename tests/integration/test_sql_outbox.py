@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy import text
 
 from meshpoint.adapters.sql import SqlCheckpointStore
-from meshpoint.conformance.build import AGENT, HERE, HOUR, a_call, a_claim, a_pause, ended, one, paused, sub
 from meshpoint.model.checkpoint import Committed, Dispatch, StillWaiting
+from meshpoint.testing.conformance.build import AGENT, HERE, HOUR, a_call, a_claim, a_pause, ended, one, paused, sub
 
 
 @pytest.fixture

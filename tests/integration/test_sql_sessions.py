@@ -15,10 +15,10 @@ import pytest
 
 from meshpoint.adapters.sql import SqlCheckpointStore, failures, sessions
 from meshpoint.adapters.sql.time import DatabaseTime
-from meshpoint.conformance.build import HERE, a_begin, a_claim, an_end, one, paused, resumed
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 from meshpoint.model.checkpoint import AllArrived, Begun, Ended
 from meshpoint.model.ids import new_id
+from meshpoint.testing.conformance.build import HERE, a_begin, a_claim, an_end, one, paused, resumed
 from servers import PostgresServer
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ import pytest
 
 from meshpoint.adapters.sqlite_queue import SqliteBroker
 from meshpoint.adapters.sqlite_queue.schema import connect, transaction
-from meshpoint.conformance.broker import AGENT, PATIENCE, REQUESTS, Inbox, a_message, send, until_depth
+from meshpoint.testing.conformance.broker import AGENT, PATIENCE, REQUESTS, Inbox, a_message, send, until_depth
 
 pytestmark = pytest.mark.slow
 

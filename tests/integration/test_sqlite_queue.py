@@ -21,11 +21,11 @@ from meshpoint.adapters.sqlite_queue.queues import Queues
 from meshpoint.adapters.sqlite_queue.schema import connect, transaction
 from meshpoint.adapters.sqlite_queue.session import Session
 from meshpoint.adapters.sqlite_queue.thread import QueueThread
-from meshpoint.conformance.broker import AGENT, PATIENCE, REQUESTS, Inbox, a_message, send, until_depth
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.messages import Header, dead_letters_of, private_of
 from meshpoint.ports.broker import Published
+from meshpoint.testing.conformance.broker import AGENT, PATIENCE, REQUESTS, Inbox, a_message, send, until_depth
 
 PRIVATE = private_of(AGENT, ReplicaId("r1"))
 

@@ -17,11 +17,11 @@ from meshpoint.adapters.sqlite_queue import SqliteBroker, content, queues
 from meshpoint.adapters.sqlite_queue.queues import Limits, Queues
 from meshpoint.adapters.sqlite_queue.schema import connect, transaction
 from meshpoint.adapters.sqlite_queue.session import Session, Tuning
-from meshpoint.conformance.broker import AGENT, REQUESTS, Inbox, a_message, send, until_depth
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.messages import Address, dead_letters_of, nested_of, private_of, responses_of, shard_of
 from meshpoint.ports.broker import Published
+from meshpoint.testing.conformance.broker import AGENT, REQUESTS, Inbox, a_message, send, until_depth
 
 DEAD = dead_letters_of(AGENT)
 PRIVATE = private_of(AGENT, ReplicaId("r1"))

@@ -16,8 +16,8 @@ from sqlalchemy import event
 
 from meshpoint.adapters.sql import SqlCheckpointStore
 from meshpoint.adapters.sql.database import Database, Transaction
-from meshpoint.conformance.build import an_end, begun
 from meshpoint.errors import StoreUnavailable
+from meshpoint.testing.conformance.build import an_end, begun
 
 
 @pytest.fixture

@@ -27,11 +27,29 @@ from beside import answered_beside
 from loading import TABLES as CROWDED
 from loading import multiply, standing_task
 from meshpoint.adapters import sql
-from meshpoint.adapters.sql import SqlCheckpointStore, hot, owning
+from meshpoint.adapters.sql import SqlCheckpointStore, fast_path, owning
 from meshpoint.adapters.sql.dialect import Dialect
-from meshpoint.adapters.sql.held import HeldRows
+from meshpoint.adapters.sql.locked_rows import HeldRows
 from meshpoint.adapters.sql.tables import archive, checkpoints, operations
-from meshpoint.conformance.build import (
+from meshpoint.model.calls import Join
+from meshpoint.model.checkpoint import (
+    AllArrived,
+    Begun,
+    Committed,
+    Pause,
+    Replica,
+    Resumable,
+    Run,
+    Save,
+    Send,
+    StillWaiting,
+    TaskState,
+    Track,
+)
+from meshpoint.model.ids import AgentName, TaskId, new_id
+from meshpoint.model.operations import Adopted, Revived
+from meshpoint.model.subtasks import Child, Saved
+from meshpoint.testing.conformance.build import (
     AGENT,
     HERE,
     HOUR,
@@ -52,25 +70,7 @@ from meshpoint.conformance.build import (
     operating,
     saved,
 )
-from meshpoint.conformance.build_memory import remembering, remembering_pause
-from meshpoint.model.calls import Join
-from meshpoint.model.checkpoint import (
-    AllArrived,
-    Begun,
-    Committed,
-    Pause,
-    Replica,
-    Resumable,
-    Run,
-    Save,
-    Send,
-    StillWaiting,
-    TaskState,
-    Track,
-)
-from meshpoint.model.ids import AgentName, TaskId, new_id
-from meshpoint.model.operations import Adopted, Revived
-from meshpoint.model.subtasks import Child, Saved
+from meshpoint.testing.conformance.build_memory import remembering, remembering_pause
 
 pytestmark = pytest.mark.servers
 
@@ -302,7 +302,7 @@ class Life:
     async def _answer_in_parts(self) -> None:
         """The outcomes of a join have too many bytes to be read at once."""
         (pause, *_) = await self._pause({"call_id": "a"}, {"call_id": "b"})
-        with patch.object(hot, "PART_BYTES", 0), patch.object(owning, "PART_BYTES", 0):
+        with patch.object(fast_path, "PART_BYTES", 0), patch.object(owning, "PART_BYTES", 0):
             await self._store.claim([a_claim(pause, "a")], HERE, 1)
             (arrival,) = await self._store.claim([a_claim(pause, "b")], HERE, 1)
         assert isinstance(arrival, AllArrived)

@@ -14,12 +14,12 @@ from redis_wire import NEVER
 
 from meshpoint.adapters.redis import RedisCheckpointCache, RedisSnapshots, RedisWorkingMemory, checkpoint_cache
 from meshpoint.errors import CheckpointError, ConsistencyError, MemoryRefused, MemoryUnavailable
-from meshpoint.memory.recovery import DualRecoveryStrategy
-from meshpoint.memory.snapshotter import L1CacheSnapshotter
 from meshpoint.model.agent_memory import MemorySource
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.memory import Command, Item, Kind, Owner, Packed
 from meshpoint.model.subtasks import AgentCheckpoint
+from meshpoint.working_memory.recovery import DualRecoveryStrategy
+from meshpoint.working_memory.snapshots import L1CacheSnapshotter
 from servers import copy_key
 
 pytestmark = pytest.mark.servers

@@ -15,9 +15,9 @@ import pytest_asyncio
 from meshpoint import Peer, TaskExecutionContext, agent
 from meshpoint.client import Client, Reply
 from meshpoint.local import local_mesh
+from meshpoint.model.envelopes import cancel_message
 from meshpoint.model.events import Event, Step
 from meshpoint.model.ids import AgentName, TaskId, new_id
-from meshpoint.model.letters import cancel_message
 from meshpoint.model.messages import Address, Header, Message, requests_of, responses_of
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from meshpoint.settings import MeshSettings

@@ -5,10 +5,10 @@ from __future__ import annotations
 from machines import passing
 from machines.ledger import Ledger
 from machines.wishes import READS_ALL, Wishes
-from meshpoint.adapters.memory.clock import FakeClock
-from meshpoint.conformance.build import AGENT, HOUR
+from meshpoint.adapters.inprocess.clock import FakeClock
 from meshpoint.model.checkpoint import AllArrived, Resumable, TaskState
-from meshpoint.ports.store import CheckpointStore
+from meshpoint.ports.task_store import CheckpointStore
+from meshpoint.testing.conformance.build import AGENT, HOUR
 
 PLENTY = 1_000
 _LIVE = (TaskState.WAITING, TaskState.READY, TaskState.RUNNING)

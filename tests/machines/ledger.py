@@ -7,7 +7,6 @@ from dataclasses import replace
 from datetime import datetime
 
 from machines.story import Story, plain
-from meshpoint.conformance.build import TIMINGS
 from meshpoint.model.checkpoint import (
     AllArrived,
     Arrival,
@@ -44,6 +43,7 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.ids import ReplicaId, RunId, TaskId
 from meshpoint.ports.clock import Clock
+from meshpoint.testing.conformance.build import TIMINGS
 
 
 class Ledger:

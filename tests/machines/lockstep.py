@@ -41,7 +41,7 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.outcomes import Failed, Ok
-from meshpoint.ports.store import CheckpointStore
+from meshpoint.ports.task_store import CheckpointStore
 
 T = TypeVar("T")
 _TELLING_WAKE = {TaskState.RUNNING, TaskState.READY}

@@ -9,7 +9,6 @@ from machines import passing
 from machines.stage import PLENTY, Stage, pick
 from machines.story import CallStory
 from machines.wishes import READS_ALL, REPLICAS, Shape
-from meshpoint.conformance.build import AGENT, FORMAT, OTHER_FORMAT, SECOND
 from meshpoint.model.checkpoint import (
     Begin,
     Cancel,
@@ -24,6 +23,7 @@ from meshpoint.model.checkpoint import (
     TaskState,
 )
 from meshpoint.model.ids import TaskId
+from meshpoint.testing.conformance.build import AGENT, FORMAT, OTHER_FORMAT, SECOND
 
 
 def picks(*kinds: str) -> st.SearchStrategy[list[tuple[str, int]]]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from machines.ledger import Ledger
 from machines.story import KEEP_ALIVES_PER_TIMEOUT, Sending, Story
-from meshpoint.conformance.build import AGENT
 from meshpoint.model.checkpoint import (
     SUSPECT_FROM,
     AllArrived,
@@ -27,6 +26,7 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import FailureKind
+from meshpoint.testing.conformance.build import AGENT
 
 
 def expired(ledger: Ledger, replica: Replica, slots: int, results: Sequence[Expired]) -> None:

@@ -14,7 +14,7 @@ from machines.ledger import Ledger
 from machines.seen import check_known, check_row
 from machines.story import CallStory, Story
 from machines.wishes import Wishes
-from meshpoint.adapters.memory.clock import FakeClock
+from meshpoint.adapters.inprocess.clock import FakeClock
 from meshpoint.model.checkpoint import (
     Cancel,
     Claim,
@@ -26,7 +26,7 @@ from meshpoint.model.checkpoint import (
     TaskState,
 )
 from meshpoint.model.ids import TaskId
-from meshpoint.ports.store import CheckpointStore
+from meshpoint.ports.task_store import CheckpointStore
 
 T = TypeVar("T")
 PLENTY = 100

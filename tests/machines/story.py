@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from meshpoint.conformance.build import TIMINGS
 from meshpoint.model.checkpoint import (
     CancelNotice,
     Pause,
@@ -19,6 +18,7 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome
+from meshpoint.testing.conformance.build import TIMINGS
 
 KEEP_ALIVES_PER_TIMEOUT = 3
 LONGEST_LEASE = 64  # dispatch leases that whoever sends something has for itself, at most

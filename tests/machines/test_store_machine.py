@@ -16,10 +16,10 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from machines.lockstep import Lockstep
 from machines.machine import StoreMachine
-from meshpoint.adapters.memory.store import MemoryCheckpointStore
+from meshpoint.adapters.inprocess.store import MemoryCheckpointStore
 from meshpoint.adapters.sql import SqlCheckpointStore
-from meshpoint.conformance.build import TIMINGS
-from meshpoint.ports.store import CheckpointStore
+from meshpoint.ports.task_store import CheckpointStore
+from meshpoint.testing.conformance.build import TIMINGS
 
 _EXAMPLES = int(os.environ.get("MESHPOINT_MODEL_EXAMPLES", "0"))
 _NAMESPACES = count(1)

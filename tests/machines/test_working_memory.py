@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from redis.asyncio.connection import Connection, parse_url
 from redis.exceptions import ResponseError
 
-from meshpoint.adapters.memory.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
 from meshpoint.adapters.redis import RedisWorkingMemory
 from meshpoint.adapters.system_clock import SystemClock
 from meshpoint.errors import MemoryRefused

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
 
-from meshpoint.conformance.build import AGENT, FORMAT, HOUR, LEASE, OTHER_FORMAT, PEER, REQUESTER, SECOND
 from meshpoint.model.calls import Join
 from meshpoint.model.checkpoint import (
     Begin,
@@ -24,6 +23,7 @@ from meshpoint.model.checkpoint import (
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
 from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.testing.conformance.build import AGENT, FORMAT, HOUR, LEASE, OTHER_FORMAT, PEER, REQUESTER, SECOND
 
 REPLICAS = tuple(
     Replica(ReplicaId(name), AGENT, frozenset(formats), LEASE, isolates=name != "A")

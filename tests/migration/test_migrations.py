@@ -20,7 +20,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from meshpoint.adapters.sql import SqlCheckpointStore, migrations
 from meshpoint.adapters.sql.engine import async_url
 from meshpoint.adapters.sql.tables import POSTGRES_STORAGE, REVISION, VERSION_TABLE, checkpoints, metadata
-from meshpoint.conformance.build import (
+from meshpoint.errors import ConfigurationError
+from meshpoint.model.checkpoint import Dispatch, TaskState, Track
+from meshpoint.testing.conformance.build import (
     AGENT,
     HERE,
     HOUR,
@@ -34,9 +36,7 @@ from meshpoint.conformance.build import (
     ready,
     saved,
 )
-from meshpoint.conformance.build_memory import digest, memory_of, save
-from meshpoint.errors import ConfigurationError
-from meshpoint.model.checkpoint import Dispatch, TaskState, Track
+from meshpoint.testing.conformance.build_memory import digest, memory_of, save
 
 
 @pytest.fixture

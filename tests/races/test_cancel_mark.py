@@ -10,9 +10,9 @@ import pytest
 
 from beside import WAITING
 from meshpoint.adapters.sql import SqlCheckpointStore
-from meshpoint.conformance.build import an_end, one, paused, resumed, row, sub
 from meshpoint.model.calls import FIRST
 from meshpoint.model.checkpoint import Ended
+from meshpoint.testing.conformance.build import an_end, one, paused, resumed, row, sub
 
 
 @pytest.mark.servers

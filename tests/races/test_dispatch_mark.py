@@ -11,8 +11,8 @@ import pytest
 
 from beside import WAITING
 from meshpoint.adapters.sql import SqlCheckpointStore
-from meshpoint.conformance.build import AGENT, a_call, a_pause, one, row
 from meshpoint.model.checkpoint import Committed, Dispatch
+from meshpoint.testing.conformance.build import AGENT, a_call, a_pause, one, row
 
 _CLAIM = (  # what a claim does, up to its commit
     "SELECT 1 FROM agent_paused_tasks WHERE logical_task_id = $1 FOR NO KEY UPDATE",

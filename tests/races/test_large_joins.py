@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
-from meshpoint.adapters.memory.clock import FakeClock
-from meshpoint.adapters.sql import SqlCheckpointStore, batcher, hot, owning
+from meshpoint.adapters.inprocess.clock import FakeClock
+from meshpoint.adapters.sql import SqlCheckpointStore, batcher, fast_path, owning
 from meshpoint.adapters.sql.database import Database
-from meshpoint.conformance.build import (
+from meshpoint.errors import AgentMisbehaved
+from meshpoint.model.checkpoint import AllArrived, Committed, MadeReady, Pause, Replica, Resumable, Run, StillWaiting
+from meshpoint.model.outcomes import Ok
+from meshpoint.testing.conformance.build import (
     AGENT,
     HERE,
     LEASE,
@@ -28,9 +31,6 @@ from meshpoint.conformance.build import (
     paused,
     ready,
 )
-from meshpoint.errors import AgentMisbehaved
-from meshpoint.model.checkpoint import AllArrived, Committed, MadeReady, Pause, Replica, Resumable, Run, StillWaiting
-from meshpoint.model.outcomes import Ok
 from servers import Proxy
 
 SIZE = 300_000
@@ -49,7 +49,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (batcher, hot, owning):
+    for module in (batcher, fast_path, owning):
         monkeypatch.setattr(module, "PART_BYTES", 2 * SIZE)
     monkeypatch.setattr(batcher.in_parts, "__defaults__", (2 * SIZE,))
 

@@ -10,9 +10,23 @@ from datetime import timedelta
 import asyncpg
 import pytest
 
-from meshpoint.adapters.memory.clock import FakeClock
+from meshpoint.adapters.inprocess.clock import FakeClock
 from meshpoint.adapters.sql import SqlCheckpointStore
-from meshpoint.conformance.build import (
+from meshpoint.errors import RowLocked, StoreUnavailable
+from meshpoint.model.checkpoint import (
+    AllArrived,
+    CancelledNow,
+    Committed,
+    Duplicate,
+    Ended,
+    Locked,
+    Pause,
+    Run,
+    StillWaiting,
+    TaskState,
+)
+from meshpoint.model.ids import TaskId
+from meshpoint.testing.conformance.build import (
     AGENT,
     HERE,
     LEASE,
@@ -38,20 +52,6 @@ from meshpoint.conformance.build import (
     sub,
     task_ids,
 )
-from meshpoint.errors import RowLocked, StoreUnavailable
-from meshpoint.model.checkpoint import (
-    AllArrived,
-    CancelledNow,
-    Committed,
-    Duplicate,
-    Ended,
-    Locked,
-    Pause,
-    Run,
-    StillWaiting,
-    TaskState,
-)
-from meshpoint.model.ids import TaskId
 
 HOUR = timedelta(hours=1)
 

@@ -12,7 +12,11 @@ import pytest
 
 from faults import CommitCutter, Lost
 from meshpoint.adapters.sql import SqlCheckpointStore
-from meshpoint.conformance.build import (
+from meshpoint.errors import CommitInDoubt
+from meshpoint.model.checkpoint import Begun, Committed, Fenced, Save, TaskState
+from meshpoint.model.operations import NotRevived, Refusal, Revived, ReviveResult
+from meshpoint.model.subtasks import Saved
+from meshpoint.testing.conformance.build import (
     AGENT,
     HERE,
     THERE,
@@ -26,11 +30,7 @@ from meshpoint.conformance.build import (
     operating,
     saved,
 )
-from meshpoint.conformance.build_memory import memory_of, remembering, remembering_pause, save
-from meshpoint.errors import CommitInDoubt
-from meshpoint.model.checkpoint import Begun, Committed, Fenced, Save, TaskState
-from meshpoint.model.operations import NotRevived, Refusal, Revived, ReviveResult
-from meshpoint.model.subtasks import Saved
+from meshpoint.testing.conformance.build_memory import memory_of, remembering, remembering_pause, save
 
 _TRIALS = 50
 _IMPATIENT = replace(HERE, lease=timedelta())

@@ -11,7 +11,10 @@ import pytest
 from sqlalchemy import text
 
 from meshpoint.adapters.sql import SqlCheckpointStore
-from meshpoint.conformance.build import (
+from meshpoint.errors import ConfigurationError, StoreUnavailable
+from meshpoint.model.checkpoint import AllArrived, MadeReady, TaskState
+from meshpoint.model.ids import TaskId
+from meshpoint.testing.conformance.build import (
     AGENT,
     HERE,
     THERE,
@@ -22,9 +25,6 @@ from meshpoint.conformance.build import (
     ready,
     task_ids,
 )
-from meshpoint.errors import ConfigurationError, StoreUnavailable
-from meshpoint.model.checkpoint import AllArrived, MadeReady, TaskState
-from meshpoint.model.ids import TaskId
 
 
 @pytest.fixture

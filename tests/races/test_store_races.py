@@ -20,21 +20,6 @@ from faults import CommitCutter, Lost
 from meshpoint.adapters.sql import SqlCheckpointStore
 from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.adapters.sql.locking import lock_tasks
-from meshpoint.conformance.build import (
-    AGENT,
-    HERE,
-    PEER,
-    THERE,
-    a_cancel,
-    a_claim,
-    a_pause,
-    a_release,
-    an_end,
-    one,
-    outcomes,
-    paused,
-    resumed,
-)
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
 from meshpoint.model.calls import FIRST
 from meshpoint.model.checkpoint import (
@@ -50,6 +35,21 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.outcomes import Failed, FailureKind
+from meshpoint.testing.conformance.build import (
+    AGENT,
+    HERE,
+    PEER,
+    THERE,
+    a_cancel,
+    a_claim,
+    a_pause,
+    a_release,
+    an_end,
+    one,
+    outcomes,
+    paused,
+    resumed,
+)
 from servers import Proxy
 
 _CLAIMANT = Path(__file__).with_name("claimant.py")

@@ -1,6 +1,6 @@
 """The whole worker on a simulated event loop, broker and database: everything that happens follows from a seed.
 
-What is real: `meshpoint.worker`, `meshpoint.lifecycle`, `meshpoint.agents`' protocol, `meshpoint.model`, and the
+What is real: `meshpoint.engine`, `meshpoint.engine`, `meshpoint.agents`' protocol, `meshpoint.model`, and the
 memory adapters, which stand in for the broker's server and for the database. What is simulated: the event loop and
 its time (`loop`), the network to both servers (`weather`, `wire`), processes that are killed and frozen (`replicas`).
 

@@ -9,8 +9,8 @@ from pydantic import JsonValue
 
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody
+from meshpoint.model.envelopes import cancel_message
 from meshpoint.model.ids import AgentName, TaskId, new_id
-from meshpoint.model.letters import cancel_message
 from meshpoint.model.messages import Address, Header, HeaderValue, Message, MessageType, requests_of, responses_of
 from meshpoint.ports.broker import Delivery, Published
 

@@ -10,8 +10,8 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from meshpoint.adapters.memory.broker import MemoryBroker, MemorySubscription
-from meshpoint.adapters.memory.exchange import Item, MemoryExchange, Queue
+from meshpoint.adapters.inprocess.broker import MemoryBroker, MemorySubscription
+from meshpoint.adapters.inprocess.exchange import Item, MemoryExchange, Queue
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import Address, Message

@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 
-from meshpoint.adapters.memory.rows import CallRow, TaskRow
+from meshpoint.adapters.inprocess.rows import CallRow, TaskRow
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.bodies import ResponseBody, parse
 from meshpoint.model.messages import Address, Message, MessageType

@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from meshpoint.adapters.memory.working_memory import LocalWorkingMemory
-from meshpoint.lifecycle.leases import LeaseKeeper
+from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
+from meshpoint.engine.leases import LeaseKeeper
+from meshpoint.engine.worker import Worker
 from meshpoint.model.checkpoint import Run
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.options import Options
 from meshpoint.ports.observer import Observer
-from meshpoint.ports.store import CheckpointStore
-from meshpoint.worker import Worker
+from meshpoint.ports.task_store import CheckpointStore
 
 from .broker import SimulatedBroker
 from .loop import SimulatedLoop, process_context

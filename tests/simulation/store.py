@@ -6,12 +6,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from meshpoint.adapters.memory.due import MemoryDueWork
-from meshpoint.adapters.memory.operations import MemoryOperations
-from meshpoint.adapters.memory.outbox import MemoryCatalog, MemoryOutbox
-from meshpoint.adapters.memory.rows import Tables, TaskRow
-from meshpoint.adapters.memory.store import MemoryCheckpointStore
-from meshpoint.adapters.memory.transitions import MemoryTransitions
+from meshpoint.adapters.inprocess.due import MemoryDueWork
+from meshpoint.adapters.inprocess.operations import MemoryOperations
+from meshpoint.adapters.inprocess.outbox import MemoryCatalog, MemoryOutbox
+from meshpoint.adapters.inprocess.rows import Tables, TaskRow
+from meshpoint.adapters.inprocess.store import MemoryCheckpointStore
+from meshpoint.adapters.inprocess.transitions import MemoryTransitions
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
 from meshpoint.model.checkpoint import (
     Committed,
@@ -28,7 +28,7 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.subtasks import Saved
 from meshpoint.ports.clock import Clock
-from meshpoint.ports.store import StoreTimings
+from meshpoint.ports.task_store import StoreTimings
 
 from .weather import Weather, Word
 from .wire import at_once, call

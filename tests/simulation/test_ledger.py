@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from meshpoint.adapters.memory.rows import CallRow, TaskRow
+from meshpoint.adapters.inprocess.rows import CallRow, TaskRow
 from meshpoint.model.checkpoint import Requester, TaskState
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.messages import responses_of

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import uuid_utils
 
-from meshpoint.worker import worker
+from meshpoint.engine import worker
 
 from .loop import SimulatedLoop, Stuck
 from .mesh import Mesh

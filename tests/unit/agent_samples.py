@@ -20,8 +20,8 @@ from meshpoint import (
     TaskExecutionContext,
     agent,
 )
-from meshpoint.conformance.agent import answered
 from meshpoint.model.ids import TaskId
+from meshpoint.testing.conformance.agent import answered
 
 
 class Quote(BaseModel):

@@ -17,7 +17,7 @@ from meshpoint import (
     TaskExecutionContext,
     agent,
 )
-from meshpoint.conformance.agent import DurableAgentSuite, run_agent
+from meshpoint.testing.conformance.agent import DurableAgentSuite, run_agent
 
 
 class TestFunctionAgentContract(DurableAgentSuite):

@@ -18,8 +18,8 @@ from meshpoint import (
     TokenUsage,
     agent,
 )
-from meshpoint.conformance.agent import answered, restored, run_agent
 from meshpoint.model.ids import TaskId
+from meshpoint.testing.conformance.agent import answered, restored, run_agent
 
 
 async def test_what_a_repeated_part_sets_on_the_context_is_not_there_twice() -> None:

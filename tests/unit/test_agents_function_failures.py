@@ -25,7 +25,7 @@ from meshpoint import (
     TokenUsage,
     agent,
 )
-from meshpoint.conformance.agent import run_agent
+from meshpoint.testing.conformance.agent import run_agent
 
 
 async def test_a_failed_call_raises_and_an_uncaught_failure_is_the_agents() -> None:

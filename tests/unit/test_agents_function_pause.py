@@ -15,7 +15,7 @@ from meshpoint import (
     TaskExecutionContext,
     agent,
 )
-from meshpoint.conformance.agent import run_agent
+from meshpoint.testing.conformance.agent import run_agent
 
 
 async def test_finally_blocks_run_at_each_pause() -> None:

@@ -23,7 +23,7 @@ from meshpoint import (
     TaskExecutionContext,
     agent,
 )
-from meshpoint.conformance.agent import run_agent
+from meshpoint.testing.conformance.agent import run_agent
 
 
 def wandering(second_run: Callable[[TaskExecutionContext], Any]) -> FunctionAgent[int, str]:

@@ -22,7 +22,7 @@ from meshpoint import (
     TaskExecutionContext,
     agent,
 )
-from meshpoint.conformance.agent import answered, run_agent
+from meshpoint.testing.conformance.agent import answered, run_agent
 
 
 class Trip(BaseModel):

@@ -33,8 +33,8 @@ from meshpoint import (
     StatefulAgent,
     TaskExecutionContext,
 )
-from meshpoint.conformance.agent import DurableAgentSuite, answered, run_agent
 from meshpoint.ports.agent import readable_formats
+from meshpoint.testing.conformance.agent import DurableAgentSuite, answered, run_agent
 
 
 class Trip(BaseModel):

@@ -36,8 +36,8 @@ from meshpoint.model.checkpoint import (
     TaskState,
     TaskSummary,
 )
+from meshpoint.model.envelopes import reply_bytes
 from meshpoint.model.ids import AgentName, TaskId
-from meshpoint.model.letters import reply_bytes
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from meshpoint.settings import AgentSettings, MeshSettings, Settings
 

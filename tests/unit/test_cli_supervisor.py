@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from meshpoint.adapters.memory.clock import FakeClock
+from meshpoint.adapters.inprocess.clock import FakeClock
 from meshpoint.cli.exits import ExitCode
 from meshpoint.cli.supervisor import FIRST_PAUSE, LONGEST_PAUSE, STEADY, Supervisor
 

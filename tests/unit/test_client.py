@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from meshpoint.adapters.memory.broker import MemoryBroker
-from meshpoint.adapters.memory.exchange import MemoryExchange
+from meshpoint.adapters.inprocess.broker import MemoryBroker
+from meshpoint.adapters.inprocess.exchange import MemoryExchange
 from meshpoint.client import Client
 from meshpoint.errors import BrokerUnavailable
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshpoint.adapters import system_clock
-from meshpoint.adapters.memory.clock import FakeClock
+from meshpoint.adapters.inprocess.clock import FakeClock
 from meshpoint.adapters.system_clock import SystemClock
 
 SECOND = timedelta(seconds=1)

@@ -130,7 +130,7 @@ def test_no_file_tells_an_event_that_the_page_does_not_know_of() -> None:
         for event in quoted(events)
         for file in quoted(files)
     }
-    for folder in ("lifecycle", "worker"):
+    for folder in ("engine",):
         for path in (PACKAGE / folder).glob("*.py"):
             for name in re.findall(r"Step\.([A-Z_]+)\b", path.read_text(encoding="utf-8")):
                 assert (name.lower(), str(path.relative_to(PACKAGE))) in listed

@@ -11,10 +11,10 @@ import pytest
 from pydantic.alias_generators import to_camel
 
 from meshpoint.adapters.rabbitmq.topology import Topology
-from meshpoint.lifecycle import receive
+from meshpoint.engine import receive
 from meshpoint.model.bodies import Body, CancelBody, RequestBody, ResponseBody, StatusBody, parse
+from meshpoint.model.envelopes import cancel_message
 from meshpoint.model.ids import AgentName
-from meshpoint.model.letters import cancel_message
 from meshpoint.model.messages import (
     Header,
     Message,

@@ -8,9 +8,9 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from meshpoint.adapters.memory.clock import FakeClock
-from meshpoint.lifecycle import inbox as module
-from meshpoint.lifecycle.inbox import Inbox
+from meshpoint.adapters.inprocess.clock import FakeClock
+from meshpoint.engine import inbox as module
+from meshpoint.engine.inbox import Inbox
 from meshpoint.model.messages import Header, Message, MessageType
 from meshpoint.ports.broker import Delivery
 

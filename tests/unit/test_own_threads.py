@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from meshpoint.adapters.memory.clock import FakeClock
-from meshpoint.adapters.memory.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.clock import FakeClock
+from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
 from meshpoint.adapters.redis import copies
 from meshpoint.adapters.sql import codec
-from meshpoint.memory.packing import to_bytes
-from meshpoint.memory.recovery import DualRecoveryStrategy
-from meshpoint.memory.snapshotter import L1CacheSnapshotter
 from meshpoint.model.agent_memory import MemorySource
 from meshpoint.model.checkpoint import L1Snapshot
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.memory import Item, Kind, Owner, agent_id
 from meshpoint.model.subtasks import AgentCheckpoint
+from meshpoint.working_memory.packing import to_bytes
+from meshpoint.working_memory.recovery import DualRecoveryStrategy
+from meshpoint.working_memory.snapshots import L1CacheSnapshotter
 
 LARGE = os.urandom(600 * 1024)
 OWNER = Owner(agent_id(AgentName("agent"), TaskId("task")), RunId("run"), 1)

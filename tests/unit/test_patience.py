@@ -8,9 +8,9 @@ from datetime import timedelta
 
 import pytest
 
-from meshpoint.adapters.memory.clock import FakeClock
+from meshpoint.adapters.inprocess.clock import FakeClock
+from meshpoint.engine.retry import Patience
 from meshpoint.errors import BrokerUnavailable, StoreUnavailable
-from meshpoint.lifecycle.patience import Patience
 from meshpoint.model.events import Event, Step
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.ports.observer import Steps

@@ -13,8 +13,8 @@ from yarl import URL
 
 from meshpoint import wiring
 from meshpoint.adapters.rabbitmq import RabbitMqBroker
-from meshpoint.adapters.rabbitmq import link as link_module
-from meshpoint.adapters.rabbitmq.link import Link
+from meshpoint.adapters.rabbitmq import connection as link_module
+from meshpoint.adapters.rabbitmq.connection import Link
 from meshpoint.adapters.rabbitmq.publisher import Publisher
 from meshpoint.adapters.rabbitmq.topology import Topology
 from meshpoint.errors import BrokerUnavailable, ConfigurationError

@@ -13,9 +13,9 @@ import pytest
 from aiormq.exceptions import AMQPConnectionError
 
 from meshpoint.adapters.rabbitmq.confirming import Parcel
+from meshpoint.adapters.rabbitmq.connection import WiredChannel
+from meshpoint.adapters.rabbitmq.consumer import Intake
 from meshpoint.adapters.rabbitmq.frames import Arrived
-from meshpoint.adapters.rabbitmq.intake import Intake
-from meshpoint.adapters.rabbitmq.link import WiredChannel
 from meshpoint.adapters.rabbitmq.publisher import Publisher
 from meshpoint.adapters.rabbitmq.wire import _GatheringWriter
 from meshpoint.errors import BrokerUnavailable
@@ -140,7 +140,7 @@ async def taking(count: int, prefetch: int) -> tuple[Intake, Acks]:
 @pytest.fixture
 def no_delay_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """An ack that waits for others waits for them alone."""
-    monkeypatch.setattr("meshpoint.adapters.rabbitmq.intake._ACK_DELAY", 3600)
+    monkeypatch.setattr("meshpoint.adapters.rabbitmq.consumer._ACK_DELAY", 3600)
 
 
 @pytest.mark.usefixtures("no_delay_ends")
@@ -180,7 +180,7 @@ async def test_the_end_does_not_wait_for_more_acks() -> None:
 
 
 async def test_few_acks_leave_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshpoint.adapters.rabbitmq.intake._ACK_DELAY", 0)
+    monkeypatch.setattr("meshpoint.adapters.rabbitmq.consumer._ACK_DELAY", 0)
     intake, wire = await taking(2, prefetch=100)
     intake.ack(1)
     assert wire.acks == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from meshpoint.ports.clock import Clock
-from meshpoint.ports.store import CheckpointStore
+from meshpoint.ports.task_store import CheckpointStore
 
 
 class DatabaseClock:

@@ -69,7 +69,7 @@ def run(
 async def _serve(settings: Settings, supervised: bool) -> None:
     from meshpoint import wiring
     from meshpoint.cli.watchdog import Ending, Watchdog
-    from meshpoint.lifecycle.stopping import StopRequest
+    from meshpoint.engine.stopping import StopRequest
 
     stop, loop = StopRequest(), asyncio.get_running_loop()
     options = [agent.options() for agent in settings.agents]

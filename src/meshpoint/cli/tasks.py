@@ -265,10 +265,10 @@ def _reason(known: Known | None) -> str | None:
 
 async def _cancel_in(databases: list[AgentSettings], namespace: str, task: TaskSummary) -> None:
     """End a task as cancelled, or mark it for the replica that runs it; replicas send its reply."""
-    from meshpoint.lifecycle.cancel import CANCELLED
+    from meshpoint.engine.cancels import CANCELLED
     from meshpoint.model.checkpoint import Cancel
+    from meshpoint.model.envelopes import reply_bytes
     from meshpoint.model.ids import RunId, new_id
-    from meshpoint.model.letters import reply_bytes
     from meshpoint.wiring import open_store
 
     wish = Cancel(task.task_id, task.agent, RunId(new_id()), reply_bytes(task.task_id, None, CANCELLED))

@@ -13,21 +13,21 @@ from typing import Any
 
 from meshpoint.adapters.embedded_leftovers import forget_queues
 from meshpoint.client import Client, Reply
+from meshpoint.engine.receive import requester_of
 from meshpoint.errors import MeshpointError
 from meshpoint.exec.embedded import Exec, begin, embedded_store
 from meshpoint.exec.report import StepLog
 from meshpoint.exec.session import Session
-from meshpoint.lifecycle.receive import requester_of
 from meshpoint.local import local_mesh
 from meshpoint.model.bodies import ResponseBody, parse
 from meshpoint.model.checkpoint import Release
+from meshpoint.model.envelopes import pack
 from meshpoint.model.ids import AgentName, TaskId, new_id
-from meshpoint.model.letters import pack
 from meshpoint.model.messages import Message
 from meshpoint.model.operations import NotRevived, Refusal, Revive
 from meshpoint.model.outcomes import Failed, Outcome
 from meshpoint.model.subtasks import AgentCheckpoint
-from meshpoint.ports.store import CheckpointStore
+from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.subtasks.migrating import migrated
 from meshpoint.subtasks.resuming import refusal_of
 from meshpoint.wiring import make_broker

@@ -14,7 +14,7 @@ from meshpoint.model.checkpoint import Begin, Begun, Replica, Requester, Run
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId, new_id
 from meshpoint.model.subtasks import Operation
 from meshpoint.ports.agent import DurableAgent, Plan, plan_of
-from meshpoint.ports.store import CheckpointStore
+from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.settings import AgentSettings, MeshSettings
 from meshpoint.wiring import open_store
 

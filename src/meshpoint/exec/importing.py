@@ -12,17 +12,17 @@ from meshpoint.exec.checkpoint_file import Document, ExportedSubtask
 from meshpoint.exec.embedded import Exec, begin, embedded_store
 from meshpoint.exec.session import Wanted
 from meshpoint.exec.sessions import HeldSession, Sessions
-from meshpoint.memory.recovery import NOWHERE
 from meshpoint.model.checkpoint import End, Save, TaskState
+from meshpoint.model.envelopes import reply_bytes
 from meshpoint.model.ids import TaskId
-from meshpoint.model.letters import reply_bytes
 from meshpoint.model.operations import NOBODY
 from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, Saved, SubtaskRecord, SubtaskStatus
 from meshpoint.ports.agent import Plan
-from meshpoint.ports.store import CheckpointStore
+from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.subtasks.deliverable import json_text
 from meshpoint.subtasks.migrating import migrated
+from meshpoint.working_memory.recovery import NOWHERE
 
 NOT_IN_FILE = "its output is not in the file"
 WITHOUT_SECRETS = "its output was exported without its secrets"

@@ -1,1 +1,1 @@
-"""What Meshpoint needs from the outside, as small protocols. `meshpoint.conformance` tests any implementation."""
+"""What Meshpoint needs from the outside, as small protocols; `testing.conformance` tests implementations."""

@@ -1,6 +1,6 @@
 """Subtask checkpoints and operations: the part of the store that a task uses within its segments.
 
-What `meshpoint.ports.store` says of every method holds here too.
+What `meshpoint.ports.task_store` says of every method holds here too.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _ENTRYPOINT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 @dataclass(slots=True)
 class Timings:
-    """The durations that a store applies (`meshpoint.ports.store.StoreTimings`)."""
+    """The durations that a store applies (`meshpoint.ports.task_store.StoreTimings`)."""
 
     dispatch_lease: timedelta
     tombstone_ttl: timedelta

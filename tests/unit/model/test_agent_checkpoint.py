@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from meshpoint.conformance.build import a_checkpoint, a_run
 from meshpoint.model.subtasks import AgentCheckpoint
+from meshpoint.testing.conformance.build import a_checkpoint, a_run
 
 RUN = a_run()
 REMEMBERING = a_checkpoint(RUN, l1_snapshot=b"\xff\0memory", l1_snapshot_hash="digest")

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from meshpoint.adapters.memory.clock import FakeClock
-from meshpoint.adapters.memory.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.clock import FakeClock
+from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
 from meshpoint.errors import AgentFailed, AgentMisbehaved, MemoryRefused
 from meshpoint.model.agent_memory import AgentMemory, MemoryRecovery, MemorySource
 from meshpoint.model.context import TaskExecutionContext

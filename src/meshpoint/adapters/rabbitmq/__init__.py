@@ -8,6 +8,6 @@ malformed message, and doubles the cost of each message.
 """
 
 from meshpoint.adapters.rabbitmq.broker import RabbitMqBroker
-from meshpoint.adapters.rabbitmq.link import connect
+from meshpoint.adapters.rabbitmq.connection import connect
 
 __all__ = ["RabbitMqBroker", "connect"]

@@ -14,10 +14,10 @@ from aiormq.exceptions import AuthenticationError, ChannelNotFoundEntity, Probab
 from yarl import URL
 
 from meshpoint.adapters.rabbitmq.confirming import Parcel
+from meshpoint.adapters.rabbitmq.connection import Link, MakeConnection, Wired, translated
 from meshpoint.adapters.rabbitmq.content import Content
 from meshpoint.adapters.rabbitmq.envelope import Unsendable, bare_dead_letter, to_dead_letter, to_properties
 from meshpoint.adapters.rabbitmq.frames import Arrived, short_string
-from meshpoint.adapters.rabbitmq.link import Link, MakeConnection, Wired, translated
 from meshpoint.adapters.rabbitmq.publisher import Publisher
 from meshpoint.adapters.rabbitmq.subscription import RabbitSubscription
 from meshpoint.adapters.rabbitmq.topology import MAX_LENGTH, Declaring, Topology, declare_exchange

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from aiormq.exceptions import ChannelInvalidStateError
 
+from meshpoint.adapters.rabbitmq.connection import WiredChannel
 from meshpoint.adapters.rabbitmq.content import decode
 from meshpoint.adapters.rabbitmq.frames import Confirms, Returned, body_room, published, short_string
-from meshpoint.adapters.rabbitmq.link import WiredChannel
 from meshpoint.ports.broker import Published
 
 

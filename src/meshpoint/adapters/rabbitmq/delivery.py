@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from meshpoint.adapters.rabbitmq.consumer import Intake
 from meshpoint.adapters.rabbitmq.content import Content
 from meshpoint.adapters.rabbitmq.frames import Arrived
-from meshpoint.adapters.rabbitmq.intake import Intake
 from meshpoint.model.messages import Address, Message
 
 Bury = Callable[[Address, Arrived, Content, str], Awaitable[bool]]

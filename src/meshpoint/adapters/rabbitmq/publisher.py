@@ -23,8 +23,8 @@ from aiormq.exceptions import (
 )
 
 from meshpoint.adapters.rabbitmq.confirming import ConfirmingChannel, Parcel
+from meshpoint.adapters.rabbitmq.connection import Link, Wired, close_quietly, translated
 from meshpoint.adapters.rabbitmq.frames import body_room
-from meshpoint.adapters.rabbitmq.link import Link, Wired, close_quietly, translated
 from meshpoint.adapters.rabbitmq.topology import Topology, declare_exchange
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.ports.broker import Published

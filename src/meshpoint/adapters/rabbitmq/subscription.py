@@ -10,12 +10,12 @@ from time import monotonic
 
 from aiormq.exceptions import ChannelNotFoundEntity
 
+from meshpoint.adapters.rabbitmq.connection import Link, growing_pauses, translated
+from meshpoint.adapters.rabbitmq.consumer import Intake
 from meshpoint.adapters.rabbitmq.content import Content, decode
 from meshpoint.adapters.rabbitmq.delivery import Bury, RabbitDelivery
 from meshpoint.adapters.rabbitmq.envelope import quorum_count, to_dead_message, to_message
 from meshpoint.adapters.rabbitmq.frames import Arrived
-from meshpoint.adapters.rabbitmq.intake import Intake
-from meshpoint.adapters.rabbitmq.link import Link, growing_pauses, translated
 from meshpoint.adapters.rabbitmq.redelivered import Redelivered
 from meshpoint.errors import BrokerUnavailable, ConfigurationError, PoisonMessage
 from meshpoint.model.messages import Address, bounded_reason, is_dead_letters, is_private

@@ -17,7 +17,7 @@ from aio_pika.abc import AbstractQueue
 from aiormq.exceptions import ChannelAccessRefused, ChannelNotFoundEntity, ChannelPreconditionFailed
 from pamqp.common import FieldTable
 
-from meshpoint.adapters.rabbitmq.link import Link, translated
+from meshpoint.adapters.rabbitmq.connection import Link, translated
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import Address, dead_letters_of, nested_of, private_of, responses_of, shard_of

@@ -10,8 +10,8 @@ from meshpoint.adapters.sql import operation_statements as sql
 from meshpoint.adapters.sql import reviving, subtasking
 from meshpoint.adapters.sql.codec import pack
 from meshpoint.adapters.sql.database import Database, Transaction
-from meshpoint.adapters.sql.held import HeldRows
-from meshpoint.adapters.sql.hot import HotPath
+from meshpoint.adapters.sql.fast_path import HotPath
+from meshpoint.adapters.sql.locked_rows import HeldRows
 from meshpoint.adapters.sql.locking import Terms
 from meshpoint.adapters.sql.records import STATES, checkpoint_columns, checkpoint_of, snapshot_of, summary_of
 from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable

@@ -32,8 +32,8 @@ from meshpoint.adapters.sql.due_rows import Pick, transact_due
 from meshpoint.adapters.sql.engine import LOCK_TIMEOUT
 from meshpoint.adapters.sql.expiring import Expiries
 from meshpoint.adapters.sql.failures import DRIVER_ERRORS, refused
-from meshpoint.adapters.sql.held import HeldRows
-from meshpoint.adapters.sql.hot import LANES, HotPath
+from meshpoint.adapters.sql.fast_path import LANES, HotPath
+from meshpoint.adapters.sql.locked_rows import HeldRows
 from meshpoint.adapters.sql.locking import Terms
 from meshpoint.adapters.sql.operations import SqlOperations
 from meshpoint.adapters.sql.owning import OwnedTasks
@@ -95,7 +95,7 @@ PackedEnd: TypeAlias = tuple[End, bytes | None]
 
 
 class SqlCheckpointStore(SqlOperations):
-    """Tasks in a SQL database. See `meshpoint.ports.store` for what each method promises.
+    """Tasks in a SQL database. See `meshpoint.ports.task_store` for what each method promises.
 
     Args:
         url: `postgresql://user@host/name` or `sqlite:///file`.

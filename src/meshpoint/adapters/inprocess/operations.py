@@ -1,0 +1,274 @@
+"""Operations and their checkpoints, in rows in memory."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+
+from meshpoint.adapters.inprocess.rows import OperationRow, Tables, TaskRow, keep_alive_at, without_memory
+from meshpoint.model.calls import ALL
+from meshpoint.model.checkpoint import (
+    SUSPECT_FROM,
+    BeginResult,
+    Begun,
+    CancelFound,
+    Fenced,
+    L1Snapshot,
+    Requester,
+    Run,
+    Save,
+    SaveResult,
+    TaskState,
+    Track,
+)
+from meshpoint.model.ids import AgentName, RunId, TaskId
+from meshpoint.model.operations import (
+    ASKED_BY_ANOTHER,
+    ASKED_FOR_OTHERWISE,
+    NOBODY,
+    Adopted,
+    NotRevived,
+    OperationStatus,
+    OperationSummary,
+    Refusal,
+    Revive,
+    Revived,
+    ReviveResult,
+)
+from meshpoint.model.requesters import same_input
+from meshpoint.model.subtasks import AgentCheckpoint, Saved, last_of_each
+
+_PENDING = {TaskState.READY, TaskState.PARKED}
+
+
+class MemoryOperations:
+    """`meshpoint.ports.operations.Operations` in memory."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+
+    async def copy_key(self) -> bytes:
+        """The key that authenticates copies. It is lost with the process, as the tasks are."""
+        return self._tables.copy_key
+
+    async def track(self, wish: Track) -> BeginResult:
+        """Make a running task an operation."""
+        row = self._owned(wish.run)
+        if row is None:
+            return Fenced()
+        if row.operation is None:
+            if row.cancel_requested:
+                return CancelFound(wish.run)
+            row.operation = OperationRow(wish.operation, self._tables.clock.now(), wish.operation.preserve)
+            self._tables.put(row)
+        return Begun(wish.run)
+
+    async def save(self, wish: Save) -> SaveResult:
+        """Write a checkpoint within a segment."""
+        row = self._owned(wish.run)
+        if row is None or row.operation is None:
+            return Fenced()
+        if wish.checkpoint.seq > row.operation.seq:
+            if row.cancel_requested:
+                return CancelFound(wish.run)
+            row.attempt = 1 if wish.progressed else row.attempt
+            row.rescues = min(row.rescues, SUSPECT_FROM) if wish.progressed else row.rescues
+            save(self._tables, row.operation, wish.checkpoint, wish.checkpoint.seq)
+            self._tables.put(row)
+        return Saved()
+
+    def _owned(self, run: Run) -> TaskRow | None:
+        row = self._tables.live.get(run.task_id)
+        owned = row is not None and row.state is TaskState.RUNNING and row.fence == run.fence
+        return row if owned else None
+
+    async def latest(self, task_id: TaskId, agent: AgentName | None = None) -> AgentCheckpoint | None:
+        """The operation's last checkpoint."""
+        found = self._kept(task_id)[-1:]
+        return next((_read(each) for each in found if agent in {None, each.agent}), None)
+
+    async def l1_snapshot(self, task_id: TaskId, agent: AgentName | None = None) -> L1Snapshot | None:
+        """The working memory that was written last with one of its checkpoints."""
+        for each in reversed(self._kept(task_id)):
+            if each.l1_snapshot is not None and agent in {None, each.agent}:
+                return L1Snapshot(each.seq, each.l1_snapshot_hash or "", each.l1_snapshot)
+        return None
+
+    async def history(self, task_id: TaskId) -> list[AgentCheckpoint]:
+        """Its checkpoints, oldest first."""
+        return [_read(each) for each in self._kept(task_id) or self._tables.archive.get(task_id, [])]
+
+    def _kept(self, task_id: TaskId) -> list[AgentCheckpoint]:
+        row = self._tables.tasks.get(task_id)
+        return [] if row is None or row.operation is None else row.operation.checkpoints
+
+    async def revive(self, wish: Revive) -> ReviveResult:
+        """Make an ended task ready again."""
+        tables, row = self._tables, self._tables.tasks.get(wish.task_id)
+        if row is None or wish.agent not in {None, row.agent}:
+            return NotRevived(Refusal.NOT_FOUND)
+        if (refused := _not_asked_for(wish, row)) is not None:
+            return refused
+        if row.run_id == wish.token or (wish.order is not None and wish.order == row.resume_token):
+            return Revived(row.task_id, row.agent, row.retry_count, again=True)
+        if wish.adopt and not row.state.ended:
+            row.requester, row.resume_token = wish.requester, wish.order or row.resume_token
+            row.digest = row.digest or wish.digest
+            row.keep_alive_at = keep_alive_at(row.requester, tables.clock.now())
+            return Adopted()
+        refused = _refused(wish, row) or _other_active(row, tables.live.values())
+        if refused is not None:
+            return refused
+        _begin_again(row, wish)
+        row.due_at = tables.clock.now()
+        tables.put(row)
+        return Revived(row.task_id, row.agent, row.retry_count)
+
+    async def preserve(self, task_id: TaskId, *, preserve: bool = True) -> bool:
+        """Exempt an operation's checkpoints from every deletion, or stop that."""
+        row = self._tables.tasks.get(task_id)
+        if row is None or row.operation is None:
+            return False
+        row.operation.preserve = preserve
+        if row.state.ended:
+            row.due_at = self._tables.expiry(row)
+            heapq.heappush(self._tables.tombstones, (row.due_at, task_id))
+        return True
+
+    async def operation(self, task_id: TaskId) -> OperationSummary | None:
+        """One operation."""
+        row = self._tables.tasks.get(task_id)
+        return None if row is None or row.operation is None else _summary(row, row.operation)
+
+    async def operations(
+        self, *, agent: AgentName | None = None, statuses: Sequence[OperationStatus] = (), limit: int = 100
+    ) -> list[OperationSummary]:
+        """Operations, newest first."""
+        found = [
+            _summary(row, row.operation)
+            for row in self._tables.tasks.values()
+            if row.operation is not None and agent in {None, row.agent}
+        ]
+        found = [each for each in found if not statuses or each.status in statuses]
+        return sorted(found, key=lambda each: (each.created_at, each.id), reverse=True)[:limit]
+
+
+def close(
+    tables: Tables, row: TaskRow, state: TaskState, reason: str | None, checkpoint: AgentCheckpoint | None = None
+) -> None:
+    """Do with the checkpoints of an operation, if the task is one, what its end as `state` asks for."""
+    operation = row.operation
+    if operation is None:
+        return
+    if state is TaskState.COMPLETED:
+        if not operation.preserve:
+            if tables.timings.checkpoint_archive and operation.checkpoints:
+                tables.store_away(row, operation.checkpoints)
+            operation.checkpoints = []
+    elif checkpoint is not None:
+        save(tables, operation, checkpoint, max(checkpoint.seq, operation.seq + 1))
+    elif operation.checkpoints:
+        why = {"failure_reason": reason, "error_details": None, "retry_count": row.retry_count}
+        last = without_memory(operation.checkpoints[-1])
+        save(tables, operation, last.model_copy(update=why), operation.seq + 1)
+
+
+def _read(checkpoint: AgentCheckpoint) -> AgentCheckpoint:
+    return deepcopy(without_memory(checkpoint))
+
+
+def save(tables: Tables, operation: OperationRow, checkpoint: AgentCheckpoint, seq: int) -> None:
+    """Write a checkpoint of an operation as `seq`."""
+    operation.save(checkpoint, seq, tables.clock.now(), tables.timings.checkpoint_history)
+
+
+def _not_asked_for(wish: Revive, row: TaskRow) -> NotRevived | None:
+    """Why a requester that asks again has no say, or none any more; None: it has, or the wish is by hand."""
+    if wish.order is None:
+        return None
+    if not row.early and row.requester.app_id not in {None, wish.requester.app_id}:
+        return NotRevived(Refusal.NOT_FOUND, ASKED_BY_ANOTHER)
+    if not same_input(row.digest, wish.digest):
+        return NotRevived(Refusal.NOT_FOUND, ASKED_FOR_OTHERWISE)
+    if row.resume_token is not None and wish.order < row.resume_token:
+        return NotRevived(Refusal.RUNNING, "asked again since")
+    return None
+
+
+def _refused(wish: Revive, row: TaskRow) -> NotRevived | None:
+    if not (row.state.ended or wish.abandoned):
+        return NotRevived(Refusal.RUNNING, _whereabouts(row))
+    if row.state is TaskState.COMPLETED:
+        return NotRevived(Refusal.COMPLETED)
+    if not (wish.without_checkpoint or (row.operation is not None and row.operation.seq)):
+        return NotRevived(Refusal.NO_CHECKPOINT)
+    if row.request is None and wish.request is None:
+        return NotRevived(Refusal.NO_CHECKPOINT, "its request was not kept")
+    return None
+
+
+def _whereabouts(row: TaskRow) -> str:
+    if row.state is TaskState.RUNNING:
+        return f"running, owned by {row.owner} until {row.due_at.isoformat()}"
+    return "pending" if row.state is TaskState.READY else row.state.value
+
+
+def _other_active(row: TaskRow, live: Iterable[TaskRow]) -> NotRevived | None:
+    if row.operation is None or not row.operation.operation.exclusive:
+        return None
+    others = [other for other in live if other.agent == row.agent and other.operation is not None]
+    ids = [other.task_id for other in others if other.task_id != row.task_id]
+    return NotRevived(Refusal.OTHER_ACTIVE, ids[0]) if ids else None
+
+
+def _begin_again(row: TaskRow, wish: Revive) -> None:
+    row.state, row.generation, row.fence, row.attempt, row.owner = TaskState.READY, 0, row.fence + 1, 0, None
+    row.rescues = 0
+    row.run_id, row.resume_token = RunId(wish.token), wish.order or row.resume_token
+    row.retry_count += 1
+    row.requester = _requester(wish, row)
+    if wish.request is not None:
+        row.request, row.digest = wish.request, wish.digest
+    row.context, row.body, row.state_format = "{}", b"", ""
+    row.cancel_requested, row.incompatible_since, row.keep_alive_at, row.dead_reason = False, None, None, None
+    row.join, row.join_deadline, row.expected, row.completed, row.succeeded = ALL, None, 0, 0, 0
+    row.set_cancels_apart()
+    row.reply, row.reply_sent, row.ended_at, row.send_at, row.sends = b"", False, None, None, 1
+
+
+def _requester(wish: Revive, row: TaskRow) -> Requester:
+    if wish.requester != NOBODY:
+        return wish.requester
+    waits = row.requester.reply_to is not None and not row.reply_sent
+    # No reply is expected, but the task still belongs to its requester.
+    return replace(row.requester, deadline=None) if waits else Requester(app_id=row.requester.app_id)
+
+
+def _summary(row: TaskRow, operation: OperationRow) -> OperationSummary:
+    running, last = row.state is TaskState.RUNNING, next(reversed(operation.checkpoints), None)
+    done = row.state is TaskState.COMPLETED and last is None
+    progress = None if last is None else last.progress
+    updated_at = None if last is None else last.checkpoint_time
+    return OperationSummary(
+        id=row.task_id,
+        agent=row.agent,
+        type=operation.operation.type,
+        status=OperationStatus.PENDING if row.state in _PENDING else OperationStatus(row.state.value),
+        phase=None if progress is None else progress.current,
+        subject=operation.operation.subject,
+        parameters=deepcopy(operation.operation.parameters),
+        children=last_of_each(operation.children),
+        progress_pct=100.0 if done else 0.0 if progress is None else progress.percent,
+        retry_count=row.retry_count,
+        owner=row.owner if running else None,
+        lease_until=row.due_at if running else None,
+        created_at=operation.created_at,
+        updated_at=updated_at or row.ended_at or operation.created_at,
+        ended_at=row.ended_at,
+        failure_reason=(row.dead_reason if last is None else last.failure_reason) if row.state.ended else None,
+        exclusive=operation.operation.exclusive,
+        preserve=operation.preserve,
+        checkpoint=None if last is None else last.seq,
+    )

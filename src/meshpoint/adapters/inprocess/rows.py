@@ -1,0 +1,408 @@
+"""The rows of tasks and calls in plain dicts, and what is read back from them."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+
+from meshpoint.model.calls import ALL, Join
+from meshpoint.model.checkpoint import (
+    CallState,
+    CancelNotice,
+    Checkpoint,
+    Dispatch,
+    KeepReply,
+    Known,
+    Replica,
+    Reply,
+    Requester,
+    Resumable,
+    Run,
+    TaskState,
+)
+from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
+from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
+from meshpoint.model.subtasks import AgentCheckpoint, Child, Operation
+from meshpoint.ports.clock import Clock
+from meshpoint.ports.task_store import StoreTimings
+
+FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC)
+
+MAX_BACK_OFF = 64
+"""A send is tried again after the dispatch lease, then after twice, four times... and at most so many leases."""
+
+
+KEEP_ALIVES_PER_TIMEOUT = 3
+
+
+def keep_alive_at(requester: Requester, now: datetime) -> datetime | None:
+    """When `requester` is to hear next of its task that waits."""
+    idle = requester.idle_timeout
+    return None if idle is None else now + idle / KEEP_ALIVES_PER_TIMEOUT
+
+
+@dataclass(slots=True)
+class CallRow:
+    """One peer call. `due_at` is the earlier of the idle and the absolute deadline; `send_at` ends a send's lease."""
+
+    sub_task_id: TaskId
+    call_id: str
+    peer: AgentName
+    generation: int
+    body: bytes
+    headers: dict[str, str | int | float]
+    deadline: datetime
+    due_at: datetime
+    send_at: datetime
+    idle_timeout: timedelta | None
+    sends: int = 1
+    state: CallState = CallState.PENDING
+    outcome: bytes | None = None
+    claim_id: RunId | None = None
+    dispatched_at: datetime | None = None
+
+    @property
+    def unsent(self) -> bool:
+        """Whether the request, or the cancel, is still to be sent."""
+        undispatched = self.state is CallState.PENDING and self.dispatched_at is None
+        return undispatched or self.state is CallState.CANCELLING
+
+    def postpone(self, now: datetime, lease: timedelta) -> None:
+        """Lease the next send to the caller: twice as long each time."""
+        self.send_at = now + lease * min(2**self.sends, MAX_BACK_OFF)
+        self.sends += 1
+
+    def close(self, kind: FailureKind, message: str, send_at: datetime) -> None:
+        """End the call without its peer, who is still to be told."""
+        self.outcome = encode_outcome(Failed(kind, message))
+        self.state, self.send_at, self.sends = CallState.CANCELLING, send_at, 1
+
+
+@dataclass(slots=True)
+class OperationRow:
+    """What only an operation has. `seq` is the number of its last checkpoint, also when that was deleted."""
+
+    operation: Operation
+    created_at: datetime
+    preserve: bool
+    seq: int = 0
+    children: list[Child] = field(default_factory=list)
+    checkpoints: list[AgentCheckpoint] = field(default_factory=list)
+
+    def save(self, checkpoint: AgentCheckpoint, seq: int, now: datetime, history: int) -> None:
+        """Add a checkpoint, and drop those that are too old; only the last working memory is kept, with its own."""
+        kept = checkpoint.model_copy(update={"seq": seq, "checkpoint_time": now}, deep=True)
+        if kept.l1_snapshot is not None:
+            self.checkpoints = [without_memory(each) for each in self.checkpoints]
+        everything = [*self.checkpoints, kept]
+        too_old = max(len(everything) - history, 0)
+        with_memory = [each for each in everything[:too_old] if each.l1_snapshot is not None]
+        self.checkpoints, self.seq = with_memory + everything[too_old:], seq
+
+
+def without_memory(checkpoint: AgentCheckpoint) -> AgentCheckpoint:
+    """`checkpoint` without the working memory that was written with it."""
+    return checkpoint.model_copy(update={"l1_snapshot": None})
+
+
+@dataclass(slots=True)
+class TaskRow:
+    """One task, its join and its calls.
+
+    `due_at` is when time alone makes it due: the end of a running task's lease, the instant a ready one may be
+    taken, the end of a tombstone. Context and outcomes are kept as JSON text, so that nobody else holds a
+    reference into them.
+    """
+
+    task_id: TaskId
+    agent: AgentName
+    run_id: RunId
+    requester: Requester
+    state: TaskState
+    checkpointed_at: datetime
+    due_at: datetime
+    fence: int = 1
+    generation: int = 0
+    attempt: int = 0
+    rescues: int = 0
+    owner: ReplicaId | None = None
+    context: str = "{}"
+    body: bytes = b""
+    state_format: str = ""
+    request: bytes | None = None
+    digest: str | None = None
+    cancel_requested: bool = False
+    incompatible_since: datetime | None = None
+    keep_alive_at: datetime | None = None
+    # the join
+    join: Join = ALL
+    join_deadline: datetime | None = None
+    expected: int = 0
+    completed: int = 0
+    succeeded: int = 0
+    calls: dict[TaskId, CallRow] = field(default_factory=dict)
+    # the end
+    reply: bytes = b""
+    reply_sent: bool = False
+    ended_at: datetime | None = None
+    send_at: datetime | None = None
+    sends: int = 1
+    dead_reason: str | None = None
+    # the operation
+    operation: OperationRow | None = None
+    resume_token: str | None = None
+    retry_count: int = 0
+
+    @property
+    def early(self) -> bool:
+        """Whether this is the tombstone of a cancel that came before its request; its requester is the canceller."""
+        return self.state is TaskState.CANCELLED and self.fence == 0 and self.requester.reply_to is None
+
+    @property
+    def current(self) -> list[CallRow]:
+        """The calls of this generation, in call order."""
+        return [call for call in self.calls.values() if call.generation == self.generation]
+
+    @property
+    def pending(self) -> list[CallRow]:
+        """The calls without an outcome, in call order."""
+        return [call for call in self.calls.values() if call.state is CallState.PENDING]
+
+    @property
+    def wake_at(self) -> datetime:
+        """When this task is next due."""
+        if self.state is not TaskState.WAITING:
+            return self.due_at
+        deadlines = [call.due_at for call in self.pending]
+        return min([*deadlines, self.join_deadline] if self.join_deadline else deadlines, default=self.due_at)
+
+    @property
+    def unsent(self) -> bool:
+        """Whether a dispatch, a cancel or the reply is still to be sent."""
+        return (self.state.ended and not self.reply_sent) or any(call.unsent for call in self.calls.values())
+
+    @property
+    def run(self) -> Run:
+        """The run that owns the task, or did last."""
+        return Run(self.task_id, self.agent, self.run_id, self.fence, self.generation)
+
+    def readable_by(self, replica: Replica) -> bool:
+        """Whether `replica` may run the task: before its first pause there is no state to read."""
+        return self.agent == replica.agent and (self.generation == 0 or self.state_format in replica.formats)
+
+    def record(self, call: CallRow, outcome: Outcome, claim_id: RunId | None) -> None:
+        """Give `call` its outcome and count it."""
+        call.outcome, call.claim_id, call.state = encode_outcome(outcome), claim_id, CallState.DONE
+        self.completed += 1
+        self.succeeded += not isinstance(outcome, Failed)
+
+    @property
+    def met(self) -> bool:
+        """Whether the outcomes that are there meet the join."""
+        return self.join.met(total=self.expected, completed=self.completed, succeeded=self.succeeded)
+
+    def forget_done_calls(self) -> None:
+        """Drop the calls that nobody needs any more; a cancel that is still to be sent stays."""
+        self.calls = {key: call for key, call in self.calls.items() if call.state is CallState.CANCELLING}
+
+    def set_cancels_apart(self) -> None:
+        """Keep only the cancels that are still to be sent, as those of no pause."""
+        self.calls = {key: call for key, call in self.calls.items() if call.state is CallState.CANCELLING}
+        for call in self.calls.values():
+            call.generation = -1
+
+    def dispatch(self, call: CallRow) -> Dispatch:
+        """The request of `call`, to be sent."""
+        return Dispatch(
+            self.agent,
+            self.task_id,
+            call.generation,
+            call.sub_task_id,
+            call.peer,
+            call.body,
+            dict(call.headers),
+            call.deadline,
+            call.sends,
+        )
+
+    def notice(self, call: CallRow) -> CancelNotice:
+        """The cancel of `call`, to be sent."""
+        return CancelNotice(self.agent, self.task_id, call.sub_task_id, call.peer)
+
+    def known(self, reply: Reply | None) -> Known:
+        """The task as a repeated request sees it."""
+        requester = self.requester.app_id
+        return Known(
+            self.task_id, self.agent, self.state, reply, requester=requester, digest=self.digest, early=self.early
+        )
+
+    def reply_at(self, now: datetime) -> Reply:
+        """The reply of an ended task."""
+        age = now - self.ended_at if self.ended_at else timedelta()
+        return Reply(self.agent, self.task_id, self.state, self.reply, self.requester, age, fence=self.fence)
+
+    def resumable(self) -> Resumable:
+        """The task as its new owner reads it."""
+        outcomes = tuple(
+            (c.call_id, c.peer, decode_outcome(c.outcome)) for c in self.current if c.outcome is not None
+        )
+        context: Checkpoint = json.loads(self.context)
+        return Resumable(
+            self.run,
+            self.requester,
+            context,
+            self.body,
+            self.state_format,
+            outcomes,
+            self.request,
+            self.attempt,
+            self.cancel_requested,
+            checkpoint=None if self.operation is None else self.operation.seq,
+            retry_count=self.retry_count,
+            digest=self.digest,
+            rescues=self.rescues,
+            death=self.dead_reason,
+        )
+
+
+_FEW = 1_000
+"""Stale tombstone entries allowed before a clean-up."""
+
+
+_MOST_RESUMABLE = 100
+"""Failed operations, and archived ones, that a process keeps with their checkpoints."""
+
+
+class Tables:
+    """Every row, and indexes of them: `tombstones` are sorted by their end.
+
+    A tombstone whose end was moved, or which is none any more, stands there once more or in vain.
+
+    With `ended_kept`, a task is forgotten when its outcome is confirmed. Only the requesters and input digests of the
+    last ones are kept, in `over`. As many early cancels are kept, and `_MOST_RESUMABLE` failed operations. The oldest
+    are forgotten first: the request of a forgotten cancel runs, and a forgotten operation cannot be resumed.
+    """
+
+    def __init__(self, clock: Clock, timings: StoreTimings, ended_kept: int | None = None) -> None:
+        self.clock, self.timings, self._ended_kept = clock, timings, ended_kept
+        self.early: dict[TaskId, TaskRow] = {}
+        self.resumable: dict[TaskId, TaskRow] = {}
+        self.over: dict[TaskId, Known] = {}
+        self.tasks: dict[TaskId, TaskRow] = {}
+        self.live: dict[TaskId, TaskRow] = {}
+        self.sending: dict[TaskId, TaskRow] = {}
+        self.tombstones: list[tuple[datetime, TaskId]] = []
+        self.archive: dict[TaskId, list[AgentCheckpoint]] = {}
+        self.copy_key = os.urandom(32)
+
+    def put(self, row: TaskRow) -> None:
+        """Write `row`: every change of a row ends here."""
+        self.tasks[row.task_id] = row
+        for index, belongs in (
+            (self.live, not row.state.ended),
+            (self.sending, row.unsent),
+            (self.early, row.early),
+            (self.resumable, row.state.ended and _resumable(row)),
+        ):
+            if belongs:
+                index[row.task_id] = row
+            else:
+                index.pop(row.task_id, None)
+        if self._ended_kept is not None:
+            self._forget_oldest(self.early, self._ended_kept)
+            self._forget_oldest(self.resumable, _MOST_RESUMABLE)
+
+    def remove(self, row: TaskRow) -> None:
+        """Delete a row that nobody needs."""
+        for index in (self.tasks, self.live, self.sending, self.early, self.resumable):
+            index.pop(row.task_id, None)
+        if len(self.tombstones) > 2 * len(self.tasks) + _FEW:
+            self.tombstones = [each for each in self.tombstones if each[1] in self.tasks]
+            heapq.heapify(self.tombstones)
+
+    def store_away(self, row: TaskRow, checkpoints: list[AgentCheckpoint]) -> None:
+        """Put the checkpoints of a completed operation into the archive."""
+        self.archive[row.task_id] = checkpoints
+        if self._ended_kept is not None and len(self.archive) > _MOST_RESUMABLE:
+            del self.archive[next(iter(self.archive))]
+
+    def forget_if_over(self, row: TaskRow) -> None:
+        """Forget a task that needs no further work."""
+        if self._ended_kept is not None and row.state.ended and not (row.unsent or row.early or _resumable(row)):
+            self._forget(row)
+
+    def _forget_oldest(self, index: dict[TaskId, TaskRow], most: int) -> None:
+        if len(index) > most and (oldest := next((row for row in index.values() if not row.unsent), None)):
+            self._forget(oldest)
+
+    def _forget(self, row: TaskRow) -> None:
+        assert self._ended_kept is not None
+        self.remove(row)
+        if not row.early:
+            self.over[row.task_id] = row.known(None)
+        if len(self.over) > self._ended_kept:
+            del self.over[next(iter(self.over))]
+
+    def known(self, task_id: TaskId) -> Known | None:
+        """The task as far as it is known, or `None`."""
+        row = self.tasks.get(task_id)
+        if row is None:
+            return self.over.get(task_id)
+        return row.known(row.reply_at(self.clock.now()) if row.state.ended else None)
+
+    def own(self, row: TaskRow, replica: Replica, run_id: RunId) -> Resumable:
+        """Make `replica` the owner of `row`: whoever had it before is fenced from now on."""
+        row.state, row.owner, row.run_id = TaskState.RUNNING, replica.id, run_id
+        row.fence += 1
+        row.attempt = max(row.attempt, 1)
+        row.due_at = self.clock.now() + replica.lease
+        self.put(row)
+        return row.resumable()
+
+    def entomb(
+        self, row: TaskRow, state: TaskState, run_id: RunId, reply: bytes, dead_reason: str | None = None
+    ) -> None:
+        """End the task: only its reply, and cancels still to be sent, remain until it expires."""
+        now = self.clock.now()
+        row.state, row.run_id, row.reply, row.ended_at, row.owner = state, run_id, reply, now, None
+        row.due_at = self.expiry(row)
+        row.reply_sent, row.send_at = row.requester.reply_to is None, now + self.timings.dispatch_lease
+        row.context, row.body, row.dead_reason = "{}", b"", dead_reason
+        row.request = row.request if dead_reason or _resumable(row) else None
+        row.completed = row.succeeded = row.expected = 0
+        row.forget_done_calls()
+        heapq.heappush(self.tombstones, (row.due_at, row.task_id))
+        self.put(row)
+
+    def keep_reply(self, wish: KeepReply) -> None:
+        """Insert a tombstone with a due reply, for a task without a row."""
+        now, reply = self.clock.now(), wish.reply
+        row = TaskRow(reply.task_id, reply.agent, wish.run_id, reply.requester, reply.state, now, now)
+        row.fence, row.reply, row.ended_at, row.digest = 0, reply.body, now, wish.digest
+        row.send_at = now + self.timings.dispatch_lease
+        row.due_at = self.expiry(row) if wish.keep is None else now + wish.keep
+        heapq.heappush(self.tombstones, (row.due_at, row.task_id))
+        self.put(row)
+
+    def reply_again(self, row: TaskRow, requester: Requester) -> None:
+        """Make the reply of an ended task due again, for `requester`."""
+        known = row.requester
+        row.requester = replace(requester, deadline=known.deadline, idle_timeout=known.idle_timeout)
+        row.reply_sent, row.sends, row.send_at = False, 1, self.clock.now() + self.timings.dispatch_lease
+        self.put(row)
+
+    def expiry(self, row: TaskRow) -> datetime:
+        """When an ended task may be deleted."""
+        assert row.ended_at is not None
+        # A duplicate of the request may arrive until the deadline, and must find the tombstone.
+        tombstone = max(row.ended_at, row.requester.deadline or row.ended_at) + self.timings.tombstone_ttl
+        if row.operation is not None and row.operation.preserve:
+            return FAR_FUTURE
+        return max(tombstone, row.ended_at + self.timings.checkpoint_ttl) if _resumable(row) else tombstone
+
+
+def _resumable(row: TaskRow) -> bool:
+    return row.operation is not None and row.state is not TaskState.COMPLETED

@@ -1,0 +1,44 @@
+"""The store of one process: the home of tasks without durable checkpoints, and of tests."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from meshpoint.adapters.inprocess.due import MemoryDueWork
+from meshpoint.adapters.inprocess.operations import MemoryOperations
+from meshpoint.adapters.inprocess.outbox import MemoryCatalog, MemoryOutbox
+from meshpoint.adapters.inprocess.rows import Tables
+from meshpoint.adapters.inprocess.transitions import MemoryTransitions
+from meshpoint.ports.clock import Clock
+from meshpoint.ports.task_store import StoreTimings
+
+
+class MemoryCheckpointStore(MemoryTransitions, MemoryDueWork, MemoryOutbox, MemoryCatalog, MemoryOperations):
+    """A `meshpoint.ports.task_store.CheckpointStore` whose tasks end with the process.
+
+    No method awaits anything: each runs to its end before another task of the event loop can look, so none can
+    leave a transition half done, not even when it is cancelled.
+
+    An ended task stays as a tombstone with its reply for `timings.tombstone_ttl`. With `ended_kept`, it is forgotten
+    once its reply is sent, and only the last `ended_kept` ids are kept: a duplicate of such a request is recognised
+    and not answered again.
+    """
+
+    def __init__(self, clock: Clock, *, timings: StoreTimings, ended_kept: int | None = None) -> None:
+        super().__init__(Tables(clock, timings, ended_kept))
+
+    @property
+    def durable(self) -> bool:
+        """False: a task kept here is lost with the process."""
+        return False
+
+    @property
+    def present(self) -> datetime:
+        """The current time by this store's clock."""
+        return self._tables.clock.now()
+
+    async def open(self) -> None:
+        """Nothing to connect to."""
+
+    async def close(self) -> None:
+        """Nothing to release; tasks stay until the object goes."""

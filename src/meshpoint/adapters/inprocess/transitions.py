@@ -1,0 +1,329 @@
+"""The steps of a task's life, on rows in memory.
+
+No method awaits anything, so each is one transaction by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import assert_never
+
+from meshpoint.adapters.inprocess.joins import answer_again, go_on
+from meshpoint.adapters.inprocess.operations import close, save
+from meshpoint.adapters.inprocess.rows import CallRow, OperationRow, Tables, TaskRow, keep_alive_at
+from meshpoint.errors import AgentMisbehaved
+from meshpoint.model.checkpoint import (
+    MOST_OF_A_ROW,
+    AllArrived,
+    Arrival,
+    Begin,
+    BeginResult,
+    Begun,
+    CallState,
+    Cancel,
+    CancelBeforeRequest,
+    CancelFound,
+    CancelledNow,
+    CancelRefused,
+    CancelRequested,
+    CancelResult,
+    CancelStale,
+    CancelTooLate,
+    Claim,
+    Committed,
+    Dispatch,
+    Duplicate,
+    End,
+    Ended,
+    EndResult,
+    Fenced,
+    Known,
+    PastDeadline,
+    Pause,
+    PauseResult,
+    PlannedCall,
+    Progress,
+    ProgressNoted,
+    Release,
+    Replica,
+    Requester,
+    Run,
+    StillWaiting,
+    TaskState,
+    Unknown,
+    WrongSender,
+)
+from meshpoint.model.ids import TaskId
+from meshpoint.model.outcomes import FailureKind
+from meshpoint.model.requesters import binds, same_requester, with_canceller
+
+
+class MemoryTransitions:
+    """`meshpoint.ports.task_store.Transitions` in memory."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+
+    async def lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, Known]:
+        """The rows that exist, by id."""
+        found = [self._tables.known(task_id) for task_id in task_ids]
+        return {known.task_id: known for known in found if known is not None}
+
+    async def begin(self, begins: Sequence[Begin]) -> list[BeginResult]:
+        """Write tasks as running before their first segment."""
+        return [self._begin(begin) for begin in begins]
+
+    async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
+        """Checkpoint."""
+        return [self._pause(pause) for pause in pauses]
+
+    async def claim(self, claims: Sequence[Claim], replica: Replica, slots: int) -> list[Arrival]:
+        """Record outcomes, and take the tasks whose join they meet."""
+        arrivals: list[Arrival] = []
+        for claim in claims:
+            arrival = self._claim(claim, replica, slots)
+            slots -= isinstance(arrival, AllArrived)
+            arrivals.append(arrival)
+        return arrivals
+
+    async def end(self, ends: Sequence[End]) -> list[EndResult]:
+        """Turn running tasks into tombstones with their reply."""
+        return [self._end(end) for end in ends]
+
+    async def release(self, releases: Sequence[Release]) -> list[bool]:
+        """Give running tasks back."""
+        return [self._release(release) for release in releases]
+
+    async def cancel(self, cancels: Sequence[Cancel]) -> list[CancelResult]:
+        """Cancel tasks whatever their state."""
+        return [self._cancel(cancel) for cancel in cancels]
+
+    async def requested(self, calls: Sequence[tuple[TaskId, TaskId]]) -> list[Dispatch | None]:
+        """The requests of calls, as sent."""
+        rows = [(self._tables.tasks.get(task_id), sub_task_id) for task_id, sub_task_id in calls]
+        found = [(row, None if row is None else row.calls.get(sub_task_id)) for row, sub_task_id in rows]
+        return [None if row is None or call is None else row.dispatch(call) for row, call in found]
+
+    async def progress(self, updates: Sequence[Progress]) -> list[ProgressNoted | None]:
+        """Extend idle deadlines."""
+        return [self._progress(update) for update in updates]
+
+    def _begin(self, begin: Begin) -> BeginResult:
+        tables, run = self._tables, begin.run
+        row = self._row_for(run, begin.requester)
+        if row is not None:
+            if _is_cancelled(row, run, begin.requester):
+                return CancelFound(None)
+            itself = (row.run_id, row.fence, row.generation) == (run.id, 1, 0)
+            queued = row.state is TaskState.READY and row.attempt == 0
+            return Begun(row.run, queued) if itself and (queued or row.state is TaskState.RUNNING) else Fenced()
+        now = tables.clock.now()
+        row = TaskRow(
+            run.task_id, run.agent, run.id, begin.requester, TaskState.RUNNING, now, now + begin.replica.lease
+        )
+        row.owner, row.attempt, row.request, row.resume_token = begin.replica.id, 1, begin.request, begin.order
+        row.digest = begin.digest
+        if begin.queued:
+            row.state, row.owner, row.attempt, row.due_at = TaskState.READY, None, 0, now
+        if begin.operation is not None:
+            row.operation = OperationRow(begin.operation, now, begin.operation.preserve)
+        tables.put(row)
+        return Begun(row.run, begin.queued)
+
+    def _row_for(self, run: Run, requester: Requester) -> TaskRow | None:
+        """The task's row, ignoring an early cancel that does not apply to this first run."""
+        row = self._tables.tasks.get(run.task_id)
+        if row is None or run.fence > 0 or not row.early:
+            return row
+        if row.agent == run.agent and binds(row.requester.app_id, requester.app_id):
+            return row
+        return None
+
+    def _pause(self, pause: Pause) -> PauseResult:
+        tables, run, now = self._tables, pause.run, self._tables.clock.now()
+        row = self._row_for(run, pause.requester)
+        refused = _refuse_pause(row, pause)
+        if refused is not None:
+            return refused
+        if pause.requester.deadline is not None and pause.requester.deadline <= now:
+            return PastDeadline()
+        context = json.dumps(pause.context)
+        if (size := len(context) + len(pause.state)) > MOST_OF_A_ROW:
+            raise AgentMisbehaved(f"the task's state has {size} bytes; a checkpoint keeps {MOST_OF_A_ROW} at most")
+        if row is None:
+            row = TaskRow(run.task_id, run.agent, run.id, pause.requester, TaskState.WAITING, now, now)
+            row.request, row.digest = pause.request, pause.digest
+        self._write_checkpoint(row, pause, context, now)
+        if row.operation is not None:
+            row.operation.children += pause.children
+            if pause.checkpoint is not None and pause.checkpoint.seq > row.operation.seq:
+                save(tables, row.operation, pause.checkpoint, pause.checkpoint.seq)
+        tables.put(row)
+        return _committed(row)
+
+    def _write_checkpoint(self, row: TaskRow, pause: Pause, context: str, now: datetime) -> None:
+        row.run_id, row.owner = pause.run.id, None
+        row.generation, row.attempt, row.rescues, row.incompatible_since = row.generation + 1, 0, 0, None
+        row.context, row.body, row.state_format = context, pause.state, pause.state_format
+        row.checkpointed_at = row.due_at = now
+        row.state, row.join, row.dead_reason = TaskState.WAITING, pause.join, None
+        row.join_deadline = now + pause.join.deadline if pause.join.deadline else None
+        row.expected, row.completed, row.succeeded = len(pause.calls), 0, 0
+        row.keep_alive_at = keep_alive_at(row.requester, now)
+        row.forget_done_calls()
+        for planned in pause.calls:
+            call = row.calls[planned.sub_task_id] = self._call(planned, row, now)
+            if planned.outcome is not None:
+                row.record(call, planned.outcome, None)
+        if row.met:
+            row.state = TaskState.READY  # failures alone meet a join only when no call is left
+
+    def _call(self, planned: PlannedCall, row: TaskRow, now: datetime) -> CallRow:
+        deadline = min(now + planned.timeout, row.requester.deadline or now + planned.timeout)
+        idle = planned.idle_timeout
+        return CallRow(
+            planned.sub_task_id,
+            planned.call_id,
+            planned.peer,
+            row.generation,
+            planned.body,
+            dict(planned.headers),
+            deadline=deadline,
+            due_at=min(now + idle, deadline) if idle else deadline,
+            send_at=now + self._tables.timings.dispatch_lease,
+            idle_timeout=idle,
+        )
+
+    def _claim(self, claim: Claim, replica: Replica, slots: int) -> Arrival:
+        task_id, sub_task_id = claim.task_id, claim.sub_task_id
+        row = self._tables.tasks.get(task_id)
+        call = row.calls.get(sub_task_id) if row else None
+        if row is None or call is None:
+            return Unknown(task_id, sub_task_id)
+        if claim.sender is not None and claim.sender != call.peer:
+            return WrongSender(task_id, sub_task_id, call.peer)
+        if call.state is not CallState.PENDING:
+            return (
+                answer_again(row, call, claim, replica)
+                if call.claim_id == claim.id
+                else Duplicate(task_id, sub_task_id)
+            )
+        row.record(call, claim.outcome, claim.id)
+        if not row.met:
+            self._tables.put(row)
+            return StillWaiting(task_id, sub_task_id)
+        return go_on(self._tables, row, call, replica, run_id=claim.id, slots=slots)
+
+    def _end(self, end: End) -> EndResult:
+        row, run = self._tables.tasks.get(end.run.task_id), end.run
+        if row is None or row.fence != run.fence:
+            return Fenced()
+        if row.state is TaskState.RUNNING:
+            close(self._tables, row, end.state, end.reason or end.dead_reason, end.checkpoint)
+            self._tables.entomb(row, end.state, run.id, end.reply, end.dead_reason)
+        elif not row.state.ended or row.run_id != run.id:
+            return Fenced()
+        return Ended(row.reply_at(self._tables.clock.now()))
+
+    def _release(self, release: Release) -> bool:
+        row, run, now = self._tables.live.get(release.run.task_id), release.run, self._tables.clock.now()
+        if row is None or row.fence != run.fence:
+            return False
+        if row.state is not TaskState.RUNNING:
+            return (row.run_id, row.generation) == (run.id, run.generation)
+        row.state, row.run_id, row.owner, row.due_at = TaskState.READY, run.id, None, now + release.not_before
+        row.dead_reason, row.attempt = release.death or row.dead_reason, row.attempt + release.counted
+        if release.incompatible is not None:
+            row.incompatible_since = row.incompatible_since or now
+            if now - row.incompatible_since >= self._tables.timings.incompatible_limit:
+                row.state, row.dead_reason = TaskState.PARKED, release.incompatible
+        self._tables.put(row)
+        return True
+
+    def _cancel(self, cancel: Cancel) -> CancelResult:
+        tables, now = self._tables, self._tables.clock.now()
+        row = tables.tasks.get(cancel.task_id)
+        if row is None:
+            canceller = Requester(app_id=cancel.sender)
+            row = TaskRow(cancel.task_id, cancel.agent, cancel.run_id, canceller, TaskState.CANCELLED, now, now)
+            row.fence = 0  # no run ever owned it
+            tables.entomb(row, TaskState.CANCELLED, cancel.run_id, cancel.reply)
+            return CancelBeforeRequest()
+        if row.agent != cancel.agent:  # this agent has no such task
+            return CancelBeforeRequest()
+        if row.early:
+            return _cancel_again(row, cancel, now)
+        if cancel.sender not in {None, cancel.agent} and not same_requester(row.requester.app_id, cancel.sender):
+            if row.state is TaskState.CANCELLED:
+                return CancelTooLate(row.reply_at(now))
+            requested = row.state is TaskState.RUNNING and row.cancel_requested
+            return CancelRequested(row.owner) if requested else CancelRefused()
+        if cancel.parent is not None and row.requester.parent_task_id not in {None, cancel.parent}:
+            return CancelStale()
+        match row.state:
+            case TaskState.COMPLETED | TaskState.FAILED | TaskState.CANCELLED:
+                return CancelTooLate(row.reply_at(now))
+            case TaskState.RUNNING:
+                row.cancel_requested = True
+                return CancelRequested(row.owner)
+            case TaskState.WAITING | TaskState.READY | TaskState.PARKED:
+                closed = row.pending
+                for call in closed:
+                    call.close(FailureKind.CANCELLED, "the task was cancelled", now + tables.timings.dispatch_lease)
+                close(tables, row, TaskState.CANCELLED, "cancelled on request")
+                tables.entomb(row, TaskState.CANCELLED, cancel.run_id, cancel.reply)
+                return CancelledNow(row.reply_at(now), tuple(row.notice(call) for call in closed))
+        assert_never(row.state)
+
+    def _progress(self, update: Progress) -> ProgressNoted | None:
+        row = self._tables.live.get(update.task_id)
+        call = row.calls.get(update.sub_task_id) if row else None
+        if row is None or call is None or call.state is not CallState.PENDING or call.peer != update.sender:
+            return None
+        if call.idle_timeout is not None:
+            extended = min(self._tables.clock.now() + call.idle_timeout, call.deadline)
+            if extended - call.due_at >= call.idle_timeout / 10:
+                call.due_at = extended
+        return ProgressNoted(row.task_id, row.requester)
+
+
+def _refuse_pause(row: TaskRow | None, pause: Pause) -> PauseResult | None:
+    """Why `pause` may not be written over `row`, or what it has committed already."""
+    run = pause.run
+    if row is None:
+        return None if run.fence == 0 and pause.checkpoint is None else Fenced()
+    if _is_cancelled(row, run, pause.requester):
+        return CancelFound(None)
+    if row.state in {TaskState.WAITING, TaskState.READY}:
+        itself = (row.run_id, row.fence, row.generation) == (run.id, max(run.fence, 1), run.generation + 1)
+        return _committed(row) if itself else Fenced()
+    if row.state is not TaskState.RUNNING or row.fence != run.fence:
+        return Fenced()
+    if row.operation is None and pause.checkpoint is not None:  # which only an operation has
+        return Fenced()
+    return CancelFound(row.run) if row.cancel_requested else None
+
+
+def _is_cancelled(row: TaskRow, run: Run, requester: Requester) -> bool:
+    """Whether this requester's task was cancelled, rather than another task with the same id."""
+    if row.state is not TaskState.CANCELLED:
+        return False
+    same = row.agent == run.agent and same_requester(row.requester.app_id, requester.app_id)
+    return run.fence > 0 or row.early or same
+
+
+def _cancel_again(row: TaskRow, cancel: Cancel, now: datetime) -> CancelResult:
+    """Record another cancel that comes before the request."""
+    before = row.requester.app_id
+    row.requester = replace(row.requester, app_id=with_canceller(before, cancel.sender))
+    if row.requester.app_id != before or row.run_id == cancel.run_id:  # its broadcast may be unsent
+        return CancelBeforeRequest()
+    return CancelTooLate(row.reply_at(now))
+
+
+def _committed(row: TaskRow) -> Committed:
+    unsent = [call for call in row.pending if call.dispatched_at is None]
+    return Committed(row.state, tuple(replace(row.dispatch(call), attempt=1) for call in unsent))

@@ -1,0 +1,141 @@
+"""Working memory in the process: what agents have where there is no Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import count
+
+from meshpoint.adapters.inprocess.keyspace import Keyspace
+from meshpoint.errors import MemoryFenced, MemoryLost, MemoryUnavailable
+from meshpoint.model.ids import RunId
+from meshpoint.model.memory import Answer, Command, Held, Item, Owner
+from meshpoint.ports.clock import Clock
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MILLISECOND = timedelta(milliseconds=1)
+
+
+@dataclass(slots=True)
+class _Memory:
+    run_id: RunId
+    fence: int
+    version: int
+    keys: Keyspace
+
+
+class LocalWorkingMemory:
+    """A `meshpoint.ports.working_memory.WorkingMemory` that ends with the process.
+
+    No method awaits anything: each runs to its end before another task of the event loop can look. A memory stays
+    until its owner forgets it, however long that takes: a task that may go on elsewhere is to be forgotten here.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._memories: dict[str, _Memory] = {}
+        self._versions = count(1)  # of all memories, so that none begun anew has a version that it had before
+
+    @property
+    def survives(self) -> bool:
+        """False: it is gone with the process."""
+        return False
+
+    async def open(self) -> None:
+        """Nothing to check: the memory is in this process."""
+
+    async def execute(self, owner: Owner, commands: Sequence[Command], *, seen: int = 0) -> tuple[int, list[Answer]]:
+        """Do commands in order; the version then, and what each answered.
+
+        Raises:
+            MemoryFenced: the memory has another owner by now, or one with a higher fence.
+            MemoryLost: it has no owner, or an earlier one, or is older than `seen`.
+            MemoryRefused: a command does not fit what its key holds. Those before it are done.
+        """
+        memory, now = self._owned(owner, seen), self._now()
+        if any(command.writes for command in commands):
+            _unchanged(owner, memory, seen or memory.version)
+            memory.version = next(self._versions)
+        return memory.version, [memory.keys.do(command, now) for command in commands]
+
+    async def keys(self, owner: Owner, *, seen: int = 0) -> list[str]:
+        """The keys that are there. Raises as `execute`."""
+        return self._owned(owner, seen).keys.keys(self._now())
+
+    async def read(self, agent_id: str) -> Held:
+        """A copy of all that is there."""
+        memory, now = self._memories.get(agent_id), self._now()
+        if memory is None:
+            return Held((), 0, now)
+        return Held(memory.keys.items(now), memory.version, now, memory.run_id, memory.fence)
+
+    async def adopt(self, owner: Owner, version: int) -> bool:
+        """Become the owner of what is there, if it still has this version.
+
+        Raises:
+            MemoryFenced: its owner has a higher fence.
+        """
+        memory = self._not_fenced(owner)
+        if memory is None or memory.version != version:
+            return False
+        memory.run_id, memory.fence = owner.run_id, owner.fence
+        return True
+
+    async def replace(
+        self, owner: Owner, items: Sequence[Item], *, seen: int | None = None, force: bool = False
+    ) -> Held:
+        """Put `items` in place of all that is there, and become the owner.
+
+        Raises:
+            MemoryFenced: its owner has a higher fence.
+        """
+        there = self._memories.get(owner.agent_id) if force else self._not_fenced(owner)
+        if there is not None and there.run_id == owner.run_id and seen is not None:
+            _unchanged(owner, there, seen)
+        version = next(self._versions)
+        self._memories[owner.agent_id] = _Memory(owner.run_id, owner.fence, version, Keyspace(items))
+        return await self.read(owner.agent_id)
+
+    async def retain(self, owner: Owner, *, paused: bool) -> None:
+        """Nothing: a memory stays until it is forgotten."""
+
+    async def forget(self, owner: Owner) -> None:
+        """Delete it, unless a run with the same or a higher fence has it."""
+        memory = self._memories.get(owner.agent_id)
+        if memory is not None and (memory.run_id == owner.run_id or memory.fence < owner.fence):
+            del self._memories[owner.agent_id]
+
+    async def close(self) -> None:
+        """Nothing to release; memories stay until the object goes."""
+
+    def _owned(self, owner: Owner, seen: int) -> _Memory:
+        memory = self._memories.get(owner.agent_id)
+        if memory is None or (memory.run_id != owner.run_id and memory.fence < owner.fence):
+            raise MemoryLost(f"working memory {owner.agent_id}: nothing is there")
+        if memory.run_id != owner.run_id or memory.fence > owner.fence:
+            raise _fenced(owner, memory)
+        if memory.version < seen:
+            raise MemoryLost(f"working memory {owner.agent_id}: it is older than it was")
+        return memory
+
+    def _not_fenced(self, owner: Owner) -> _Memory | None:
+        memory = self._memories.get(owner.agent_id)
+        if memory is not None and memory.fence > owner.fence:
+            raise _fenced(owner, memory)
+        return memory
+
+    def _now(self) -> int:
+        return (self._clock.now() - _EPOCH) // _MILLISECOND
+
+
+def _unchanged(owner: Owner, memory: _Memory, seen: int) -> None:
+    if memory.version != seen:
+        raise MemoryUnavailable(f"working memory {owner.agent_id}: it has changed since it was looked at")
+
+
+def _fenced(owner: Owner, memory: _Memory) -> MemoryFenced:
+    return MemoryFenced(
+        f"working memory {owner.agent_id}: run {memory.run_id} with fence {memory.fence} has it, "
+        f"not run {owner.run_id} with fence {owner.fence}"
+    )

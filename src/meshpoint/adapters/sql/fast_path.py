@@ -1,0 +1,324 @@
+"""The hot path on PostgreSQL: what every task ordinarily needs, a batch in one round trip and one commit.
+
+Each method does what it can and returns it, by the item's place; the store gives the rest to the general transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from itertools import accumulate
+from operator import itemgetter
+from typing import Any
+
+from pydantic_core import to_json
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from meshpoint.adapters.sql import batch_statements as sql
+from meshpoint.adapters.sql.batcher import PART_BYTES
+from meshpoint.adapters.sql.checkpointing import (
+    KEEP_ALIVES_PER_TIMEOUT,
+    PackedPause,
+    committed,
+)
+from meshpoint.adapters.sql.claiming import Taken
+from meshpoint.adapters.sql.locking import Terms, seconds_of
+from meshpoint.adapters.sql.owning import OwnedTasks
+from meshpoint.adapters.sql.prepared import Lane, attributes
+from meshpoint.adapters.sql.rows import Columns, StoredOutcome, requester_of
+from meshpoint.adapters.sql.time import DatabaseTime
+from meshpoint.errors import CommitInDoubt, StoreUnavailable
+from meshpoint.model.checkpoint import (
+    Arrival,
+    Claim,
+    Dispatch,
+    End,
+    Ended,
+    EndResult,
+    MadeReady,
+    PauseResult,
+    Replica,
+    Reply,
+    Save,
+    StillWaiting,
+)
+from meshpoint.model.ids import TaskId
+from meshpoint.model.outcomes import Ok, Outcome
+from meshpoint.ports.clock import Clock
+
+LANES = 6
+"""Connections that one store keeps for this."""
+
+
+class HotPath:
+    """The ordinary steps of many tasks at once."""
+
+    def __init__(self, engine: AsyncEngine, terms: Terms, clock: Clock | None, time: DatabaseTime) -> None:
+        self._terms = terms
+        self._time = time
+        self._clock = clock
+        lanes = [Lane(engine) for _ in range(LANES)]
+        self._pauses, self._claims, self._ends, self._saves, self._reads, self._marks = self._lanes = lanes
+
+    async def close(self) -> None:
+        """Give all connections back."""
+        for lane in self._lanes:
+            await lane.close()
+
+    @property
+    def _now(self) -> float | None:
+        return None if self._clock is None else self._clock.now().timestamp()
+
+    async def lookup(self, task_ids: Sequence[TaskId]) -> Sequence[Any]:
+        """The rows that exist."""
+        sent_at = self._time.clock()
+        rows = await self._reads.read(sql.LOOKUP, self._now, task_ids)
+        self._time.heard(rows[0].now, sent_at)
+        return [row for row in rows if row.logical_task_id is not None]
+
+    # ── pause ──────────────────────────────────────────────────────────────────────────────────────
+
+    async def pause(self, pauses: Sequence[tuple[PackedPause, bytes | None]]) -> dict[int, PauseResult]:
+        """Write checkpoints whose rows are as their runs expect. All their calls are to be sent."""
+        # Sorted, as locks are: an insert waits for another of its key.
+        places = dict(sorted(_first_of_each(packed.pause.run.task_id for packed, _ in pauses).items()))
+        written: dict[str, float] = {}
+        fresh = [pauses[place] for place in places.values() if pauses[place][0].pause.run.fence == 0]
+        known = [pauses[place] for place in places.values() if pauses[place][0].pause.run.fence != 0]
+        for statement, each, more in (
+            (sql.PAUSE_NEW, fresh, self._of_new_tasks(fresh)),
+            (sql.PAUSE_AGAIN, known, ()),
+        ):
+            if each:
+                calls = _call_arrays([packed for packed, _ in each])
+                tasks = _task_arrays([packed for packed, _ in each])
+                values = (self._now, self._terms.backoff(1), *calls, *tasks, *more, KEEP_ALIVES_PER_TIMEOUT)
+                try:
+                    rows = await self._pauses.write(statement, *values)
+                except StoreUnavailable:
+                    if not written:
+                        raise
+                    break
+                written.update({row.logical_task_id: row.now for row in rows})
+        return {
+            place: committed(pauses[place][0], written[task_id])
+            for task_id, place in places.items()
+            if task_id in written
+        }
+
+    def _of_new_tasks(self, fresh: Sequence[tuple[PackedPause, bytes | None]]) -> tuple[list[Any], ...]:
+        requesters = [packed.pause.requester for packed, _ in fresh]
+        return (
+            [self._terms.names.qualified(packed.pause.run.agent) for packed, _ in fresh],
+            [request for _, request in fresh],
+            [requester.reply_to for requester in requesters],
+            [requester.app_id for requester in requesters],
+            [requester.parent_task_id for requester in requesters],
+            [seconds_of(requester.idle_timeout) for requester in requesters],
+            [packed.pause.digest for packed, _ in fresh],
+        )
+
+    # ── claim ──────────────────────────────────────────────────────────────────────────────────────
+
+    async def claim(
+        self, claims: Sequence[tuple[Claim, bytes | None]], replica: Replica, slots: int, *, skip_locked: bool
+    ) -> tuple[dict[int, Arrival | Taken], OwnedTasks]:
+        """Record outcomes of pending calls, and take the tasks whose join they meet."""
+        places = _first_of_each((wish.task_id, wish.sub_task_id) for wish, _ in claims)
+        wishes = [claims[place] for place in places.values()]
+        terms, of_wishes = _shared((wish.task_id, isinstance(wish.outcome, Ok), wish.sender) for wish, _ in wishes)
+        rows = await self._claims.write(
+            sql.CLAIM_FREE if skip_locked else sql.CLAIM,
+            self._now,
+            replica.id,
+            sorted({task_id for task_id, _, _ in terms}),
+            self._terms.names.qualified(replica.agent),
+            [wish.sub_task_id for wish, _ in wishes],
+            [wish.id for wish, _ in wishes],
+            [outcome for _, outcome in wishes],
+            of_wishes,
+            *map(list, zip(*terms, strict=True)),
+            sorted(replica.formats),
+            slots,
+            replica.lease.total_seconds(),
+            PART_BYTES,
+        )
+        in_place = [0, *places.values()]  # an array of SQL begins at 1
+        arrivals: dict[int, Arrival | Taken] = {}
+        owned, unseen = OwnedTasks(), list[Claim]()
+        for row in rows:
+            for number in row["places"]:
+                wish, _ = claims[in_place[number]]
+                arrivals[in_place[number]] = StillWaiting(wish.task_id, wish.sub_task_id)
+            if (here := row["here"]) is None:
+                continue
+            last = in_place[max(row["places"])]
+            wish, _ = claims[last]
+            arrivals[last] = (Taken if here else MadeReady)(wish.task_id, wish.sub_task_id)
+            if here:
+                outcomes = _outcomes(row, [claims[in_place[number]][0].outcome for number in row["places"]])
+                if len(outcomes) == row["total_expected"]:
+                    owned.tasks[wish.task_id], owned.calls[wish.task_id] = attributes(row), outcomes
+                else:  # recorded while this statement waited for the task's lock
+                    unseen.append(wish)
+        return arrivals, owned.and_also(await self._read_owned(unseen, replica))
+
+    async def _read_owned(self, met_by: Sequence[Claim], replica: Replica) -> OwnedTasks:
+        if not met_by:
+            return OwnedTasks()
+        task_ids, run_ids = [wish.task_id for wish in met_by], [wish.id for wish in met_by]
+        try:
+            rows = await self._reads.read(sql.READ_OWNED, task_ids, replica.id, run_ids, PART_BYTES)
+        except StoreUnavailable as error:
+            raise CommitInDoubt(f"claimed, but not read: {error}") from error
+        return OwnedTasks(
+            {row.logical_task_id: row for row in rows},
+            {
+                row.logical_task_id: list(zip(row.call_ids, row.peers, row.outcomes, strict=True))
+                for row in rows
+                if row.outcome_bytes <= PART_BYTES
+            },
+        )
+
+    # ── end ────────────────────────────────────────────────────────────────────────────────────────
+
+    async def end(self, ends: Sequence[tuple[End, bytes | None]]) -> dict[int, EndResult]:
+        """Turn tasks that their runs own into tombstones."""
+        places = _first_of_each(wish.run.task_id for wish, _ in ends)
+        wishes = [ends[place] for place in places.values()]
+        rows = await self._ends.write(
+            sql.END,
+            self._now,
+            self._terms.backoff(1),
+            self._terms.tombstone_ttl,
+            list(places),
+            [wish.run.fence for wish, _ in wishes],
+            [wish.run.id for wish, _ in wishes],
+            [wish.state.value for wish, _ in wishes],
+            [reply for _, reply in wishes],
+            [wish.dead_reason for wish, _ in wishes],
+        )
+        return {places[row.logical_task_id]: self._ended(ends[places[row.logical_task_id]][0], row) for row in rows}
+
+    def _ended(self, wish: End, row: Any) -> Ended:
+        agent = self._terms.names.plain(row.agent_name)
+        run = wish.run
+        return Ended(Reply(agent, run.task_id, wish.state, wish.reply, requester_of(row), fence=run.fence))
+
+    # ── save ───────────────────────────────────────────────────────────────────────────────────────
+
+    async def save(self, wish: Save, columns: Columns) -> bool:
+        """Write a checkpoint, given as columns too, of an operation that its run owns; whether it is written."""
+        rows = await self._saves.write(
+            sql.SAVE,
+            self._now,
+            wish.run.task_id,
+            wish.run.fence,
+            wish.checkpoint.seq,
+            self._terms.checkpoint_history,
+            wish.progressed,
+            *(columns[name] for name in sql.SAVED),
+        )
+        return bool(rows)
+
+    # ── marks ──────────────────────────────────────────────────────────────────────────────────────
+
+    async def mark_dispatched(self, sent: Sequence[Dispatch]) -> tuple[list[Dispatch], list[Dispatch]]:
+        """Note that the broker has all requests of pauses.
+
+        Those of pauses of which others are still to be sent, and those of pauses that somebody holds just now.
+        """
+        if not sent:
+            return [], []
+        pauses: dict[tuple[TaskId, int], set[TaskId]] = {}
+        for send in sent:
+            pauses.setdefault((send.task_id, send.generation), set()).add(send.sub_task_id)
+        rows = await self._marks.write(
+            sql.MARK_DISPATCHED,
+            self._now,
+            [task_id for task_id, _ in pauses],
+            [generation for _, generation in pauses],
+            [len(requests) for requests in pauses.values()],
+        )
+        left = {row.logical_task_id: row.whole for row in rows}
+        return (
+            [send for send in sent if left.get(send.task_id) is False],
+            [send for send in sent if left.get(send.task_id) is True],
+        )
+
+    async def mark_replied(self, sent: Sequence[Reply]) -> None:
+        """Note that the broker has replies."""
+        if sent:
+            in_order = sorted({(send.task_id, send.fence, send.requester.reply_to or "") for send in sent})
+            await self._marks.write(sql.MARK_REPLIED, *map(list, zip(*in_order, strict=True)))
+
+
+def _first_of_each(keys: Iterable[Hashable]) -> dict[Any, int]:
+    """Where each key comes first."""
+    places: dict[Any, int] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, place)
+    return places
+
+
+def _outcomes(row: Any, recorded: Sequence[Outcome]) -> list[StoredOutcome]:
+    """The outcomes of a task that goes on, in call order: `recorded` now, and those from before."""
+    calls = list(zip(row["seqs"], row["call_ids"], row["peers"], recorded, strict=True))
+    if row["seqs_before"] is not None:
+        calls += zip(
+            *(row[f"{name}_before"] for name in ("seqs", "call_ids", "peers", "outcomes")),
+            strict=True,
+        )
+    return [call[1:] for call in sorted(calls, key=itemgetter(0))]
+
+
+def _task_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
+    """The columns of `pauses`, each as an array over them."""
+    plain = [
+        (
+            packed.pause.run.task_id,
+            packed.pause.run.id,
+            packed.pause.run.generation + 1,
+            packed.soonest,
+            None if packed.pause.requester.deadline is None else packed.pause.requester.deadline.timestamp(),
+            len(packed.pause.calls),
+            packed.pause.join.needed,
+            seconds_of(packed.pause.join.deadline),
+            packed.pause.run.fence,
+        )
+        for packed in pauses
+    ]
+    return [
+        *map(list, zip(*plain, strict=True)),
+        *([packed.columns[name] for packed in pauses] for name in sql.CONTEXT),
+    ]
+
+
+def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
+    """The columns of all calls of `pauses`, each as an array over them; then those of their different terms."""
+    calls = [call for packed in pauses for call in packed.pause.calls]
+    first_places = accumulate((len(packed.pause.calls) for packed in pauses), initial=1)
+    terms, of_calls = _shared(
+        (packed.pause.run.task_id, first, call.peer, to_json(call.headers), call.timeout, call.idle_timeout)
+        for packed, first in zip(pauses, first_places, strict=False)
+        for call in packed.pause.calls
+    )
+    task_ids, firsts, peers, headers, timeouts, idle_timeouts = zip(*terms, strict=True)
+    return [
+        [call.sub_task_id for call in calls],
+        [call.call_id for call in calls],
+        [body for packed in pauses for body in packed.bodies],
+        of_calls,
+        list(task_ids),
+        list(firsts),
+        list(peers),
+        [each.decode() for each in headers],
+        [timeout.total_seconds() for timeout in timeouts],
+        [seconds_of(idle_timeout) for idle_timeout in idle_timeouts],
+    ]
+
+
+def _shared(terms: Iterable[tuple[Any, ...]]) -> tuple[Collection[tuple[Any, ...]], list[int]]:
+    """The different ones among `terms`, and the number of each; arrays of SQL begin at 1."""
+    numbers: dict[tuple[Any, ...], int] = {}
+    of_each = [numbers.setdefault(each, len(numbers) + 1) for each in terms]
+    return numbers, of_each

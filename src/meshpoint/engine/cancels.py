@@ -1,0 +1,50 @@
+"""Room 8: end a task as cancelled, wherever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from meshpoint.engine.runtime import Site
+from meshpoint.engine.segment import Segment
+from meshpoint.model.checkpoint import Cancel, CancelResult
+from meshpoint.model.envelopes import reply_bytes
+from meshpoint.model.events import Step
+from meshpoint.model.ids import RunId, TaskId, new_id
+from meshpoint.model.outcomes import Failed, FailureKind
+from meshpoint.ports.backend import Home
+
+CANCELLED = Failed(FailureKind.CANCELLED, "cancelled on request")
+
+
+def cancelled(segment: Segment) -> Failed:
+    """The outcome of a task that was stopped here, with what it had used by then."""
+    return CANCELLED if segment.context is None else replace(CANCELLED, usage=segment.context.token_usage)
+
+
+class CancelCommand(NamedTuple):
+    """A task to cancel, the sender's parent task (the task may be for a later attempt by now), and the sender:
+    `None` may cancel every task.
+    """
+
+    task_id: TaskId
+    parent: str | None
+    sender: str | None
+
+
+async def cancel_tasks(home: Home, wished: Sequence[CancelCommand], site: Site) -> list[CancelResult]:
+    """Cancel tasks in `home`, however long the database is away."""
+    wishes = [
+        Cancel(
+            wish.task_id,
+            site.agent,
+            RunId(new_id()),
+            reply_bytes(wish.task_id, None, CANCELLED),
+            parent=wish.parent,
+            sender=wish.sender,
+        )
+        for wish in wished
+    ]
+    with site.steps.step(Step.CANCEL, [wish.task_id for wish in wished]):
+        return await site.patience.until_answered(lambda: home.store.cancel(wishes))

@@ -1,0 +1,193 @@
+"""Room 3: make a paused task resumable by any replica, or keep it in memory when that cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from meshpoint.engine.runtime import Site
+from meshpoint.engine.segment import Last, Segment
+from meshpoint.errors import StoreUnavailable
+from meshpoint.model.bodies import A2AMessage, Part, RequestBody
+from meshpoint.model.calls import Call, Paused
+from meshpoint.model.checkpoint import Pause, PauseResult, PlannedCall
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.envelopes import pack
+from meshpoint.model.events import Step
+from meshpoint.model.ids import AgentName, TaskId, new_id, resumed_id
+from meshpoint.model.json_values import digest_of
+from meshpoint.model.messages import Header, HeaderValue
+from meshpoint.model.options import OnCheckpointFailure, Options
+from meshpoint.model.outcomes import Failed, FailureKind
+from meshpoint.model.subtasks import Child
+from meshpoint.ports.backend import Home
+from meshpoint.subtasks.runner import Subtasks
+
+
+async def last(segment: Segment) -> Last | None:
+    """The checkpoint that a pause writes of an operation; None: the one that stands says all.
+
+    Raises:
+        MemoryLost: the memory is not what the code has put there.
+        MemoryRefused: it is too large to be kept.
+    """
+    home, subtasks, memory = segment.home, segment.subtasks, segment.memory
+    if home is None or subtasks is None or memory is None or not (subtasks.unsaved or memory.changed):
+        return None
+    so_far = subtasks.so_far()
+    mark = await memory.mark(so_far.seq, durable=True, over=so_far.progress.completed)
+    return Last.of(so_far, mark)
+
+
+def plan(
+    segment: Segment,
+    paused: Paused,
+    state_format: str,
+    options: Options,
+    earlier: Sequence[Child] = (),
+    last: Last | None = None,
+) -> Pause:
+    """The checkpoint to write. Its ids are made here, once: a repeated write carries the same ones.
+
+    A call that an earlier attempt at an operation made as well goes to the same task of the peer: see `_Children`.
+    `last` is what an operation is to know of itself while it waits.
+    """
+    assert segment.context is not None
+    context, of_operation = segment.context, segment.subtasks is not None and segment.subtasks.opened
+    children = _Children(segment.subtasks, earlier) if segment.subtasks is not None and of_operation else None
+    calls = tuple(_planned(call, context, options, children) for call in paused.calls)
+    return Pause(
+        run=segment.run,
+        context=context.to_checkpoint_dict(),
+        state=paused.state,
+        state_format=state_format,
+        calls=calls,
+        join=paused.join,
+        requester=segment.requester,
+        request=pack(segment.request) if segment.request and segment.run.fence == 0 else None,
+        app_version=options.app_version,
+        children=tuple(children.planned) if children is not None else (),
+        checkpoint=None if last is None else last.checkpoint,
+        digest=segment.digest if segment.run.fence == 0 else None,
+    )
+
+
+class _Children:
+    """Which tasks of peers the calls of an operation are.
+
+    When it was resumed, a call with the peer and the input of an earlier attempt takes over that attempt's task, so
+    that a peer goes on from its own checkpoint, or just answers again. Not so what a subtask had asked that does not
+    run again, or whose record does not count any more.
+    """
+
+    def __init__(self, subtasks: Subtasks, earlier: Sequence[Child]) -> None:
+        self._retry, self._subtask = subtasks.retry_count, subtasks.paused_in
+        spent = {*subtasks.outdated, *subtasks.progress.completed}  # the latter do not ask again
+        left = [each for each in earlier if each.retry < self._retry and each.subtask not in spent]
+        self._left = sorted(left, key=lambda child: -child.retry)  # what was asked last counts
+        self.planned: list[Child] = []
+
+    @property
+    def order(self) -> str:
+        """Which of two requests for a task is the later one, as text."""
+        return f"{self._retry:08d}"
+
+    def adopt(self, call: Call) -> tuple[TaskId, TaskId]:
+        """The id of the peer's task, and under which id the call is kept: they differ if it is to go on."""
+        digest = digest_of(call.input)
+        found = next((child for child in self._left if (child.peer, child.digest) == (call.peer, digest)), None)
+        if found is not None:
+            self._left.remove(found)
+        id_ = found.id if found is not None else TaskId(new_id())
+        peer = AgentName(call.peer)
+        self.planned.append(Child(id=id_, peer=peer, digest=digest, subtask=self._subtask, retry=self._retry))
+        return id_, id_ if found is None else resumed_id(id_, self._retry)
+
+
+async def save(pause: Pause, home: Home | None, site: Site) -> tuple[Home, PauseResult]:
+    """Commit `pause`; where it went, and what came of it.
+
+    A task that has a row stays in its home for ever, and its write is repeated until the database answers.
+    A first checkpoint goes to the database; when it certainly did not commit for
+    `checkpoint_retry_time`, to memory. A write in doubt is repeated until the database
+    tells.
+    """
+    with site.steps.step(Step.CHECKPOINT, [pause.run.task_id], generation=pause.run.generation + 1):
+        if home is None and site.durable is not None:
+            if site.options.on_checkpoint_failure is OnCheckpointFailure.KEEP_IN_MEMORY:
+                return await _first(pause, site.durable, site)
+            home = site.durable
+        home = home or site.memory
+        return home, await _write(pause, home, site)
+
+
+async def _first(pause: Pause, durable: Home, site: Site) -> tuple[Home, PauseResult]:
+    try:
+        attempt = partial(_attempt, pause, durable)
+        return durable, await site.patience.unless_away(attempt, site.options.checkpoint_retry_time)
+    except StoreUnavailable as error:
+        site.steps.note(Step.DEGRADED, pause.run.task_id, error=str(error))
+        return site.memory, await _write(pause, site.memory, site)
+
+
+async def _write(pause: Pause, home: Home, site: Site) -> PauseResult:
+    return await site.patience.until_answered(partial(_attempt, pause, home))
+
+
+async def _attempt(pause: Pause, home: Home) -> PauseResult:
+    return (await home.store.pause([pause]))[0]
+
+
+def _planned(call: Call, context: TaskExecutionContext, options: Options, children: _Children | None) -> PlannedCall:
+    if children is not None:
+        peers_own, sub_task_id = children.adopt(call)
+    else:
+        peers_own = sub_task_id = TaskId(new_id())
+    depth = context.a2a_context.call_depth + 1
+    body = _request_body(peers_own, call, context)
+    headers: dict[str, HeaderValue] = {Header.CALL_DEPTH.value: depth}
+    if call.idle_timeout is not None:
+        headers[Header.IDLE_TIMEOUT.value] = call.idle_timeout.total_seconds()
+    if children is not None and sub_task_id != peers_own:
+        headers[Header.RESUME.value] = children.order
+    traceparent = context.trace_context.get(Header.TRACEPARENT.value)
+    if isinstance(traceparent, str):
+        headers[Header.TRACEPARENT.value] = traceparent
+    return PlannedCall(
+        sub_task_id=sub_task_id,
+        call_id=call.id,
+        peer=AgentName(call.peer),
+        body=body,
+        timeout=call.timeout or options.peer_timeout,
+        idle_timeout=call.idle_timeout,
+        headers=headers,
+        outcome=_refusal(depth, body, options),
+    )
+
+
+def _refusal(depth: int, body: bytes, options: Options) -> Failed | None:
+    if depth > options.max_call_depth:
+        return Failed(FailureKind.ERROR, f"call depth {depth} is beyond max_call_depth {options.max_call_depth}")
+    if len(body) > options.max_message_bytes:
+        size = f"the request has {len(body)} bytes; max_message_bytes is {options.max_message_bytes}"
+        return Failed(FailureKind.UNDELIVERABLE, size)
+    return None
+
+
+def _request_body(sub_task_id: TaskId, call: Call, context: TaskExecutionContext) -> bytes:
+    a2a = context.a2a_context
+    handed_on = {
+        **a2a.metadata,
+        "userId": a2a.user_id,
+        "sessionId": a2a.session_id,
+        "userConfig": a2a.user_config,
+        "securityContext": context.security_context.to_plain(),
+    }
+    message = A2AMessage(
+        message_id=sub_task_id,
+        role="ROLE_AGENT",
+        parts=[Part(data=call.input)],
+        context_id=a2a.context_id,
+        task_id=sub_task_id,
+    )
+    return RequestBody(message=message, metadata={k: v for k, v in handed_on.items() if v}).to_bytes()

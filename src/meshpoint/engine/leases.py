@@ -1,0 +1,144 @@
+"""Keeps leases alive from a thread of its own, so that agent code which blocks the event loop keeps its task."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from datetime import timedelta
+
+from meshpoint.errors import Unavailable
+from meshpoint.model.checkpoint import Replica, Run
+from meshpoint.model.events import Step
+from meshpoint.model.ids import TaskId
+from meshpoint.model.outage import Outage
+from meshpoint.ports.observer import Steps
+from meshpoint.ports.task_store import CheckpointStore
+
+log = logging.getLogger("meshpoint.leases")
+
+
+class LeaseKeeper:
+    """Renews the leases of the runs it is given, through a store connection of its own.
+
+    `on_lost` is called on the worker's event loop with each run whose task another replica owns now.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], CheckpointStore],
+        replica: Replica,
+        interval: timedelta,
+        steps: Steps,
+        on_lost: Callable[[Run], None],
+    ) -> None:
+        self._open_store = open_store
+        self._replica = replica
+        self._interval = interval.total_seconds()
+        self._steps = steps
+        self._on_lost = on_lost
+        self._outage = Outage(time.monotonic)
+        self._runs: dict[TaskId, Run] = {}
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop, self._ended = asyncio.Event(), asyncio.Event()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to renew; call on the worker's event loop."""
+        worker_loop = asyncio.get_running_loop()
+        self._loop = asyncio.new_event_loop()
+        runner = asyncio.Runner(loop_factory=lambda: self._loop or asyncio.new_event_loop())
+
+        def renew() -> None:
+            with runner:
+                runner.run(self._until_stopped(worker_loop))
+            with suppress(RuntimeError):  # the loop is closed
+                worker_loop.call_soon_threadsafe(self._ended.set)
+
+        self._thread = threading.Thread(target=renew, name="meshpoint leases", daemon=True)
+        self._thread.start()
+
+    async def close(self, within: float = 5.0, running: Collection[Run] = ()) -> None:
+        """Stop renewing, and wait for that at most the given seconds.
+
+        Leases of runs whose code is still `running` are renewed until they are released or the process ends.
+        """
+        if self._thread is None:
+            return
+        with self._lock:
+            self._runs = {run.task_id: run for run in running if self._runs.get(run.task_id) == run}
+            self._closing, kept = True, bool(self._runs)
+        if not kept:
+            self._stop_thread()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(within):
+                    await self._ended.wait()
+
+    def _stop_thread(self) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._stop.set)
+
+    def keep(self, run: Run) -> None:
+        """Renew the lease of `run` from now on."""
+        with self._lock:
+            self._runs[run.task_id] = run
+
+    def let_go(self, run: Run) -> None:
+        """Renew it no longer."""
+        with self._lock:
+            if self._runs.get(run.task_id) == run:
+                del self._runs[run.task_id]
+            last = self._closing and not self._runs
+        if last:
+            self._stop_thread()
+
+    async def _until_stopped(self, worker_loop: asyncio.AbstractEventLoop) -> None:
+        renewing = asyncio.create_task(self._keep_renewing(worker_loop))
+        await self._stop.wait()
+        renewing.cancel()  # not to wait for a database that is silent
+        await asyncio.gather(renewing, return_exceptions=True)
+
+    async def _keep_renewing(self, worker_loop: asyncio.AbstractEventLoop) -> None:
+        while not self._stop.is_set():
+            try:
+                await self._renew_with(self._open_store(), worker_loop)
+            except Exception:  # if this ended, every lease of the replica would run out
+                if (seconds := self._outage.failed()) is not None:
+                    log.exception("replica %s: its leases could not be renewed for %.0f s", self._replica.id, seconds)
+                await asyncio.sleep(self._interval)
+
+    async def _renew_with(self, store: CheckpointStore, worker_loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            while True:
+                await asyncio.sleep(self._interval)
+                if worker_loop.is_closed():  # the worker's code no longer runs
+                    self._stop.set()
+                    return
+                for run in await self._renew(store):
+                    self.let_go(run)
+                    worker_loop.call_soon_threadsafe(self._on_lost, run)
+        finally:
+            await store.close()
+
+    async def _renew(self, store: CheckpointStore) -> list[Run]:
+        with self._lock:
+            runs = list(self._runs.values())
+        if not runs:
+            return []
+        try:
+            with self._steps.step(Step.RENEW, [run.task_id for run in runs]):
+                lost = await store.renew(runs, self._replica)
+        except Unavailable as error:
+            if (seconds := self._outage.failed()) is not None:
+                log.warning("replica %s: leases not renewed for %.0f s: %s", self._replica.id, seconds, error)
+            return []  # the next renewal tries again; the fence protects the task
+        seconds, reported = self._outage.over()
+        if reported:
+            log.warning("replica %s: leases are renewed again after %.0f s", self._replica.id, seconds)
+        return lost

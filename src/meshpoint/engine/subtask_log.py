@@ -1,0 +1,61 @@
+"""Where the subtasks of one segment are written: with its run's fence, in the home of its task."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from meshpoint.engine.runtime import Site
+from meshpoint.engine.segment import Segment, Stop
+from meshpoint.model.checkpoint import BeginResult, Begun, CancelFound, Fenced, Save, SaveResult, Track
+from meshpoint.model.events import Step
+from meshpoint.model.subtasks import AgentCheckpoint, Operation, Saved
+
+
+class SegmentLedger:
+    """The `Ledger` of one segment. `begin` writes the task as running when it has no row yet.
+
+    Whoever finds here that the task is not its own any more, or was cancelled, stops at once: so even a broadcast
+    that was lost ends an operation at its next subtask.
+    """
+
+    def __init__(
+        self, segment: Segment, site: Site, begin: Callable[[Segment, Operation], Awaitable[BeginResult]]
+    ) -> None:
+        self._segment, self._site, self._begin = segment, site, begin
+
+    async def open(self, operation: Operation) -> None:
+        """Make the task an operation."""
+        segment, home = self._segment, self._segment.home
+        if home is None:
+            result = await self._begin(segment, operation)
+        else:
+            store = home.store
+            with self._site.steps.step(Step.SAVE, [segment.run.task_id]):
+                result = await self._site.patience.until_answered(lambda: store.track(Track(segment.run, operation)))
+        self._stop_unless_ours(result)
+
+    async def save(self, checkpoint: AgentCheckpoint, subtask: str, *, progressed: bool) -> None:
+        """Write a checkpoint."""
+        segment, home = self._segment, self._segment.home
+        assert home is not None
+        checkpointer = self._site.checkpointer(home)
+        assert segment.memory is not None
+        # What saves its progress does not run again from its start.
+        over = {*checkpoint.progress.completed, subtask}
+        mark = await segment.memory.mark(checkpoint.seq, durable=False, over=over)
+        with self._site.steps.step(Step.SAVE, [segment.run.task_id], subtask=subtask, seq=checkpoint.seq):
+            wish = Save(segment.run, mark.on(checkpoint), progressed=progressed)
+            result = await self._site.patience.until_answered(lambda: checkpointer.save(wish))
+        self._stop_unless_ours(result)
+        await segment.memory.stored(mark)
+
+    def _stop_unless_ours(self, result: BeginResult | SaveResult) -> None:
+        segment = self._segment
+        match result:
+            case Begun() | Saved():
+                pass
+            case CancelFound():
+                segment.stop_here(Stop.CANCELLED)
+            case Fenced():
+                self._site.steps.note(Step.FENCED, segment.run.task_id, what="save", fence=segment.run.fence)
+                segment.stop_here(Stop.LOST)

@@ -1,1 +1,0 @@
-"""The rooms of a task's life, in walking order; `meshpoint.worker` is the corridor between them."""

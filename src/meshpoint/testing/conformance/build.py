@@ -1,0 +1,367 @@
+"""Short words for the values that the store's suite sends through its port."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+from pydantic import JsonValue
+
+from meshpoint.adapters.inprocess.clock import FakeClock
+from meshpoint.model.calls import ALL, Join
+from meshpoint.model.checkpoint import (
+    AllArrived,
+    Arrival,
+    Begin,
+    Begun,
+    CallSummary,
+    Cancel,
+    CancelNotice,
+    Checkpoint,
+    Claim,
+    Committed,
+    End,
+    KeepReply,
+    Pause,
+    PlannedCall,
+    Progress,
+    Release,
+    Replica,
+    Reply,
+    Requester,
+    Resumable,
+    Run,
+    Save,
+    TaskState,
+    TaskSummary,
+)
+from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId, new_id
+from meshpoint.model.messages import Address
+from meshpoint.model.operations import Revive, Revived
+from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
+from meshpoint.model.subtasks import AgentCheckpoint, Operation, Saved, SubtaskRecord, SubtaskStatus
+from meshpoint.ports.task_store import CheckpointStore
+
+T = TypeVar("T")
+
+AGENT, PEER, REQUESTER = AgentName("travel"), AgentName("flights"), AgentName("desk")
+FORMAT, OTHER_FORMAT = "travel/1", "travel/2"
+SECOND, HOUR = timedelta(seconds=1), timedelta(hours=1)
+LEASE = 15 * SECOND
+TIMEOUT = 60 * SECOND
+"""How long a call may take unless a test says otherwise."""
+
+
+@dataclass(slots=True)
+class Timings:
+    """Durations that a store applies."""
+
+    dispatch_lease: timedelta
+    tombstone_ttl: timedelta
+    incompatible_limit: timedelta
+    checkpoint_ttl: timedelta
+    checkpoint_history: int
+    checkpoint_archive: bool
+
+
+TIMINGS = Timings(
+    dispatch_lease=10 * SECOND,
+    tombstone_ttl=2 * HOUR,
+    incompatible_limit=HOUR,
+    checkpoint_ttl=20 * HOUR,
+    checkpoint_history=3,
+    checkpoint_archive=False,
+)
+"""What the `store` under test is to be opened with."""
+
+
+def a_replica(name: str = "A", *, formats: Iterable[str] = (FORMAT,), agent: AgentName = AGENT) -> Replica:
+    """A replica that reads `formats`."""
+    return Replica(ReplicaId(name), agent, frozenset(formats), LEASE)
+
+
+HERE, THERE = a_replica("A"), a_replica("B")
+STRANGER = a_replica("C", formats=[OTHER_FORMAT])
+"""A replica of the same agent that reads another format."""
+
+
+def a_run(task_id: TaskId | None = None) -> Run:
+    """The first run of a task without a row."""
+    return Run(task_id or TaskId(new_id()), AGENT, RunId(new_id()))
+
+
+def a_requester(**values: object) -> Requester:
+    """Who asked, with an address to answer to."""
+    known = {"reply_to": Address("desk.resp"), "app_id": REQUESTER, "parent_task_id": "parent", **values}
+    return Requester(**known)  # type: ignore[arg-type]
+
+
+def a_call(
+    call_id: str,
+    *,
+    timeout: timedelta = TIMEOUT,
+    idle_timeout: timedelta | None = None,
+    outcome: Failed | None = None,
+    peer: AgentName = PEER,
+) -> PlannedCall:
+    """A call as a pause writes it."""
+    body = f'{{"for": "{call_id}"}}'.encode()
+    return PlannedCall(
+        TaskId(new_id()),
+        call_id,
+        peer,
+        body,
+        timeout,
+        idle_timeout,
+        {"x-call-depth": 1, "traceparent": "00"},
+        outcome,
+    )
+
+
+def a_pause(
+    *calls: str | PlannedCall,
+    run: Run | None = None,
+    join: Join = ALL,
+    requester: Requester | None = None,
+    context: Checkpoint | None = None,
+    state: bytes = b"state",
+    state_format: str = FORMAT,
+    digest: str | None = None,
+) -> Pause:
+    """A checkpoint that waits for `calls`, by default for one."""
+    planned = tuple(a_call(call) if isinstance(call, str) else call for call in calls or ("a",))
+    return Pause(
+        run=run or a_run(),
+        context=context or {"flags": {"vip": True}},
+        state=state,
+        state_format=state_format,
+        calls=planned,
+        join=join,
+        requester=requester or a_requester(),
+        request=b"request",
+        app_version="7",
+        framework="none",
+        digest=digest,
+    )
+
+
+def sub(pause: Pause, call_id: str) -> TaskId:
+    """The `sub_task_id` of one call of a pause."""
+    return one(call.sub_task_id for call in pause.calls if call.call_id == call_id)
+
+
+def ok(value: JsonValue = "result") -> Ok[JsonValue]:
+    """A result."""
+    return Ok(value)
+
+
+def error(message: str = "broken") -> Failed:
+    """A peer's failure."""
+    return Failed(FailureKind.ERROR, message)
+
+
+def a_claim(pause: Pause, call_id: str = "a", outcome: Outcome | None = None, *, sender: str | None = PEER) -> Claim:
+    """A response to one call; each has its own id."""
+    return Claim(RunId(new_id()), pause.run.task_id, sub(pause, call_id), outcome or ok(call_id), sender)
+
+
+def a_begin(
+    run: Run | None = None,
+    replica: Replica = HERE,
+    requester: Requester | None = None,
+    operation: Operation | None = None,
+) -> Begin:
+    """A task written before its first segment."""
+    return Begin(run or a_run(), replica, requester or a_requester(), b"request", operation)
+
+
+def an_end(
+    run: Run,
+    state: TaskState = TaskState.COMPLETED,
+    *,
+    reply: bytes = b"reply",
+    dead_reason: str | None = None,
+    reason: str | None = None,
+    checkpoint: AgentCheckpoint | None = None,
+) -> End:
+    """The end of a task."""
+    return End(run, state, reply, dead_reason, reason, checkpoint)
+
+
+def a_release(run: Run, *, not_before: timedelta = timedelta(), incompatible: str | None = None) -> Release:
+    """A task given back."""
+    return Release(run, not_before, incompatible)
+
+
+def a_cancel(
+    task_id: TaskId, parent: str | None = None, *, sender: str | None = None, agent: AgentName = AGENT
+) -> Cancel:
+    """A cancel of one task."""
+    return Cancel(task_id, agent, RunId(new_id()), b"cancelled", parent=parent, sender=sender)
+
+
+def a_kept_reply(run: Run | None = None, *, keep: timedelta | None = HOUR, again: bool = False) -> KeepReply:
+    """The reply of a task that completed in its first segment."""
+    run = run or a_run()
+    reply = Reply(run.agent, run.task_id, TaskState.COMPLETED, b"the reply", a_requester())
+    return KeepReply(run.id, reply, keep, again)
+
+
+def a_progress(pause: Pause, call_id: str = "a", *, sender: str = PEER) -> Progress:
+    """A status update for one call."""
+    return Progress(pause.run.task_id, sub(pause, call_id), sender)
+
+
+def an_operation(**values: object) -> Operation:
+    """What is written of an operation."""
+    known = {"type": "analysis", "parameters": {"ticker": "ACME"}, "subject": "ACME", **values}
+    return Operation(**known)  # type: ignore[arg-type]
+
+
+def a_record(name: str, result: str | None = None) -> SubtaskRecord:
+    """A subtask that has its deliverable, as JSON text, or has only begun."""
+    status = SubtaskStatus.STARTED if result is None else SubtaskStatus.COMPLETED
+    return SubtaskRecord(name=name, status=status, function="1", inputs={"ticker": "digest"}, result=result)
+
+
+def a_checkpoint(run: Run, seq: int = 1, *records: SubtaskRecord, **values: object) -> AgentCheckpoint:
+    """A checkpoint of an operation that plans to fetch, to weigh and to write, and has fetched."""
+    known = {
+        "subject": "ACME",
+        "planned": ("fetch", "weigh", "write"),
+        "subtasks": records or (a_record("fetch", f'"{seq}"'), a_record("weigh")),
+        "current_subtask": "weigh",
+        "agent_version": "7",
+        **values,
+    }
+    return AgentCheckpoint.model_validate({"operation_id": run.task_id, "agent": run.agent, "seq": seq, **known})
+
+
+def a_revive(task_id: TaskId, **values: object) -> Revive:
+    """A wish to go on with a task; each has its own token."""
+    return Revive(**{"task_id": task_id, "token": new_id(), **values})  # type: ignore[arg-type]
+
+
+# ── steps that a test needs done before its own ────────────────────────────────────────────────────
+
+
+async def paused(store: CheckpointStore, *calls: str | PlannedCall, **values: object) -> Pause:
+    """A task that waits for `calls`."""
+    pause = a_pause(*calls, **values)  # type: ignore[arg-type]
+    assert isinstance(one(await store.pause([pause])), Committed)
+    return pause
+
+
+async def begun(store: CheckpointStore, replica: Replica = HERE) -> Run:
+    """A task that `replica` runs in generation 0."""
+    result = one(await store.begin([a_begin(replica=replica)]))
+    assert isinstance(result, Begun)
+    return result.run
+
+
+async def operating(store: CheckpointStore, run: Run | None = None, **values: object) -> Run:
+    """An operation that `HERE` runs in generation 0, without a checkpoint yet."""
+    result = one(await store.begin([a_begin(run, operation=an_operation(**values))]))
+    assert isinstance(result, Begun)
+    return result.run
+
+
+async def saved(store: CheckpointStore, run: Run, **values: object) -> AgentCheckpoint:
+    """The operation's next checkpoint."""
+    latest = await store.latest(run.task_id)
+    checkpoint = a_checkpoint(run, 1 if latest is None else latest.seq + 1, **values)
+    assert await store.save(Save(run, checkpoint)) == Saved()
+    return checkpoint
+
+
+async def failed(store: CheckpointStore, checkpoints: int = 1, **values: object) -> Run:
+    """An operation that failed after so many checkpoints, and wrote one more as it did."""
+    run = await operating(store, None, **values)
+    for _ in range(checkpoints):
+        await saved(store, run)
+    await store.end([an_end(run, TaskState.FAILED, reason="no answer")])
+    return run
+
+
+async def revived(store: CheckpointStore, task_id: TaskId, **values: object) -> Run:
+    """A task that is ready again, taken by `HERE`."""
+    assert isinstance(await store.revive(a_revive(task_id, **values)), Revived)
+    return one(await store.take(HERE, 10)).run
+
+
+async def answered(
+    store: CheckpointStore, pause: Pause, *call_ids: str, replica: Replica = HERE, slots: int = 1
+) -> Arrival:
+    """What became of the last of these responses, by default of all."""
+    ids = call_ids or tuple(call.call_id for call in pause.calls)
+    return (await store.claim([a_claim(pause, call_id) for call_id in ids], replica, slots))[-1]
+
+
+async def resumed(
+    store: CheckpointStore, pause: Pause | None = None, *call_ids: str, replica: Replica = HERE
+) -> Resumable:
+    """A task that `replica` runs, resumed by responses to these calls, by default to all."""
+    arrival = await answered(store, pause or await paused(store), *call_ids, replica=replica)
+    assert isinstance(arrival, AllArrived)
+    return arrival.task
+
+
+async def ready(store: CheckpointStore, pause: Pause | None = None) -> Pause:
+    """A task whose join is met and that nobody runs."""
+    pause = pause or await paused(store)
+    await answered(store, pause, slots=0)
+    return pause
+
+
+async def ended(store: CheckpointStore, **values: object) -> Run:
+    """A task that was answered."""
+    run = (await resumed(store)).run
+    await store.end([an_end(run, **values)])  # type: ignore[arg-type]
+    return run
+
+
+async def taken_over(store: CheckpointStore, clock: FakeClock) -> Resumable:
+    """The only running task, now that its lease has expired, owned by `THERE`."""
+    clock.advance(LEASE + SECOND)
+    return one(await store.take_over(THERE, 10, 10))
+
+
+async def cancels_to_send(store: CheckpointStore, clock: FakeClock) -> list[TaskId]:
+    """The calls whose peers are still to be told, once whoever closed them has had time to do so."""
+    clock.advance(TIMINGS.dispatch_lease + SECOND)
+    return [send.sub_task_id for send in await store.unsent(AGENT, 100) if isinstance(send, CancelNotice)]
+
+
+async def row(store: CheckpointStore, task_id: TaskId) -> tuple[TaskSummary, list[CallSummary]]:
+    """All that people can see of a task; two of them are equal when nothing changed."""
+    found = await store.task(task_id)
+    assert found is not None
+    return found
+
+
+async def state_of(store: CheckpointStore, task_id: TaskId) -> TaskState:
+    """Where the task stands."""
+    return (await row(store, task_id))[0].state
+
+
+def one(items: Iterable[T]) -> T:
+    """The only item."""
+    [item] = items
+    return item
+
+
+def outcomes(task: Resumable) -> dict[str, Outcome]:
+    """Outcomes by call id, in their order."""
+    return {call_id: outcome for call_id, _, outcome in task.outcomes}
+
+
+def kinds(task: Resumable) -> list[str]:
+    """For each call, in call order: "ok" or the kind of its failure."""
+    return [outcome.kind.value if isinstance(outcome, Failed) else "ok" for _, _, outcome in task.outcomes]
+
+
+def task_ids(tasks: Sequence[Resumable]) -> list[TaskId]:
+    """Which tasks were taken."""
+    return [task.run.task_id for task in tasks]

@@ -1,0 +1,336 @@
+"""Cancels, whatever the state of the task."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshpoint.adapters.inprocess.clock import FakeClock
+from meshpoint.model.calls import FIRST
+from meshpoint.model.checkpoint import (
+    Begun,
+    CancelBeforeRequest,
+    CancelFound,
+    CancelledNow,
+    CancelNotice,
+    CancelRefused,
+    CancelRequested,
+    CancelStale,
+    CancelTooLate,
+    Committed,
+    Duplicate,
+    Ended,
+    Fenced,
+    Reply,
+    TaskState,
+    Unknown,
+)
+from meshpoint.model.ids import TaskId, new_id
+from meshpoint.ports.task_store import CheckpointStore
+from meshpoint.testing.conformance.build import (
+    AGENT,
+    HERE,
+    PEER,
+    REQUESTER,
+    SECOND,
+    THERE,
+    TIMINGS,
+    a_begin,
+    a_cancel,
+    a_claim,
+    a_pause,
+    a_release,
+    a_requester,
+    a_run,
+    an_end,
+    begun,
+    cancels_to_send,
+    ended,
+    one,
+    paused,
+    ready,
+    resumed,
+    row,
+    state_of,
+    sub,
+    taken_over,
+)
+
+
+class CancelSuite:
+    """One transaction ends what waits; a flag stops what runs; a tombstone stands for what has not come yet."""
+
+    async def test_a_waiting_task_ends_at_once_and_its_open_calls_are_closed(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        pause = await paused(store, "a", "b", "c")
+        task_id = pause.run.task_id
+        await store.claim([a_claim(pause, "b")], HERE, 1)
+        reply = Reply(AGENT, task_id, TaskState.CANCELLED, b"cancelled", a_requester(), fence=1)
+        notices = tuple(CancelNotice(AGENT, task_id, sub(pause, call), PEER) for call in ("a", "c"))
+        assert await store.cancel([a_cancel(task_id)]) == [CancelledNow(reply, notices)]
+        assert (await store.lookup([task_id]))[task_id].reply == reply
+        assert await cancels_to_send(store, clock) == [sub(pause, "a"), sub(pause, "c")]
+
+    async def test_responses_to_a_cancelled_task_change_nothing(self, store: CheckpointStore) -> None:
+        pause = await paused(store, "a", "b")
+        await store.cancel([a_cancel(pause.run.task_id)])
+        before = await row(store, pause.run.task_id)
+        late = await store.claim([a_claim(pause, "a"), a_claim(pause, "b")], HERE, 1)
+        assert all(isinstance(arrival, Unknown | Duplicate) for arrival in late)
+        assert await row(store, pause.run.task_id) == before
+
+    async def test_a_ready_task_ends_at_once(self, store: CheckpointStore) -> None:
+        task_id = (await ready(store)).run.task_id
+        assert isinstance(one(await store.cancel([a_cancel(task_id)])), CancelledNow)
+        assert await state_of(store, task_id) is TaskState.CANCELLED
+        assert await store.take(HERE, 10) == []
+
+    async def test_a_parked_task_ends_at_once(self, store: CheckpointStore, clock: FakeClock) -> None:
+        run = (await resumed(store)).run
+        await store.release([a_release(run, incompatible="travel/9")])
+        clock.advance(TIMINGS.incompatible_limit + SECOND)
+        await store.release([a_release(one(await store.take(HERE, 1)).run, incompatible="travel/9")])
+        assert await state_of(store, run.task_id) is TaskState.PARKED
+        assert isinstance(one(await store.cancel([a_cancel(run.task_id)])), CancelledNow)
+
+    async def test_a_running_task_gets_a_flag(self, store: CheckpointStore) -> None:
+        resumed_run, begun_run = (await resumed(store)).run, await begun(store, THERE)
+        cancels = [a_cancel(resumed_run.task_id), a_cancel(begun_run.task_id)]
+        assert await store.cancel(cancels) == [CancelRequested(HERE.id), CancelRequested(THERE.id)]
+        assert await store.cancel(cancels) == [CancelRequested(HERE.id), CancelRequested(THERE.id)]
+        assert await state_of(store, resumed_run.task_id) is TaskState.RUNNING
+        assert await store.renew([resumed_run, begun_run], HERE) == []
+
+    async def test_a_pause_finds_the_flag_and_its_run_ends_the_task(self, store: CheckpointStore) -> None:
+        for run in ((await resumed(store)).run, await begun(store)):
+            await store.cancel([a_cancel(run.task_id)])
+            found = one(await store.pause([a_pause(run=run)]))
+            assert found == CancelFound(run)
+            assert await state_of(store, run.task_id) is TaskState.RUNNING
+            assert isinstance(one(await store.end([an_end(run, TaskState.CANCELLED)])), Ended)
+
+    async def test_a_take_over_finds_the_flag(self, store: CheckpointStore, clock: FakeClock) -> None:
+        run = (await resumed(store)).run
+        await store.cancel([a_cancel(run.task_id)])
+        assert (await taken_over(store, clock)).cancel_requested
+
+    async def test_whoever_takes_a_released_task_finds_the_flag(self, store: CheckpointStore) -> None:
+        run = (await resumed(store)).run
+        await store.cancel([a_cancel(run.task_id)])
+        await store.release([a_release(run)])
+        assert one(await store.take(THERE, 10)).cancel_requested
+
+    async def test_an_ended_task_keeps_its_reply(self, store: CheckpointStore) -> None:
+        run = await ended(store, reply=b"answer")
+        reply = Reply(AGENT, run.task_id, TaskState.COMPLETED, b"answer", a_requester(), fence=run.fence)
+        assert await store.cancel([a_cancel(run.task_id)]) == [CancelTooLate(reply)]
+
+    async def test_a_repeated_cancel_gets_the_cancelled_reply(self, store: CheckpointStore) -> None:
+        cancel = a_cancel((await paused(store)).run.task_id)
+        first = one(await store.cancel([cancel]))
+        assert isinstance(first, CancelledNow)
+        assert await store.cancel([cancel]) == [CancelTooLate(first.reply)]
+        assert await store.cancel([a_cancel(cancel.task_id)]) == [CancelTooLate(first.reply)]
+
+    async def test_an_unknown_task_gets_a_tombstone(self, store: CheckpointStore) -> None:
+        cancel = a_cancel(TaskId(new_id()))
+        assert await store.cancel([cancel]) == [CancelBeforeRequest()]
+        known = (await store.lookup([cancel.task_id]))[cancel.task_id]
+        assert known.state is TaskState.CANCELLED
+        assert known.reply is not None
+        assert known.reply.body == cancel.reply
+        assert isinstance(one(await store.cancel([cancel])), CancelBeforeRequest | CancelTooLate)
+        assert isinstance(one(await store.cancel([a_cancel(cancel.task_id)])), CancelTooLate)
+
+    @pytest.mark.parametrize("known", [True, False], ids=["waiting", "unknown"])
+    async def test_a_request_after_its_cancel_is_not_run(self, store: CheckpointStore, known: bool) -> None:
+        task_id = (await paused(store)).run.task_id if known else TaskId(new_id())
+        await store.cancel([a_cancel(task_id)])
+        before = await row(store, task_id)
+        assert await store.begin([a_begin(a_run(task_id))]) == [CancelFound(None)]
+        assert await store.pause([a_pause(run=a_run(task_id))]) == [CancelFound(None)]
+        assert await row(store, task_id) == before
+
+    async def test_a_cancel_does_not_close_calls_twice(self, store: CheckpointStore, clock: FakeClock) -> None:
+        pause = await paused(store, "a", "b", join=FIRST)
+        await store.claim([a_claim(pause, "a")], HERE, 0)
+        cancelled = one(await store.cancel([a_cancel(pause.run.task_id)]))
+        assert isinstance(cancelled, CancelledNow)
+        assert await cancels_to_send(store, clock) == [sub(pause, "b")]
+
+    async def test_a_cancel_for_an_earlier_parent_changes_nothing(
+        self, store: CheckpointStore, clock: FakeClock
+    ) -> None:
+        tasks = [(await paused(store)).run, (await ready(store)).run, await begun(store), await ended(store)]
+        before = [await row(store, run.task_id) for run in tasks]
+        cancels = [a_cancel(run.task_id, "earlier") for run in tasks]
+        assert await store.cancel(cancels) == [CancelStale()] * len(tasks)
+        assert [await row(store, run.task_id) for run in tasks] == before
+        assert not (await taken_over(store, clock)).cancel_requested
+
+    async def test_a_cancel_for_the_tasks_own_parent_cancels_it(self, store: CheckpointStore) -> None:
+        waiting, running = (await paused(store)).run, await begun(store)
+        cancels = [a_cancel(run.task_id, "parent") for run in (waiting, running)]
+        assert [type(result) for result in await store.cancel(cancels)] == [CancelledNow, CancelRequested]
+
+    async def test_a_cancel_for_any_parent_cancels_a_task_that_has_none(self, store: CheckpointStore) -> None:
+        waiting = (await paused(store, requester=a_requester(parent_task_id=None))).run
+        assert isinstance(one(await store.cancel([a_cancel(waiting.task_id, "parent")])), CancelledNow)
+
+    async def test_a_cancel_for_a_parent_leaves_a_tombstone_for_an_unknown_task(self, store: CheckpointStore) -> None:
+        cancel = a_cancel(TaskId(new_id()), "parent")
+        assert await store.cancel([cancel]) == [CancelBeforeRequest()]
+        assert await store.cancel([cancel]) == [CancelBeforeRequest()]
+        assert await state_of(store, cancel.task_id) is TaskState.CANCELLED
+
+    async def test_of_two_cancels_only_the_one_for_the_tasks_own_parent_counts(self, store: CheckpointStore) -> None:
+        task_id = (await paused(store)).run.task_id
+        stale, own = await store.cancel([a_cancel(task_id, "earlier"), a_cancel(task_id, "parent")])
+        assert (stale, type(own)) == (CancelStale(), CancelledNow)
+
+    async def test_cancelled_tasks_stand_in_the_order_of_the_arguments(self, store: CheckpointStore) -> None:
+        tasks = [await ended(store), (await resumed(store)).run, (await paused(store)).run, a_run()]
+        results = await store.cancel([a_cancel(run.task_id) for run in tasks])
+        assert [type(result) for result in results] == [
+            CancelTooLate,
+            CancelRequested,
+            CancelledNow,
+            CancelBeforeRequest,
+        ]
+
+    async def test_a_zombie_of_a_cancelled_task_changes_nothing(self, store: CheckpointStore) -> None:
+        run = (await resumed(store)).run
+        await store.release([a_release(run)])
+        await store.cancel([a_cancel(run.task_id)])
+        before = await row(store, run.task_id)
+        assert await store.end([an_end(run)]) == [Fenced()]
+        assert isinstance(one(await store.pause([a_pause(run=run)])), Fenced | CancelFound)
+        assert await store.renew([run], HERE) == [run]
+        assert await store.release([a_release(run)]) == [False]
+        assert await row(store, run.task_id) == before
+
+
+class CancellerSuite:
+    """A cancel counts only for its sender's own tasks."""
+
+    @pytest.mark.parametrize("step", ["running", "waiting", "ready", "ended"])
+    async def test_a_cancel_of_another_sender_changes_nothing(
+        self, store: CheckpointStore, clock: FakeClock, step: str
+    ) -> None:
+        match step:
+            case "running":
+                task_id = (await begun(store)).task_id
+            case "waiting":
+                task_id = (await paused(store)).run.task_id
+            case "ready":
+                task_id = (await ready(store)).run.task_id
+            case _:
+                task_id = (await ended(store)).task_id
+        before = await row(store, task_id)
+        assert await store.cancel([a_cancel(task_id, sender="mallory")]) == [CancelRefused()]
+        assert await row(store, task_id) == before
+        if step == "running":
+            assert not (await taken_over(store, clock)).cancel_requested
+
+    @pytest.mark.parametrize("sender", [REQUESTER, AGENT, None], ids=["requester", "agent", "anybody"])
+    async def test_the_requester_the_agent_itself_and_people_cancel(
+        self, store: CheckpointStore, sender: str | None
+    ) -> None:
+        waiting, running = (await paused(store)).run, await begun(store)
+        cancels = [a_cancel(run.task_id, sender=sender) for run in (waiting, running)]
+        assert [type(result) for result in await store.cancel(cancels)] == [CancelledNow, CancelRequested]
+
+    async def test_a_task_that_is_to_end_is_told_again_whoever_asks(self, store: CheckpointStore) -> None:
+        run = await begun(store)
+        await store.cancel([a_cancel(run.task_id)])
+        assert await store.cancel([a_cancel(run.task_id, sender="mallory")]) == [CancelRequested(HERE.id)]
+        await store.end([an_end(run, TaskState.CANCELLED)])
+        before = await row(store, run.task_id)
+        assert isinstance(one(await store.cancel([a_cancel(run.task_id, sender="mallory")])), CancelTooLate)
+        assert await row(store, run.task_id) == before
+
+    @pytest.mark.parametrize("written", ["pause", "begin"])
+    async def test_an_early_cancel_binds_its_senders_requests_only(
+        self, store: CheckpointStore, written: str
+    ) -> None:
+        runs = {name: a_run() for name in ("mallory", REQUESTER)}
+        for name, run in runs.items():
+            assert await store.cancel([a_cancel(run.task_id, sender=name)]) == [CancelBeforeRequest()]
+            known = (await store.lookup([run.task_id]))[run.task_id]
+            assert (known.early, known.requester) == (True, name)
+        for name, run in runs.items():
+            (result,) = (
+                await store.pause([a_pause(run=run, digest="this")])
+                if written == "pause"
+                else await store.begin([replace(a_begin(run), digest="this")])
+            )
+            assert isinstance(result, CancelFound if name == REQUESTER else Committed | Begun)
+        known = (await store.lookup([runs["mallory"].task_id]))[runs["mallory"].task_id]
+        assert (known.early, known.requester, known.digest) == (False, REQUESTER, "this")
+
+    @pytest.mark.parametrize("first", ["mallory", REQUESTER])
+    async def test_early_cancels_of_several_senders_bind_each_of_them(
+        self, store: CheckpointStore, first: str
+    ) -> None:
+        run, second = a_run(), REQUESTER if first == "mallory" else "mallory"
+        further = a_cancel(run.task_id, sender=second)
+        await store.cancel([a_cancel(run.task_id, sender=first)])
+        assert await store.cancel([further]) == [CancelBeforeRequest()]
+        assert isinstance(one(await store.cancel([further])), CancelBeforeRequest | CancelTooLate)
+        for name in ("mallory", REQUESTER):
+            asked = a_begin(run, requester=a_requester(app_id=name))
+            assert await store.begin([asked]) == [CancelFound(None)]
+        other = a_begin(run, requester=a_requester(app_id="other"))
+        assert isinstance(one(await store.begin([other])), Begun)
+
+    async def test_an_early_cancel_of_nobody_in_particular_binds_all(self, store: CheckpointStore) -> None:
+        """Even if it finds the tombstone of another sender."""
+        plain, widened = a_run(), a_run()
+        await store.cancel([a_cancel(widened.task_id, sender="mallory")])
+        for run in (plain, widened):
+            assert await store.cancel([a_cancel(run.task_id)]) == [CancelBeforeRequest()]
+            assert await store.begin([a_begin(run)]) == [CancelFound(None)]
+
+    async def test_an_early_cancel_for_another_agent_binds_nobody_here(self, store: CheckpointStore) -> None:
+        run = a_run()
+        elsewhere = a_cancel(run.task_id, sender=REQUESTER, agent=PEER)
+        assert await store.cancel([elsewhere]) == [CancelBeforeRequest()]
+        assert await store.cancel([a_cancel(run.task_id, sender=REQUESTER)]) == [CancelBeforeRequest()]
+        assert isinstance(one(await store.begin([a_begin(run)])), Begun)
+
+    @pytest.mark.parametrize("sender", [REQUESTER, None])
+    async def test_a_cancel_for_another_agent_does_not_touch_a_task(
+        self, store: CheckpointStore, clock: FakeClock, sender: str | None
+    ) -> None:
+        tasks = [(await paused(store)).run, await begun(store), await ended(store)]
+        before = [await row(store, run.task_id) for run in tasks]
+        cancels = [a_cancel(run.task_id, sender=sender, agent=PEER) for run in tasks]
+        assert await store.cancel(cancels) == [CancelBeforeRequest()] * len(tasks)
+        assert [await row(store, run.task_id) for run in tasks] == before
+        assert not (await taken_over(store, clock)).cancel_requested
+
+    @pytest.mark.parametrize("cancelled", [True, False])
+    async def test_the_first_run_of_another_requester_is_fenced(
+        self, store: CheckpointStore, cancelled: bool
+    ) -> None:
+        task_id = (await paused(store)).run.task_id
+        if cancelled:
+            await store.cancel([a_cancel(task_id)])
+        before = await row(store, task_id)
+        other = a_requester(app_id="mallory")
+        assert await store.pause([a_pause(run=a_run(task_id), requester=other)]) == [Fenced()]
+        assert await store.begin([a_begin(a_run(task_id), requester=other)]) == [Fenced()]
+        assert await row(store, task_id) == before
+
+    async def test_a_row_knows_who_asked_for_what(self, store: CheckpointStore) -> None:
+        pause = await paused(store, digest="this")
+        task_id = pause.run.task_id
+        for _ in range(2):
+            known = (await store.lookup([task_id]))[task_id]
+            assert (known.requester, known.digest, known.early) == (REQUESTER, "this", False)
+            if known.state is TaskState.WAITING:
+                task = await resumed(store, pause)
+                assert task.digest == "this"
+                await store.end([an_end(task.run)])

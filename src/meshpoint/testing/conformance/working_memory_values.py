@@ -1,0 +1,229 @@
+"""Keys, strings, numbers, and commands that are done together."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from meshpoint.errors import MemoryRefused
+from meshpoint.model.memory import Command, Kind
+from meshpoint.testing.conformance.working_memory_case import BINARY, Hand, contents, floats
+
+ONE_OF_EACH: tuple[tuple[str, str, *tuple[bytes, ...]], ...] = (
+    ("SET", "string", b"a"),
+    ("RPUSH", "list", b"a"),
+    ("HSET", "hash", b"f", b"a"),
+    ("SADD", "set", b"a"),
+    ("ZADD", "zset", b"1", b"a"),
+)
+"""Makes a key of each kind, named like it."""
+
+OF_KIND: dict[Kind, tuple[tuple[str, *tuple[bytes, ...]], ...]] = {
+    Kind.STRING: (("GET",), ("INCRBY", b"1"), ("INCRBYFLOAT", b"1")),
+    Kind.LIST: (
+        *(("RPUSH", b"a"), ("LPUSH", b"a"), ("RPOP",), ("LPOP",), ("LTRIM", b"0", b"1")),
+        *(("LRANGE", b"0", b"1"), ("LINDEX", b"0"), ("LLEN",)),
+    ),
+    Kind.HASH: (
+        *(("HSET", b"f", b"a"), ("HDEL", b"f"), ("HINCRBY", b"f", b"1")),
+        *(("HGET", b"f"), ("HGETALL",), ("HEXISTS", b"f"), ("HLEN",)),
+    ),
+    Kind.SET: (("SADD", b"a"), ("SREM", b"a"), ("SMEMBERS",), ("SISMEMBER", b"a"), ("SCARD",)),
+    Kind.ZSET: (
+        *(("ZADD", b"1", b"a"), ("ZREM", b"a"), ("ZINCRBY", b"1", b"a"), ("ZSCORE", b"a"), ("ZCARD",)),
+        *(("ZRANGE", b"0", b"1", b"WITHSCORES"), ("ZRANGEBYSCORE", b"0", b"1", b"WITHSCORES")),
+    ),
+}
+"""The commands that want a key of one kind, without the key."""
+
+
+class KeySuite:
+    """Keys of any kind, and strings."""
+
+    async def test_a_key_that_is_not_there_reads_as_empty(self, do: Hand) -> None:
+        assert await do.all(("GET", "k"), ("TYPE", "k"), ("LLEN", "k"), ("HGETALL", "k"), ("SMEMBERS", "k")) == [
+            *(None, b"none", 0, [], [])
+        ]
+        assert await do.all(("LPOP", "k"), ("HGET", "k", b"f"), ("ZSCORE", "k", b"m"), ("DEL", "k")) == [
+            *(None, None, None, 0)
+        ]
+        assert (await do.held()).items == ()
+
+    async def test_a_key_has_the_kind_of_what_it_holds(self, do: Hand) -> None:
+        await do.all(*ONE_OF_EACH)
+        assert await do.all(*(("TYPE", kind) for kind in Kind)) == [kind.encode() for kind in Kind]
+        assert {item.key: item.kind for item in (await do.held()).items} == {kind.value: kind for kind in Kind}
+
+    @pytest.mark.parametrize("value", [b"", b"\x00", b"a", BINARY, "☃".encode(), bytes(1_000_000)])
+    async def test_a_value_comes_back_byte_for_byte(self, do: Hand, value: bytes) -> None:
+        assert await do("SET", "k", value) == b"OK"
+        assert await do("GET", "k") == value
+        assert contents(await do.held()) == {"k": value}
+
+    async def test_set_replaces_a_value_of_any_kind(self, do: Hand) -> None:
+        await do.all(*ONE_OF_EACH)
+        await do.all(*(("SET", kind, b"new") for kind in Kind))
+        assert contents(await do.held()) == {kind.value: b"new" for kind in Kind}
+
+    async def test_delete_tells_whether_it_was_there(self, do: Hand) -> None:
+        await do.all(*ONE_OF_EACH)
+        assert await do.all(*(("DEL", kind) for kind in Kind)) == [1] * 5
+        assert await do.all(*(("DEL", kind) for kind in Kind)) == [0] * 5
+        assert await do.memory.keys(do.owner) == []
+
+    @pytest.mark.parametrize("key", [" ", "a:b", "{a}", "*", "☃", "\x00", "a\nb", "k" * 1024, "index", "head"])
+    async def test_a_key_is_any_text(self, do: Hand, key: str) -> None:
+        await do("SET", key, b"mine")
+        assert await do("GET", key) == b"mine"
+        assert await do.memory.keys(do.owner) == [key]
+        assert contents(await do.held()) == {key: b"mine"}
+
+    @pytest.mark.parametrize("kind", Kind)
+    async def test_a_command_on_a_key_of_another_kind_is_refused(self, do: Hand, kind: Kind) -> None:
+        await do.all(*ONE_OF_EACH)
+        before = contents(await do.held())
+        for wanted, commands in OF_KIND.items():
+            for name, *args in commands if wanted is not kind else []:
+                with pytest.raises(MemoryRefused, match=f"'{kind}'"):
+                    await do(name, kind, *args)
+        assert contents(await do.held()) == before
+
+    async def test_a_command_that_is_none_of_the_list_is_refused(self, do: Hand) -> None:
+        for name in ("FLUSHALL", "EVAL", "get", ""):
+            with pytest.raises(MemoryRefused, match="'k'"):
+                await do(name, "k")
+
+    @pytest.mark.parametrize(
+        "command", [("SET", "k"), ("RPUSH", "k"), ("HSET", "k", b"f"), ("ZADD", "k", b"1"), ("LINDEX", "k")]
+    )
+    async def test_a_command_that_lacks_an_argument_is_refused(self, do: Hand, command: tuple[str, str]) -> None:
+        with pytest.raises(MemoryRefused, match="'k'"):
+            await do(*command)
+        assert await do.memory.keys(do.owner) == []
+
+
+class NumberSuite:
+    """Strings that are numbers."""
+
+    async def test_a_counter_begins_at_nought(self, do: Hand) -> None:
+        assert await do.all(("INCRBY", "k", b"5"), ("INCRBY", "k", b"-7"), ("GET", "k")) == [5, -2, b"-2"]
+
+    @pytest.mark.parametrize("number", [2**53 + 1, 2**62 + 1, 2**63 - 1, -(2**53) - 1, -(2**63)])
+    async def test_a_counter_has_64_bits(self, do: Hand, number: int) -> None:
+        assert await do("INCRBY", "k", b"%d" % number) == number
+        assert await do("GET", "k") == b"%d" % number
+        assert await do("HINCRBY", "h", b"f", b"%d" % number) == number
+        assert await do("HGET", "h", b"f") == b"%d" % number
+
+    @pytest.mark.parametrize(("number", "by"), [(2**63 - 1, 1), (-(2**63), -1), (1, 2**63), (0, -(2**63) - 1)])
+    async def test_a_counter_does_not_run_over(self, do: Hand, number: int, by: int) -> None:
+        await do.all(("SET", "k", b"%d" % number), ("HSET", "h", b"f", b"%d" % number))
+        with pytest.raises(MemoryRefused, match="'k'"):
+            await do("INCRBY", "k", b"%d" % by)
+        with pytest.raises(MemoryRefused, match="'h'"):
+            await do("HINCRBY", "h", b"f", b"%d" % by)
+        assert contents(await do.held()) == {"k": b"%d" % number, "h": {b"f": b"%d" % number}}
+
+    @pytest.mark.parametrize("text", [b"", b"a", b"1.5", b" 1", b"1 ", b"+1", b"01", b"-0", b"1_0", b"1\x00"])
+    async def test_what_is_no_whole_number_is_not_counted(self, do: Hand, text: bytes) -> None:
+        await do.all(("SET", "k", text), ("HSET", "h", b"f", text))
+        for command in (("INCRBY", "k", b"1"), ("INCRBY", "n", text)):
+            with pytest.raises(MemoryRefused, match=f"'{command[1]}'"):
+                await do(*command)
+        for hash_command in (("HINCRBY", "h", b"f", b"1"), ("HINCRBY", "n", b"f", text)):
+            with pytest.raises(MemoryRefused, match=f"'{hash_command[1]}'"):
+                await do(*hash_command)
+        assert contents(await do.held()) == {"k": text, "h": {b"f": text}}
+
+    async def test_floats_are_added_as_people_write_them(self, do: Hand) -> None:
+        assert floats(await do("INCRBYFLOAT", "k", b"0.1")) == [0.1]
+        assert floats(await do("INCRBYFLOAT", "k", b"0.2")) == [0.3]
+        assert floats(await do("INCRBYFLOAT", "k", b"-1e3")) == [-999.7]
+        assert floats(await do("GET", "k")) == [-999.7]
+        assert floats(await do("INCRBYFLOAT", "k", b"1e-12")) == [-999.699999999999]
+        assert floats(await do("INCRBYFLOAT", "tiny", b"1e-16")) == [1e-16]
+
+    async def test_a_whole_number_is_a_float_too(self, do: Hand) -> None:
+        await do("SET", "k", b"10")
+        assert floats(await do("INCRBYFLOAT", "k", b"2.5")) == [12.5]
+        assert floats(await do("INCRBYFLOAT", "k", b"0.5")) == [13.0]
+        assert await do("INCRBY", "k", b"1") == 14
+
+    @pytest.mark.parametrize("text", [b"", b"a", b" 1", b"1 ", b"nan", b"1e", b"--1", b"1_0", b"1\x00"])
+    async def test_what_is_no_number_is_not_added_to(self, do: Hand, text: bytes) -> None:
+        await do("SET", "k", text)
+        for key, by in (("k", b"1"), ("n", text)):
+            with pytest.raises(MemoryRefused, match=f"'{key}'"):
+                await do("INCRBYFLOAT", key, by)
+        assert contents(await do.held()) == {"k": text}
+
+    async def test_a_float_does_not_become_infinite(self, do: Hand) -> None:
+        for by in (b"inf", b"-inf"):
+            with pytest.raises(MemoryRefused, match="'k'"):
+                await do("INCRBYFLOAT", "k", by)
+        assert await do.memory.keys(do.owner) == []
+
+
+class BatchSuite:
+    """Commands that are done together."""
+
+    async def test_no_commands_are_done(self, do: Hand) -> None:
+        version, answers = await do.versioned()
+        assert (version, answers) == ((await do.held()).version, [])
+
+    async def test_each_command_sees_what_those_before_it_did(self, do: Hand) -> None:
+        assert await do.all(
+            ("RPUSH", "k", b"1"),
+            ("LPOP", "k"),
+            ("TYPE", "k"),
+            ("SET", "k", b"2"),
+            ("INCRBY", "k", b"3"),
+            ("GET", "k"),
+        ) == [1, b"1", b"none", b"OK", 5, b"5"]
+
+    async def test_the_version_grows_with_every_write(self, do: Hand) -> None:
+        versions = [(await do.held()).version]
+        for batch in ([("SET", "k", b"1")], [("GET", "k"), ("INCRBY", "k", b"1")], [("PEXPIRE", "k", b"100000")]):
+            version, _ = await do.versioned(*batch)
+            assert (await do.held()).version == version
+            versions.append(version)
+        assert versions == sorted(set(versions))
+
+    async def test_reading_changes_no_version(self, do: Hand) -> None:
+        await do.all(*ONE_OF_EACH)
+        before = (await do.held()).version
+        for kind, commands in OF_KIND.items():
+            for name, *args in commands:
+                if not Command(name, kind).writes:
+                    assert (await do.versioned((name, kind, *args)))[0] == before
+        assert (await do.versioned(("TYPE", "string"), ("PTTL", "string")))[0] == before
+        assert (await do.held()).version == before
+
+    async def test_a_refused_command_leaves_those_before_it_done_and_those_after_it_not(self, do: Hand) -> None:
+        before = (await do.held()).version
+        with pytest.raises(MemoryRefused, match="'b'"):
+            await do.all(("SET", "a", b"1"), ("SET", "b", b"x"), ("INCRBY", "b", b"1"), ("SET", "c", b"1"))
+        held = await do.held()
+        assert contents(held) == {"a": b"1", "b": b"x"}
+        assert held.version > before
+        assert sorted(await do.memory.keys(do.owner)) == ["a", "b"]
+
+    async def test_a_thousand_keys_are_written_and_read_together(self, do: Hand) -> None:
+        values = {f"k{number}": b"%d" % number for number in range(1000)}
+        assert await do.all(*(("SET", key, value) for key, value in values.items())) == [b"OK"] * 1000
+        assert await do.all(*(("GET", key) for key in values)) == list(values.values())
+        assert contents(await do.held()) == values
+        assert sorted(await do.memory.keys(do.owner)) == sorted(values)
+
+    async def test_batches_of_many_at_once_come_one_after_the_other(self, do: Hand) -> None:
+        async def both() -> None:
+            a, b = await do.all(("INCRBY", "a", b"1"), ("INCRBY", "b", b"1"))
+            assert a == b
+
+        async def seen() -> None:
+            held = contents(await do.held())
+            assert held.get("a") == held.get("b")
+
+        await asyncio.gather(*(each() for _ in range(50) for each in (both, seen)))
+        assert contents(await do.held()) == {"a": b"50", "b": b"50"}

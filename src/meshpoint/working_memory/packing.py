@@ -1,0 +1,195 @@
+"""How a snapshot rests: a manifest with the digest of every key, and the items in chunks, each compressed by itself.
+
+So damage to one place is told by the keys that it hits, and a large memory needs no value as large as itself. The
+form is MessagePack, which keeps bytes and scores exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgpack
+import zstandard
+
+from meshpoint.errors import ConsistencyError
+from meshpoint.model.memory import Content, Held, Item, Kind, Packed
+from meshpoint.working_memory.digests import FORMAT, digest_of_all, digests_of, fingerprint
+from meshpoint.working_memory.verifier import ConsistencyVerifier
+
+CHUNK = 1024 * 1024
+"""Bytes of items that make a chunk, before it is compressed; one value may be larger."""
+
+_LARGEST = 2**31 - 1
+_LARGEST_CHUNK = 512 * 1024 * 1024  # bytes, where the manifest does not say: one value of Redis
+_LARGEST_MANIFEST = 256 * 1024 * 1024  # bytes: about three million keys
+_LARGEST_WINDOW = 8 * 1024 * 1024  # bytes: level 1 writes windows of at most half a megabyte
+_READING: dict[str, Any] = {"strict_map_key": False, "max_str_len": _LARGEST, "max_bin_len": _LARGEST}
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """A snapshot that is what it says it is."""
+
+    items: tuple[Item, ...]
+    digests: Mapping[str, bytes]
+    taken_at: int  # milliseconds since the epoch
+
+
+def size_of(item: Item) -> int:
+    """About how many bytes an item has."""
+    match item.content:
+        case bytes() as value:
+            return len(item.key) + len(value)
+        case Mapping() as pairs:
+            values = (len(value) if isinstance(value, bytes) else 8 for value in pairs.values())
+            return len(item.key) + sum(map(len, pairs)) + sum(values)
+        case members:
+            return len(item.key) + sum(map(len, members))
+
+
+def pack(held: Held, order: int) -> Packed:
+    """What is held, as it rests."""
+    digests = digests_of(held.items)
+    chunks = list(_chunks(held.items))
+    digest = fingerprint(held.items, digests)
+    manifest = {
+        "format": FORMAT,
+        "digest": digest,
+        "order": order,
+        "taken_at": held.now,
+        "chunks": [[[item.key, digests[item.key]] for item in chunk] for chunk in chunks],
+    }
+    plain = [_plain(chunk) for chunk in chunks]
+    manifest["sizes"] = [len(each) for each in plain]
+    return Packed(digest, order, _compressed(_plain(manifest)), tuple(map(_compressed, plain)))
+
+
+def unpack(packed: Packed, what: str) -> Unpacked:
+    """The items of a snapshot, verified.
+
+    Raises:
+        ConsistencyError: it is damaged; names `what`, and the keys as far as they are known.
+    """
+    manifest = _manifest(packed, what)
+    digests = {key: digest for chunk in manifest["chunks"] for key, digest in chunk}
+    said = (manifest["digest"], manifest["order"])
+    if said != (packed.digest, packed.order) or digest_of_all(digests) != packed.digest.partition("@")[0]:
+        raise ConsistencyError(f"{what}: what it says of itself is damaged")
+    items = tuple(_all_items(packed.chunks, manifest.get("sizes")))
+    ConsistencyVerifier(digests).verify(items, what)
+    if fingerprint(items, digests) != packed.digest:
+        raise ConsistencyError(f"{what}: the times of its keys are damaged")
+    return Unpacked(items, digests, manifest["taken_at"])
+
+
+def to_bytes(packed: Packed) -> bytes:
+    """A snapshot in one piece."""
+    return cast(bytes, msgpack.packb([packed.order, packed.digest, packed.manifest, list(packed.chunks)]))
+
+
+def from_bytes(content: bytes, what: str) -> Packed:
+    """The snapshot that `to_bytes` made `content` of.
+
+    Raises:
+        ConsistencyError: it was not.
+    """
+    try:
+        order, digest, manifest, chunks = msgpack.unpackb(content, **_READING)
+        packed = Packed(digest, order, manifest, tuple(chunks))
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ConsistencyError(f"{what} cannot be read at all: {_line(error)}") from error
+    return packed
+
+
+def _manifest(packed: Packed, what: str) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = msgpack.unpackb(_decompressed(packed.manifest, _LARGEST_MANIFEST), **_READING)
+        written = manifest["format"]
+        if written == FORMAT:
+            return manifest
+    except (ValueError, TypeError, KeyError, zstandard.ZstdError, msgpack.UnpackException) as error:
+        raise ConsistencyError(f"{what} cannot be read at all: {_line(error)}") from error
+    raise ConsistencyError(f"{what} has the format {written}, this release knows {FORMAT}")
+
+
+def _chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
+    chunk: list[Item] = []
+    size = 0
+    for item in items:
+        chunk.append(item)
+        size += size_of(item)
+        if size >= CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _all_items(chunks: Sequence[bytes], sizes: Sequence[int] | None) -> Iterator[Item]:
+    """Decode the items of all chunks, decompressing to little more than the manifest's `sizes`, in bytes.
+
+    Damaged chunks yield no items; the manifest lists what is missing. The previous release wrote no sizes.
+    """
+    largest = _LARGEST_CHUNK if sizes is None else max(sizes, default=0)
+    budget = _LARGEST if sizes is None else sum(sizes) + largest
+    for chunk in chunks:
+        try:
+            size, found = _items(chunk, min(largest, budget))
+        except (ValueError, TypeError, zstandard.ZstdError, msgpack.UnpackException):
+            continue
+        budget -= size
+        yield from found
+
+
+def _items(chunk: bytes, most: int) -> tuple[int, list[Item]]:
+    plain = _decompressed(chunk, most)
+    rows = msgpack.unpackb(plain, **_READING)
+    return len(plain), [Item(key, Kind(kind), _content(Kind(kind), rest), until) for key, kind, rest, until in rows]
+
+
+def _plain(value: object) -> bytes:
+    plain = [_resting(item) for item in value] if isinstance(value, list) else value
+    return cast(bytes, msgpack.packb(plain))
+
+
+def _compressed(plain: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=1, write_checksum=True).compress(plain)
+
+
+def _decompressed(stored: bytes, most: int) -> bytes:
+    """Decompress `stored` to at most `most` bytes: a few kilobytes of zstd can expand to gigabytes."""
+    size = zstandard.frame_content_size(stored)
+    if not 0 <= size <= most:
+        raise ValueError(f"its frame has {size} bytes; the limit is {most}")
+    return zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompress(stored, allow_extra_data=False)
+
+
+def _resting(item: Item) -> list[Any]:
+    content: Any = item.content
+    match item.kind:
+        case Kind.HASH | Kind.ZSET:
+            content = [part for pair in content.items() for part in pair]
+        case Kind.LIST | Kind.SET:
+            content = list(content)
+        case Kind.STRING:
+            pass
+    return [item.key, item.kind.value, content, item.expires_at]
+
+
+def _content(kind: Kind, rest: Any) -> Content:
+    match kind:
+        case Kind.STRING:
+            return cast(bytes, rest)
+        case Kind.LIST:
+            return tuple(rest)
+        case Kind.SET:
+            return frozenset(rest)
+        case Kind.HASH | Kind.ZSET:
+            flat = iter(rest)
+            return dict(zip(flat, flat, strict=True))
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__

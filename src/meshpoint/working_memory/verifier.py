@@ -1,0 +1,35 @@
+"""Whether what is there is what was kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from meshpoint.errors import ConsistencyError
+from meshpoint.model.memory import Item
+from meshpoint.working_memory.digests import digests_of
+
+
+class ConsistencyVerifier:
+    """Holds items against the digests that were kept of them, key by key."""
+
+    def __init__(self, digests: Mapping[str, bytes]) -> None:
+        self._digests = digests
+
+    def verify(self, items: Iterable[Item], what: str) -> None:
+        """Return if `items` are exactly what was kept.
+
+        Raises:
+            ConsistencyError: says that `what` is not, and names the keys that are missing, too many or changed.
+        """
+        items = tuple(items)
+        found = digests_of(items)
+        twice = {key for key, count in Counter(item.key for item in items).items() if count > 1}
+        if found == self._digests and not twice:
+            return
+        raise ConsistencyError(
+            f"{what} is not what was kept",
+            missing=sorted(self._digests.keys() - found.keys()),
+            extra=sorted(twice | (found.keys() - self._digests.keys())),
+            changed=sorted(key for key in found.keys() & self._digests.keys() if found[key] != self._digests[key]),
+        )

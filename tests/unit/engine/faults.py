@@ -1,0 +1,156 @@
+"""A database and a broker that fail when the test says so."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshpoint.adapters.inprocess.broker import MemoryBroker
+from meshpoint.errors import BrokerUnavailable, CommitInDoubt, StoreUnavailable
+from meshpoint.model.messages import Address, Message
+from meshpoint.ports.broker import Published
+
+NOT_COMMITTED = "not committed"
+IN_DOUBT = "in doubt"
+"""Committed, but the answer was lost."""
+LOST_IN_DOUBT = "lost, in doubt"
+"""Not committed, but nobody can know."""
+
+
+class FaultyStore:
+    """A store in front of another one. `script` what the next calls of a method do, or be `away` altogether."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._script: dict[str, deque[str | None]] = defaultdict(deque)
+        self._always: dict[str, str] = {}
+        self.away = False
+        self.before: dict[str, Callable[[], Awaitable[None]]] = {}
+        self.after: dict[str, Callable[[], Awaitable[None]]] = {}
+        self.calls: list[str] = []
+        self.arguments: list[tuple[str, tuple[Any, ...]]] = []
+
+    def fail(self, method: str, *faults: str | None) -> None:
+        """Let the next calls of `method` fail like this, in turn; None is a call that works."""
+        self._script[method].extend(faults)
+
+    def fail_always(self, method: str, fault: str = NOT_COMMITTED) -> None:
+        self._always[method] = fault
+
+    def heal(self) -> None:
+        self._always.clear()
+        self._script.clear()
+        self.away = False
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._inner, name)
+        if not callable(value):
+            return value
+
+        async def call(*args: Any, **options: Any) -> Any:
+            self.calls.append(name)
+            self.arguments.append((name, args))
+            if name in self.before:
+                await self.before[name]()
+            fault = self._fault(name)
+            if fault == NOT_COMMITTED:
+                raise StoreUnavailable(f"{name}: the database is away")
+            if fault == LOST_IN_DOUBT:
+                raise CommitInDoubt(f"{name}: the answer was lost")
+            result = await value(*args, **options)
+            if name in self.after:
+                await self.after[name]()
+            if fault == IN_DOUBT:
+                raise CommitInDoubt(f"{name}: the answer was lost")
+            return result
+
+        return call
+
+    def _fault(self, name: str) -> str | None:
+        if self.away and name != "close":
+            return NOT_COMMITTED
+        if self._script[name]:
+            return self._script[name].popleft()
+        return self._always.get(name)
+
+
+@dataclass
+class Publication:
+    """What a publish of a message of one type comes to."""
+
+    fault: str | Published
+    type: str | None = None
+
+
+class FaultyBroker(MemoryBroker):
+    """A memory broker that refuses publishes when the test says so."""
+
+    def __init__(self, exchange: Any) -> None:
+        super().__init__(exchange)
+        self.away = False
+        self._script: deque[Publication] = deque()
+        self.published: list[tuple[Address, Message]] = []
+        self.prefetches: list[int] = []
+        self.locked: set[str] = set()
+        """Parts of addresses whose queues can neither be declared nor consumed."""
+
+    @property
+    def connected(self) -> bool:
+        return super().connected and not self.away
+
+    def consuming(self, address: Address) -> bool:
+        return super().consuming(address) and not any(part in address for part in self.locked)
+
+    def fail(self, *faults: str | Published, type: str | None = None) -> None:
+        """Let the next publishes (of messages of `type`) fail like this, in turn."""
+        self._script.extend(Publication(fault, type) for fault in faults)
+
+    def heal(self) -> None:
+        self.away = False
+        self._script.clear()
+
+    async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
+        if self.away:
+            raise BrokerUnavailable("the broker is away")
+        fault = self._fault(messages)
+        if fault == NOT_COMMITTED:
+            raise BrokerUnavailable("the broker is away")
+        if isinstance(fault, Published):
+            return [fault for _ in messages]
+        words = await super().publish(messages)
+        self.published += messages
+        if fault == IN_DOUBT:
+            raise BrokerUnavailable("the confirm was lost")
+        return words
+
+    async def declare(self, agent: Any, replica: Any = None, *, shards: int = 1) -> None:
+        if self.away:
+            raise BrokerUnavailable("the broker is away")
+        if replica is not None and "private" in self.locked:
+            raise BrokerUnavailable("the private queue is locked")
+        await super().declare(agent, replica, shards=shards)
+
+    async def broadcast(self, agent: Any, message: Message) -> None:
+        if self.away:
+            raise BrokerUnavailable("the broker is away")
+        await super().broadcast(agent, message)
+
+    async def consume(self, address: Address, prefetch: int, on_delivery: Any) -> Any:
+        subscription = await super().consume(address, prefetch, on_delivery)
+        resize, prefetches = subscription.resize, self.prefetches
+
+        async def noted(prefetch: int) -> None:
+            if self.away:
+                raise BrokerUnavailable("the broker is away")
+            prefetches.append(prefetch)
+            await resize(prefetch)
+
+        subscription.resize = noted  # type: ignore[method-assign]
+        return subscription
+
+    def _fault(self, messages: Sequence[tuple[Address, Message]]) -> str | Published | None:
+        if self._script and self._script[0].type in {None, messages[0][1].type.value}:
+            return self._script.popleft().fault
+        return None

@@ -1,0 +1,49 @@
+"""An agent's working memory in a worker: what it had at its last checkpoint, whoever goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
+from meshpoint.agents.function import agent
+from meshpoint.agents.peer import Peer
+from meshpoint.model.context import TaskExecutionContext
+from meshpoint.model.outcomes import Ok
+
+from .mesh import Mesh
+from .puppet import Puppet
+
+asked = Peer("peer", int, int)
+
+
+class Surviving(LocalWorkingMemory):
+    """One that outlives its replicas, as Redis does."""
+
+    @property
+    def survives(self) -> bool:
+        return True
+
+
+@pytest.fixture(params=["local", "surviving"])
+def l1(request: pytest.FixtureRequest, mesh: Mesh) -> LocalWorkingMemory | None:
+    return Surviving(mesh.clock) if request.param == "surviving" else None
+
+
+async def test_what_was_counted_before_a_pause_is_counted_once(
+    mesh: Mesh, boss: Puppet, l1: LocalWorkingMemory | None
+) -> None:
+    peer = await mesh.puppet("peer")
+
+    @agent("agent")
+    async def counting(ctx: TaskExecutionContext, rounds: int) -> list[int]:
+        seen = []
+        for number in range(rounds):
+            seen.append(await ctx.memory.incr("count"))
+            await ctx.call(asked(number))
+        return [*seen, await ctx.memory.incr("count", 0)]
+
+    await mesh.replica(counting, l1=l1)
+    task_id = await boss.ask("agent", 3)
+    for number in range(3):
+        await peer.respond(await peer.request_number(number + 1), 7)
+    assert await boss.reply(task_id) == Ok([1, 2, 3, 3])

@@ -1,0 +1,71 @@
+"""The digest of a memory: equal for equal content, and for nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+
+from meshpoint.model.memory import Item, Kind
+from meshpoint.working_memory.digests import EMPTY, digest_of, digest_of_all, digests_of
+
+from .items import ITEMS
+
+
+def test_the_order_of_keys_does_not_matter() -> None:
+    assert len({digest_of_all(digests_of(order)) for order in permutations(ITEMS)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "other"),
+    [
+        (Kind.HASH, {b"a": b"1", b"b": b"2"}, {b"b": b"2", b"a": b"1"}),
+        (Kind.ZSET, {b"a": 1.0, b"b": 2.0}, {b"b": 2.0, b"a": 1.0}),
+        (Kind.SET, frozenset([b"a", b"b", b"c"]), frozenset([b"c", b"b", b"a"])),
+    ],
+)
+def test_nor_does_that_within_a_key(kind: Kind, one: object, other: object) -> None:
+    assert digest_of(Item("k", kind, one)) == digest_of(Item("k", kind, other))  # type: ignore[arg-type]
+
+
+DIFFERENT = [
+    Item("k", Kind.STRING, b"a"),
+    Item("k2", Kind.STRING, b"a"),
+    Item("k", Kind.STRING, b"b"),
+    Item("k", Kind.STRING, b""),
+    Item("k", Kind.LIST, (b"a",)),
+    Item("k", Kind.SET, frozenset([b"a"])),
+    Item("k", Kind.LIST, (b"a", b"b")),
+    Item("k", Kind.LIST, (b"b", b"a")),
+    Item("k", Kind.LIST, (b"ab",)),
+    Item("k", Kind.LIST, (b"a", b"b", b"")),
+    Item("k", Kind.SET, frozenset([b"a", b"b"])),
+    Item("k", Kind.HASH, {b"a": b"b"}),
+    Item("k", Kind.HASH, {b"a": b"b", b"c": b"d"}),
+    Item("k", Kind.HASH, {b"a": b"d", b"c": b"b"}),
+    Item("k", Kind.ZSET, {b"a": 1.0}),
+    Item("k", Kind.ZSET, {b"a": 1.0000000000000002}),
+    Item("k", Kind.ZSET, {b"a": float("inf")}),
+    Item("ka", Kind.STRING, b""),
+]
+
+
+def test_everything_else_does() -> None:
+    digests = {digest_of_all(digests_of([item])) for item in DIFFERENT}
+    assert len(digests) == len(DIFFERENT)
+    assert EMPTY not in digests
+
+
+def test_when_a_key_ends_does_not() -> None:
+    (item, *_) = ITEMS
+    assert digest_of(item) == digest_of(replace(item, expires_at=None)) == digest_of(replace(item, expires_at=9))
+
+
+def test_a_known_digest() -> None:
+    """Digests rest in databases: another one of the same content would make every memory look changed."""
+    assert digest_of_all(digests_of(ITEMS)) == KNOWN
+    assert EMPTY.startswith("1:")
+
+
+KNOWN = "1:acb4de630c9ad52a87cd53d9999e2a39f5e3255d44d0cd05f359c66ea084b277"
