@@ -9,6 +9,9 @@
 #   make check   formatting, lint, types, layers
 #   make fmt     format in place
 #   make lowest  every test on the oldest versions that pyproject.toml allows
+#   make dist    the sdist and the wheel, built and checked
+#   make install-check   the wheel with each extra alone in a clean environment, and next to other frameworks; ARGS="core redis"
+#   make coverage   every test, and how much of the code they run; writes htmlcov/ and coverage.xml
 #   make bench   Meshpoint beside others, on private servers; `make bench ARGS="store --quick"`
 #   make since REV=v0.1.0   is the store as fast as it was in REV? Both side by side; ARGS=--system for the whole system
 
@@ -26,7 +29,7 @@ MINUTES ?= 20
 # The tests start many interpreters. Without bytecode files, each would recompile every module.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lowest outages simulation chaos bench since model check fmt clean
+.PHONY: demo test lowest coverage outages simulation chaos bench since model check fmt dist install-check clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -39,6 +42,14 @@ test: check
 lowest:
 	@$(MAKE) --no-print-directory VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt .venv-lowest/.installed/test
 	@.venv-lowest/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+# Reports what ran even if a test fails. Tests start processes in other folders, hence the absolute path.
+coverage: export COVERAGE_FILE = $(CURDIR)/.coverage
+coverage: $(STAMPS)/dev
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest -n $(JOBS) --dist worksteal $(ARGS); status=$$?; \
+	  $(BIN)/coverage combine --quiet && $(BIN)/coverage xml --quiet && $(BIN)/coverage html --quiet && \
+	  $(BIN)/coverage report && exit $$status
 
 outages: $(STAMPS)/dev
 	@MESHPOINT_OUTAGE_SECONDS=60 $(BIN)/python -m pytest tests/acceptance/test_outages.py $(ARGS)
@@ -72,8 +83,16 @@ fmt: $(STAMPS)/dev
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
 
+dist: $(STAMPS)/release
+	@rm -rf dist
+	@$(BIN)/python -m build . >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
+	@$(BIN)/twine check --strict dist/*
+
+install-check: dist
+	@PYTHONPATH=tests $(BIN)/python -m installation dist/*.whl $(ARGS)
+
 clean:
-	rm -rf $(VENV) .venv-lowest build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage* coverage.xml htmlcov
 
 $(STAMPS)/python:
 	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
@@ -82,9 +101,9 @@ $(STAMPS)/python:
 	  fi; \
 	done; echo "Meshpoint needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1
 
-$(STAMPS)/runtime: $(STAMPS)/python pyproject.toml $(CONSTRAINTS)
+$(STAMPS)/runtime: $(STAMPS)/python pyproject.toml src/meshpoint/_version.py $(CONSTRAINTS)
 	@echo "installing Meshpoint into $(VENV)"
-	@$(PIP) install --constraint $(CONSTRAINTS) --editable .
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[all]'
 	@touch $@
 
 # Dependency groups need pip 25.1. `test` leaves out the linters, which need newer libraries than Meshpoint.
@@ -97,6 +116,11 @@ $(STAMPS)/dev $(STAMPS)/test: $(STAMPS)/runtime
 $(STAMPS)/benchmarks: $(STAMPS)/dev
 	@echo "installing what the benchmarks compare with into $(VENV)"
 	@$(PIP) install --constraint $(CONSTRAINTS) --group benchmarks
+	@touch $@
+
+$(STAMPS)/release: $(STAMPS)/dev
+	@echo "installing what builds and checks a release into $(VENV)"
+	@$(PIP) install --constraint $(CONSTRAINTS) --group release
 	@touch $@
 
 $(STAMPS)/rivals: $(STAMPS)/python pyproject.toml benchmarks/rivals/constraints.txt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshpoint._version import __version__
 from meshpoint.agents.entrypoint import load_agent
 from meshpoint.agents.function import FunctionAgent, agent
 from meshpoint.agents.peer import Peer, PeerCall
@@ -92,6 +93,7 @@ __all__ = [
     "TaskExecutionContext",
     "TokenUsage",
     "Tokens",
+    "__version__",
     "agent",
     "load_agent",
     "migrates",

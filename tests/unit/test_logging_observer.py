@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 from pydantic import JsonValue
 
+from meshpoint.adapters import logging_observer
 from meshpoint.adapters.logging_observer import LoggingObserver, level_of, logging_to
 from meshpoint.model.events import LOOKS, Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
@@ -107,6 +108,14 @@ def test_a_terminal_gets_a_line_for_people() -> None:
 def test_a_terminal_gets_json_when_asked() -> None:
     stream = Terminal()
     with logs(stream, as_json=True) as observer:
+        observer.emit(event(Step.STARTED))
+    assert json.loads(stream.getvalue())["step"] == "started"
+
+
+def test_a_terminal_gets_json_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging_observer, "find_spec", lambda module: None)
+    stream = Terminal()
+    with logs(stream) as observer:
         observer.emit(event(Step.STARTED))
     assert json.loads(stream.getvalue())["step"] == "started"
 

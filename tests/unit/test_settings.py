@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from meshpoint import extras
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.options import Options
 from meshpoint.settings import AgentSettings, MeshSettings, Settings, load, urls
@@ -359,16 +360,25 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none.yaml").startswith(f"{tmp_path}/none.yaml: no such file or directory; ")
 
 
+def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """Let `modules` appear not installed."""
+    find_spec = extras.find_spec
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name in modules else find_spec(name))
+
+
 def test_a_missing_driver_is_named(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(urls, "find_spec", lambda module: None)
+    without(monkeypatch, "asyncpg", "pamqp")
     url = "  session_service: sql\n  session_db_url: postgresql://h/d\n"
     line = refusal(write("mesh: {broker_url: 'memory://'}" + TRAVEL + url))
-    assert line == "agent.session_db_url: its driver asyncpg is not installed; run: pip install asyncpg"
-    assert "aiormq is not installed" in refusal(write("mesh: {broker_url: 'amqp://h/'}\n"))
+    assert (
+        line == "agent.session_db_url: PostgreSQL needs the package asyncpg; run: pip install 'meshpoint[postgresql]'"
+    )
+    line = refusal(write("mesh: {broker_url: 'amqp://h/'}\n"))
+    assert line == "mesh.broker_url: RabbitMQ needs the package pamqp; run: pip install 'meshpoint[rabbitmq]'"
 
 
 def test_a_database_that_is_not_used_needs_no_driver(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(urls, "find_spec", lambda module: None)
+    without(monkeypatch, "asyncpg")
     content = "mesh: {broker_url: 'memory://'}" + TRAVEL + "  session_db_url: postgresql://h/d\n"
     assert load([write(content)], env={}).agents[0].session_service == "memory"
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
 from typing import Any, TextIO, TypedDict
@@ -119,12 +120,14 @@ def level_of(event: Event) -> int:
 def logging_to(stream: TextIO, level: str, *, as_json: bool = False) -> Iterator[None]:
     """Send this process's logs to `stream` while the block runs: JSON lines, or lines for people on a terminal.
 
+    Without rich, a terminal gets JSON lines too.
+
     A thread of its own writes, so that a slow terminal or pipe does not hold up the event loop.
     """
     global _style  # noqa: PLW0603 - as the root logger, there is one for a process
     handler: logging.Handler
     styled_before, _style = _style, Style(level=level, as_json=as_json)
-    if stream.isatty() and not as_json:
+    if stream.isatty() and not as_json and find_spec("rich") is not None:
         handler = _rich_handler(stream)
     else:
         handler = logging.StreamHandler(stream)

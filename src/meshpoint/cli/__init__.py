@@ -1,5 +1,24 @@
 """The command line. Commands import what they need when they run, so that `--help` is quick."""
 
-from meshpoint.cli.app import app, main
+from __future__ import annotations
 
-__all__ = ["app", "main"]
+import sys
+from collections.abc import Sequence
+
+from meshpoint import extras
+from meshpoint.cli.exits import code_of, told
+from meshpoint.errors import ConfigurationError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit. Without the extra `cli`, print how to install it."""
+    try:
+        extras.COMMAND_LINE.require("meshpoint")
+    except ConfigurationError as error:
+        print(f"error: {told(error)}", file=sys.stderr)
+        sys.exit(code_of(error))
+    from meshpoint.cli.app import main as run
+
+    run(arguments)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from meshpoint._version import __version__
 from meshpoint.cli import checkpoints, db, demo, exec, run, send, sessions, sweep, tasks
 from meshpoint.cli.exits import ExitCode, code_of, told
 from meshpoint.errors import ConfigurationError, MeshpointError
@@ -72,9 +73,7 @@ def _check_text(arguments: Sequence[str]) -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"meshpoint {version('meshpoint')}")
+        typer.echo(f"meshpoint {__version__}")
         raise typer.Exit
 
 

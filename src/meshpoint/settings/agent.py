@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from meshpoint import extras
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.ids import agent_name
 from meshpoint.model.messages import MOST_SHARDS
@@ -228,6 +229,13 @@ class AgentSettings(Section):
     @classmethod
     def _check_session_db_url(cls, value: str) -> str:
         return urls.database_url(value, "agent.session_db_url")
+
+    @field_validator("checkpoint_cache_url", "memory_url", "memory_snapshot_url")
+    @classmethod
+    def _check_redis_url(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None:
+            extras.REDIS.require(f"agent.{info.field_name}")
+        return value
 
     @model_validator(mode="after")
     def _check_combinations(self) -> AgentSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
-_SIMILAR = 60
-"""How similar, of 100, two keys must be for one to be offered in place of the other."""
+_SIMILAR = 0.6
+"""How similar, from 0 to 1, a known key must be to be suggested."""
 _SHOWN = 60
 
 
@@ -41,10 +42,8 @@ def build(model: type[AnyModel], values: Any, names: Mapping[str, str], label: s
 
 def unknown(where: str, key: str, known: Iterable[str]) -> ConfigurationError:
     """The refusal of `key`, with the nearest of the known keys."""
-    from rapidfuzz import fuzz, process
-
     known = sorted(known)
-    nearest = process.extractOne(key.lower(), known, scorer=fuzz.ratio, score_cutoff=_SIMILAR)
+    nearest = get_close_matches(key.lower(), known, n=1, cutoff=_SIMILAR)
     fix = f"did you mean {nearest[0]!r}?" if nearest else f"known keys are {', '.join(known)}"
     return ConfigurationError(where, "is not a known key", fix)
 

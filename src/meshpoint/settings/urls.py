@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from meshpoint import extras
 from meshpoint.errors import ConfigurationError
 
 _DATABASE_FIX = "use postgresql://user@host/name, or sqlite:///meshpoint.db on one host"
@@ -14,7 +14,7 @@ _LONGEST = 4096  # characters
 _DATABASES = ("postgresql", "postgresql+asyncpg", "sqlite", "sqlite+aiosqlite")
 _BROKERS = ("amqp", "amqps", "sqlite", "memory")
 _NAMES = {"mysql": "MySQL", "mariadb": "MariaDB", "mssql": "SQL Server", "oracle": "Oracle", "redis": "Redis"}
-_DRIVERS = {"postgresql": "asyncpg", "sqlite": "aiosqlite", "amqp": "aiormq", "amqps": "aiormq"}
+_DRIVERS = {"postgresql": extras.POSTGRESQL, "amqp": extras.RABBITMQ, "amqps": extras.RABBITMQ}
 
 
 def database_url(url: str, key: str) -> str:
@@ -41,15 +41,14 @@ def broker_url(url: str, key: str) -> str:
 
 
 def require_driver(url: str, key: str) -> None:
-    """Check that the driver for `url` can be imported, without importing it.
+    """Check that the driver for `url` is installed, without importing it.
 
     Raises:
-        ConfigurationError: it is not installed.
+        ConfigurationError: it is missing; names the extra.
     """
-    module = _DRIVERS.get(url.partition(":")[0].partition("+")[0])
-    if module is not None and find_spec(module) is None:
-        package = module.replace("_", "-")
-        raise ConfigurationError(key, f"its driver {package} is not installed", f"run: pip install {package}")
+    driver = _DRIVERS.get(url.partition(":")[0].partition("+")[0])
+    if driver is not None:
+        driver.require(key)
 
 
 def _scheme(url: str, key: str, accepted: tuple[str, ...], fix: str) -> str:

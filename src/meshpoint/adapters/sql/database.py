@@ -26,10 +26,10 @@ from meshpoint.adapters.sql.engine import (
     writing_engine,
 )
 from meshpoint.adapters.sql.failures import (
-    DRIVER_ERRORS,
     Failure,
     brief,
     certainly_rolled_back,
+    driver_errors,
     failure,
     is_duplicate,
     is_lock_timeout,
@@ -152,7 +152,7 @@ class Database:
             return
         try:
             await check_session(self.engine, time)
-        except DRIVER_ERRORS as error:
+        except driver_errors() as error:
             raise refused(error) or StoreUnavailable(brief(error)) from error
 
     async def read(self, body: Callable[[Transaction], Awaitable[T]]) -> T:
@@ -224,7 +224,7 @@ class Database:
         await self._begin(connection)
         try:
             result = await body(Transaction(connection, self.dialect, self._clock, skip_locked=skip_locked))
-        except (RowLocked, *DRIVER_ERRORS) as error:
+        except driver_errors(RowLocked) as error:
             if not _means_locked(error, skip_locked):
                 if failure(error) is Failure.BUG:
                     await self._free_rows(connection)
@@ -236,7 +236,7 @@ class Database:
             raise
         try:
             await connection.exec_driver_sql("COMMIT")
-        except DRIVER_ERRORS as error:
+        except driver_errors() as error:
             if certainly_rolled_back(error):
                 raise
             raise CommitInDoubt(f"the answer to COMMIT was lost: {brief(error)}") from error
@@ -244,7 +244,7 @@ class Database:
 
     async def _free_rows(self, connection: Connected) -> None:
         """Roll back at once: a server may notice only later that the connection was closed, and keep its locks."""
-        with suppress(*DRIVER_ERRORS):
+        with suppress(*driver_errors()):
             await connection.exec_driver_sql("ROLLBACK")
 
     async def _repeat(self, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -252,7 +252,7 @@ class Database:
         for number in count(1):
             try:
                 return await (_to_its_end(attempt()) if self.dialect.is_sqlite else attempt())
-            except DRIVER_ERRORS as error:
+            except driver_errors() as error:
                 match failure(error):
                     case Failure.BUG:
                         raise

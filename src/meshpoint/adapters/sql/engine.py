@@ -13,6 +13,7 @@ from sqlalchemy.engine import URL, Engine, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from meshpoint import extras
 from meshpoint.errors import ConfigurationError
 from meshpoint.private_files import create_private
 
@@ -36,6 +37,9 @@ _SQLITE_BUSY_MS = 8
 """How long SQLite itself waits for a lock before the statement is repeated here. Its pauses grow to 100 ms, so a
 connection that waits longer rarely gets the lock while others want it (`sqliteDefaultBusyCallback` in main.c)."""
 
+LANES = 6
+"""Connections that a store on PostgreSQL keeps for its fast path, in addition to its pool."""
+
 _FIX = "use postgresql://user@host/name, or sqlite:///meshpoint.db on one host"
 _OPTIONS = frozenset({"host", "port", "ssl", "sslmode", "passfile", "target_session_attrs", "krbsrvname", "gsslib"})
 _SQLITE_OPTIONS = frozenset({"timeout"})
@@ -47,7 +51,7 @@ def async_url(url: str) -> URL:
     """`url` with the driver that Meshpoint uses.
 
     Raises:
-        ConfigurationError: neither PostgreSQL nor a SQLite file.
+        ConfigurationError: neither PostgreSQL nor a SQLite file, or PostgreSQL without its driver.
     """
     try:
         parsed = make_url(url)
@@ -61,6 +65,8 @@ def async_url(url: str) -> URL:
     _check_options(parsed, _SQLITE_OPTIONS if name.startswith("sqlite") else _OPTIONS)
     if "sslmode" in parsed.query:  # as libpq spells it
         parsed = parsed.difference_update_query(["sslmode"]).update_query_dict({"ssl": parsed.query["sslmode"]})
+    if parsed.get_backend_name() == "postgresql":
+        extras.POSTGRESQL.require("session_db_url")
     return parsed.set(drivername=_DRIVERS.get(name, name))
 
 

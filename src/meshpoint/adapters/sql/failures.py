@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 from enum import Enum, auto
 
-import asyncpg
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from meshpoint.errors import ConfigurationError
-
-DRIVER_ERRORS = (DBAPIError, PoolTimeout, OSError, asyncpg.PostgresError, asyncpg.InterfaceError)
-"""Errors from SQLAlchemy, its pool and the driver. SQLAlchemy 2.0 does not wrap a refused connection, and the
-driver's timeout is an `OSError`."""
 
 
 class Failure(Enum):
@@ -38,6 +34,14 @@ _TAKEN_SQLITE = "already exists"
 _RETRY = ("40001", "40P01", "23505")
 _AWAY_SQLITE = ("SQLITE_IOERR", "SQLITE_FULL", "SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PROTOCOL")
 _RETRY_SQLITE = ("SQLITE_BUSY", "SQLITE_LOCKED")
+
+
+def driver_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """Errors from SQLAlchemy, its pool and the drivers in use, and `others`.
+
+    SQLAlchemy 2.0 does not wrap a refused connection, and the driver's timeout is an `OSError`.
+    """
+    return (*others, DBAPIError, PoolTimeout, OSError, *_asyncpg("PostgresError", "InterfaceError"))
 
 
 def failure(error: BaseException) -> Failure:
@@ -103,7 +107,7 @@ def refused(error: BaseException | None) -> ConfigurationError | None:
         return ConfigurationError(
             "session_db_url", "the file is there and is no SQLite database", "name another file"
         )
-    if isinstance(_of_driver(error), asyncpg.exceptions.ClientConfigurationError) or _is_misconfigured(error):
+    if _is_misconfigured(error):
         return ConfigurationError("session_db_url", f"cannot be used: {brief(_of_driver(error))}", "correct the URL")
     if is_pooled(error):
         return ConfigurationError("session_db_url", _POOLER, _POOLER_FIX)
@@ -121,8 +125,15 @@ def brief(error: BaseException) -> str:
 
 
 def _is_misconfigured(error: BaseException) -> bool:
-    # SQLAlchemy wraps the driver's error in one of its own.
-    return isinstance(_of_driver(error).__cause__, asyncpg.exceptions.ClientConfigurationError)
+    # SQLAlchemy may have wrapped the driver's error.
+    cause = _of_driver(error)
+    return isinstance(cause, kinds := _asyncpg("ClientConfigurationError")) or isinstance(cause.__cause__, kinds)
+
+
+def _asyncpg(*names: str) -> tuple[type[Exception], ...]:
+    """Exception classes of asyncpg. Empty if it is not loaded: then nothing can raise them."""
+    module = sys.modules.get("asyncpg")
+    return tuple(kind for name in names if (kind := getattr(module, name, None)) is not None)
 
 
 def _is_misuse(error: BaseException) -> bool:

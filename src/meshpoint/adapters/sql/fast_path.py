@@ -21,6 +21,7 @@ from meshpoint.adapters.sql.checkpointing import (
     committed,
 )
 from meshpoint.adapters.sql.claiming import Taken
+from meshpoint.adapters.sql.engine import LANES
 from meshpoint.adapters.sql.locking import Terms, seconds_of
 from meshpoint.adapters.sql.owning import OwnedTasks
 from meshpoint.adapters.sql.prepared import Lane, attributes
@@ -44,9 +45,6 @@ from meshpoint.model.checkpoint import (
 from meshpoint.model.ids import TaskId
 from meshpoint.model.outcomes import Ok, Outcome
 from meshpoint.ports.clock import Clock
-
-LANES = 6
-"""Connections that one store keeps for this."""
 
 
 class HotPath:

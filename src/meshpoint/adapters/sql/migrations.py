@@ -18,7 +18,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from meshpoint.adapters.sql.engine import async_url, keep_private
-from meshpoint.adapters.sql.failures import DRIVER_ERRORS, brief, is_taken, refused
+from meshpoint.adapters.sql.failures import brief, driver_errors, is_taken, refused
 from meshpoint.adapters.sql.schema import recorded_revision
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 
@@ -100,7 +100,7 @@ def _run(url: str, work: Callable[[Connection], None]) -> None:
 async def _connected(url: str, work: Callable[[Connection], None]) -> None:
     try:
         await in_one_transaction(async_url(url), work)
-    except DRIVER_ERRORS as error:
+    except driver_errors() as error:
         away = StoreUnavailable(str(getattr(error, "orig", None) or error).splitlines()[0])
         raise refused(error) or away from error
 

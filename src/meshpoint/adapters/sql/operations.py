@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from meshpoint.adapters.sql import operation_statements as sql
 from meshpoint.adapters.sql import reviving, subtasking
 from meshpoint.adapters.sql.codec import pack
 from meshpoint.adapters.sql.database import Database, Transaction
-from meshpoint.adapters.sql.fast_path import HotPath
 from meshpoint.adapters.sql.locked_rows import HeldRows
 from meshpoint.adapters.sql.locking import Terms
 from meshpoint.adapters.sql.records import STATES, checkpoint_columns, checkpoint_of, snapshot_of, summary_of
@@ -19,6 +18,9 @@ from meshpoint.model.checkpoint import BeginResult, L1Snapshot, Save, SaveResult
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.operations import OperationStatus, OperationSummary, Revive, ReviveResult
 from meshpoint.model.subtasks import AgentCheckpoint, Saved
+
+if TYPE_CHECKING:
+    from meshpoint.adapters.sql.fast_path import HotPath
 
 T = TypeVar("T")
 

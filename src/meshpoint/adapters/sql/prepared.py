@@ -18,9 +18,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from meshpoint.adapters.sql.engine import ATTEMPTS
 from meshpoint.adapters.sql.failures import (
-    DRIVER_ERRORS,
     Failure,
     brief,
+    driver_errors,
     failure,
     is_duplicate,
     is_lock_timeout,
@@ -106,7 +106,7 @@ class Lane:
         """Give the connection back."""
         connection, self._connection, self._driver = self._connection, None, None
         if connection is not None:
-            with suppress(*DRIVER_ERRORS):
+            with suppress(*driver_errors()):
                 await connection.close()
 
     async def _ready(self) -> Any:
@@ -126,7 +126,7 @@ class Lane:
     async def _drop(self) -> None:
         connection, self._connection, self._driver = self._connection, None, None
         if connection is not None:
-            with suppress(*DRIVER_ERRORS):
+            with suppress(*driver_errors()):
                 await connection.invalidate()
                 await connection.close()
 

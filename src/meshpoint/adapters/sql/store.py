@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import chain
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from meshpoint.adapters.sql import (
     catalog,
@@ -29,10 +29,9 @@ from meshpoint.adapters.sql.claiming import Taken
 from meshpoint.adapters.sql.codec import pack
 from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.adapters.sql.due_rows import Pick, transact_due
-from meshpoint.adapters.sql.engine import LOCK_TIMEOUT
+from meshpoint.adapters.sql.engine import LANES, LOCK_TIMEOUT
 from meshpoint.adapters.sql.expiring import Expiries
-from meshpoint.adapters.sql.failures import DRIVER_ERRORS, refused
-from meshpoint.adapters.sql.fast_path import LANES, HotPath
+from meshpoint.adapters.sql.failures import driver_errors, refused
 from meshpoint.adapters.sql.locked_rows import HeldRows
 from meshpoint.adapters.sql.locking import Terms
 from meshpoint.adapters.sql.operations import SqlOperations
@@ -76,6 +75,9 @@ from meshpoint.model.checkpoint import (
 )
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.ports.clock import Clock
+
+if TYPE_CHECKING:
+    from meshpoint.adapters.sql.fast_path import HotPath
 
 log = logging.getLogger("meshpoint.store")
 
@@ -159,8 +161,7 @@ class SqlCheckpointStore(SqlOperations):
         self._clock, self._time = clock, DatabaseTime()
         self._renewing: dict[Run, asyncio.Task[None]] = {}
         self._command_timeout = command_timeout
-        hot_path = hot_path and not self._database.dialect.is_sqlite
-        self._hot = HotPath(self._database.engine, self._terms, clock, self._time) if hot_path else None
+        self._hot = self._fast_path() if hot_path and not self._database.dialect.is_sqlite else None
         self._pauses: Batcher[PackedRequestedPause, PauseResult | None] = Batcher(
             self._pause_together, lambda wish: wish[0].size
         )
@@ -171,6 +172,11 @@ class SqlCheckpointStore(SqlOperations):
         self._marks: Batcher[Send, None] = Batcher(
             self._mark_together, linger=mark_within.total_seconds(), most=_MARKS_TOGETHER
         )
+
+    def _fast_path(self) -> HotPath:
+        from meshpoint.adapters.sql.fast_path import HotPath  # imports PostgreSQL's driver
+
+        return HotPath(self._database.engine, self._terms, self._clock, self._time)
 
     @property
     def durable(self) -> bool:
@@ -189,7 +195,7 @@ class SqlCheckpointStore(SqlOperations):
                 await self._database.write(lambda tx: tx.connection.run_sync(schema.create_if_empty))
             await self._database.check_session(self._time)
             revision = await self._database.read(lambda tx: tx.connection.run_sync(schema.recorded_revision))
-        except (StoreUnavailable, *DRIVER_ERRORS) as error:
+        except driver_errors(StoreUnavailable) as error:
             refusal = refused(error.__cause__ if isinstance(error, StoreUnavailable) else error)
             if refusal is None:
                 raise

@@ -1,0 +1,49 @@
+"""Optional libraries: which extra installs them, and the error when one is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from meshpoint.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A part of Meshpoint that needs optional libraries.
+
+    Args:
+        name: the subject of the error message.
+        extra: the extra that installs the libraries.
+        libraries: each library's name on the package index, by the name of its module.
+    """
+
+    name: str
+    extra: str
+    libraries: Mapping[str, str]
+
+    def require(self, key: str) -> None:
+        """Check that the libraries are installed, without importing them.
+
+        Args:
+            key: the setting or the module that needs them.
+
+        Raises:
+            ConfigurationError: one is missing; names it and the pip command.
+        """
+        for module, library in self.libraries.items():
+            if find_spec(module) is None:
+                raise ConfigurationError(
+                    key, f"{self.name} needs the package {library}", f"run: pip install 'meshpoint[{self.extra}]'"
+                )
+
+
+RABBITMQ = Feature(
+    "RabbitMQ", "rabbitmq", {"aio_pika": "aio-pika", "aiormq": "aiormq", "pamqp": "pamqp", "yarl": "yarl"}
+)
+POSTGRESQL = Feature("PostgreSQL", "postgresql", {"asyncpg": "asyncpg"})
+REDIS = Feature("Redis", "redis", {"redis": "redis"})
+COMMAND_LINE = Feature("the command line", "cli", {"typer": "typer", "rich": "rich", "yaml": "pyyaml"})
+YAML = Feature("a YAML file", "cli", {"yaml": "pyyaml"})
+CONFORMANCE = Feature("a conformance suite", "testing", {"pytest": "pytest", "pytest_asyncio": "pytest-asyncio"})

@@ -1,0 +1,101 @@
+"""YAML without repeated keys, and with limits: the one module that imports PyYAML."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import yaml
+
+from meshpoint.errors import ConfigurationError
+
+_MOST_VALUES = 100_000  # keys count too, and each 100 characters of a text
+_MOST_DIGITS = 1000
+_TOO_MANY = f"its aliases expand to more than {_MOST_VALUES} values"
+
+
+def parse(text: str, file: str) -> object:
+    """The content of `text`. Errors name `file`.
+
+    Raises:
+        ConfigurationError: it is not YAML, has a key twice, or exceeds a limit.
+    """
+    try:
+        content: object = yaml.load(text, Loader=_UniqueKeys)
+        refuse_expansion(content)
+    except yaml.YAMLError as error:
+        raise ConfigurationError(file, _yaml_problem(error), "correct the YAML there") from error
+    except RecursionError as error:
+        raise ConfigurationError(file, "is nested too deep", "flatten it") from error
+    except (ValueError, OverflowError, AttributeError, TypeError) as error:  # from an invalid date or number
+        raise ConfigurationError(file, f"has a value that cannot be read: {error}", "put it in quotes") from error
+    return content
+
+
+def refuse_expansion(content: object) -> None:
+    """Refuse YAML whose aliases multiply: a few lines can expand to gigabytes.
+
+    Raises:
+        yaml.YAMLError: `content` has too many values after expansion, or contains itself.
+    """
+    if _expanded(content, {}) > _MOST_VALUES:
+        raise yaml.YAMLError(_TOO_MANY)
+
+
+def _expanded(value: object, sizes: dict[int, int]) -> int:
+    """The size of `value` after expanding aliases. `sizes` caches results by identity."""
+    if not isinstance(value, dict | list | tuple | set):  # a pair of `!!pairs` is a tuple
+        return 1 + len(value) // 100 if isinstance(value, str | bytes) else 1
+    known = sizes.get(id(value))
+    if known == 0:
+        raise yaml.YAMLError("an alias contains itself")
+    if known is None:
+        sizes[id(value)] = 0
+        inner = chain(value, value.values()) if isinstance(value, dict) else value
+        known = sizes[id(value)] = 1 + sum(_expanded(each, sizes) for each in inner)
+    return known
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping; plain YAML would keep the last one in silence."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._flat: set[yaml.MappingNode] = set()
+        self._copied = 0
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Called before a mapping is built, and before it is copied to where '<<' names it."""
+        if node not in self._flat:
+            self._flat.add(node)
+            _refuse_repeated_keys(node)
+            super().flatten_mapping(node)
+        self._copied += len(node.value)
+        if self._copied > _MOST_VALUES:
+            raise yaml.YAMLError(_TOO_MANY)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Refuse numbers too long to show in an error. Base 60 would also take quadratic time."""
+        if len(node.value) > _MOST_DIGITS:
+            raise ValueError(f"a number with more than {_MOST_DIGITS} digits")
+        return super().construct_yaml_int(node)
+
+
+_UniqueKeys.add_constructor("tag:yaml.org,2002:int", _UniqueKeys.construct_yaml_int)
+
+
+def _refuse_repeated_keys(node: yaml.MappingNode) -> None:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands here a second time", key.start_mark
+                )
+            seen.add(key.value)
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return str(error.args[0]) if type(error) is yaml.YAMLError else "is not YAML"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"

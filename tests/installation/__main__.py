@@ -1,0 +1,133 @@
+"""`make install-check`: install the wheel with each extra alone, use it, and install other frameworks next to it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+from meshpoint.extras import COMMAND_LINE, CONFORMANCE, POSTGRESQL, RABBITMQ, REDIS, YAML, Feature
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBE = Path(__file__).with_name("probe.py")
+NEIGHBOURS = {"fastapi": "fastapi", "langgraph": "langgraph.graph", "pydantic-ai": "pydantic_ai"}
+"""Other frameworks, and what to import of each."""
+FEATURES = (RABBITMQ, POSTGRESQL, REDIS, COMMAND_LINE, YAML, CONFORMANCE)
+BROUGHT: dict[str, tuple[Feature, ...]] = {
+    "core": (),
+    "rabbitmq": (RABBITMQ,),
+    "postgresql": (POSTGRESQL,),
+    "redis": (REDIS,),
+    "cli": (COMMAND_LINE, YAML),
+    "testing": (CONFORMANCE,),
+    "all": (RABBITMQ, POSTGRESQL, REDIS, COMMAND_LINE, YAML),
+}
+"""What each extra makes usable."""
+
+
+class Failed(Exception):
+    """A command failed; the message is its output."""
+
+
+class Environment:
+    """A clean virtual environment."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder, with_pip=True)
+        self.folder = folder
+        self._python = str(folder / "bin" / "python")
+
+    def run(self, *arguments: str) -> str:
+        """Run Python with `arguments`, and return what it prints.
+
+        Raises:
+            Failed: the exit code is not 0.
+        """
+        # The checkout must not be importable, so the working directory is the environment's own.
+        command = [self._python, *arguments]
+        outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, cwd=self.folder, env=outside, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise Failed(f"{' '.join(arguments)[:200]}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    def install(self, *requirements: str) -> int:
+        """Install `requirements`, check that no two packages conflict, and count the packages."""
+        pip = ("-m", "pip", "--disable-pip-version-check", "--quiet")
+        self.run(*pip, "install", "--no-input", *requirements)
+        self.run(*pip, "check")
+        count = (
+            "import importlib.metadata as m; print(len({d.name for d in m.distributions()} - {'pip', 'setuptools'}))"
+        )
+        return int(self.run("-c", count))
+
+    def versions(self, *names: str) -> str:
+        """The installed versions of `names`."""
+        code = "import sys, importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in sys.argv[1:]), sep=', ')"
+        return self.run("-c", code, *names).strip()
+
+
+def first_example() -> str:
+    """The first Python block of the README."""
+    found = re.search(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def check(extra: str, wheel: Path, folder: Path, *, alone: bool) -> None:
+    """Install `wheel` with `extra` and use it. Unless `alone`, repeat this next to other frameworks."""
+    environment, example = Environment(folder), folder / "example.py"
+    example.write_text(first_example())
+    packages = environment.install(f"{wheel}[{extra}]" if extra != "core" else str(wheel))
+    tell(extra, f"{packages} packages, no conflicts")
+    printed = environment.run("-W", "error", str(example)).strip()
+    if not printed:
+        raise Failed("README's first example prints nothing")
+    tell("", f"README's first example: {printed}")
+    usable = {feature.name for feature in BROUGHT[extra]}
+    for feature in FEATURES:
+        way = "use" if feature.name in usable else "miss"
+        tell("", environment.run(str(PROBE), way, feature.name).strip())
+    if not alone:
+        packages = environment.install(*NEIGHBOURS)
+        tell("", f"next to {environment.versions(*NEIGHBOURS)}: {packages} packages, no conflicts")
+        code = f"import {', '.join(NEIGHBOURS.values())}\n"
+        printed = environment.run("-c", code + first_example()).strip()
+        tell("", f"README's first example, with all of them imported: {printed}")
+        for feature in BROUGHT[extra]:
+            tell("", environment.run(str(PROBE), "use", feature.name).strip())
+
+
+def tell(extra: str, line: str) -> None:
+    """Print progress."""
+    print(f"{extra:<11} {line}", flush=True)
+
+
+def main() -> int:
+    """Check the extras that are named, or all. Returns 1 if any fails."""
+    parser = argparse.ArgumentParser(prog="make install-check", description=__doc__)
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("extras", nargs="*", metavar="EXTRA", help=f"of {', '.join(BROUGHT)}; none: all of them")
+    parser.add_argument("--alone", action="store_true", help="without other frameworks")
+    given = parser.parse_args()
+    if unknown := set(given.extras) - BROUGHT.keys():
+        parser.error(f"unknown: {', '.join(unknown)}")
+    failed = []
+    for extra in given.extras or BROUGHT:
+        with tempfile.TemporaryDirectory(prefix="meshpoint-") as folder:
+            try:
+                check(extra, given.wheel.resolve(), Path(folder), alone=given.alone)
+            except Failed as error:
+                failed.append(extra)
+                tell(extra, f"FAILED: {error}")
+    print(f"failed: {', '.join(failed)}" if failed else "every extra works", flush=True)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Runs in an environment with an installed wheel: use a feature, or see the error that names its extra."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import meshpoint
+from meshpoint.errors import ConfigurationError
+
+SUITE = """\
+from datetime import timedelta
+
+import pytest
+
+from meshpoint.adapters.inprocess.broker import MemoryBroker
+from meshpoint.adapters.inprocess.exchange import MemoryExchange
+from meshpoint.testing.conformance.broker import BrokerSuite
+
+class TestMemoryBroker(BrokerSuite):
+    @pytest.fixture
+    def exchange(self):
+        return MemoryExchange(delivery_limit=5, private_ttl=timedelta())
+
+    @pytest.fixture
+    async def broker(self, exchange):
+        broker = MemoryBroker(exchange)
+        await broker.open()
+        yield broker
+        await broker.close()
+
+    @pytest.fixture
+    async def other(self, broker, exchange):
+        other = MemoryBroker(exchange)
+        await other.open()
+        yield other
+        await other.close()
+
+    async def break_connection(self, broker):
+        broker.lose_connection()
+"""
+MESHPOINT = str(Path(sys.executable).with_name("meshpoint"))
+
+
+def rabbitmq() -> str:
+    from meshpoint.settings import MeshSettings
+    from meshpoint.wiring import make_broker
+
+    return type(make_broker(MeshSettings(broker_url="amqp://localhost/"))).__name__
+
+
+def postgresql() -> str:
+    from meshpoint.settings import AgentSettings
+    from meshpoint.wiring import open_store
+
+    url = "postgresql://localhost/mesh"
+    agent = AgentSettings(name="a", entrypoint="m:a", session_service="sql", session_db_url=url)
+    return type(open_store(agent, "probe")).__name__
+
+
+def redis() -> str:
+    from meshpoint.settings import AgentSettings
+    from meshpoint.wiring import make_working_memory
+
+    durable = AgentSettings(
+        name="a",
+        entrypoint="m:a",
+        stateless_checkpointing=True,
+        session_service="sql",
+        memory_url="redis://localhost/",
+    )
+    return type(make_working_memory(durable, "probe")).__name__
+
+
+def yaml() -> str:
+    from meshpoint.settings import load
+
+    file = Path("probe.yaml")
+    file.write_text("mesh: {namespace: probe, broker_url: 'memory://'}\n")
+    return f"namespace {load([file]).mesh.namespace}"
+
+
+def command_line() -> str:
+    url = "sqlite:///probe.db"
+    commands = (["--version"], ["db", "upgrade", "--db", url], ["db", "check", "--db", url], ["demo", "--json"])
+    shown = [run(MESHPOINT, *command) for command in commands]
+    return f"{shown[0]}; db upgrade, db check and demo exit with 0"
+
+
+def conformance() -> str:
+    Path("test_memory.py").write_text(SUITE)
+    options = ("-p", "no:cacheprovider", "-o", "asyncio_mode=auto", "-q")
+    return run(sys.executable, "-m", "pytest", *options, "test_memory.py").splitlines()[-1]
+
+
+def conformance_import() -> str:
+    import meshpoint.testing.conformance.broker
+
+    return meshpoint.testing.conformance.broker.__name__
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout.strip()
+
+
+def error_of(use: Callable[[], object]) -> str:
+    try:
+        use()
+    except ConfigurationError as error:
+        return str(error)
+    raise SystemExit("there is no error")
+
+
+def command_error() -> str:
+    done = subprocess.run([MESHPOINT, "--version"], capture_output=True, text=True, check=False)
+    if (done.returncode, done.stdout, done.stderr.count("\n")) != (2, "", 1):
+        raise SystemExit(f"exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stderr.strip()
+
+
+USE: dict[str, Callable[[], str]] = {
+    "RabbitMQ": rabbitmq,
+    "PostgreSQL": postgresql,
+    "Redis": redis,
+    "a YAML file": yaml,
+    "the command line": command_line,
+    "a conformance suite": conformance,
+}
+MISS: dict[str, Callable[[], str]] = {
+    **{name: lambda use=use: error_of(use) for name, use in USE.items()},  # type: ignore[misc]
+    "the command line": command_error,
+    "a conformance suite": lambda: error_of(conformance_import),
+}
+
+if __name__ == "__main__":
+    way, feature = sys.argv[1:]
+    if not Path(meshpoint.__file__).is_relative_to(sys.prefix):
+        raise SystemExit(f"this is not the installed package: {meshpoint.__file__}")
+    if way == "use":
+        print(f"{feature}: {USE[feature]()}")
+    else:
+        line = MISS[feature]()
+        if "\n" in line or "pip install 'meshpoint[" not in line:
+            raise SystemExit(line)
+        print(f"without {feature}: {line}")

@@ -1,0 +1,133 @@
+"""Optional libraries: the core does without them, and a missing one is one line with the pip command."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import meshpoint
+from hidden_imports import run_without
+from meshpoint import extras
+from meshpoint.errors import ConfigurationError
+from meshpoint.extras import Feature
+
+ROOT = Path(__file__).resolve().parents[2]
+FEATURES = [each for each in vars(extras).values() if isinstance(each, Feature)]
+OPTIONAL = {module for feature in FEATURES for module in feature.libraries} | {"uvloop"}
+WITHOUT_CHECK = {"uvloop"}
+"""What an extra installs although Meshpoint works without it."""
+MAIN = "from meshpoint.cli import main; main({arguments})"
+
+
+def first_example() -> str:
+    (example,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)[:1]
+    return str(example)
+
+
+def test_the_first_example_needs_no_optional_library() -> None:
+    done = run_without(OPTIONAL, first_example())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+def test_the_core_imports_no_optional_library() -> None:
+    code = "\nimport sys, meshpoint.exec.running, meshpoint.operations, meshpoint.adapters.sql.migrations\n"
+    shown = f"print('loaded:', *({OPTIONAL} & sys.modules.keys()))"
+    done = run_without([], first_example() + code + shown)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "loaded:"
+
+
+@pytest.mark.parametrize(
+    ("feature", "code", "key"),
+    [
+        (
+            extras.RABBITMQ,
+            "from meshpoint.settings import MeshSettings; MeshSettings(broker_url='amqp://h/')",
+            "mesh.broker_url",
+        ),
+        (
+            extras.POSTGRESQL,
+            "from meshpoint.operations import Operations; Operations('postgresql://h/d')",
+            "agent.session_db_url",
+        ),
+        (
+            extras.POSTGRESQL,
+            "from meshpoint.adapters.sql import migrations; migrations.check('postgresql://h/d')",
+            "session_db_url",
+        ),
+        *(
+            (
+                extras.REDIS,
+                "from meshpoint.settings import AgentSettings\n"
+                f"AgentSettings(name='a', entrypoint='m:a', {setting}='redis://h/')",
+                f"agent.{setting}",
+            )
+            for setting in ("checkpoint_cache_url", "memory_url", "memory_snapshot_url")
+        ),
+        (extras.YAML, "from meshpoint.settings import load; load(['mesh.yaml'])", "mesh.yaml"),
+        (
+            extras.CONFORMANCE,
+            "import meshpoint.testing.conformance.store",
+            "meshpoint.testing.conformance",
+        ),
+    ],
+)
+def test_a_missing_library_is_named_where_it_is_needed(feature: Feature, code: str, key: str) -> None:
+    first = next(iter(feature.libraries.values()))
+    done = run_without(OPTIONAL, code)
+    line = f"{key}: {feature.name} needs the package {first}; run: pip install 'meshpoint[{feature.extra}]'"
+    assert done.stderr.splitlines()[-1] == f"meshpoint.errors.ConfigurationError: {line}"
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "line"),
+    [
+        (extras.COMMAND_LINE, ["--version"], "meshpoint: the command line needs the package typer; {cli}"),
+        (
+            extras.RABBITMQ,
+            ["send", "a", "1", "--broker", "amqp://h/"],
+            "mesh.broker_url: RabbitMQ needs the package aio-pika; {rabbitmq}",
+        ),
+        (
+            extras.POSTGRESQL,
+            ["db", "check", "--db", "postgresql://h/d"],
+            "--db: PostgreSQL needs the package asyncpg; {postgresql}",
+        ),
+    ],
+)
+def test_a_command_without_its_library_prints_one_line(missing: Feature, arguments: list[str], line: str) -> None:
+    done = run_without(missing.libraries, MAIN.format(arguments=arguments))
+    pip = {missing.extra: f"run: pip install 'meshpoint[{missing.extra}]'"}
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {line.format(**pip)}\n"
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda each: each.name)
+def test_each_missing_library_is_named(feature: Feature, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, library in feature.libraries.items():
+        monkeypatch.setattr(extras, "find_spec", lambda name, missing=module: None if name == missing else object())
+        with pytest.raises(ConfigurationError, match=f"^key: {feature.name} needs the package {library}; "):
+            feature.require("key")
+
+
+def test_the_extras_install_what_is_checked() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    installed = {extra: {Requirement(line).name for line in lines} for extra, lines in declared.items()}
+    (everything,) = (Requirement(line) for line in declared["all"])
+    checked: dict[str, set[str]] = {}
+    for feature in FEATURES:
+        checked.setdefault(feature.extra, set()).update(feature.libraries.values())
+    assert everything.extras == installed.keys() - {"all", "testing"}
+    assert {extra: names - WITHOUT_CHECK for extra, names in installed.items() if extra != "all"} == checked
+
+
+def test_the_version_is_that_of_the_installed_distribution() -> None:
+    assert meshpoint.__version__ == version("meshpoint")
+    done = run_without([], MAIN.format(arguments=["--version"]))
+    assert done.stdout == f"meshpoint {meshpoint.__version__}\n"
