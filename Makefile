@@ -13,6 +13,7 @@
 #   make install-check   the wheel with each extra alone in a clean environment, and next to other frameworks; ARGS="core redis"
 #   make coverage   every test, and how much of the code they run; writes htmlcov/ and coverage.xml
 #   make bench   Meshpoint beside others, on private servers; `make bench ARGS="store --quick"`
+#   make docs    the documentation site in site/, checked; ARGS=--serve shows it at 127.0.0.1:8000
 #   make since REV=v0.1.0   is the store as fast as it was in REV? Both side by side; ARGS=--system for the whole system
 
 # `make test VENV=.venv-3.13 PYTHON=python3.13` runs on another interpreter.
@@ -29,7 +30,7 @@ MINUTES ?= 20
 # The tests start many interpreters. Without bytecode files, each would recompile every module.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lowest coverage outages simulation chaos bench since model check fmt dist install-check clean
+.PHONY: demo test lowest coverage outages simulation chaos bench since model docs check fmt dist install-check clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/runtime
@@ -73,6 +74,9 @@ model: $(STAMPS)/dev
 simulation: $(STAMPS)/dev
 	@cd tests && ../$(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(ARGS)
 
+docs: $(STAMPS)/docs
+	@$(BIN)/python docs/build.py $(ARGS)
+
 check: $(STAMPS)/dev
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
@@ -92,7 +96,7 @@ install-check: dist
 	@PYTHONPATH=tests $(BIN)/python -m installation dist/*.whl $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-lowest build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage* coverage.xml htmlcov
+	rm -rf $(VENV) .venv-lowest build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage* coverage.xml htmlcov
 
 $(STAMPS)/python:
 	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
@@ -107,7 +111,7 @@ $(STAMPS)/runtime: $(STAMPS)/python pyproject.toml src/meshpoint/_version.py $(C
 	@touch $@
 
 # Dependency groups need pip 25.1. `test` leaves out the linters, which need newer libraries than Meshpoint.
-$(STAMPS)/dev $(STAMPS)/test: $(STAMPS)/runtime
+$(STAMPS)/dev $(STAMPS)/test $(STAMPS)/docs: $(STAMPS)/runtime
 	@echo "installing the $(@F) tools into $(VENV)"
 	@$(PIP) install --upgrade 'pip>=25.1'
 	@$(PIP) install --constraint $(CONSTRAINTS) --group $(@F)

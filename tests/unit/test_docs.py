@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from meshpoint.adapters.sql.tables import metadata
 from meshpoint.demo import screen
 from meshpoint.model.checkpoint import CallState, TaskState
 from meshpoint.model.events import EFFECTS, LOOKS, Step
@@ -18,8 +19,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "meshpoint"
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-HOW = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
-GUARANTEES = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
+HOW = (ROOT / "docs" / "explanation" / "how-it-works.md").read_text(encoding="utf-8")
+EVENTS = (ROOT / "docs" / "reference" / "events.md").read_text(encoding="utf-8")
+GUARANTEES = (ROOT / "docs" / "explanation" / "guarantees.md").read_text(encoding="utf-8")
 
 
 def block(page: str, language: str) -> str:
@@ -60,6 +62,63 @@ def test_the_configuration_is_that_of_the_example_folder(tmp_path: Path) -> None
 def test_the_demonstration_prints_such_an_account() -> None:
     account = block(README, "text").partition("\n\n")[2].partition("\n\n")[0].splitlines()
     assert [line.strip().partition("   ")[2] for line in account] == [label for _, label in screen._MEANINGS]
+
+
+# ── how-to pages ───────────────────────────────────────────────────────────────────────────────────
+
+HOW_TO = ROOT / "docs" / "how-to"
+SCRIPTS = [
+    pytest.param(code, printed, id=f"{name}-{number}")
+    for name in ("write-an-agent", "call-peers")
+    for number, (code, printed) in enumerate(
+        re.findall(
+            r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$",
+            (HOW_TO / f"{name}.md").read_text(encoding="utf-8"),
+            flags=re.DOTALL | re.MULTILINE,
+        ),
+        1,
+    )
+]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return [str(each) for each in re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)]
+
+
+@pytest.mark.parametrize(("code", "printed"), SCRIPTS)
+def test_a_script_prints_what_the_page_shows(code: str, printed: str, tmp_path: Path) -> None:
+    (tmp_path / "pasted.py").write_text(code, encoding="utf-8")
+    command = [sys.executable, "-W", "error", "pasted.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, printed), done.stderr
+
+
+def test_no_script_lacks_its_output() -> None:
+    pages = [(HOW_TO / f"{name}.md").read_text(encoding="utf-8") for name in ("write-an-agent", "call-peers")]
+    assert len(SCRIPTS) == sum(len(blocks(page, "python")) for page in pages)
+
+
+@pytest.mark.parametrize("name", ["test-an-agent", "write-an-adapter"])
+def test_the_tests_on_a_page_pass(name: str, tmp_path: Path) -> None:
+    module = "\n\n".join(blocks((HOW_TO / f"{name}.md").read_text(encoding="utf-8"), "python"))
+    (tmp_path / "test_pasted.py").write_text(module, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n", encoding="utf-8"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_quickstart_can_be_served(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    (tmp_path / "agents.py").write_text(block(page, "python"), encoding="utf-8")
+    for name, text in zip(("travel", "peers"), blocks(page, "yaml"), strict=True):
+        (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
+    served = {each.entrypoint for name in ("travel", "peers") for each in load([tmp_path / f"{name}.yaml"]).agents}
+    code = f"from meshpoint import load_agent\nfor each in {sorted(served)}: print(load_agent(each).name)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["flights", "hotels", "travel"], done.stderr
 
 
 # ── between pages ──────────────────────────────────────────────────────────────────────────────────
@@ -106,7 +165,7 @@ def test_every_file_that_is_named_exists() -> None:
 
 def test_every_event_is_told_where_the_page_says() -> None:
     told: dict[str, list[str]] = {}
-    for events, _, files in rows(HOW, "Events"):
+    for events, _, files in rows(EVENTS, "All events"):
         for event in quoted(events):
             assert event not in told
             told[event] = quoted(files)
@@ -117,7 +176,7 @@ def test_every_event_is_told_where_the_page_says() -> None:
 
 
 def test_the_page_says_how_often_an_event_is_told() -> None:
-    told = {event: phases for events, phases, _ in rows(HOW, "Events") for event in quoted(events)}
+    told = {event: phases for events, phases, _ in rows(EVENTS, "All events") for event in quoted(events)}
     twice = {event for event, phases in told.items() if phases.startswith("before, after")}
     assert twice == {step.value for step in EFFECTS}
     assert {event for event, phases in told.items() if "when" in phases} == {step.value for step in LOOKS}
@@ -126,7 +185,7 @@ def test_the_page_says_how_often_an_event_is_told() -> None:
 def test_no_file_tells_an_event_that_the_page_does_not_know_of() -> None:
     listed = {
         (event, file)
-        for events, _, files in rows(HOW, "Events")
+        for events, _, files in rows(EVENTS, "All events")
         for event in quoted(events)
         for file in quoted(files)
     }
@@ -152,6 +211,25 @@ def test_the_picture_and_the_table_have_the_same_transitions(
         assert any(state.value in path or "ended" in path for path in transitions.values())
 
 
+# ── the source documents ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "table", ["agent_paused_tasks", "agent_peer_sub_tasks", "agent_parallel_invocations", "agent_checkpoints"]
+)
+def test_columns_of_the_source_documents_are_where_the_page_says(table: str) -> None:
+    page = (ROOT / "docs" / "explanation" / "from-the-source-documents.md").read_text(encoding="utf-8")
+    section = re.split(r"^##", page.partition(f"### Table `{table}`\n")[2], flags=re.MULTILINE)[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    assert len(lines) > 5
+    listed = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    for _, here, _ in listed:
+        names = quoted(here)
+        elsewhere = [metadata.tables[name] for name in names if name in metadata.tables]
+        columns = (elsewhere or [metadata.tables[table]])[0].columns
+        assert {name for name in names if name not in metadata.tables} <= set(columns.keys()), here
+
+
 # ── guarantees ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -165,7 +243,9 @@ def test_every_test_that_is_named_exists() -> None:
 
 def test_a_crash_is_described_at_each_step_with_an_effect() -> None:
     described = {name for step, *_ in rows(GUARANTEES, "A crash at each step") for name in quoted(step)}
-    effects = {event for events, told, _ in rows(HOW, "Events") if "before" in told for event in quoted(events)}
+    effects = {
+        event for events, told, _ in rows(EVENTS, "All events") if "before" in told for event in quoted(events)
+    }
     assert effects - {"sweep"} <= described
 
 

@@ -1,4 +1,4 @@
-"""The page on operations agrees with the code: levels, exit codes, settings, statements."""
+"""The pages for operators agree with the code: levels, exit codes, settings, statements."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ from meshpoint.model.options import Options
 from meshpoint.settings import AgentSettings, MeshSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "operations.md").read_text(encoding="utf-8")
-HOW = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
+PAGE = "\n".join(
+    (DOCS / "how-to" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("deploy", "run-on-servers", "secure", "operate")
+)
+EVENTS = (DOCS / "reference" / "events.md").read_text(encoding="utf-8")
+COMMANDS = (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
 LEVELS = {"debug": 10, "info": 20, "warning": 30}
 
 
@@ -42,7 +46,7 @@ def quoted(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
 
 
-TOLD = {step: cells[1] for cells in rows("Events", HOW) for step in quoted(cells[0])}
+TOLD = {step: cells[1] for cells in rows("All events", EVENTS) for step in quoted(cells[0])}
 
 
 def loudest(step: Step) -> int:
@@ -66,7 +70,7 @@ def test_a_step_that_fails_is_a_warning() -> None:
 
 
 def test_exit_codes_are_those_of_the_command_line() -> None:
-    codes = {int(code) for code, *_ in rows("Exit codes") if code.isdigit()}
+    codes = {int(code) for code, *_ in rows("Exit codes", COMMANDS) if code.isdigit()}
     assert codes == set(ExitCode)
 
 

@@ -25,7 +25,7 @@ from meshpoint.model.options import Options
 from meshpoint.model.outcomes import Failed, FailureKind, Ok
 from meshpoint.settings import MeshSettings
 
-PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "wire.md").read_text(encoding="utf-8")
 TEXT = " ".join(PAGE.split())  # however its lines are broken
 BODIES: dict[str, type[Body]] = {
     "request": RequestBody,

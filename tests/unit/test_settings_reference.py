@@ -11,7 +11,7 @@ from meshpoint.settings import AgentSettings, MeshSettings, load
 from meshpoint.settings.reference import written
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "configuration.md"
+PAGE = ROOT / "docs" / "reference" / "configuration.md"
 VARIABLES = {
     "BROKER_URL": "amqps://mesh:secret@broker.example/",
     "DATABASE_URL": "postgresql://mesh:secret@db.example/mesh",
@@ -20,7 +20,7 @@ VARIABLES = {
 
 def test_the_page_holds_the_tables_of_the_settings() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert page == written(page), "run: python -m meshpoint.settings.reference docs/configuration.md"
+    assert page == written(page), "run: python -m meshpoint.settings.reference docs/reference/configuration.md"
 
 
 @pytest.mark.parametrize("key", [*MeshSettings.model_fields, *AgentSettings.model_fields])

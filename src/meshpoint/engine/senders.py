@@ -1,4 +1,4 @@
-"""Identifies the sender of a message and its rights. "Who may do what" in `docs/operations.md` has the rules.
+"""Identifies the sender of a message and its rights. "Who may do what" in `docs/how-to/secure.md` has the rules.
 
 The sender is the name in `app_id`. RabbitMQ verifies `user_id`, the login, and not `app_id`: `peer_logins` ties the
 two together. A name that is not listed there may be used under any login.

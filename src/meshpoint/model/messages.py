@@ -1,6 +1,6 @@
 """What travels between agents: the envelope, and bodies in the field names of A2A 1.0.
 
-`docs/wire.md` specifies both for agents in other languages.
+`docs/reference/wire.md` specifies both for agents in other languages.
 """
 
 from __future__ import annotations

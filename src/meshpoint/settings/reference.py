@@ -1,6 +1,6 @@
-"""The tables of `docs/configuration.md`, from the settings themselves.
+"""The tables of `docs/reference/configuration.md`, from the settings themselves.
 
-`python -m meshpoint.settings.reference docs/configuration.md` writes them between the marks in that page.
+`python -m meshpoint.settings.reference docs/reference/configuration.md` writes them between the marks in that page.
 """
 
 from __future__ import annotations

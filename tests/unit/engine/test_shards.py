@@ -46,7 +46,7 @@ def test_every_queue_gets_senders_and_a_sender_has_one_queue() -> None:
     assert set(addresses) == {shard_of(AGENT, number) for number in range(4)}
     assert addresses == [shard_for(AGENT, f"sender{number}", 4) for number in range(100)]
     assert {shard_for(AGENT, f"sender{number}", 1) for number in range(100)} == {Address("agent.req")}
-    assert shard_for(AGENT, "travel", 4) == "agent.req.2"  # as docs/wire.md has it
+    assert shard_for(AGENT, "travel", 4) == "agent.req.2"  # as docs/reference/wire.md has it
 
 
 async def test_a_flood_leaves_the_others_their_share(mesh: Mesh) -> None:

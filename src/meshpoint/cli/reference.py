@@ -1,0 +1,64 @@
+"""The commands in `docs/reference/cli.md`, from the command line itself.
+
+`python -m meshpoint.cli.reference docs/reference/cli.md` writes them between the marks in that page.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from meshpoint.cli.app import app
+
+_START, _END = "<!-- commands -->\n", "<!-- end of commands -->\n"
+
+
+def written(page: str) -> str:
+    """`page` with every command between its marks."""
+    before, rest = page.split(_START)
+    _, after = rest.split(_END)
+    sections = [_section(path, command) for path, command in _commands("meshpoint", typer.main.get_command(app))]
+    return before + _START + "\n" + "\n".join(sections) + "\n" + _END + after
+
+
+def _commands(path: str, command: Any) -> Iterator[tuple[str, Any]]:
+    for name, each in getattr(command, "commands", {}).items():
+        if hasattr(each, "commands"):
+            yield from _commands(f"{path} {name}", each)
+        else:
+            yield f"{path} {name}", each
+
+
+def _section(path: str, command: Any) -> str:
+    context = typer.Context(command, info_name=path)
+    usage = " ".join([path, *command.collect_usage_pieces(context)])
+    parts = [f"## {path}\n", f"{_text(command.help)}\n", f"```text\n{usage}\n```\n"]
+    rows = [_row(record) for each in command.params if (record := each.get_help_record(context))]
+    if rows:
+        parts.append("\n".join(["| Argument or option | Meaning |", "|---|---|", *rows]) + "\n")
+    if command.epilog:
+        examples = inspect.cleandoc(command.epilog.replace("\b", "")).removeprefix("Examples:").strip("\n")
+        parts.append(f"```text\n{inspect.cleandoc(examples)}\n```\n")
+    return "\n".join(parts)
+
+
+def _text(help_: str) -> str:
+    """Help as Markdown: names of settings and options are code."""
+    return re.sub(r"(?<![`\w-])(--[a-z-]+|[a-z]+(?:_[a-z]+)+)(?![`\w])", r"`\1`", inspect.cleandoc(help_))
+
+
+def _row(record: tuple[str, str]) -> str:
+    name, meaning = (text.replace("|", r"\|") for text in record)
+    meaning = " ".join(_text(meaning).split()).replace("[", r"\[")  # "[default: 1]" is no link
+    return f"| `{name}` | {meaning} |"
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    target.write_text(written(target.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,14 @@
+"""The page on the command line agrees with the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshpoint.cli.reference import written
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
+
+
+def test_the_page_holds_every_command() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == written(page), "run: python -m meshpoint.cli.reference docs/reference/cli.md"
