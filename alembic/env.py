@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 from sqlalchemy.engine import URL
 
 from meshpoint.adapters.sql.engine import async_url
-from meshpoint.adapters.sql.migrations import in_one_transaction
+from meshpoint.adapters.sql.migrations import run_in_transaction
 from meshpoint.adapters.sql.tables import VERSION_TABLE, metadata
 
 
@@ -44,4 +44,4 @@ if context.is_offline_mode():
 elif attributes.get("connection") is not None:
     migrate(attributes["connection"])
 else:
-    asyncio.run(in_one_transaction(url_argument(), migrate))
+    asyncio.run(run_in_transaction(url_argument(), migrate))

@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from benchmarks.crowd import DAY, STATE_BYTES, a_fresh_pause, a_response, a_store
 from benchmarks.report import Lines, Table
 from loading import TABLES, multiply, standing_task
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.checkpoint import AllArrived, Committed, Ended
 from meshpoint.testing.conformance.build import AGENT, HERE, an_end
 
@@ -129,7 +129,7 @@ async def churn(url: str, *, cycles: int) -> Worn:
         await store.close()
 
 
-async def _cycles(store: SqlCheckpointStore) -> None:
+async def _cycles(store: SqlStore) -> None:
     """A batch of tasks from their first checkpoint until nothing is left of them."""
     pauses = [a_fresh_pause() for _ in range(_BATCH)]
     paused = await store.pause(pauses)

@@ -14,7 +14,7 @@ import asyncpg
 
 from benchmarks.measure import Sample
 from loading import multiply, standing_task
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.checkpoint import AllArrived, Claim, Committed, Ended, Expired, MadeReady, Pause, Resumable
 from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.outcomes import Ok
@@ -30,9 +30,9 @@ DUE = 100
 T = TypeVar("T")
 
 
-def a_store(url: str) -> SqlCheckpointStore:
+def a_store(url: str) -> SqlStore:
     """A store that forgets an ended task at once."""
-    return SqlCheckpointStore(url, namespace=NAMESPACE, tombstone_ttl=timedelta())
+    return SqlStore(url, namespace=NAMESPACE, tombstone_ttl=timedelta())
 
 
 def a_fresh_pause() -> Pause:

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from benchmarks.restoring import NAMESPACE, Restorer, same
 from meshpoint.adapters.redis import RedisCheckpointCache
 from meshpoint.errors import MeshpointError
-from meshpoint.subtasks.checkpointer import AgentCheckpointer, Source
+from meshpoint.subtasks.checkpointer import AgentCheckpointer, CheckpointSource
 from servers import Proxy, RedisServer, copy_key
 
 
@@ -84,7 +84,7 @@ async def _states(
 
 
 async def _phase(name: str, restorer: Restorer, checkpointer: AgentCheckpointer) -> Phase:
-    sources: Counter[Source] = Counter()
+    sources: Counter[CheckpointSource] = Counter()
     reasons: Counter[str] = Counter()
     differing = lost = 0
     longest = 0.0
@@ -104,4 +104,6 @@ async def _phase(name: str, restorer: Restorer, checkpointer: AgentCheckpointer)
             reasons[found.fallback] += 1
     why = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
     count = len(restorer.saved)
-    return Phase(name, count, sources[Source.REDIS], sources[Source.SQL], why, differing, lost, longest)
+    return Phase(
+        name, count, sources[CheckpointSource.REDIS], sources[CheckpointSource.SQL], why, differing, lost, longest
+    )

@@ -13,11 +13,11 @@ from redis.asyncio import Redis
 from benchmarks.measure import Sample
 from benchmarks.probe import Probe
 from meshpoint.adapters.redis import RedisCheckpointCache
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.checkpoint import Begin, Begun, Requester, Run, Save
 from meshpoint.model.ids import RunId, TaskId, new_id
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, Saved, SubtaskRecord, SubtaskStatus
-from meshpoint.subtasks.checkpointer import AgentCheckpointer, Fallback, Restored, Source
+from meshpoint.subtasks.checkpointer import AgentCheckpointer, CheckpointSource, FallbackReason, RestoredCheckpoint
 from meshpoint.testing.conformance.build import AGENT, HERE
 from servers import copy_key
 
@@ -26,9 +26,9 @@ SAVE, SAVE_COPIED = "save", "save and copy"
 NAMESPACE = "restore"
 
 _EXPECTED = {
-    COPY: (Source.REDIS, None),
-    SQL: (Source.SQL, None),
-    FLUSHED: (Source.SQL, Fallback.MISS),
+    COPY: (CheckpointSource.REDIS, None),
+    SQL: (CheckpointSource.SQL, None),
+    FLUSHED: (CheckpointSource.SQL, FallbackReason.MISS),
 }
 _DELIVERABLES = 5
 
@@ -50,7 +50,7 @@ class Restorer:
         self.saved: list[AgentCheckpoint] = []
         self._growing: list[tuple[Run, AgentCheckpoint]] = []  # those that are saved again and again
         self._database_url, self._size = database_url, size
-        self.store = SqlCheckpointStore(database_url, namespace=NAMESPACE)
+        self.store = SqlStore(database_url, namespace=NAMESPACE)
         self._cache = RedisCheckpointCache(redis_url, namespace=NAMESPACE, secret=copy_key)
         self._redis = Redis.from_url(redis_url)
         cached, alone = AgentCheckpointer(self.store, self._cache), AgentCheckpointer(self.store)
@@ -148,7 +148,7 @@ class Restorer:
         return begun.run, checkpoint
 
 
-def same(found: Restored, saved: AgentCheckpoint) -> bool:
+def same(found: RestoredCheckpoint, saved: AgentCheckpoint) -> bool:
     """Whether `found` is what was saved; the database sets the time."""
     return found.checkpoint.model_copy(update={"checkpoint_time": None}) == saved
 

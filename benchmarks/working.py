@@ -17,8 +17,8 @@ from benchmarks.contenders.seed_memory import SeedMemory
 from benchmarks.measure import Medians, Sample, interleaved
 from benchmarks.report import Cell, Report, Table
 from benchmarks.stage import Stage
-from meshpoint.adapters.redis import RedisSnapshots, RedisWorkingMemory
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.redis import RedisSnapshotStore, RedisWorkingMemory
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.agent_memory import MemorySource
 from meshpoint.model.checkpoint import Begin, Begun, L1Snapshot, Requester, Run, Save
 from meshpoint.model.ids import RunId, TaskId, new_id
@@ -58,10 +58,10 @@ SIZES = (
 class Remembered:
     """One task with a memory of one size: in L1, in the second place and in the database."""
 
-    def __init__(self, size: Size, redis_url: str, store: SqlCheckpointStore) -> None:
+    def __init__(self, size: Size, redis_url: str, store: SqlStore) -> None:
         self.size, self._store = size, store
         self.l1 = RedisWorkingMemory(redis_url, namespace=NAMESPACE, timeout=_PATIENCE)
-        self.snapshots = RedisSnapshots(redis_url, namespace=NAMESPACE, secret=copy_key, timeout=_PATIENCE)
+        self.snapshots = RedisSnapshotStore(redis_url, namespace=NAMESPACE, secret=copy_key, timeout=_PATIENCE)
         self.redis = Redis.from_url(redis_url)
         self._seed = SeedMemory(self.redis)
         self._snapshotter = L1CacheSnapshotter(self.l1, self.snapshots, 2**40, _silent)
@@ -79,7 +79,7 @@ class Remembered:
         self._items = _items(self.size)
         await self.l1.replace(self.owner, self._items)
         self._digest = await self.snapshot()
-        taken = await self._snapshotter.take(self.owner, 1)
+        taken = await self._snapshotter.snapshot_on_checkpoint(self.owner, 1)
         checkpoint = AgentCheckpoint(
             operation_id=self._run.task_id,
             agent=AGENT,
@@ -102,7 +102,7 @@ class Remembered:
     async def snapshot(self) -> str:
         """Out of L1 and into the second place; the digest."""
         self._order += 1
-        packed = (await self._snapshotter.take(self.owner, self._order)).packed
+        packed = (await self._snapshotter.snapshot_on_checkpoint(self.owner, self._order)).packed
         assert await self.snapshots.put(self.owner.agent_id, packed)
         return packed.digest
 
@@ -115,8 +115,8 @@ class Remembered:
         snapshots = self.snapshots if source is MemorySource.SNAPSHOT else None
         recovery = DualRecoveryStrategy(self.l1, snapshots, _silent)
         recovered = await recovery.recover(self.owner, self._digest, self._from_sql)
-        assert (recovered.how.source, recovered.how.verified) == (source, True)
-        assert recovered.how.keys == self.size.keys
+        assert (recovered.recovery.source, recovered.recovery.verified) == (source, True)
+        assert recovered.recovery.keys == self.size.keys
 
     async def seed_restore(self) -> None:
         """As the design before does it, which needs no loss to begin with: it clears what is there."""
@@ -132,7 +132,7 @@ class Remembered:
 
 async def run(stage: Stage, *, quick: bool) -> Report:
     """Each size by itself, all ways in turn."""
-    store = SqlCheckpointStore(await stage.database(), namespace=NAMESPACE)
+    store = SqlStore(await stage.database(), namespace=NAMESPACE)
     await store.open()
     found: dict[Size, Medians] = {}
     for size in SIZES[: 3 if quick else 4]:

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from benchmarks.contenders import job
 from benchmarks.contenders.job import Job, at_a_time
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.calls import ALL
 from meshpoint.model.checkpoint import (
     AllArrived,
@@ -60,12 +60,12 @@ class Mesh:
 
     async def open(self, url: str) -> None:
         """Connect, and claim what arrives until `close`."""
-        self._store = SqlCheckpointStore(
+        self._store = SqlStore(
             url,
             namespace=job.NAMESPACE,
             dispatch_lease=timedelta(seconds=job.DISPATCH_LEASE),
             tombstone_ttl=timedelta(seconds=job.TOMBSTONE_TTL),
-            mark_within=timedelta(seconds=job.DISPATCH_LEASE) / 25,
+            confirm_linger=timedelta(seconds=job.DISPATCH_LEASE) / 25,
         )
         await self._store.open()
         self._claimer = asyncio.create_task(self._serve_arrivals())

@@ -33,9 +33,9 @@ from meshpoint.model.messages import (
 from meshpoint.model.outcomes import Outcome, encode_outcome
 from meshpoint.ports.broker import Broker, Delivery, Published, Subscription
 
-_SHARDS_REMEMBERED = 300.0
+_SHARD_CACHE_SECONDS = 300.0
 """Seconds. RabbitMQ logs an error for each lookup of a missing queue."""
-_ANSWERED_KEPT = 10_000
+_MAX_KEPT_REPLIES = 10_000
 """Number of replies whose digests are kept."""
 
 
@@ -56,32 +56,32 @@ class Reply:
     agent: str
 
 
-class Shards:
+class ShardCounts:
     """The number of request queues of each agent, checked with the broker every five minutes."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._asking = asyncio.Lock()
+        self._lookup_lock = asyncio.Lock()
         self._counts: dict[AgentName, tuple[int, float]] = {}
 
     async def count(self, agent: AgentName) -> int:
         """The number of request queues of `agent`, at least 1."""
-        if (known := self._known(agent)) is None:
-            async with self._asking:
-                if (known := self._known(agent)) is None:
-                    known = await self._found(agent)
-                    self._counts[agent] = known, asyncio.get_running_loop().time() + _SHARDS_REMEMBERED
-        return known
+        if (count := self._cached(agent)) is None:
+            async with self._lookup_lock:
+                if (count := self._cached(agent)) is None:
+                    count = await self._query_broker(agent)
+                    self._counts[agent] = count, asyncio.get_running_loop().time() + _SHARD_CACHE_SECONDS
+        return count
 
-    def _known(self, agent: AgentName) -> int | None:
-        count, until = self._counts.get(agent, (None, 0.0))
-        return count if until > asyncio.get_running_loop().time() else None
+    def _cached(self, agent: AgentName) -> int | None:
+        count, expires_at = self._counts.get(agent, (None, 0.0))
+        return count if expires_at > asyncio.get_running_loop().time() else None
 
-    def forget(self, agent: AgentName) -> None:
+    def invalidate(self, agent: AgentName) -> None:
         """Check again before the next request."""
         self._counts.pop(agent, None)
 
-    async def _found(self, agent: AgentName) -> int:
+    async def _query_broker(self, agent: AgentName) -> int:
         number = 1
         while number < MOST_SHARDS and await self._broker.depth(shard_of(agent, number)) is not None:
             number += 1
@@ -89,11 +89,11 @@ class Shards:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answered:
+class _ReceivedReply:
     """Identifies a reply, to distinguish a repeated reply from a conflicting one."""
 
     agent: str
-    asked: str | None
+    request_fingerprint: str | None
     digest: bytes | None
 
 
@@ -112,13 +112,13 @@ class Client:
         self._broker = broker
         self._name: AgentName = agent_name(name)
         self._id = ReplicaId(new_id())
-        self._waiting: dict[TaskId, asyncio.Future[Reply]] = {}
+        self._pending: dict[TaskId, asyncio.Future[Reply]] = {}
         self._agents: dict[TaskId, str] = {}
-        self._answered: dict[TaskId, _Answered] = {}  # the most recent ones
-        self._shards = Shards(broker)
-        self._asked: dict[TaskId, str] = {}  # the fingerprints of requests
+        self._received_replies: dict[TaskId, _ReceivedReply] = {}  # the most recent ones
+        self._shards = ShardCounts(broker)
+        self._request_fingerprints: dict[TaskId, str] = {}  # the fingerprints of requests
         self._subscription: Subscription | None = None
-        self._settling: set[asyncio.Task[bool]] = set()
+        self._ack_tasks: set[asyncio.Task[bool]] = set()
         self.duplicates = 0
         self.conflicts = 0
 
@@ -126,7 +126,9 @@ class Client:
         try:
             await self._broker.open()
             await self._broker.declare(self._name, self._id)
-            self._subscription = await self._broker.consume(private_of(self._name, self._id), 100, self._receive)
+            self._subscription = await self._broker.consume(
+                private_of(self._name, self._id), 100, self._handle_delivery
+            )
         except BaseException:
             await self._broker.close()
             raise
@@ -135,7 +137,7 @@ class Client:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.gather(*self._settling, return_exceptions=True)
+        await asyncio.gather(*self._ack_tasks, return_exceptions=True)
         await self._broker.close()
 
     async def send(
@@ -172,11 +174,11 @@ class Client:
     async def _publish(self, agent: AgentName, request: Message) -> Published:
         """Publish to the agent's request queue for this client."""
         address = shard_for(agent, self._name, await self._shards.count(agent))
-        (word,) = await self._broker.publish([(address, request)])
-        if word is Published.UNROUTABLE and address != requests_of(agent):
-            self._shards.forget(agent)
-            (word,) = await self._broker.publish([(requests_of(agent), request)])
-        return word
+        (result,) = await self._broker.publish([(address, request)])
+        if result is Published.UNROUTABLE and address != requests_of(agent):
+            self._shards.invalidate(agent)
+            (result,) = await self._broker.publish([(requests_of(agent), request)])
+        return result
 
     async def ask(self, agent: str, input_: JsonValue, *, timeout: timedelta | None = None) -> Outcome:
         """Send a request and wait for its outcome.
@@ -184,24 +186,24 @@ class Client:
         Raises:
             TimeoutError: no reply within `timeout` and a little more; the task may still end.
         """
-        waiting = await self.send(agent, input_, timeout=timeout)
+        reply = await self.send(agent, input_, timeout=timeout)
         limit = None if timeout is None else (timeout + timedelta(seconds=5)).total_seconds()
         async with asyncio.timeout(limit):
-            return (await waiting).outcome
+            return (await reply).outcome
 
     def expect(self, agent: str, task_id: TaskId) -> asyncio.Future[Reply]:
         """The future of the reply of `agent` to a task: one that is handed in with `request` by another way."""
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._waiting[task_id], self._agents[task_id] = reply, agent_name(agent)
-        self._answered.pop(task_id, None)
-        reply.add_done_callback(partial(self._closed, task_id))
+        self._pending[task_id], self._agents[task_id] = reply, agent_name(agent)
+        self._received_replies.pop(task_id, None)
+        reply.add_done_callback(partial(self._discard_pending, task_id))
         return reply
 
-    def _closed(self, task_id: TaskId, reply: asyncio.Future[Reply]) -> None:
+    def _discard_pending(self, task_id: TaskId, reply: asyncio.Future[Reply]) -> None:
         """Forget a request without a waiting caller."""
-        if self._waiting.get(task_id) is reply:
-            del self._waiting[task_id], self._agents[task_id]
-            self._asked.pop(task_id, None)
+        if self._pending.get(task_id) is reply:
+            del self._pending[task_id], self._agents[task_id]
+            self._request_fingerprints.pop(task_id, None)
 
     async def cancel(self, agent: str, task_id: TaskId) -> None:
         """Ask `agent` to end a task as cancelled; its requester hears the outcome.
@@ -209,9 +211,9 @@ class Client:
         Raises:
             UnknownAgent: nobody ever served `agent` here.
         """
-        letter = (responses_of(agent_name(agent)), cancel_message(self._name, task_id))
-        (word,) = await self._broker.publish([letter])
-        if word is Published.UNROUTABLE:
+        envelope = (responses_of(agent_name(agent)), cancel_message(self._name, task_id))
+        (result,) = await self._broker.publish([envelope])
+        if result is Published.UNROUTABLE:
             raise UnknownAgent(agent)
 
     def request(
@@ -228,7 +230,7 @@ class Client:
             NotJson: `input_` is not JSON.
         """
         input_ = check_json(input_, "input")
-        said = A2AMessage(
+        a2a_message = A2AMessage(
             message_id=new_id(),
             role="ROLE_USER",
             parts=[Part(text=input_) if isinstance(input_, str) else Part(data=input_)],
@@ -242,7 +244,7 @@ class Client:
             headers[Header.DEADLINE.value] = (datetime.now(UTC) + timeout).timestamp()
         message = Message(
             type=MessageType.REQUEST,
-            body=RequestBody(message=said).to_bytes(),
+            body=RequestBody(message=a2a_message).to_bytes(),
             message_id=task_id,
             correlation_id=task_id,
             app_id=self._name,
@@ -250,50 +252,50 @@ class Client:
             headers=headers,
             timestamp=datetime.now(UTC),
         )
-        self._asked[task_id] = fingerprint(message)
+        self._request_fingerprints[task_id] = fingerprint(message)
         return message
 
-    def _receive(self, delivery: Delivery) -> None:
+    def _handle_delivery(self, delivery: Delivery) -> None:
         message = delivery.message
         if message.type is MessageType.RESPONSE:
             task_id = TaskId(message.correlation_id)
-            if (answered := self._answered.get(task_id)) is not None:
-                self._answer_again(answered, message)
-            elif (waiting := self._waiting.get(task_id)) is not None and message.app_id == self._agents[task_id]:
-                self._answer(waiting, task_id, message)
-        settling = asyncio.ensure_future(delivery.ack())
-        self._settling.add(settling)
-        settling.add_done_callback(self._settling.discard)
+            if (received := self._received_replies.get(task_id)) is not None:
+                self._count_repeated(received, message)
+            elif (reply := self._pending.get(task_id)) is not None and message.app_id == self._agents[task_id]:
+                self._resolve(reply, task_id, message)
+        ack_task = asyncio.ensure_future(delivery.ack())
+        self._ack_tasks.add(ack_task)
+        ack_task.add_done_callback(self._ack_tasks.discard)
 
-    def _answer(self, waiting: asyncio.Future[Reply], task_id: TaskId, message: Message) -> None:
-        asked = self._asked.get(task_id)
-        if waiting.done():
+    def _resolve(self, reply: asyncio.Future[Reply], task_id: TaskId, message: Message) -> None:
+        request_fingerprint = self._request_fingerprints.get(task_id)
+        if reply.done():
             return  # the caller has given up
         try:
             body = parse(ResponseBody, message.body)
-            if asked is not None and body.refuses not in {None, asked}:
+            if request_fingerprint is not None and body.refuses not in {None, request_fingerprint}:
                 return  # it refuses another sender's request with the same id
             outcome = body.outcome()
         except PoisonMessage as error:
-            waiting.set_exception(error)
-            self._remember(task_id, _Answered(message.app_id, asked, None))
+            reply.set_exception(error)
+            self._record_reply(task_id, _ReceivedReply(message.app_id, request_fingerprint, None))
             return
-        waiting.set_result(Reply(task_id, outcome, message.app_id))
-        self._remember(task_id, _Answered(message.app_id, asked, _digest(outcome)))
+        reply.set_result(Reply(task_id, outcome, message.app_id))
+        self._record_reply(task_id, _ReceivedReply(message.app_id, request_fingerprint, _digest(outcome)))
 
-    def _remember(self, task_id: TaskId, answered: _Answered) -> None:
-        self._answered[task_id] = answered
-        if len(self._answered) > _ANSWERED_KEPT:
-            del self._answered[next(iter(self._answered))]
+    def _record_reply(self, task_id: TaskId, received: _ReceivedReply) -> None:
+        self._received_replies[task_id] = received
+        if len(self._received_replies) > _MAX_KEPT_REPLIES:
+            del self._received_replies[next(iter(self._received_replies))]
 
-    def _answer_again(self, answered: _Answered, message: Message) -> None:
-        if message.app_id != answered.agent:
+    def _count_repeated(self, received: _ReceivedReply, message: Message) -> None:
+        if message.app_id != received.agent:
             return
         try:
             body = parse(ResponseBody, message.body)
-            if answered.asked is not None and body.refuses not in {None, answered.asked}:
+            if received.request_fingerprint is not None and body.refuses not in {None, received.request_fingerprint}:
                 return
-            differs = answered.digest is not None and _digest(body.outcome()) != answered.digest
+            differs = received.digest is not None and _digest(body.outcome()) != received.digest
         except PoisonMessage:
             return
         self.conflicts += differs

@@ -15,7 +15,7 @@
     ├── CheckpointError
     │   └── IncompatibleState   give the task back for another replica; park it after a limit
     ├── ResumeRefused           an operation cannot be resumed: one class for each reason
-    ├── SessionHeld             another process runs this session of `meshpoint exec`: says which
+    ├── SessionLocked             another process runs this session of `meshpoint exec`: says which
     └── AgentFailed             answer with the error, then ack
         ├── InvalidInput        the request does not fit the agent's declared input
         ├── InvalidOutput       the agent's result does not fit its declared output
@@ -42,7 +42,7 @@ class MeshpointError(Exception):
     """Any error that Meshpoint raises on purpose."""
 
 
-_LONGEST_PART = 2_000
+_MAX_PART_LENGTH = 2_000
 """Characters: an error quotes what somebody wrote, and stays readable."""
 
 
@@ -50,7 +50,9 @@ class ConfigurationError(MeshpointError):
     """The configuration cannot work. `key` names the setting, `fix` what to write instead."""
 
     def __init__(self, key: str, problem: str, fix: str) -> None:
-        key, problem = (text if len(text) <= _LONGEST_PART else f"{text[:_LONGEST_PART]}…" for text in (key, problem))
+        key, problem = (
+            text if len(text) <= _MAX_PART_LENGTH else f"{text[:_MAX_PART_LENGTH]}…" for text in (key, problem)
+        )
         super().__init__(f"{key}: {problem}; {fix}")
         self.key, self.problem, self.fix = key, problem, fix
 
@@ -138,7 +140,7 @@ class OperationConflict(ResumeRefused):
     """Its agent is exclusive, and another operation of it is active."""
 
 
-class SessionHeld(MeshpointError):
+class SessionLocked(MeshpointError):
     """Another process runs this session of `meshpoint exec`."""
 
 
@@ -170,17 +172,17 @@ class ConsistencyError(AgentFailed):
     """
 
     def __init__(
-        self, what: str, *, missing: Sequence[str] = (), extra: Sequence[str] = (), changed: Sequence[str] = ()
+        self, summary: str, *, missing: Sequence[str] = (), extra: Sequence[str] = (), changed: Sequence[str] = ()
     ) -> None:
         kinds = {"missing": missing, "extra": extra, "changed": changed}
-        found = [f"{kind}: {_some(keys)}" for kind, keys in kinds.items() if keys]
-        super().__init__("; ".join([what, *found]))
+        found = [f"{kind}: {_format_keys(keys)}" for kind, keys in kinds.items() if keys]
+        super().__init__("; ".join([summary, *found]))
         self.missing, self.extra, self.changed = tuple(missing), tuple(extra), tuple(changed)
 
 
-def _some(keys: Sequence[str], most: int = 10) -> str:
-    named = ", ".join(repr(key) for key in keys[:most])
-    return named if len(keys) <= most else f"{named} and {len(keys) - most} more"
+def _format_keys(keys: Sequence[str], limit: int = 10) -> str:
+    named = ", ".join(repr(key) for key in keys[:limit])
+    return named if len(keys) <= limit else f"{named} and {len(keys) - limit} more"
 
 
 class SubtaskRefused(AgentFailed):
@@ -191,7 +193,7 @@ class SubtaskFailed(AgentFailed):
     """A subtask failed in an earlier run of this attempt, with an error that cannot be made again from its record."""
 
 
-class NoResult(Protocol):
+class FailureLike(Protocol):
     """What `PeerFailed` needs of a `Failed`."""
 
     @property
@@ -204,7 +206,7 @@ class NoResult(Protocol):
 class PeerFailed(AgentFailed):
     """A peer call has no result. `outcome` is its `Failed`: `kind` is for code, `message` for people."""
 
-    def __init__(self, peer: str, outcome: NoResult) -> None:
+    def __init__(self, peer: str, outcome: FailureLike) -> None:
         super().__init__(f"peer {peer!r}: {outcome.kind}: {outcome.message}")
         self.peer, self.outcome = peer, outcome
 
@@ -221,5 +223,5 @@ class Interrupted(KeyboardInterrupt):
     """A person's signal that ends all running code, including agent code. Raised only by a signal handler."""
 
 
-NO_DEFECT = (Unavailable, ConfigurationError)
+NON_DEFECT_ERRORS = (Unavailable, ConfigurationError)
 """Errors that are not the fault of a single message; anything else that a room raises is a defect."""

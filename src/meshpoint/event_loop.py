@@ -32,7 +32,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
     try:
-        with asyncio.Runner(loop_factory=_lasting(_loop_class())) as runner:
+        with asyncio.Runner(loop_factory=_resilient_loop(_loop_class())) as runner:
             return runner.run(main)
     finally:
         gc.set_threshold(*before)
@@ -46,16 +46,16 @@ def _loop_class() -> Any:
 
 
 @cache
-def _lasting(loop_class: Any) -> Callable[[], asyncio.AbstractEventLoop]:
+def _resilient_loop(loop_class: Any) -> Callable[[], asyncio.AbstractEventLoop]:
     """A subclass of `loop_class` that only its main task or Ctrl-C can end; callbacks and `stop` cannot."""
 
-    class LastingLoop(loop_class):  # type: ignore[misc]
-        _awaited: asyncio.Future[Any] | None = None
-        begun_again: Callable[[], object] | None = None
+    class ResilientLoop(loop_class):  # type: ignore[misc]
+        _main_future: asyncio.Future[Any] | None = None
+        on_restart: Callable[[], object] | None = None
         """Called when the loop continues after an exit: uvloop then resets the signal wake-up file descriptor."""
 
         def run_until_complete(self, future: Any) -> Any:
-            self._awaited = main = asyncio.ensure_future(future, loop=self)
+            self._main_future = main = asyncio.ensure_future(future, loop=self)
             return super().run_until_complete(main)
 
         def run_forever(self) -> None:
@@ -63,15 +63,15 @@ def _lasting(loop_class: Any) -> Callable[[], asyncio.AbstractEventLoop]:
                 try:
                     return super().run_forever()  # type: ignore[no-any-return]
                 except EXITS as error:
-                    if from_outside(error) or self._awaited is None or self._awaited.done():
+                    if from_outside(error) or self._main_future is None or self._main_future.done():
                         raise
                     log.warning("a callback raised %s", described(error), exc_info=True)
-                    if self.begun_again is not None:
-                        self.call_soon(self.begun_again)
+                    if self.on_restart is not None:
+                        self.call_soon(self.on_restart)
 
         def stop(self) -> None:
             if in_agent_code():
                 raise RuntimeError("agent code may not stop the event loop")
             super().stop()
 
-    return LastingLoop
+    return ResilientLoop

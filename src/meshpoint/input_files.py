@@ -9,7 +9,7 @@ from typing import IO
 _MIB = 1024 * 1024
 
 
-def read_bounded(path: Path, most: int) -> bytes:
+def read_bounded(path: Path, max_bytes: int) -> bytes:
     """Read `path`, which may be a pipe or a device.
 
     Raises:
@@ -17,18 +17,18 @@ def read_bounded(path: Path, most: int) -> bytes:
     """
     try:
         with path.open("rb") as file:
-            return read_stream(file, most)
+            return read_stream(file, max_bytes)
     except ValueError as error:  # NUL character in the name
         raise OSError(errno.EINVAL, str(error)) from error
 
 
-def read_stream(stream: IO[bytes], most: int) -> bytes:
+def read_stream(stream: IO[bytes], max_bytes: int) -> bytes:
     """Read `stream` to its end.
 
     Raises:
         OSError: it is larger than `most` bytes.
     """
-    content = stream.read(most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"has more than {most // _MIB} MiB")
+    content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"has more than {max_bytes // _MIB} MiB")
     return content

@@ -15,7 +15,7 @@ from meshpoint.model.ids import AgentName, new_id
 from meshpoint.ports.agent import DurableAgent
 from meshpoint.ports.observer import Observer
 from meshpoint.settings import AgentSettings, MeshSettings, Settings
-from meshpoint.wiring import close_broker, first_of, make_broker, worker_of
+from meshpoint.wiring import build_worker, close_broker, first_error, make_broker
 
 
 @asynccontextmanager
@@ -50,14 +50,14 @@ async def local_mesh(
     _check_names(agents)
     mesh = MeshSettings(namespace=namespace or f"local-{new_id()}", broker_url=broker_url)
     with tempfile.TemporaryDirectory(prefix="meshpoint-", ignore_cleanup_errors=True) as folder:
-        given = {"session_db_url": db_url or f"sqlite:///{folder}/tasks.db", **options}
-        settings = Settings(mesh=mesh, agents=tuple(_settings(agent, given) for agent in agents))
-        broker, hears, stop = make_broker(mesh), observer or LoggingObserver(), asyncio.Event()
+        overrides = {"session_db_url": db_url or f"sqlite:///{folder}/tasks.db", **options}
+        settings = Settings(mesh=mesh, agents=tuple(_agent_settings(agent, overrides) for agent in agents))
+        broker, sink, stop = make_broker(mesh), observer or LoggingObserver(), asyncio.Event()
         workers = [
-            worker_of(agent, kept, mesh.namespace, broker, hears, kept.options())
-            for agent, kept in zip(agents, settings.agents, strict=True)
+            build_worker(agent, agent_settings, mesh.namespace, broker, sink, agent_settings.options())
+            for agent, agent_settings in zip(agents, settings.agents, strict=True)
         ]
-        raised: Exception | None = None
+        block_error: Exception | None = None
         try:
             await broker.open()
             for agent in agents:  # now, so that the first request finds its queue
@@ -68,25 +68,25 @@ async def local_mesh(
                 try:
                     yield client
                 except Exception as error:  # kept until the agents have drained
-                    raised = error
+                    block_error = error
                 stop.set()
         except BaseExceptionGroup as group:
-            raise first_of(group) from group
+            raise first_error(group) from group
         finally:
             await close_broker(broker, workers)
-        if raised is not None:
-            raise raised
+        if block_error is not None:
+            raise block_error
 
 
 def _check_names(agents: tuple[DurableAgent[Any, Any], ...]) -> None:
     names = [agent.name for agent in agents]
     if not names:
         raise ConfigurationError("local_mesh", "there is no agent to serve", "name at least one")
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigurationError("local_mesh", f"two agents are called {twice!r}", "give each a name of its own")
+    if duplicate := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigurationError("local_mesh", f"two agents are called {duplicate!r}", "give each a name of its own")
 
 
-def _settings(agent: DurableAgent[Any, Any], given: dict[str, Any]) -> AgentSettings:
-    durable = {"stateless_checkpointing": True, "session_service": "sql", "drain_timeout_seconds": 1}
+def _agent_settings(agent: DurableAgent[Any, Any], overrides: dict[str, Any]) -> AgentSettings:
+    defaults = {"stateless_checkpointing": True, "session_service": "sql", "drain_timeout_seconds": 1}
     # The agent is here already, and is not looked for.
-    return AgentSettings(name=agent.name, entrypoint="meshpoint.local:local_mesh", **{**durable, **given})
+    return AgentSettings(name=agent.name, entrypoint="meshpoint.local:local_mesh", **{**defaults, **overrides})

@@ -14,10 +14,10 @@ from meshpoint.model.operations import OperationStatus, OperationSummary, Revive
 from meshpoint.model.outcomes import Outcome
 from meshpoint.model.subtasks import AgentCheckpoint
 from meshpoint.settings import AgentSettings
-from meshpoint.subtasks.resuming import operation_id, resume
-from meshpoint.wiring import open_store
+from meshpoint.subtasks.resuming import parse_operation_id, resume_operation
+from meshpoint.wiring import make_store
 
-_LOOK_EVERY = 0.2  # seconds
+_POLL_INTERVAL = 0.2  # seconds
 
 
 class Operations:
@@ -38,7 +38,7 @@ class Operations:
 
     def __init__(self, db_url: str, *, namespace: str = "meshpoint") -> None:
         settings = AgentSettings(name="operations", entrypoint="m:a", session_service="sql", session_db_url=db_url)
-        self._store = open_store(settings, namespace)
+        self._store = make_store(settings, namespace)
 
     async def __aenter__(self) -> Self:
         try:
@@ -60,7 +60,7 @@ class Operations:
             ConfigurationError: no operation can have this id.
             OperationNotFound: there is none.
         """
-        found = await self._store.operation(operation_id(id_))
+        found = await self._store.operation(parse_operation_id(id_))
         if found is None:
             raise OperationNotFound(id_, f"there is no operation {id_}")
         return found
@@ -81,7 +81,7 @@ class Operations:
             ConfigurationError: no operation can have this id.
             ResumeRefused: one of its five classes says why not.
         """
-        return await resume(self._store, operation_id(id_))
+        return await resume_operation(self._store, parse_operation_id(id_))
 
     async def wait(self, id_: str) -> Outcome:
         """How an operation ended; waits for it, with a look at the database five times a second.
@@ -89,14 +89,14 @@ class Operations:
         Raises:
             OperationNotFound: there is none, or it is gone.
         """
-        task_id = operation_id(id_)
+        task_id = parse_operation_id(id_)
         while True:
-            known = (await self._store.lookup([task_id])).get(task_id)
-            if known is None:
+            row = (await self._store.lookup([task_id])).get(task_id)
+            if row is None:
                 raise OperationNotFound(id_, f"there is no operation {id_}")
-            if known.reply is not None:
-                return parse(ResponseBody, known.reply.body).outcome()
-            await asyncio.sleep(_LOOK_EVERY)
+            if row.reply is not None:
+                return parse(ResponseBody, row.reply.body).outcome()
+            await asyncio.sleep(_POLL_INTERVAL)
 
     async def preserve(self, id_: str, *, preserve: bool = True) -> None:
         """Exempt an operation's checkpoints from every deletion, or stop that.
@@ -104,9 +104,9 @@ class Operations:
         Raises:
             OperationNotFound: there is no such operation.
         """
-        if not await self._store.preserve(operation_id(id_), preserve=preserve):
+        if not await self._store.preserve(parse_operation_id(id_), preserve=preserve):
             raise OperationNotFound(id_, f"there is no operation {id_}")
 
     async def checkpoints(self, id_: str) -> list[AgentCheckpoint]:
         """What is kept of an operation's checkpoints, oldest first."""
-        return await self._store.history(operation_id(id_))
+        return await self._store.history(parse_operation_id(id_))

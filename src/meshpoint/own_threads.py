@@ -15,20 +15,20 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MOST = max(2, min(4, os.cpu_count() or 1))
+_MAX_THREADS = max(2, min(4, os.cpu_count() or 1))
 
 
-async def in_own_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def run_in_own_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `function` in a thread and return its result.
 
     It must end by itself, since the process waits for it on exit. Not called if cancelled before its turn.
     """
     return await asyncio.get_running_loop().run_in_executor(
-        _threads_of(os.getpid()), partial(function, *args, **kwargs)
+        _executor(os.getpid()), partial(function, *args, **kwargs)
     )
 
 
 @cache
-def _threads_of(process_id: int) -> ThreadPoolExecutor:
+def _executor(process_id: int) -> ThreadPoolExecutor:
     """The threads of this process. A forked process starts its own."""
-    return ThreadPoolExecutor(_MOST, "meshpoint-own")
+    return ThreadPoolExecutor(_MAX_THREADS, "meshpoint-own")

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from meshpoint.adapters.database_clock import DatabaseClock
-from meshpoint.adapters.inprocess.broker import MemoryBroker
-from meshpoint.adapters.inprocess.exchange import MemoryExchange
-from meshpoint.adapters.inprocess.store import MemoryCheckpointStore
-from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.broker import InProcessBroker
+from meshpoint.adapters.inprocess.exchange import InProcessExchange
+from meshpoint.adapters.inprocess.store import InProcessStore
+from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.adapters.logging_observer import LoggingObserver
 from meshpoint.adapters.sqlite_queue import SqliteBroker
 from meshpoint.adapters.system_clock import SystemClock
@@ -36,10 +36,10 @@ from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.settings import AgentSettings, MeshSettings, Settings
 
 _CLOCK = SystemClock()
-_EXCHANGES: dict[str, MemoryExchange] = {}
-_ENDED_KEPT = 10_000
+_EXCHANGES: dict[str, InProcessExchange] = {}
+_MAX_ENDED_TASKS = 10_000
 """Ids of ended tasks that a process remembers, so that it does not run duplicates of their requests."""
-_CLOSING, _LEAST = 10.0, 0.25
+_CLOSE_TIMEOUT, _MIN_CLOSE_TIMEOUT = 10.0, 0.25
 """Maximum seconds for closing the broker's connection, granted even if a drain took all its time."""
 
 
@@ -47,7 +47,9 @@ def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
     """The broker of a mesh, not yet open. `purpose` is shown in the names of connections to RabbitMQ."""
     scheme = urlsplit(mesh.broker_url).scheme
     if scheme == "memory":
-        return MemoryBroker(_EXCHANGES.setdefault(mesh.namespace, MemoryExchange(max_length=mesh.max_queue_length)))
+        return InProcessBroker(
+            _EXCHANGES.setdefault(mesh.namespace, InProcessExchange(max_length=mesh.max_queue_length))
+        )
     if scheme == "sqlite":
         return SqliteBroker(
             mesh.broker_url.removeprefix("sqlite:///"),
@@ -69,12 +71,12 @@ def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
     )
 
 
-def open_store(agent: AgentSettings, namespace: str) -> CheckpointStore:
+def make_store(agent: AgentSettings, namespace: str) -> CheckpointStore:
     """The database of an agent; `await store.open()` connects."""
-    from meshpoint.adapters.sql import SqlCheckpointStore
+    from meshpoint.adapters.sql import SqlStore
 
     timings = agent.timings()
-    return SqlCheckpointStore(
+    return SqlStore(
         agent.session_db_url,
         namespace=namespace,
         dispatch_lease=timings.dispatch_lease,
@@ -85,7 +87,7 @@ def open_store(agent: AgentSettings, namespace: str) -> CheckpointStore:
         checkpoint_archive=timings.checkpoint_archive,
         pool_size=agent.db_pool_size,
         max_join_bytes=agent.max_join_bytes,
-        mark_within=timings.dispatch_lease / 25,
+        confirm_linger=timings.dispatch_lease / 25,
     )
 
 
@@ -102,15 +104,15 @@ def make_worker(
     Raises:
         ConfigurationError: the entrypoint is no agent, or is one of another name.
     """
-    served = load_agent(agent.entrypoint)
-    if served.name != agent.name:
-        problem = f"{agent.name!r} is configured, but {agent.entrypoint!r} is called {served.name!r}"
-        raise ConfigurationError("agent.name", problem, f"write name: {served.name}")
-    return worker_of(served, agent, namespace, broker, observer, options, isolation)
+    durable_agent = load_agent(agent.entrypoint)
+    if durable_agent.name != agent.name:
+        problem = f"{agent.name!r} is configured, but {agent.entrypoint!r} is called {durable_agent.name!r}"
+        raise ConfigurationError("agent.name", problem, f"write name: {durable_agent.name}")
+    return build_worker(durable_agent, agent, namespace, broker, observer, options, isolation)
 
 
-def worker_of(
-    served: DurableAgent[Any, Any],
+def build_worker(
+    durable_agent: DurableAgent[Any, Any],
     agent: AgentSettings,
     namespace: str,
     broker: Broker,
@@ -119,22 +121,22 @@ def worker_of(
     isolation: Isolation | None = None,
 ) -> Worker:
     """`served` with the settings of `agent`, ready to `run` on `broker`."""
-    store = open_store(agent, namespace) if agent.stateless_checkpointing else None
+    store = make_store(agent, namespace) if agent.stateless_checkpointing else None
     clock = DatabaseClock(_CLOCK, store) if store else _CLOCK
-    memory = MemoryCheckpointStore(clock, timings=agent.timings(), ended_kept=_ENDED_KEPT)
+    inprocess_store = InProcessStore(clock, timings=agent.timings(), max_ended=_MAX_ENDED_TASKS)
     return Worker(
-        served,
+        durable_agent,
         broker=broker,
-        memory=memory,
+        memory=inprocess_store,
         durable=store,
-        lease_store=(lambda: open_store(agent, namespace)) if store else None,
+        lease_store=(lambda: make_store(agent, namespace)) if store else None,
         clock=clock,
         observer=observer,
         options=options,
         cache=make_cache(agent, namespace, store.copy_key) if store else None,
-        local=LocalWorkingMemory(_CLOCK),
+        local=InProcessWorkingMemory(_CLOCK),
         l1=make_working_memory(agent, namespace),
-        snapshots=make_snapshots(agent, namespace, (store or memory).copy_key),
+        snapshots=make_snapshots(agent, namespace, (store or inprocess_store).copy_key),
         isolation=isolation,
     )
 
@@ -160,9 +162,9 @@ def make_working_memory(agent: AgentSettings, namespace: str) -> WorkingMemory |
     return RedisWorkingMemory(
         agent.memory_url,
         namespace=namespace,
-        largest=_readable(agent),
-        active=timedelta(seconds=agent.memory_ttl_seconds),
-        paused=timedelta(seconds=agent.memory_paused_ttl_seconds),
+        max_bytes=_read_limit(agent),
+        active_ttl=timedelta(seconds=agent.memory_ttl_seconds),
+        paused_ttl=timedelta(seconds=agent.memory_paused_ttl_seconds),
     )
 
 
@@ -173,13 +175,13 @@ def make_snapshots(
     url = agent.memory_snapshot_url or agent.memory_url
     if url is None:
         return None
-    from meshpoint.adapters.redis import RedisSnapshots
+    from meshpoint.adapters.redis import RedisSnapshotStore
 
     ttl = timedelta(seconds=agent.memory_paused_ttl_seconds)
-    return RedisSnapshots(url, namespace=namespace, secret=secret, largest=_readable(agent), ttl=ttl)
+    return RedisSnapshotStore(url, namespace=namespace, secret=secret, max_bytes=_read_limit(agent), ttl=ttl)
 
 
-def _readable(agent: AgentSettings) -> int:
+def _read_limit(agent: AgentSettings) -> int:
     """Read limit in bytes for a working memory or its snapshot, above the largest that Meshpoint writes."""
     return 2 * agent.memory_max_bytes + 2**20
 
@@ -222,43 +224,45 @@ async def serve(settings: Settings, *, observer: Observer | None = None, stop: a
             for worker in workers:
                 agents.create_task(worker.run(stop))
     except BaseExceptionGroup as group:
-        raise first_of(group) from group
+        raise first_error(group) from group
     finally:
         await close_broker(broker, workers)
 
 
 async def close_broker(broker: Broker, workers: Sequence[Worker]) -> None:
     """Close the broker connection of ended `workers`, in the time left by their drains."""
-    within = max((worker.seconds_left for worker in workers), default=_CLOSING)
-    await bounded(broker.close(), min(max(within, _LEAST), _CLOSING), "closing the broker's connection")
+    timeout = max((worker.seconds_left for worker in workers), default=_CLOSE_TIMEOUT)
+    await bounded(
+        broker.close(), min(max(timeout, _MIN_CLOSE_TIMEOUT), _CLOSE_TIMEOUT), "closing the broker's connection"
+    )
 
 
-def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first plain error in a group, which is the cause; the others are its consequences."""
     error = group.exceptions[0]
-    return first_of(error) if isinstance(error, BaseExceptionGroup) else error
+    return first_error(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 async def sweep_once(settings: Settings) -> dict[str, int]:
     """One look for what time alone makes due, without running agent code; what was done, by name."""
-    counts = _Counts()
+    counts = _SweepCounter()
     broker = make_broker(settings.mesh)
     await broker.open()
     try:
         for agent in settings.agents:
-            by_hand = replace(agent.options(), max_concurrency=0, settle_time=timedelta())
-            await make_worker(agent, settings.mesh.namespace, broker, counts, by_hand).look_once()
+            options = replace(agent.options(), max_concurrency=0, settle_time=timedelta())
+            await make_worker(agent, settings.mesh.namespace, broker, counts, options).look_once()
     except BaseExceptionGroup as group:
-        raise first_of(group) from group
+        raise first_error(group) from group
     finally:
         await broker.close()
-    return counts.done
+    return counts.counts
 
 
-class _Counts:
+class _SweepCounter:
     """Counts what a look does."""
 
-    _NAMES: ClassVar = {
+    _LABELS: ClassVar = {
         Step.EXPIRE: "tasks past a deadline",
         Step.DISPATCH: "requests sent",
         Step.CANCEL_NOTICE: "cancels sent",
@@ -267,9 +271,9 @@ class _Counts:
     }
 
     def __init__(self) -> None:
-        self.done: dict[str, int] = dict.fromkeys(self._NAMES.values(), 0)
+        self.counts: dict[str, int] = dict.fromkeys(self._LABELS.values(), 0)
 
     def emit(self, event: Event) -> None:
-        if event.phase is Phase.AFTER and (name := self._NAMES.get(event.step)):
+        if event.phase is Phase.AFTER and (name := self._LABELS.get(event.step)):
             purged = event.detail.get("purged")
-            self.done[name] += purged if isinstance(purged, int) else len(event.task_ids)
+            self.counts[name] += purged if isinstance(purged, int) else len(event.task_ids)

@@ -16,7 +16,7 @@ from meshpoint.model.bodies import ResponseBody, parse
 from meshpoint.model.ids import AgentName, TaskId, new_id
 from meshpoint.model.messages import dead_letters_of
 from meshpoint.model.outcomes import Failed, Outcome
-from meshpoint.subtasks.resuming import resume
+from meshpoint.subtasks.resuming import resume_operation
 
 from .kit import EndedBefore, Mesh, Process, count_rows
 
@@ -129,7 +129,7 @@ class Stage:
         store = self.mesh.store()
         await store.open()
         try:
-            await resume(store, self._task_id)
+            await resume_operation(store, self._task_id)
             self._resumes += 1
         finally:
             await store.close()

@@ -267,7 +267,7 @@ class Mesh:
 
     def store(self) -> CheckpointStore:
         """The tables, not yet open."""
-        return wiring.open_store(self.rung.settings(self.rung.config("root")).agents[0], self.rung.namespace)
+        return wiring.make_store(self.rung.settings(self.rung.config("root")).agents[0], self.rung.namespace)
 
     async def close(self) -> None:
         for process in self.processes:

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from meshpoint.adapters.redis import RedisSnapshots, RedisWorkingMemory
+from meshpoint.adapters.redis import RedisSnapshotStore, RedisWorkingMemory
 from meshpoint.adapters.redis.connection import RedisConnection
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.checkpoint import L1Snapshot, Run, Save
 from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.memory import Owner, agent_id
@@ -54,9 +54,9 @@ async def main(
     """Do `work`: "keep" or "restore"."""
     l1, snapshots = (
         RedisWorkingMemory(redis_url, namespace=namespace),
-        RedisSnapshots(redis_url, namespace=namespace, secret=copy_key),
+        RedisSnapshotStore(redis_url, namespace=namespace, secret=copy_key),
     )
-    store = SqlCheckpointStore(database_url, namespace=namespace)
+    store = SqlStore(database_url, namespace=namespace)
     await store.open()
     run = Run(TaskId(task), AGENT, RunId(run_id), int(fence))
     owner = Owner(agent_id(AGENT, run.task_id), run.id, run.fence)
@@ -64,12 +64,12 @@ async def main(
     assert last is not None
     if work == "keep":
         snapshotter = L1CacheSnapshotter(l1, snapshots, 2**30, lambda *_: None)
-        packed = (await snapshotter.take(owner, last.seq + 1)).packed
+        packed = (await snapshotter.snapshot_on_checkpoint(owner, last.seq + 1)).packed
         checkpoint = last.model_copy(
             update={"seq": last.seq + 1, "l1_snapshot_hash": packed.digest, "l1_snapshot": to_bytes(packed)}
         )
         assert await steps.step(lambda: store.save(Save(run, AgentCheckpoint.model_validate(checkpoint)))) == Saved()
-        await snapshotter.keep(owner.agent_id, packed)
+        await snapshotter.store_snapshot(owner.agent_id, packed)
     else:
 
         async def from_sql() -> L1Snapshot | None:
@@ -82,12 +82,12 @@ async def main(
 
 def count_requests() -> None:
     """Make each request to Redis a step."""
-    ask = RedisConnection.ask
+    ask = RedisConnection.execute
 
     async def counted(self: RedisConnection, what: str, request: Callable[[Any], Awaitable[T]]) -> T:
         return await steps.step(lambda: ask(self, what, request))
 
-    RedisConnection.ask = counted  # type: ignore[method-assign]
+    RedisConnection.execute = counted  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def run(environment: dict[str, str], requests: int, *arguments: str) -> tuple[di
 def check(ledger: dict[str, Any], requests: int) -> None:
     counted = ("requests", "answers", "lost", "duplicated", "failed")
     assert [ledger[name] for name in counted] == [requests, requests, 0, 0, 0]
-    for name in ("paused_in_killed", "running_in_killed", "resumed_elsewhere", "taken_over"):
+    for name in ("paused_in_killed", "running_in_killed", "resumed_elsewhere", "rescued"):
         assert ledger[name] > 0, name
 
 
@@ -101,9 +101,9 @@ def test_servers_that_are_away_are_told_in_one_line(environment: dict[str, str])
 async def test_a_replica_that_cannot_start_says_why_in_one_line() -> None:
     agent = AgentSettings(name="travel", entrypoint="meshpoint.demo.agents:nobody")
     process = await ReplicaProcess.start("A", Settings(mesh=MeshSettings(), agents=(agent,)))
-    assert [told async for told in process.events()] == []
+    assert [told async for told in process.read_events()] == []
     await process.close()
-    why = str(process.failed())
+    why = str(process.startup_error())
     assert why.startswith("replica A did not start: ")
     assert "nobody" in why
     assert "\n" not in why

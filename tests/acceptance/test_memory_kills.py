@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
 
-from meshpoint.adapters.redis import RedisSnapshots, RedisWorkingMemory
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.redis import RedisSnapshotStore, RedisWorkingMemory
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.agent_memory import MemoryRecovery
 from meshpoint.model.checkpoint import Begin, Begun, L1Snapshot, Requester, Run, Save
 from meshpoint.model.ids import RunId, TaskId, new_id
@@ -55,8 +55,8 @@ class Patient:
     database_url: str
     namespace: str
     l1: RedisWorkingMemory
-    snapshots: RedisSnapshots
-    store: SqlCheckpointStore
+    snapshots: RedisSnapshotStore
+    store: SqlStore
     raw: Redis
     run: Run
     steps: list[str] = field(default_factory=list)
@@ -70,7 +70,9 @@ class Patient:
         await self.l1.replace(self.owner, [Item(key, Kind.STRING, value) for key, value in OLD.items()])
         last = await self.store.latest(self.run.task_id)
         seq = last.seq + 1 if last is not None else 1
-        packed = (await L1CacheSnapshotter(self.l1, None, 2**30, lambda *_: None).take(self.owner, seq)).packed
+        packed = (
+            await L1CacheSnapshotter(self.l1, None, 2**30, lambda *_: None).snapshot_on_checkpoint(self.owner, seq)
+        ).packed
         checkpoint = AgentCheckpoint(
             operation_id=self.run.task_id,
             agent=AGENT,
@@ -100,7 +102,7 @@ class Patient:
         last = await self.store.latest(self.run.task_id)
         assert last is not None
         strategy = DualRecoveryStrategy(self.l1, self.snapshots, lambda *_: None)
-        return (await strategy.recover(self.owner, last.l1_snapshot_hash, from_sql)).how
+        return (await strategy.recover(self.owner, last.l1_snapshot_hash, from_sql)).recovery
 
     async def child(self, work: str, step: int, when: str) -> tuple[int, int]:
         """Let a process do `work` and die at `step`; its exit code, and the steps it counted."""
@@ -117,14 +119,14 @@ class Patient:
 
 @pytest_asyncio.fixture
 async def patient(redis_url: str, database_url: str, namespace: str) -> AsyncIterator[Patient]:
-    store = SqlCheckpointStore(database_url, namespace=namespace)
+    store = SqlStore(database_url, namespace=namespace)
     await store.open()
     run = Run(TaskId(new_id()), AGENT, RunId(new_id()))
     [begun] = await store.begin([Begin(run, HERE, Requester(), b"{}", Operation(type="test", parameters=None))])
     assert isinstance(begun, Begun)
     async with Redis.from_url(redis_url) as raw:
         l1 = RedisWorkingMemory(redis_url, namespace=namespace)
-        snapshots = RedisSnapshots(redis_url, namespace=namespace, secret=copy_key)
+        snapshots = RedisSnapshotStore(redis_url, namespace=namespace, secret=copy_key)
         yield Patient(redis_url, database_url, namespace, l1, snapshots, store, raw, begun.run)
         await l1.forget(Owner(agent_id(AGENT, run.task_id), begun.run.id, begun.run.fence))
     await l1.close()

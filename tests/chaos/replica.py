@@ -20,7 +20,7 @@ from pathlib import Path
 
 from meshpoint import event_loop, wiring
 from meshpoint.adapters.system_clock import SystemClock
-from meshpoint.cli.watchdog import Ending
+from meshpoint.cli.watchdog import DrainExitObserver
 from meshpoint.errors import MeshpointError
 from meshpoint.ports.broker import Broker
 from meshpoint.settings import load
@@ -91,7 +91,7 @@ async def _serve(order: Order, told: Connection, wrap: Wrap) -> None:
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_reader(told.fileno(), os._exit, 1)  # nothing is ever sent here: the supervisor is gone
     settings = load([order.config])
-    ending = Ending(len(settings.agents), lambda: os._exit(0))
+    ending = DrainExitObserver(len(settings.agents), lambda: os._exit(0))
     events = EventFile(order.folder / f"{order.name}.events", told, ending)
     mesh = settings.mesh
     broker = wrap(wiring.make_broker(mesh), events, order)
@@ -107,6 +107,6 @@ async def _serve(order: Order, told: Connection, wrap: Wrap) -> None:
             for worker in workers:
                 agents.create_task(worker.run(stop))
     except BaseExceptionGroup as group:
-        raise wiring.first_of(group) from group
+        raise wiring.first_error(group) from group
     finally:
         await broker.close()

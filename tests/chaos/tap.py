@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from meshpoint.cli.watchdog import Ending
+from meshpoint.cli.watchdog import DrainExitObserver
 from meshpoint.errors import Unavailable
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId
@@ -30,7 +30,7 @@ DOUBLED, REDELIVERED = "doubled", "redelivered"
 class EventFile:
     """An observer that writes a line per event, whole in the file before `ending` gets the event."""
 
-    def __init__(self, path: Path, told: Connection, ending: Ending) -> None:
+    def __init__(self, path: Path, told: Connection, ending: DrainExitObserver) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._told, self._ending = told, ending
 

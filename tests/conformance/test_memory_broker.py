@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import pytest
 
-from meshpoint.adapters.inprocess.broker import MemoryBroker
-from meshpoint.adapters.inprocess.exchange import MemoryExchange
+from meshpoint.adapters.inprocess.broker import InProcessBroker
+from meshpoint.adapters.inprocess.exchange import InProcessExchange
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.messages import Address, Header, dead_letters_of, nested_of, private_of, responses_of, shard_of
 from meshpoint.ports.broker import Broker, Published
@@ -16,32 +16,32 @@ from meshpoint.testing.conformance.broker import AGENT, REQUESTS, BrokerSuite, I
 
 
 @pytest.fixture
-def exchange() -> MemoryExchange:
-    return MemoryExchange(delivery_limit=5, private_ttl=timedelta())
+def exchange() -> InProcessExchange:
+    return InProcessExchange(delivery_limit=5, private_ttl=timedelta())
 
 
 class TestMemoryBroker(BrokerSuite):
     @pytest.fixture
-    async def broker(self, exchange: MemoryExchange) -> AsyncIterator[Broker]:
-        broker = MemoryBroker(exchange)
+    async def broker(self, exchange: InProcessExchange) -> AsyncIterator[Broker]:
+        broker = InProcessBroker(exchange)
         await broker.open()
         yield broker
         await broker.close()
 
     @pytest.fixture
-    async def other(self, broker: Broker, exchange: MemoryExchange) -> AsyncIterator[Broker]:
-        other = MemoryBroker(exchange)
+    async def other(self, broker: Broker, exchange: InProcessExchange) -> AsyncIterator[Broker]:
+        other = InProcessBroker(exchange)
         await other.open()
         yield other
         await other.close()
 
     async def break_connection(self, broker: Broker) -> None:
-        assert isinstance(broker, MemoryBroker)
+        assert isinstance(broker, InProcessBroker)
         broker.lose_connection()
 
 
-async def test_a_message_that_always_comes_back_ends_among_the_dead_letters(exchange: MemoryExchange) -> None:
-    broker, inbox, dead = MemoryBroker(exchange), Inbox(), Inbox()
+async def test_a_message_that_always_comes_back_ends_among_the_dead_letters(exchange: InProcessExchange) -> None:
+    broker, inbox, dead = InProcessBroker(exchange), Inbox(), Inbox()
     await broker.open()
     await broker.declare(AGENT)
     await broker.consume(REQUESTS, 1, inbox)
@@ -56,8 +56,8 @@ async def test_a_message_that_always_comes_back_ends_among_the_dead_letters(exch
     await broker.close()
 
 
-async def test_a_private_queue_disappears_after_its_broker(exchange: MemoryExchange) -> None:
-    gone, broker = MemoryBroker(exchange), MemoryBroker(exchange)
+async def test_a_private_queue_disappears_after_its_broker(exchange: InProcessExchange) -> None:
+    gone, broker = InProcessBroker(exchange), InProcessBroker(exchange)
     await broker.open()
     await gone.open()
     address = private_of(AGENT, ReplicaId("r1"))
@@ -68,8 +68,8 @@ async def test_a_private_queue_disappears_after_its_broker(exchange: MemoryExcha
     await broker.close()
 
 
-async def test_what_is_lost_on_its_way_to_a_consumer_comes_once(exchange: MemoryExchange) -> None:
-    broker, inbox = MemoryBroker(exchange), Inbox()
+async def test_what_is_lost_on_its_way_to_a_consumer_comes_once(exchange: InProcessExchange) -> None:
+    broker, inbox = InProcessBroker(exchange), Inbox()
     await broker.open()
     await broker.declare(AGENT)
     await broker.consume(REQUESTS, 10, inbox)
@@ -80,8 +80,8 @@ async def test_what_is_lost_on_its_way_to_a_consumer_comes_once(exchange: Memory
     await broker.close()
 
 
-async def test_what_is_on_its_way_to_a_cancelled_consumer_goes_back(exchange: MemoryExchange) -> None:
-    broker, late, inbox = MemoryBroker(exchange), Inbox(), Inbox()
+async def test_what_is_on_its_way_to_a_cancelled_consumer_goes_back(exchange: InProcessExchange) -> None:
+    broker, late, inbox = InProcessBroker(exchange), Inbox(), Inbox()
     await broker.open()
     await broker.declare(AGENT)
     subscription = await broker.consume(REQUESTS, 10, late)
@@ -94,7 +94,7 @@ async def test_what_is_on_its_way_to_a_cancelled_consumer_goes_back(exchange: Me
 
 
 async def test_a_full_private_queue_refuses() -> None:
-    broker = MemoryBroker(MemoryExchange(private_max_length=2))
+    broker = InProcessBroker(InProcessExchange(private_max_length=2))
     await broker.open()
     await broker.declare(AGENT, ReplicaId("r1"))
     private = private_of(AGENT, ReplicaId("r1"))
@@ -106,7 +106,7 @@ async def test_a_full_private_queue_refuses() -> None:
 
 @pytest.mark.parametrize("address", [shard_of(AGENT, 0), shard_of(AGENT, 1), nested_of(AGENT)])
 async def test_a_full_queue_of_requests_refuses(address: Address) -> None:
-    broker = MemoryBroker(MemoryExchange(max_length=2))
+    broker = InProcessBroker(InProcessExchange(max_length=2))
     await broker.open()
     await broker.declare(AGENT, shards=2)
     words = [(await broker.publish([(address, a_message())]))[0] for _ in range(3)]
@@ -115,7 +115,11 @@ async def test_a_full_queue_of_requests_refuses(address: Address) -> None:
 
 
 async def test_the_oldest_dead_letters_go_first() -> None:
-    broker, inbox, sent = MemoryBroker(MemoryExchange(dead_letters_max_length=2)), Inbox(), [a_message(), a_message()]
+    broker, inbox, sent = (
+        InProcessBroker(InProcessExchange(dead_letters_max_length=2)),
+        Inbox(),
+        [a_message(), a_message()],
+    )
     await broker.open()
     await broker.declare(AGENT)
     dead = dead_letters_of(AGENT)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from meshpoint.adapters.inprocess.clock import FakeClock
-from meshpoint.adapters.inprocess.store import MemoryCheckpointStore
+from meshpoint.adapters.inprocess.store import InProcessStore
 from meshpoint.model.checkpoint import Requester
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.conformance.build import AGENT, SECOND, TIMINGS, an_end, paused, resumed
@@ -18,14 +18,14 @@ from meshpoint.testing.conformance.store import CheckpointStoreSuite
 class TestMemoryCheckpointStore(CheckpointStoreSuite):
     @pytest.fixture
     async def store(self, clock: FakeClock) -> AsyncIterator[CheckpointStore]:
-        store = MemoryCheckpointStore(clock, timings=TIMINGS)
+        store = InProcessStore(clock, timings=TIMINGS)
         await store.open()
         yield store
         await store.close()
 
 
 def test_a_task_in_memory_ends_with_the_process() -> None:
-    assert not MemoryCheckpointStore(FakeClock(), timings=TIMINGS).durable
+    assert not InProcessStore(FakeClock(), timings=TIMINGS).durable
 
 
 def test_no_section_of_the_suite_hides_a_test_of_another() -> None:
@@ -35,7 +35,7 @@ def test_no_section_of_the_suite_hides_a_test_of_another() -> None:
 
 async def test_a_reply_that_has_no_address_is_not_offered() -> None:
     clock = FakeClock()
-    store = MemoryCheckpointStore(clock, timings=TIMINGS)
+    store = InProcessStore(clock, timings=TIMINGS)
     pause = await paused(store, requester=Requester())
     await store.end([an_end((await resumed(store, pause)).run)])
     clock.advance(TIMINGS.tombstone_ttl + SECOND)

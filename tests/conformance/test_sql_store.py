@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from meshpoint.adapters.inprocess.clock import FakeClock
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.conformance.build import TIMINGS
 from meshpoint.testing.conformance.store import CheckpointStoreSuite
 
 
 @asynccontextmanager
-async def opened(url: str, clock: FakeClock) -> AsyncIterator[SqlCheckpointStore]:
-    store = SqlCheckpointStore(
+async def opened(url: str, clock: FakeClock) -> AsyncIterator[SqlStore]:
+    store = SqlStore(
         url,
         namespace="test",
         dispatch_lease=TIMINGS.dispatch_lease,

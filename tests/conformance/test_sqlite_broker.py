@@ -41,6 +41,6 @@ class TestSqliteBroker(BrokerSuite):
         try:
             with transaction(db):
                 (oldest,) = db.execute("SELECT min(id) FROM meshpoint_queue_holder").fetchone()
-                Queues(db, "demo", 20).dissolve(oldest)
+                Queues(db, "demo", 20).remove_holder(oldest)
         finally:
             db.close()

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from meshpoint.adapters.inprocess.clock import FakeClock
-from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.adapters.redis import RedisWorkingMemory
 from meshpoint.model.memory import Command
 from meshpoint.ports.working_memory import WorkingMemory
@@ -28,7 +28,7 @@ class TestLocalWorkingMemory(WorkingMemorySuite):
     @pytest.fixture
     async def memory(self, clock: FakeClock) -> AsyncIterator[WorkingMemory]:
         self.moved = clock
-        memory = LocalWorkingMemory(clock)
+        memory = InProcessWorkingMemory(clock)
         yield memory
         await memory.close()
 

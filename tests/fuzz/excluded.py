@@ -37,7 +37,7 @@ _BRANCHES = {
     ("engine.requests", "_revive", "case NotRevived(): await self._come_again"): _BETWEEN,
     ("engine.requests", "_as_it_is_now", "known is None"): _BETWEEN,
 }
-_ANYWHERE = {"except NO_DEFECT": _AWAY}
+_ANYWHERE = {"except NON_DEFECT_ERRORS": _AWAY}
 
 _IN_TIME = {
     ("engine.cancels", "cancelled"): "",

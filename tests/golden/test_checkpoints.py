@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from meshpoint.model.secrets import Secret
 from meshpoint.model.subtasks import AgentCheckpoint, SubtaskStatus
-from meshpoint.subtasks.deliverable import Deliverable
-from meshpoint.subtasks.migrating import checked, migrated, migrates
+from meshpoint.subtasks.deliverable import DeliverableCodec
+from meshpoint.subtasks.migrating import migrate_checkpoint, migrates, validate_migrations
 
 FILES = sorted((Path(__file__).parent / "checkpoints").glob("*.json"))
 
@@ -40,7 +40,7 @@ def ratios_by_name(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return checkpoint | {"agent_config": checkpoint["agent_config"] | {"peers": 5}}
 
 
-MIGRATIONS = checked([ratios_by_name, parsing_any_filing])
+MIGRATIONS = validate_migrations([ratios_by_name, parsing_any_filing])
 
 
 class Access(BaseModel):
@@ -73,17 +73,17 @@ def read(name: str) -> AgentCheckpoint:
 def test_every_file_is_read_and_written_without_loss(path: Path) -> None:
     checkpoint = AgentCheckpoint.model_validate_json(path.read_bytes())
     assert AgentCheckpoint.model_validate_json(checkpoint.model_dump_json()) == checkpoint
-    assert migrated(checkpoint, checkpoint.agent_version, MIGRATIONS) is checkpoint
+    assert migrate_checkpoint(checkpoint, checkpoint.agent_version, MIGRATIONS) is checkpoint
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_file_reaches_the_newest_version(path: Path) -> None:
     checkpoint = AgentCheckpoint.model_validate_json(path.read_bytes())
-    assert migrated(checkpoint, "1.2", MIGRATIONS).agent_version == "1.2"
+    assert migrate_checkpoint(checkpoint, "1.2", MIGRATIONS).agent_version == "1.2"
 
 
 def test_a_failed_operation_goes_on_under_1_1() -> None:
-    after = migrated(read("analyst_1.0_failed_in_ratios"), "1.1", MIGRATIONS)
+    after = migrate_checkpoint(read("analyst_1.0_failed_in_ratios"), "1.1", MIGRATIONS)
     assert after.progress.completed == ("filing_parsing",)
     assert after.progress.pending == ("ratio_calculation", "report")
     assert after.saved_progress == {"ratio_calculation": '{"done": ["liquidity"], "row": 118}'}
@@ -91,7 +91,7 @@ def test_a_failed_operation_goes_on_under_1_1() -> None:
     assert (parsed.function, parsed.inputs, parsed.secrets) == (None, {}, ("/access/token",))
     assert parsed.context == '{"flags": {"parsed": true}}'
     assert (ratios.status, ratios.function) == (SubtaskStatus.FAILED, "v:3")
-    assert Deliverable.of(parse).read(parsed.result or "") == Statement(
+    assert DeliverableCodec.for_function(parse).read(parsed.result or "") == Statement(
         company="Acme Steel & Söhne",
         revenue=81_462_000_000,
         net_income=-1.25e9,
@@ -102,7 +102,7 @@ def test_a_failed_operation_goes_on_under_1_1() -> None:
 
 
 def test_a_failed_operation_goes_on_under_1_2() -> None:
-    after = migrated(read("analyst_1.0_failed_in_ratios"), "1.2", MIGRATIONS)
+    after = migrate_checkpoint(read("analyst_1.0_failed_in_ratios"), "1.2", MIGRATIONS)
     assert after.progress.pending == ("ratio_calculation", "peer_comparison", "report")
     assert after.saved_progress == {}
     assert after.agent_config == {"type": "analysis", "exclusive": False, "preserve": False, "peers": 5}
@@ -110,11 +110,14 @@ def test_a_failed_operation_goes_on_under_1_2() -> None:
 
 
 def test_a_cancelled_operation_has_both_results_under_1_2() -> None:
-    after = migrated(read("analyst_1.0_cancelled_before_report"), "1.2", MIGRATIONS)
+    after = migrate_checkpoint(read("analyst_1.0_cancelled_before_report"), "1.2", MIGRATIONS)
     assert after.progress.completed == ("filing_parsing", "ratio_calculation")
     assert after.progress.pending == ("peer_comparison", "report")
     _, ratios = after.subtasks
-    assert Deliverable.of(calculate).read(ratios.result or "") == {"current": 1.8, "net_margin": -0.0153}
+    assert DeliverableCodec.for_function(calculate).read(ratios.result or "") == {
+        "current": 1.8,
+        "net_margin": -0.0153,
+    }
     assert (ratios.function, ratios.retry, ratios.generation, ratios.seconds) == (None, 1, 2, 61.04)
     assert ratios.inputs == {"statement": "9f86d081884c7d659a2feaa0c55ad015"}
     assert ratios.context == '{"token_usage": {"input_tokens": 1200, "output_tokens": 80}}'

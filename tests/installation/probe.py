@@ -53,11 +53,11 @@ def rabbitmq() -> str:
 
 def postgresql() -> str:
     from meshpoint.settings import AgentSettings
-    from meshpoint.wiring import open_store
+    from meshpoint.wiring import make_store
 
     url = "postgresql://localhost/mesh"
     agent = AgentSettings(name="a", entrypoint="m:a", session_service="sql", session_db_url=url)
-    return type(open_store(agent, "probe")).__name__
+    return type(make_store(agent, "probe")).__name__
 
 
 def redis() -> str:

@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from meshpoint.adapters.inprocess.store import MemoryCheckpointStore
-from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.store import InProcessStore
+from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.adapters.rabbitmq import RabbitMqBroker
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.adapters.system_clock import SystemClock
 from meshpoint.engine.worker import Worker
 from meshpoint.model.bodies import A2AMessage, Part, RequestBody, ResponseBody, parse, response_body
@@ -152,9 +152,7 @@ class Desk:
 class Live:
     """A worker that serves one agent."""
 
-    def __init__(
-        self, worker: Worker, broker: RabbitMqBroker, store: SqlCheckpointStore | None, events: Events
-    ) -> None:
+    def __init__(self, worker: Worker, broker: RabbitMqBroker, store: SqlStore | None, events: Events) -> None:
         self.worker, self.broker, self.store, self.events = worker, broker, store, events
         self.stop = asyncio.Event()
         self.task = asyncio.create_task(worker.run(self.stop))
@@ -181,23 +179,23 @@ async def serving(
     """`agent`, served; with `database` its tasks live there, else in memory."""
     events = Events()
 
-    def store() -> SqlCheckpointStore:
+    def store() -> SqlStore:
         assert database is not None
         timings = {"dispatch_lease": TIMINGS.dispatch_lease, "tombstone_ttl": TIMINGS.tombstone_ttl}
-        return SqlCheckpointStore(database, namespace=namespace, **timings)
+        return SqlStore(database, namespace=namespace, **timings)
 
     async with a_broker(url, namespace) as broker:
         durable = None if database is None else store()
         worker = Worker(
             agent,
             broker=broker,
-            memory=MemoryCheckpointStore(_CLOCK, timings=TIMINGS),
+            memory=InProcessStore(_CLOCK, timings=TIMINGS),
             durable=durable,
             lease_store=store if database else None,
             clock=_CLOCK,
             observer=events,
             options=Options(**{**QUICK, "stateless_checkpointing": database is not None, **options}),
-            local=LocalWorkingMemory(_CLOCK),
+            local=InProcessWorkingMemory(_CLOCK),
             replica_id=ReplicaId(replica_id) if replica_id else None,
         )
         live = Live(worker, broker, durable, events)

@@ -22,7 +22,7 @@ from benchmarks.ordeal import ordeal
 from benchmarks.restoring import COPY, FLUSHED, SAVE, SAVE_COPIED, SQL, Restorer
 from benchmarks.since import NOW, ROOT, Version
 from benchmarks.working import Remembered, Size
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.agent_memory import MemorySource
 from meshpoint.model.checkpoint import AllArrived
 from servers import RedisServer
@@ -195,7 +195,7 @@ async def wipe(url: str) -> None:
 async def test_each_way_to_keep_a_memory_keeps_it_and_brings_it_back(
     postgres_url: str, own_redis: RedisServer
 ) -> None:
-    store = SqlCheckpointStore(postgres_url, namespace="working")
+    store = SqlStore(postgres_url, namespace="working")
     await store.open()
     remembered = Remembered(Size("30 keys", 30, 50, 1, 1), own_redis.url, store)
     await remembered.open()

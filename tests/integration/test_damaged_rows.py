@@ -12,8 +12,8 @@ from sqlalchemy import event, text
 
 from meshpoint.adapters.inprocess.clock import FakeClock
 from meshpoint.adapters.inprocess.rows import TaskRow
-from meshpoint.adapters.inprocess.store import MemoryCheckpointStore
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.inprocess.store import InProcessStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.checkpoint import CallState
 from meshpoint.model.ids import TaskId
 from meshpoint.testing.conformance.build import (
@@ -32,7 +32,7 @@ from meshpoint.testing.conformance.build import (
     ready,
 )
 
-Look = Callable[[SqlCheckpointStore], Awaitable[list[TaskId]]]
+Look = Callable[[SqlStore], Awaitable[list[TaskId]]]
 
 
 @pytest.fixture
@@ -41,56 +41,56 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-async def store(database_url: str, clock: FakeClock) -> AsyncIterator[SqlCheckpointStore]:
-    store = SqlCheckpointStore(database_url, namespace="test", clock=clock, tombstone_ttl=timedelta(seconds=5))
+async def store(database_url: str, clock: FakeClock) -> AsyncIterator[SqlStore]:
+    store = SqlStore(database_url, namespace="test", clock=clock, tombstone_ttl=timedelta(seconds=5))
     await store.open()
     yield store
     await store.close()
 
 
-async def execute(store: SqlCheckpointStore, statement: str, **values: Any) -> None:
+async def execute(store: SqlStore, statement: str, **values: Any) -> None:
     async with store._database.engine.begin() as connection:
         await connection.execute(text(statement), values)
 
 
-async def waiting(store: SqlCheckpointStore) -> TaskId:
+async def waiting(store: SqlStore) -> TaskId:
     requester = a_requester(idle_timeout=timedelta(seconds=9))
     return (await paused(store, a_call("a", timeout=5 * SECOND), requester=requester)).run.task_id
 
 
-async def calling(store: SqlCheckpointStore) -> TaskId:
+async def calling(store: SqlStore) -> TaskId:
     return (await paused(store, a_call("a", timeout=HOUR))).run.task_id
 
 
-async def ready_task(store: SqlCheckpointStore) -> TaskId:
+async def ready_task(store: SqlStore) -> TaskId:
     return (await ready(store)).run.task_id
 
 
-async def running(store: SqlCheckpointStore) -> TaskId:
+async def running(store: SqlStore) -> TaskId:
     return (await begun(store)).task_id
 
 
-async def over(store: SqlCheckpointStore) -> TaskId:
+async def over(store: SqlStore) -> TaskId:
     return (await ended(store)).task_id
 
 
-async def expire(store: SqlCheckpointStore) -> list[TaskId]:
+async def expire(store: SqlStore) -> list[TaskId]:
     return [each.task_id for each in await store.expire(HERE, 10, 5)]
 
 
-async def take(store: SqlCheckpointStore) -> list[TaskId]:
+async def take(store: SqlStore) -> list[TaskId]:
     return [each.run.task_id for each in await store.take(HERE, 10, 5)]
 
 
-async def take_over(store: SqlCheckpointStore) -> list[TaskId]:
+async def take_over(store: SqlStore) -> list[TaskId]:
     return [each.run.task_id for each in await store.take_over(THERE, 10, 5)]
 
 
-async def keep_alives(store: SqlCheckpointStore) -> list[TaskId]:
+async def keep_alives(store: SqlStore) -> list[TaskId]:
     return [each.task_id for each in await store.keep_alives(HERE, 10)]
 
 
-async def unsent(store: SqlCheckpointStore) -> list[TaskId]:
+async def unsent(store: SqlStore) -> list[TaskId]:
     return [each.task_id for each in await store.unsent(AGENT, 10)]
 
 
@@ -136,7 +136,7 @@ ON_SQLITE = [
 ]
 
 
-async def check(store: SqlCheckpointStore, clock: FakeClock, made: Any, look: Look, damage: str, caplog: Any) -> None:
+async def check(store: SqlStore, clock: FakeClock, made: Any, look: Look, damage: str, caplog: Any) -> None:
     bad, good = await made(store), await made(store)
     for statement in damage.format(most=MOST[store._database.dialect.name]).split(";"):
         await execute(store, f"{statement} WHERE logical_task_id = :task_id", task_id=bad)
@@ -155,7 +155,7 @@ async def check(store: SqlCheckpointStore, clock: FakeClock, made: Any, look: Lo
 
 @pytest.mark.parametrize(("made", "look", "damage"), ON_BOTH)
 async def test_one_damaged_row_stops_no_other(
-    store: SqlCheckpointStore, clock: FakeClock, made: Any, look: Look, damage: str, caplog: pytest.LogCaptureFixture
+    store: SqlStore, clock: FakeClock, made: Any, look: Look, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await check(store, clock, made, look, damage, caplog)
 
@@ -168,7 +168,7 @@ class TestOnSqlite:
     @pytest.mark.parametrize(("made", "look", "damage"), ON_SQLITE)
     async def test_one_value_of_a_wrong_type_stops_no_other(
         self,
-        store: SqlCheckpointStore,
+        store: SqlStore,
         clock: FakeClock,
         made: Any,
         look: Look,
@@ -178,7 +178,7 @@ class TestOnSqlite:
         await check(store, clock, made, look, damage, caplog)
 
     async def test_a_tombstone_that_cannot_be_deleted_keeps_no_other(
-        self, store: SqlCheckpointStore, clock: FakeClock, caplog: pytest.LogCaptureFixture
+        self, store: SqlStore, clock: FakeClock, caplog: pytest.LogCaptureFixture
     ) -> None:
         bad, good = await over(store), await over(store)
         await execute(store, f"{TASK} reply_sent = true")
@@ -193,7 +193,7 @@ class TestOnSqlite:
         assert await store.purge(AGENT, 10) == 1
 
 
-async def test_a_row_that_is_mended_goes_on(store: SqlCheckpointStore, clock: FakeClock) -> None:
+async def test_a_row_that_is_mended_goes_on(store: SqlStore, clock: FakeClock) -> None:
     bad = await waiting(store)
     await execute(store, f"{TASK} generation = generation + 1")
     clock.advance(20 * SECOND)
@@ -203,7 +203,7 @@ async def test_a_row_that_is_mended_goes_on(store: SqlCheckpointStore, clock: Fa
     assert await expire(store) == [bad]
 
 
-async def test_slots_are_counted_over_all_transactions(store: SqlCheckpointStore, clock: FakeClock) -> None:
+async def test_slots_are_counted_over_all_transactions(store: SqlStore, clock: FakeClock) -> None:
     tasks = [await waiting(store) for _ in range(4)]
     await execute(store, f"{TASK} generation = generation + 1 WHERE logical_task_id = :id", id=tasks[0])
     clock.advance(20 * SECOND)
@@ -212,7 +212,7 @@ async def test_slots_are_counted_over_all_transactions(store: SqlCheckpointStore
 
 
 async def test_rows_are_free_again_before_each_is_worked_on_alone(
-    store: SqlCheckpointStore, clock: FakeClock, said: list[str]
+    store: SqlStore, clock: FakeClock, said: list[str]
 ) -> None:
     bad, _ = await waiting(store), await waiting(store)
     await execute(store, f"{TASK} generation = generation + 1 WHERE logical_task_id = :id", id=bad)
@@ -226,7 +226,7 @@ async def test_rows_are_free_again_before_each_is_worked_on_alone(
 
 
 @pytest.fixture
-def said(store: SqlCheckpointStore) -> Iterator[list[str]]:
+def said(store: SqlStore) -> Iterator[list[str]]:
     """Every statement of a transaction, in order."""
     statements: list[str] = []
     engine = store._database.writing_engine
@@ -264,7 +264,7 @@ async def test_one_damaged_row_in_memory_stops_no_other(
     damage: Callable[[TaskRow], object],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    store = MemoryCheckpointStore(clock, timings=TIMINGS)
+    store = InProcessStore(clock, timings=TIMINGS)
     bad, good = await made(store), await made(store)
     damage(store._tables.tasks[bad])
     clock.advance(20 * SECOND)

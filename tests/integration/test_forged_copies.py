@@ -15,7 +15,7 @@ import zstandard
 from redis.asyncio import Redis
 
 from meshpoint import Peer, TaskExecutionContext, agent
-from meshpoint.adapters.redis.seal import SIZE
+from meshpoint.adapters.redis.seal import CODE_BYTES
 from meshpoint.local import local_mesh
 from meshpoint.model.ids import TaskId, new_id
 from meshpoint.model.outcomes import Failed, Ok
@@ -74,7 +74,7 @@ def previous_format(content: bytes, marker: bytes = b"\x00") -> bytes:
 
 def with_unkeyed_code(content: bytes, marker: bytes = b"\x00") -> bytes:
     body = marker + content
-    return blake2b(body, digest_size=SIZE).digest() + body
+    return blake2b(body, digest_size=CODE_BYTES).digest() + body
 
 
 FORGERIES = pytest.mark.parametrize("forge", [previous_format, with_unkeyed_code])
@@ -86,7 +86,7 @@ async def content_of(redis: Redis, key: str) -> bytes:
     while (copy := await redis.get(key)) is None:
         await asyncio.sleep(0.01)
     assert isinstance(copy, bytes)
-    marker, content = copy[SIZE : SIZE + 1], copy[SIZE + 1 :]
+    marker, content = copy[CODE_BYTES : CODE_BYTES + 1], copy[CODE_BYTES + 1 :]
     return zstandard.decompress(content) if marker == b"\x01" else content
 
 

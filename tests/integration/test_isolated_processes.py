@@ -23,7 +23,7 @@ from meshpoint.ports.isolation import Ending, Exit
 from meshpoint.settings import Settings
 from servers.process import until_gone
 
-pytestmark = pytest.mark.skipif(not Template().possible, reason="needs pidfds")
+pytestmark = pytest.mark.skipif(not Template().is_supported, reason="needs pidfds")
 
 AGENT = """
 import json, os, random, signal, sys
@@ -114,7 +114,7 @@ async def test_each_run_has_a_process_of_its_own_from_one_template(stage: Stage)
 async def test_it_is_like_a_process_that_was_started_anew(stage: Stage) -> None:
     forked, found = await stage.start()
     await forked.exit()
-    stage.template.possible = False
+    stage.template.is_supported = False
     anew, expected = await stage.start()
     await anew.exit()
     assert expected["parent"] == os.getpid()
@@ -147,7 +147,7 @@ async def test_a_process_is_killed_even_if_its_template_is_frozen(stage: Stage) 
     process.kill()
     assert await process.exit() == Exit(Ending.DIED, "ended with an unknown exit code")
     with pytest.raises(TimeoutError):
-        await stage.template.fork("late", 0, 1, within=0)
+        await stage.template.fork("late", 0, 1, timeout=0)
     await until_gone(found["parent"])
 
 
@@ -193,7 +193,7 @@ async def test_a_template_that_inherited_something_else_is_replaced(
 
 
 async def test_an_idle_template_ends(stage: Stage) -> None:
-    stage.template._idle = 0.001
+    stage.template._idle_timeout = 0.001
     process, found = await stage.start("exit")
     assert await process.exit() == Exit(Ending.DIED, "ended with exit code 3")
     await until_gone(found["parent"])

@@ -13,8 +13,8 @@ import pytest_asyncio
 import zstandard
 from redis.asyncio import Redis
 
-from meshpoint.adapters.redis import RedisSnapshots, RedisWorkingMemory
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.redis import RedisSnapshotStore, RedisWorkingMemory
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.errors import ConsistencyError
 from meshpoint.model.agent_memory import MemorySource
 from meshpoint.model.checkpoint import Begin, Begun, L1Snapshot, Requester, Run, Save
@@ -23,7 +23,7 @@ from meshpoint.model.memory import Content, Item, Kind, Owner, agent_id
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, Saved
 from meshpoint.testing.conformance.build import AGENT, HERE
 from meshpoint.working_memory.packing import from_bytes, to_bytes
-from meshpoint.working_memory.recovery import DualRecoveryStrategy, Recovered
+from meshpoint.working_memory.recovery import DualRecoveryStrategy, RecoveredMemory
 from meshpoint.working_memory.snapshots import L1CacheSnapshotter
 from servers import copy_key
 
@@ -46,8 +46,8 @@ class Place:
     """One task's memory, in all three places, and the servers behind their backs."""
 
     l1: RedisWorkingMemory
-    snapshots: RedisSnapshots
-    store: SqlCheckpointStore
+    snapshots: RedisSnapshotStore
+    store: SqlStore
     raw: Redis
     namespace: str
     run: Run
@@ -55,7 +55,7 @@ class Place:
     digest: str = ""
     told: list[str] = field(default_factory=list)
 
-    async def recover(self) -> Recovered:
+    async def recover(self) -> RecoveredMemory:
         """What the next run of the task does first."""
         self.owner = Owner(self.owner.agent_id, RunId(new_id()), self.owner.fence + 1)
         strategy = DualRecoveryStrategy(
@@ -93,11 +93,11 @@ class Place:
 
 @pytest_asyncio.fixture
 async def place(redis_url: str, database_url: str, namespace: str) -> AsyncIterator[Place]:
-    store = SqlCheckpointStore(database_url, namespace=namespace)
+    store = SqlStore(database_url, namespace=namespace)
     await store.open()
     l1, snapshots = (
         RedisWorkingMemory(redis_url, namespace=namespace),
-        RedisSnapshots(redis_url, namespace=namespace, secret=copy_key),
+        RedisSnapshotStore(redis_url, namespace=namespace, secret=copy_key),
     )
     run = Run(TaskId(new_id()), AGENT, RunId(new_id()))
     [begun] = await store.begin([Begin(run, HERE, Requester(), b"{}", Operation(type="test", parameters=None))])
@@ -106,7 +106,9 @@ async def place(redis_url: str, database_url: str, namespace: str) -> AsyncItera
         owner = Owner(agent_id(AGENT, run.task_id), begun.run.id, begun.run.fence)
         place = Place(l1, snapshots, store, raw, namespace, begun.run, owner)
         await l1.replace(owner, ITEMS)
-        packed = (await L1CacheSnapshotter(l1, snapshots, 2**30, lambda *_: None).take(owner, 1)).packed
+        packed = (
+            await L1CacheSnapshotter(l1, snapshots, 2**30, lambda *_: None).snapshot_on_checkpoint(owner, 1)
+        ).packed
         place.digest = packed.digest
         await place.save(to_bytes(packed), 1)
         assert await snapshots.put(owner.agent_id, packed)
@@ -169,19 +171,23 @@ async def truncate_sql(place: Place) -> None:
 
 async def test_l1_serves_when_it_is_complete(place: Place) -> None:
     recovered = await place.recover()
-    assert (recovered.how.source, recovered.how.verified, recovered.how.keys) == (MemorySource.L1, True, len(ITEMS))
+    assert (recovered.recovery.source, recovered.recovery.verified, recovered.recovery.keys) == (
+        MemorySource.L1,
+        True,
+        len(ITEMS),
+    )
     assert await place.held() == CONTENT
-    assert recovered.how.problems == ()
+    assert recovered.recovery.problems == ()
 
 
 @pytest.mark.parametrize("damage", [evict, change, empty])
 async def test_a_damaged_l1_is_repaired_from_redis(place: Place, damage: Damage) -> None:
     await damage(place)
     recovered = await place.recover()
-    assert (recovered.how.source, recovered.how.verified) == (MemorySource.SNAPSHOT, True)
+    assert (recovered.recovery.source, recovered.recovery.verified) == (MemorySource.SNAPSHOT, True)
     assert await place.held() == CONTENT
     if damage is evict:
-        assert any("'hash'" in problem for problem in recovered.how.problems), recovered.how.problems
+        assert any("'hash'" in problem for problem in recovered.recovery.problems), recovered.recovery.problems
 
 
 @pytest.mark.parametrize("of_l1", [evict, change, empty])
@@ -192,10 +198,10 @@ async def test_a_damaged_snapshot_is_passed_over_for_the_database(
     await of_l1(place)
     await damage(place)
     recovered = await place.recover()
-    assert (recovered.how.source, recovered.how.verified) == (MemorySource.SQL, True)
+    assert (recovered.recovery.source, recovered.recovery.verified) == (MemorySource.SQL, True)
     assert await place.held() == CONTENT
     if damage is not forget_snapshot:
-        assert any("snapshot" in problem for problem in recovered.how.problems), recovered.how.problems
+        assert any("snapshot" in problem for problem in recovered.recovery.problems), recovered.recovery.problems
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -209,7 +215,7 @@ async def test_a_snapshot_that_expands_beyond_its_size_is_passed_over(place: Pla
         assert tracemalloc.get_traced_memory()[1] < 50_000_000
     finally:
         tracemalloc.stop()
-    assert (recovered.how.source, recovered.how.verified) == (MemorySource.SQL, True)
+    assert (recovered.recovery.source, recovered.recovery.verified) == (MemorySource.SQL, True)
     assert await place.held() == CONTENT
 
 
@@ -230,7 +236,7 @@ async def test_damage_everywhere_is_refused_with_the_keys(place: Place, in_redis
 async def test_a_damaged_row_does_not_matter_while_redis_has_it(place: Place, in_sql: Damage) -> None:
     await in_sql(place)
     await change(place)
-    assert (await place.recover()).how.source is MemorySource.SNAPSHOT
+    assert (await place.recover()).recovery.source is MemorySource.SNAPSHOT
     assert await place.held() == CONTENT
 
 
@@ -243,7 +249,7 @@ async def test_nothing_found_is_an_empty_memory(place: Place) -> None:
         return None
 
     recovered = await strategy.recover(place.owner, place.digest, nothing)
-    how = recovered.how
+    how = recovered.recovery
     assert (how.source, how.verified, how.behind, how.keys) == (MemorySource.NONE, False, True, 0)
     assert await place.held() == {}
     assert strategy.served[MemorySource.NONE] == 1

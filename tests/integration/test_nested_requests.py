@@ -23,7 +23,7 @@ from meshpoint.model.messages import Header, nested_of, requests_of
 from meshpoint.model.outcomes import Ok
 from meshpoint.ports.broker import Delivery, Published
 from meshpoint.settings import AgentSettings
-from meshpoint.wiring import worker_of
+from meshpoint.wiring import build_worker
 from servers import Proxy, RabbitServer
 
 down = Peer("down", int, int)
@@ -106,7 +106,7 @@ class Group:
     def _worker(self, served: Any) -> Any:
         settings = AgentSettings(name=served.name, entrypoint="any:thing")
         options = replace(settings.options(), **self._options)
-        return worker_of(served, settings, self._namespace, self.broker, self.events, options)
+        return build_worker(served, settings, self._namespace, self.broker, self.events, options)
 
 
 async def answers(client: Client, asked: str, inputs: Sequence[Any]) -> list[Any]:
@@ -210,5 +210,5 @@ async def test_nested_requests_on_the_queue_of_all_requests_make_their_own_room(
 
 
 async def delete(broker: RabbitMqBroker, address: str) -> None:
-    async with broker._consuming.channel() as channel:
-        await channel.queue_delete(broker._topology.queue(address))  # type: ignore[arg-type]
+    async with broker._consume_connection.channel() as channel:
+        await channel.queue_delete(broker._topology.queue_name(address))  # type: ignore[arg-type]

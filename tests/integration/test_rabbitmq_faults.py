@@ -16,8 +16,8 @@ from aiormq.abc import DeliveredMessage
 from yarl import URL
 
 from meshpoint.adapters.rabbitmq import RabbitMqBroker, connection
-from meshpoint.adapters.rabbitmq.connection import translated
-from meshpoint.adapters.rabbitmq.consumer import Intake
+from meshpoint.adapters.rabbitmq.connection import translate_errors
+from meshpoint.adapters.rabbitmq.consumer import Consumer
 from meshpoint.adapters.rabbitmq.subscription import RabbitSubscription
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import ReplicaId
@@ -123,17 +123,17 @@ async def test_a_silent_network_is_noticed_by_publishing(connect: Connect, own_r
 async def test_a_channel_that_the_broker_closes_late_does_not_cost_the_connection(
     connect: Connect, own_rabbit: RabbitServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "_FAREWELL", 0.05)
+    monkeypatch.setattr(connection, "_CLOSE_TIMEOUT", 0.05)
     async with Proxy(own_rabbit.url) as proxy:
         broker = await connect(proxy.url)
-        opened = await broker._publishing.open_channel()
-        wired, before = await broker._publishing.connection(), proxy.connections
+        opened = await broker._publish_connection.open_channel()
+        wired, before = await broker._publish_connection.ensure_connected(), proxy.connections
         proxy.hold_answers()
         await connection.close_quietly(opened.channel)
         proxy.resume()
         await asyncio.wait({opened.channel.closing})  # the broker has answered
         await send(broker, REQUESTS, a_message())
-        assert await broker._publishing.connection() is wired
+        assert await broker._publish_connection.ensure_connected() is wired
         assert proxy.connections == before
         await broker.close()
 
@@ -145,7 +145,7 @@ async def test_deliveries_of_a_consumer_that_was_given_up_do_not_stop_its_connec
     async with Proxy(own_rabbit.url) as proxy:
         broker, inbox = await connect(proxy.url, publish_timeout=timedelta(seconds=1)), Inbox()
         subscription = await broker.consume(REQUESTS, 40, inbox)
-        before, given_up = proxy.connections, subscription._intake
+        before, given_up = proxy.connections, subscription._consumer
         assert given_up is not None
         proxy.hold_answers()
         await send(await connect(), REQUESTS, *[a_message() for _ in range(40)])
@@ -185,7 +185,7 @@ async def test_a_caller_that_is_cancelled_before_the_broker_answers_costs_no_del
 async def test_what_the_broker_does_not_answer_ends_with_the_connection(
     connect: Connect, own_rabbit: RabbitServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "_FAREWELL", 0.05)
+    monkeypatch.setattr(connection, "_CLOSE_TIMEOUT", 0.05)
     async with Proxy(own_rabbit.url) as proxy:
         broker = await connect(proxy.url)
         subscription = await broker.consume(REQUESTS, 2, Inbox())
@@ -201,8 +201,8 @@ async def test_what_the_broker_does_not_answer_ends_with_the_connection(
 
 async def _sent(subscription: RabbitSubscription) -> None:
     """Wait until it is asking the broker for something."""
-    assert subscription._intake is not None
-    while not subscription._intake._adjusting.locked():
+    assert subscription._consumer is not None
+    while not subscription._consumer._adjust_lock.locked():
         await asyncio.sleep(0)
 
 
@@ -210,15 +210,15 @@ async def test_a_consumer_given_up_while_it_begins_takes_nothing(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its deliveries would stay unsettled until the connection closes."""
-    broker, inbox, adjust = await connect(), Inbox(), Intake.adjust
+    broker, inbox, adjust = await connect(), Inbox(), Consumer.adjust
 
-    async def given_up(intake: Intake, limit: int) -> None:
+    async def given_up(intake: Consumer, limit: int) -> None:
         await adjust(intake, limit)
         beginning.cancel()  # just as the broker's answer arrives
         await asyncio.sleep(0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Intake, "adjust", given_up)
+        patch.setattr(Consumer, "adjust", given_up)
         beginning = asyncio.ensure_future(broker.consume(REQUESTS, 1, Inbox()))
         await asyncio.gather(beginning, return_exceptions=True)
     assert beginning.cancelled()
@@ -248,12 +248,12 @@ async def test_a_cut_while_confirms_are_out_leaves_no_message_undecided(
 async def test_a_closed_connection_leaves_no_task_behind_when_the_broker_takes_nothing_more(
     own_rabbit: RabbitServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "_FAREWELL", 0.05)
+    monkeypatch.setattr(connection, "_CLOSE_TIMEOUT", 0.05)
     before = asyncio.all_tasks()
     async with Proxy(own_rabbit.url) as proxy:
         wired = await connection.connect(proxy.url)
         proxy.silence()
-        wired.wire.write(bytes(50_000_000))  # more than the sockets hold
+        wired.transport.write(bytes(50_000_000))  # more than the sockets hold
 
         await wired.close()
 
@@ -280,14 +280,14 @@ async def test_a_cancelled_close_leaves_no_task_behind(own_rabbit: RabbitServer)
 async def test_an_open_that_is_cancelled_between_its_connections_leaves_none(
     own_rabbit: RabbitServer, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, original, opened = asyncio.all_tasks(), connection.Link.open, list[connection.Link]()
+    before, original, opened = asyncio.all_tasks(), connection.Connection.open, list[connection.Connection]()
 
-    async def then_cancelled(self: connection.Link) -> None:
+    async def then_cancelled(self: connection.Connection) -> None:
         await original(self)
         opened.append(self)
         opening.cancel()
 
-    monkeypatch.setattr(connection.Link, "open", then_cancelled)
+    monkeypatch.setattr(connection.Connection, "open", then_cancelled)
     broker = RabbitMqBroker(own_rabbit.url, namespace=namespace)
     opening = asyncio.create_task(broker.open())
     await asyncio.wait({opening})
@@ -448,7 +448,7 @@ async def test_a_look_that_is_given_up_ends_no_connection(connect: Connect, own_
 
 async def test_a_broker_that_hangs_up_is_away() -> None:
     """aiormq ends such an attempt to connect with `StopAsyncIteration`."""
-    with pytest.raises(BrokerUnavailable), translated("connecting"):
+    with pytest.raises(BrokerUnavailable), translate_errors("connecting"):
         raise StopAsyncIteration
 
 

@@ -14,7 +14,7 @@ from live import BUSY
 
 from meshpoint.adapters.rabbitmq import RabbitMqBroker
 from meshpoint.adapters.rabbitmq import broker as broker_module
-from meshpoint.adapters.rabbitmq.confirming import Parcel
+from meshpoint.adapters.rabbitmq.confirming import OutboundMessage
 from meshpoint.adapters.rabbitmq.frames import short_string
 from meshpoint.adapters.sql import migrations
 from meshpoint.agents.function import agent
@@ -27,7 +27,7 @@ from meshpoint.model.outcomes import Ok
 from meshpoint.ports.broker import Published
 from meshpoint.settings import AgentSettings
 from meshpoint.testing.conformance.broker import AGENT, REQUESTS, STRANGER, Inbox, a_message, send, until_depth
-from meshpoint.wiring import worker_of
+from meshpoint.wiring import build_worker
 from servers import Proxy, RabbitServer
 
 REPLICA = ReplicaId("r1")
@@ -133,8 +133,8 @@ async def test_frames_that_the_broker_refuses_cost_the_connection_once(opened: O
     broken = b"\x20\x00" + b"\x00\x00\x00\x03" + b"\x01x?"  # a header of a type that does not exist
     from meshpoint.adapters.rabbitmq.envelope import to_properties
 
-    parcels = [Parcel(key, fine.message_id, to_properties(fine, "guest"), b"fine") for _ in range(5)]
-    parcels.insert(2, Parcel(key, "bad", broken, b"bad"))
+    parcels = [OutboundMessage(key, fine.message_id, to_properties(fine, "guest"), b"fine") for _ in range(5)]
+    parcels.insert(2, OutboundMessage(key, "bad", broken, b"bad"))
     words = await broker._publisher.publish(parcels)
     assert words == [GOOD, GOOD, NEVER, GOOD, GOOD, GOOD]
     assert await broker.publish([(REQUESTS, a_message())]) == [GOOD]
@@ -172,7 +172,7 @@ async def test_an_exchange_that_was_deleted_is_declared_again_by_the_next_publis
 async def test_idle_replicas_declare_again_what_was_deleted(
     opened: Open, operator: aiormq.abc.AbstractChannel, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broker_module, "_LOOK_EVERY", 0.05)
+    monkeypatch.setattr(broker_module, "_REDECLARE_INTERVAL", 0.05)
     broker, private = await opened(), Inbox()
     await broker.consume(PRIVATE, 1, private)
     await operator.exchange_delete(f"{namespace}.mesh")
@@ -241,7 +241,7 @@ async def test_a_queue_that_is_gone_for_good_is_unroutable_in_the_end(
     await owner.close()
     await operator.queue_delete(f"{namespace}.{requests_of(STRANGER)}")
     assert await caller.publish([(requests_of(STRANGER), a_message())]) == [LATER]
-    monkeypatch.setattr(broker_module, "_RETURN_WITHIN", 0.0)
+    monkeypatch.setattr(broker_module, "_REDECLARE_GRACE", 0.0)
     assert await caller.publish([(requests_of(STRANGER), a_message())]) == [Published.UNROUTABLE]
 
 
@@ -306,7 +306,7 @@ async def test_a_result_beyond_the_limit_of_the_broker_is_answered(
     if durable:
         await asyncio.to_thread(migrations.upgrade, url)
     broker = await opened(AgentName("echo"))
-    worker = worker_of(echo, settings, namespace, broker, Ears(), settings.options())
+    worker = build_worker(echo, settings, namespace, broker, Ears(), settings.options())
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(worker.run(stop))

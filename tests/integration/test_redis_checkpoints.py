@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from redis_wire import NEVER, Limits
 
 from meshpoint.adapters.redis import RedisCheckpointCache
-from meshpoint.adapters.redis.seal import SIZE, Seal
+from meshpoint.adapters.redis.seal import CODE_BYTES, Seal
 from meshpoint.errors import CheckpointError, ConfigurationError
 from meshpoint.model.ids import AgentName, TaskId, new_id
 from meshpoint.model.subtasks import AgentCheckpoint, SubtaskRecord, SubtaskStatus
@@ -55,7 +55,7 @@ async def raw(redis_url: str) -> AsyncIterator[Redis]:
 
 @pytest.fixture
 async def cache(redis_url: str, namespace: str) -> AsyncIterator[RedisCheckpointCache]:
-    cache = RedisCheckpointCache(redis_url, time_limit=NEVER, namespace=namespace, secret=copy_key)
+    cache = RedisCheckpointCache(redis_url, make_timeout=NEVER, namespace=namespace, secret=copy_key)
     yield cache
     await cache.close()
 
@@ -69,7 +69,7 @@ async def proxy(redis_url: str) -> AsyncIterator[Proxy]:
 @pytest.fixture
 async def distant(proxy: Proxy, namespace: str, now: Now, limits: Limits) -> AsyncIterator[RedisCheckpointCache]:
     """A cache behind `proxy`, on the clock `now`, whose requests time out when `limits` pass."""
-    cache = RedisCheckpointCache(proxy.url, namespace=namespace, secret=copy_key, clock=now, time_limit=limits)
+    cache = RedisCheckpointCache(proxy.url, namespace=namespace, secret=copy_key, clock=now, make_timeout=limits)
     yield cache
     await cache.close()
 
@@ -125,7 +125,7 @@ async def test_copies_of_another_agent_and_another_mesh_are_others(
     checkpoint = a_checkpoint()
     await cache.put(checkpoint)
     assert await cache.get(checkpoint.operation_id, AgentName("hotel")) is None
-    other = RedisCheckpointCache(redis_url, time_limit=NEVER, namespace=new_id(), secret=copy_key)
+    other = RedisCheckpointCache(redis_url, make_timeout=NEVER, namespace=new_id(), secret=copy_key)
     assert await other.get(checkpoint.operation_id, AGENT) is None
     await other.close()
 
@@ -162,7 +162,7 @@ async def test_a_forgotten_copy_is_gone(cache: RedisCheckpointCache, raw: Redis,
 
 async def test_one_put_and_one_get_are_one_request_each(own_redis: RedisServer) -> None:
     cache, checkpoint = (
-        RedisCheckpointCache(own_redis.url, time_limit=NEVER, namespace="mesh", secret=copy_key),
+        RedisCheckpointCache(own_redis.url, make_timeout=NEVER, namespace="mesh", secret=copy_key),
         a_checkpoint(size=10_000),
     )
     async with Redis.from_url(own_redis.url) as raw:
@@ -199,8 +199,8 @@ class Sealed(bytes):
 
 def unkeyed(copy: bytes) -> bytes:
     """`copy` behind a digest that needs no key."""
-    body = copy[SIZE:]
-    return blake2b(body, digest_size=SIZE).digest() + body
+    body = copy[CODE_BYTES:]
+    return blake2b(body, digest_size=CODE_BYTES).digest() + body
 
 
 def flipped(copy: bytes) -> bytes:
@@ -218,9 +218,9 @@ def flipped(copy: bytes) -> bytes:
         pytest.param(lambda copy: copy[: len(copy) // 2], id="half"),
         pytest.param(lambda copy: copy + b" ", id="longer"),
         pytest.param(flipped, id="a bit flipped"),
-        pytest.param(lambda copy: copy[SIZE:], id="no code"),
+        pytest.param(lambda copy: copy[CODE_BYTES:], id="no code"),
         pytest.param(unkeyed, id="a digest without the key"),
-        pytest.param(lambda copy: bytes(SIZE) + zstandard.compress(bytes(10_000_000)), id="a bomb"),
+        pytest.param(lambda copy: bytes(CODE_BYTES) + zstandard.compress(bytes(10_000_000)), id="a bomb"),
         pytest.param(lambda copy: Sealed(b""), id="sealed: empty"),
         pytest.param(lambda copy: Sealed(b"\x00[]"), id="sealed: other JSON"),
         pytest.param(lambda copy: Sealed(b"\x00{}"), id="sealed: other object"),
@@ -228,7 +228,7 @@ def flipped(copy: bytes) -> bytes:
         pytest.param(lambda copy: Sealed(b"\x00\xff\xfe"), id="sealed: no UTF-8"),
         pytest.param(lambda copy: Sealed(b"\x01not compressed"), id="sealed: no frame"),
         pytest.param(lambda copy: Sealed(b"\x01\x28\xb5\x2f\xfd"), id="sealed: half a frame"),
-        pytest.param(lambda copy: Sealed(b"\x07" + copy[SIZE + 1 :]), id="sealed: unknown marker"),
+        pytest.param(lambda copy: Sealed(b"\x07" + copy[CODE_BYTES + 1 :]), id="sealed: unknown marker"),
     ],
 )
 async def test_garbage_is_found(
@@ -240,7 +240,7 @@ async def test_garbage_is_found(
     copy = await raw.get(key)
     assert isinstance(copy, bytes)
     spoiled = spoil(copy)
-    await raw.set(key, await Seal(copy_key).sealed(key, spoiled) if isinstance(spoiled, Sealed) else spoiled)
+    await raw.set(key, await Seal(copy_key).seal(key, spoiled) if isinstance(spoiled, Sealed) else spoiled)
     await expect_garbage(cache, checkpoint, key)
 
 
@@ -287,7 +287,7 @@ async def test_a_copy_of_another_mesh_is_found(cache: RedisCheckpointCache, raw:
     await cache.put(checkpoint)
     copy = await raw.get(key)
     assert isinstance(copy, bytes)
-    await raw.set(key, await Seal(other_key).sealed(key, copy[SIZE:]))
+    await raw.set(key, await Seal(other_key).seal(key, copy[CODE_BYTES:]))
     await expect_garbage(cache, checkpoint, key)
 
 
@@ -311,7 +311,7 @@ async def test_what_is_no_json_is_refused(cache: RedisCheckpointCache) -> None:
 
 async def test_a_redis_that_was_wiped_has_no_copies(own_redis: RedisServer) -> None:
     cache, checkpoint = (
-        RedisCheckpointCache(own_redis.url, time_limit=NEVER, namespace="mesh", secret=copy_key),
+        RedisCheckpointCache(own_redis.url, make_timeout=NEVER, namespace="mesh", secret=copy_key),
         a_checkpoint(),
     )
     await cache.put(checkpoint)
@@ -325,7 +325,7 @@ async def test_a_redis_that_was_wiped_has_no_copies(own_redis: RedisServer) -> N
 
 async def test_a_redis_goes_and_comes_back(own_redis: RedisServer, now: Now) -> None:
     cache, checkpoint = (
-        RedisCheckpointCache(own_redis.url, time_limit=NEVER, namespace="mesh", secret=copy_key, clock=now),
+        RedisCheckpointCache(own_redis.url, make_timeout=NEVER, namespace="mesh", secret=copy_key, clock=now),
         a_checkpoint(),
     )
     await cache.put(checkpoint)
@@ -344,7 +344,7 @@ async def test_a_redis_goes_and_comes_back(own_redis: RedisServer, now: Now) -> 
 
 async def test_a_restart_between_two_requests_is_not_noticed(own_redis: RedisServer) -> None:
     cache, checkpoint = (
-        RedisCheckpointCache(own_redis.url, time_limit=NEVER, namespace="mesh", secret=copy_key),
+        RedisCheckpointCache(own_redis.url, make_timeout=NEVER, namespace="mesh", secret=copy_key),
         a_checkpoint(),
     )
     await cache.put(checkpoint)
@@ -436,7 +436,7 @@ async def test_whoever_is_cancelled_takes_no_answer_of_others_along(
 
 
 async def test_a_full_redis_is_unavailable(own_redis: RedisServer) -> None:
-    cache = RedisCheckpointCache(own_redis.url, time_limit=NEVER, namespace="mesh", secret=copy_key)
+    cache = RedisCheckpointCache(own_redis.url, make_timeout=NEVER, namespace="mesh", secret=copy_key)
     async with Redis.from_url(own_redis.url) as raw:
         await raw.config_set("maxmemory", "1")
         try:
@@ -483,7 +483,7 @@ async def test_what_is_no_redis_is_unavailable(answer: bytes) -> None:
 )
 def test_a_malformed_url_is_refused_without_telling_it(url: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        RedisCheckpointCache(url, time_limit=NEVER, namespace="mesh", secret=copy_key)
+        RedisCheckpointCache(url, make_timeout=NEVER, namespace="mesh", secret=copy_key)
     assert caught.value.key == "agent.checkpoint_cache_url"
     assert "sec" not in str(caught.value)
     assert caught.value.__cause__ is None
@@ -492,7 +492,7 @@ def test_a_malformed_url_is_refused_without_telling_it(url: str) -> None:
 @pytest.mark.parametrize("option", ["", "?decode_responses=true", "?protocol=3", "?encoding=nope&encoding_errors=x"])
 async def test_the_options_of_a_url_break_nothing(redis_url: str, namespace: str, option: str) -> None:
     cache, checkpoint = (
-        RedisCheckpointCache(redis_url + option, time_limit=NEVER, namespace=namespace, secret=copy_key),
+        RedisCheckpointCache(redis_url + option, make_timeout=NEVER, namespace=namespace, secret=copy_key),
         a_checkpoint(size=2_000),
     )
     await cache.put(checkpoint)

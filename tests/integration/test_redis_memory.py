@@ -13,8 +13,8 @@ from redis.asyncio import Redis
 from redis_wire import NEVER, Limits, Wire
 
 from meshpoint.adapters.redis import RedisWorkingMemory, script_calls, staging, working_memory
-from meshpoint.adapters.redis.holding import held
-from meshpoint.adapters.redis.script_calls import Call, Reply
+from meshpoint.adapters.redis.holding import parse_contents
+from meshpoint.adapters.redis.script_calls import ScriptCall, ScriptReply
 from meshpoint.adapters.redis.scripts import READ, STAGE
 from meshpoint.errors import ConfigurationError, MemoryFenced, MemoryLost, MemoryRefused, MemoryUnavailable
 from meshpoint.model.ids import RunId
@@ -45,7 +45,7 @@ async def raw(redis_url: str) -> AsyncIterator[Any]:
 
 @pytest.fixture
 async def memory(redis_url: str, namespace: str) -> AsyncIterator[RedisWorkingMemory]:
-    memory = RedisWorkingMemory(redis_url, time_limit=NEVER, namespace=namespace)
+    memory = RedisWorkingMemory(redis_url, make_timeout=NEVER, namespace=namespace)
     yield memory
     await memory.close()
 
@@ -59,7 +59,7 @@ async def wire(redis_url: str) -> AsyncIterator[Wire]:
 @pytest.fixture
 async def distant(wire: Wire, namespace: str) -> AsyncIterator[RedisWorkingMemory]:
     """The memory by way of `wire`; after a failure Redis is asked again at once."""
-    memory = RedisWorkingMemory(wire.url, time_limit=NEVER, namespace=namespace, retry_after=timedelta(0))
+    memory = RedisWorkingMemory(wire.url, make_timeout=NEVER, namespace=namespace, retry_after=timedelta(0))
     yield memory
     await memory.close()
 
@@ -245,7 +245,7 @@ async def test_an_emptied_memory_is_empty_and_not_lost(memory: RedisWorkingMemor
 async def test_memories_of_other_tasks_and_meshes_are_others(memory: RedisWorkingMemory, redis_url: str) -> None:
     await memory.replace(FIRST, EVERY_KIND)
     assert (await memory.read("travel:task-2")).run_id is None
-    other = RedisWorkingMemory(redis_url, time_limit=NEVER, namespace="other")
+    other = RedisWorkingMemory(redis_url, make_timeout=NEVER, namespace="other")
     assert (await other.read(A)).items == ()
     await other.close()
 
@@ -460,7 +460,7 @@ async def test_one_of_two_restores_at_once_stands_as_a_whole(
 ) -> None:
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 500)
     monkeypatch.setattr(staging, "STEP_BYTES", 100)
-    other = RedisWorkingMemory(redis_url, time_limit=NEVER, namespace=namespace)
+    other = RedisWorkingMemory(redis_url, make_timeout=NEVER, namespace=namespace)
     mine = [Item(f"key-{number}", Kind.LIST, (b"mine",) * 30) for number in range(40)]
     its = [Item(f"key-{number}", Kind.LIST, (b"its",) * 30) for number in range(20, 60)]
     for _ in range(5):
@@ -517,7 +517,7 @@ async def test_evicted_books_are_noticed(memory: RedisWorkingMemory, raw: Any, n
 
 
 async def test_a_wiped_redis_is_noticed(own_redis: RedisServer) -> None:
-    memory = RedisWorkingMemory(own_redis.url, time_limit=NEVER, namespace="mesh")
+    memory = RedisWorkingMemory(own_redis.url, make_timeout=NEVER, namespace="mesh")
     version = (await memory.replace(FIRST, EVERY_KIND)).version
     async with Redis.from_url(own_redis.url) as raw:
         await raw.flushall()
@@ -597,13 +597,13 @@ class Gap:
         self, patch: pytest.MonkeyPatch, *, at: int, then: Callable[[], Awaitable[None]], times: int = 1
     ) -> None:
         self._patch, self._at, self._then, self._times = patch, at, then, times
-        self.trips: list[Sequence[Call]] = []
+        self.trips: list[Sequence[ScriptCall]] = []
 
     async def within(self, call: Awaitable[Any]) -> Any:
         send = script_calls._send
         inside = False
 
-        async def counted(redis: Redis, calls: Sequence[Call], known: bool) -> list[Reply]:
+        async def counted(redis: Redis, calls: Sequence[ScriptCall], known: bool) -> list[ScriptReply]:
             nonlocal inside
             replies = await send(redis, calls, known)
             if not inside:
@@ -683,10 +683,10 @@ async def test_an_own_time_that_ends_between_two_parts_has_ended_in_both(
 async def test_a_read_is_a_state_that_was_there_while_another_writes(
     memory: RedisWorkingMemory, redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch, tries: int
 ) -> None:
-    monkeypatch.setattr(working_memory, "READ_TRIES", tries)
+    monkeypatch.setattr(working_memory, "READ_ATTEMPTS", tries)
     items = [Item("a", Kind.STRING, b"0"), *small(2_000), Item("z", Kind.STRING, b"0")]
     await memory.replace(FIRST, items)
-    writer = RedisWorkingMemory(redis_url, time_limit=NEVER, namespace=namespace)
+    writer = RedisWorkingMemory(redis_url, make_timeout=NEVER, namespace=namespace)
     seen: set[Any] = set()
 
     async def write() -> None:
@@ -747,7 +747,7 @@ async def test_scripts_may_be_forgotten_at_any_time(
 ) -> None:
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 2_000)
     monkeypatch.setattr(staging, "STEP_BYTES", 300)
-    memory = RedisWorkingMemory(own_redis.url, time_limit=NEVER, namespace="mesh")
+    memory = RedisWorkingMemory(own_redis.url, make_timeout=NEVER, namespace="mesh")
     items = [*small(600), Item("list", Kind.LIST, tuple(b"%d" % number for number in range(600)))]
     async with Redis.from_url(own_redis.url) as raw:
         await raw.flushall()
@@ -890,9 +890,9 @@ async def test_a_restore_that_lost_its_last_step_is_not_swapped_in(
     await memory.replace(FIRST, OLD)
     send = script_calls._send
 
-    nothing = Call(READ, (b"none:head", b"none:index"), (b"", 0, 0))
+    nothing = ScriptCall(READ, (b"none:head", b"none:index"), (b"", 0, 0))
 
-    async def without_last(redis: Redis, calls: Sequence[Call], known: bool) -> list[Reply]:
+    async def without_last(redis: Redis, calls: Sequence[ScriptCall], known: bool) -> list[ScriptReply]:
         last = max(place for place, call in enumerate(calls) if call.script is STAGE)
         return await send(redis, [*calls[:last], nothing, *calls[last + 1 :]], known)
 
@@ -910,10 +910,10 @@ class Late:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch, self._send = patch, script_calls._send
-        self._held: list[tuple[Redis, Sequence[Call]]] = []
+        self._held: list[tuple[Redis, Sequence[ScriptCall]]] = []
 
     async def hold(self, call: Awaitable[Any]) -> None:
-        async def held_back(redis: Redis, calls: Sequence[Call], known: bool) -> list[Reply]:
+        async def held_back(redis: Redis, calls: Sequence[ScriptCall], known: bool) -> list[ScriptReply]:
             self._held.append((redis, calls))
             raise TimeoutError
 
@@ -922,7 +922,7 @@ class Late:
             await call
         self._patch.setattr(script_calls, "_send", self._send)
 
-    async def lands(self) -> list[Reply]:
+    async def lands(self) -> list[ScriptReply]:
         [(redis, calls)] = self._held
         return await self._send(redis, calls, False)
 
@@ -981,8 +981,10 @@ async def test_a_run_that_owns_the_task_has_the_memory_whatever_fence_it_finds(m
 
 def test_replies_for_some_of_the_keys_are_no_memory() -> None:
     reply = [b"ok", 1000, b"run-1", b"1", 7, 3, [[b"a", b"inf", b"string", b"1"]]]
-    assert held([reply]) is None
-    assert held([[*reply[:5], 2, reply[6]]]) == Held((Item("a", Kind.STRING, b"1"),), 7, 1000, RunId("run-1"), 1)
+    assert parse_contents([reply]) is None
+    assert parse_contents([[*reply[:5], 2, reply[6]]]) == Held(
+        (Item("a", Kind.STRING, b"1"),), 7, 1000, RunId("run-1"), 1
+    )
 
 
 @pytest.mark.parametrize("tenth", range(11))
@@ -993,7 +995,7 @@ async def test_a_redis_killed_at_any_step_of_a_restore_has_the_old_or_the_new(
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 300)
     monkeypatch.setattr(staging, "STEP_BYTES", 40)
     async with Wire(own_redis.url) as wire:
-        memory = RedisWorkingMemory(wire.url, time_limit=NEVER, namespace="mesh", retry_after=timedelta(0))
+        memory = RedisWorkingMemory(wire.url, make_timeout=NEVER, namespace="mesh", retry_after=timedelta(0))
         await memory.replace(Owner(A, RunId("run-0"), 9), NEW)
         await memory.forget(Owner(A, RunId("run-0"), 9))
         await memory.replace(FIRST, [])
@@ -1019,7 +1021,7 @@ async def test_a_redis_killed_at_any_step_of_a_restore_has_the_old_or_the_new(
 async def test_a_silent_redis_costs_one_timeout(redis_url: str, namespace: str) -> None:
     async with Proxy(redis_url) as proxy:
         seconds, limits = 0.0, Limits()
-        memory = RedisWorkingMemory(proxy.url, namespace=namespace, time_limit=limits, clock=lambda: seconds)
+        memory = RedisWorkingMemory(proxy.url, namespace=namespace, make_timeout=limits, clock=lambda: seconds)
         proxy.silence()
         limits.passed = True
         with pytest.raises(MemoryUnavailable, match=r"no answer within 5\.0 s"):
@@ -1042,7 +1044,7 @@ async def test_a_silent_redis_costs_one_timeout(redis_url: str, namespace: str) 
 
 
 async def test_a_full_redis_is_unavailable_and_loses_nothing(own_redis: RedisServer) -> None:
-    memory = RedisWorkingMemory(own_redis.url, time_limit=NEVER, namespace="mesh", retry_after=timedelta(0))
+    memory = RedisWorkingMemory(own_redis.url, make_timeout=NEVER, namespace="mesh", retry_after=timedelta(0))
     await memory.replace(FIRST, OLD)
     async with Redis.from_url(own_redis.url) as raw:
         await raw.config_set("maxmemory", "1")
@@ -1073,7 +1075,7 @@ async def test_whoever_is_cancelled_takes_no_answer_of_others_along(memory: Redi
 
 @pytest.mark.parametrize("option", ["", "?decode_responses=true", "?protocol=3", "?retry_on_timeout=true"])
 async def test_the_options_of_a_url_break_nothing(redis_url: str, namespace: str, option: str) -> None:
-    memory = RedisWorkingMemory(redis_url + option, time_limit=NEVER, namespace=namespace)
+    memory = RedisWorkingMemory(redis_url + option, make_timeout=NEVER, namespace=namespace)
     assert contents(await memory.replace(FIRST, EVERY_KIND)) == given(EVERY_KIND)
     assert await answers(memory, do("ZSCORE", "zset", "a"), do("GET", "none")) == [b"0", None]
     await memory.close()
@@ -1087,4 +1089,4 @@ def test_a_malformed_url_is_refused_without_telling_it() -> None:
 
 
 def test_it_outlives_the_process(redis_url: str) -> None:
-    assert RedisWorkingMemory(redis_url, time_limit=NEVER, namespace="mesh").survives
+    assert RedisWorkingMemory(redis_url, make_timeout=NEVER, namespace="mesh").survives

@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 from redis_wire import NEVER, Limits, Wire
 
-from meshpoint.adapters.redis import RedisSnapshots, script_calls
+from meshpoint.adapters.redis import RedisSnapshotStore, script_calls
 from meshpoint.errors import ConfigurationError, ConsistencyError, MemoryUnavailable
 from meshpoint.model.memory import Packed
 from servers import Proxy, RedisServer, copy_key
@@ -28,8 +28,8 @@ async def raw(redis_url: str) -> AsyncIterator[Any]:
 
 
 @pytest.fixture
-async def snapshots(redis_url: str, namespace: str) -> AsyncIterator[RedisSnapshots]:
-    snapshots = RedisSnapshots(redis_url, time_limit=NEVER, namespace=namespace, secret=copy_key)
+async def snapshots(redis_url: str, namespace: str) -> AsyncIterator[RedisSnapshotStore]:
+    snapshots = RedisSnapshotStore(redis_url, make_timeout=NEVER, namespace=namespace, secret=copy_key)
     yield snapshots
     await snapshots.close()
 
@@ -41,10 +41,10 @@ async def wire(redis_url: str) -> AsyncIterator[Wire]:
 
 
 @pytest.fixture
-async def distant(wire: Wire, namespace: str) -> AsyncIterator[RedisSnapshots]:
+async def distant(wire: Wire, namespace: str) -> AsyncIterator[RedisSnapshotStore]:
     """The store by way of `wire`; after a failure Redis is asked again at once."""
-    snapshots = RedisSnapshots(
-        wire.url, time_limit=NEVER, namespace=namespace, secret=copy_key, retry_after=timedelta(0)
+    snapshots = RedisSnapshotStore(
+        wire.url, make_timeout=NEVER, namespace=namespace, secret=copy_key, retry_after=timedelta(0)
     )
     yield snapshots
     await snapshots.close()
@@ -68,28 +68,28 @@ def a_snapshot(order: int = 1, *, chunks: int = 3, digest: str = "") -> Packed:
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 3, 9_000])
-async def test_a_snapshot_is_what_was_put(snapshots: RedisSnapshots, chunks: int) -> None:
+async def test_a_snapshot_is_what_was_put(snapshots: RedisSnapshotStore, chunks: int) -> None:
     packed = a_snapshot(chunks=chunks)
     assert await snapshots.put(A, packed)
     assert await snapshots.get(A) == packed
 
 
-async def test_large_chunks_go_in_several_parts(distant: RedisSnapshots, wire: Wire) -> None:
+async def test_large_chunks_go_in_several_parts(distant: RedisSnapshotStore, wire: Wire) -> None:
     packed = Packed("1:x", 1, b"", tuple(bytes([number]) * 2_000_000 for number in range(5)))
     await distant.put(A, a_snapshot(0))
     assert await distant.put(A, packed)
     assert await distant.get(A) == packed
 
 
-async def test_there_is_no_snapshot_of_another_memory(snapshots: RedisSnapshots, redis_url: str) -> None:
+async def test_there_is_no_snapshot_of_another_memory(snapshots: RedisSnapshotStore, redis_url: str) -> None:
     await snapshots.put(A, a_snapshot())
     assert await snapshots.get("travel:task-2") is None
-    other = RedisSnapshots(redis_url, time_limit=NEVER, namespace="other", secret=copy_key)
+    other = RedisSnapshotStore(redis_url, make_timeout=NEVER, namespace="other", secret=copy_key)
     assert await other.get(A) is None
     await other.close()
 
 
-async def test_the_highest_order_stays(snapshots: RedisSnapshots) -> None:
+async def test_the_highest_order_stays(snapshots: RedisSnapshotStore) -> None:
     assert await snapshots.put(A, a_snapshot(9))
     assert await snapshots.put(A, a_snapshot(10, chunks=1))  # as numbers, not as text
     assert not await snapshots.put(A, a_snapshot(9))
@@ -102,7 +102,7 @@ async def test_the_highest_order_stays(snapshots: RedisSnapshots) -> None:
 
 
 async def test_of_many_at_once_the_highest_stays_as_a_whole(
-    snapshots: RedisSnapshots, raw: Any, namespace: str, monkeypatch: pytest.MonkeyPatch
+    snapshots: RedisSnapshotStore, raw: Any, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 20)
     every = [a_snapshot(order, chunks=10 + order % 7) for order in range(40)]
@@ -112,7 +112,7 @@ async def test_of_many_at_once_the_highest_stays_as_a_whole(
     assert len(await raw.keys(f"{namespace}:*")) == 2
 
 
-async def test_it_lives_for_two_weeks_from_each_put(snapshots: RedisSnapshots, raw: Any, namespace: str) -> None:
+async def test_it_lives_for_two_weeks_from_each_put(snapshots: RedisSnapshotStore, raw: Any, namespace: str) -> None:
     for _ in range(2):
         await snapshots.put(A, a_snapshot())
         for key in (chunks_of(namespace), meta_of(namespace)):
@@ -120,7 +120,7 @@ async def test_it_lives_for_two_weeks_from_each_put(snapshots: RedisSnapshots, r
             await raw.pexpire(key, 10_000)
 
 
-async def test_a_forgotten_snapshot_leaves_no_key(snapshots: RedisSnapshots, raw: Any, namespace: str) -> None:
+async def test_a_forgotten_snapshot_leaves_no_key(snapshots: RedisSnapshotStore, raw: Any, namespace: str) -> None:
     await snapshots.put(A, a_snapshot())
     await snapshots.forget(A)
     await snapshots.forget(A)
@@ -129,7 +129,9 @@ async def test_a_forgotten_snapshot_leaves_no_key(snapshots: RedisSnapshots, raw
 
 
 @pytest.mark.parametrize("field", ["manifest", "digest", "order"])
-async def test_a_forged_snapshot_is_found(snapshots: RedisSnapshots, raw: Any, namespace: str, field: str) -> None:
+async def test_a_forged_snapshot_is_found(
+    snapshots: RedisSnapshotStore, raw: Any, namespace: str, field: str
+) -> None:
     """A snapshot written without the key, or an authentic one with a changed field."""
     await snapshots.put(A, a_snapshot(1))
     old = await raw.hget(meta_of(namespace), "manifest")
@@ -143,7 +145,7 @@ async def test_a_forged_snapshot_is_found(snapshots: RedisSnapshots, raw: Any, n
         await snapshots.get(A)
 
 
-async def test_a_put_and_a_get_are_one_round_trip_each(distant: RedisSnapshots, wire: Wire) -> None:
+async def test_a_put_and_a_get_are_one_round_trip_each(distant: RedisSnapshotStore, wire: Wire) -> None:
     await distant.put(A, a_snapshot(1))
     await distant.get(A)
     wire.reset()
@@ -159,7 +161,7 @@ async def test_a_put_and_a_get_are_one_round_trip_each(distant: RedisSnapshots, 
 
 async def test_scripts_may_be_forgotten_at_any_time(own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 40)
-    snapshots = RedisSnapshots(own_redis.url, time_limit=NEVER, namespace="mesh", secret=copy_key)
+    snapshots = RedisSnapshotStore(own_redis.url, make_timeout=NEVER, namespace="mesh", secret=copy_key)
     send, trips = script_calls._send, 0
     async with Redis.from_url(own_redis.url) as client:
         raw: Any = client
@@ -181,7 +183,7 @@ async def test_scripts_may_be_forgotten_at_any_time(own_redis: RedisServer, monk
 # ── damage ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_chunks_with_damage_are_passed_on(snapshots: RedisSnapshots, raw: Any, namespace: str) -> None:
+async def test_chunks_with_damage_are_passed_on(snapshots: RedisSnapshotStore, raw: Any, namespace: str) -> None:
     await snapshots.put(A, a_snapshot())
     await raw.lset(chunks_of(namespace), 1, b"garbage")
     found = await snapshots.get(A)
@@ -203,7 +205,7 @@ async def test_chunks_with_damage_are_passed_on(snapshots: RedisSnapshots, raw: 
     ],
 )
 async def test_what_is_no_snapshot_is_told_and_healed_by_the_next(
-    snapshots: RedisSnapshots, raw: Any, namespace: str, damage: str, problem: str
+    snapshots: RedisSnapshotStore, raw: Any, namespace: str, damage: str, problem: str
 ) -> None:
     await snapshots.put(A, a_snapshot())
     chunks, meta = chunks_of(namespace), meta_of(namespace)
@@ -236,7 +238,11 @@ async def test_what_is_no_snapshot_is_told_and_healed_by_the_next(
 
 @pytest.mark.parametrize("pipeline", [100, 4_000_000])
 async def test_a_put_that_is_cut_at_any_byte_leaves_the_old_or_the_new(
-    snapshots: RedisSnapshots, distant: RedisSnapshots, wire: Wire, monkeypatch: pytest.MonkeyPatch, pipeline: int
+    snapshots: RedisSnapshotStore,
+    distant: RedisSnapshotStore,
+    wire: Wire,
+    monkeypatch: pytest.MonkeyPatch,
+    pipeline: int,
 ) -> None:
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", pipeline)
     await distant.put(A, a_snapshot(99, chunks=40))
@@ -269,7 +275,7 @@ async def test_a_put_that_is_cut_at_any_byte_leaves_the_old_or_the_new(
 
 
 async def test_what_was_staged_vanishes_by_itself(
-    snapshots: RedisSnapshots, raw: Any, namespace: str, monkeypatch: pytest.MonkeyPatch
+    snapshots: RedisSnapshotStore, raw: Any, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 10)
     send, trips = script_calls._send, 0
@@ -289,7 +295,7 @@ async def test_what_was_staged_vanishes_by_itself(
 
 
 async def test_a_put_that_lost_some_of_what_it_staged_is_not_kept(
-    snapshots: RedisSnapshots, raw: Any, namespace: str, monkeypatch: pytest.MonkeyPatch
+    snapshots: RedisSnapshotStore, raw: Any, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 10)
     await snapshots.put(A, a_snapshot(1))
@@ -317,8 +323,8 @@ async def test_a_redis_killed_at_any_step_of_a_put_has_the_old_or_the_new(
     monkeypatch.setattr(script_calls, "PIPELINE_BYTES", 100)
     own_redis.append_before_answering()
     async with Wire(own_redis.url) as wire:
-        snapshots = RedisSnapshots(
-            wire.url, time_limit=NEVER, namespace="mesh", secret=copy_key, retry_after=timedelta(0)
+        snapshots = RedisSnapshotStore(
+            wire.url, make_timeout=NEVER, namespace="mesh", secret=copy_key, retry_after=timedelta(0)
         )
         await snapshots.forget(A)
         await snapshots.put(A, a_snapshot(10, chunks=40))
@@ -337,8 +343,8 @@ async def test_a_redis_killed_at_any_step_of_a_put_has_the_old_or_the_new(
 async def test_a_silent_redis_costs_one_timeout(redis_url: str, namespace: str) -> None:
     async with Proxy(redis_url) as proxy:
         seconds, limits = 0.0, Limits()
-        snapshots = RedisSnapshots(
-            proxy.url, namespace=namespace, secret=copy_key, time_limit=limits, clock=lambda: seconds
+        snapshots = RedisSnapshotStore(
+            proxy.url, namespace=namespace, secret=copy_key, make_timeout=limits, clock=lambda: seconds
         )
         proxy.silence()
         limits.passed = True
@@ -355,6 +361,6 @@ async def test_a_silent_redis_costs_one_timeout(redis_url: str, namespace: str) 
 
 def test_a_malformed_url_is_refused_without_telling_it() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        RedisSnapshots("http://:secret@localhost/0", namespace="mesh", secret=copy_key)
+        RedisSnapshotStore("http://:secret@localhost/0", namespace="mesh", secret=copy_key)
     assert caught.value.key == "agent.memory_snapshot_url"
     assert "sec" not in str(caught.value)

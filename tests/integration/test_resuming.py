@@ -18,7 +18,7 @@ from meshpoint import (
     OperationRunning,
     ResumeRefused,
 )
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.cli import main
 from meshpoint.cli.exits import ExitCode
 from meshpoint.errors import ConfigurationError
@@ -38,7 +38,7 @@ def with_store(url: str, step: Callable[[CheckpointStore], Awaitable[TaskId]]) -
     """What `step` returns, done on an open store."""
 
     async def done() -> TaskId:
-        store = SqlCheckpointStore(url, namespace=NAMESPACE, tombstone_ttl=timedelta(hours=1))
+        store = SqlStore(url, namespace=NAMESPACE, tombstone_ttl=timedelta(hours=1))
         await store.open()
         try:
             return await step(store)
@@ -205,7 +205,7 @@ def test_an_export_is_a_file_of_its_owner_and_follows_no_link(
 
 def test_the_outcome_of_an_operation_is_waited_for(database_url: str) -> None:
     async def wait() -> None:
-        store = SqlCheckpointStore(database_url, namespace=NAMESPACE)
+        store = SqlStore(database_url, namespace=NAMESPACE)
         await store.open()
         run = await operating(store)
         async with Operations(database_url, namespace=NAMESPACE) as operations:

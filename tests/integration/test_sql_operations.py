@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from sqlalchemy import event, text
 
-from meshpoint.adapters.sql import SqlCheckpointStore
-from meshpoint.adapters.sql.prepared import Lane
+from meshpoint.adapters.sql import SqlStore
+from meshpoint.adapters.sql.prepared import PreparedConnection
 from meshpoint.adapters.sql.tables import metadata
 from meshpoint.model.checkpoint import Begin, Committed, Save, TaskState, Track
 from meshpoint.model.ids import TaskId
@@ -37,17 +37,21 @@ from meshpoint.testing.conformance.build_memory import content, memory_of, remem
 
 
 @pytest.fixture
-async def store(database_url: str) -> AsyncIterator[SqlCheckpointStore]:
+async def store(database_url: str) -> AsyncIterator[SqlStore]:
     """A store that forgets what has ended at once."""
-    store = SqlCheckpointStore(
-        database_url, namespace="test", tombstone_ttl=timedelta(), checkpoint_ttl=timedelta(), mark_within=timedelta()
+    store = SqlStore(
+        database_url,
+        namespace="test",
+        tombstone_ttl=timedelta(),
+        checkpoint_ttl=timedelta(),
+        confirm_linger=timedelta(),
     )
     await store.open()
     yield store
     await store.close()
 
 
-async def test_nothing_is_left_of_a_purged_operation(store: SqlCheckpointStore) -> None:
+async def test_nothing_is_left_of_a_purged_operation(store: SqlStore) -> None:
     over = await operating(store)
     await saved(store, over)
     await store.end([an_end(over)])
@@ -73,25 +77,23 @@ def way(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, bool]:
 
 
 @pytest.fixture
-async def keeping(way: tuple[str, bool]) -> AsyncIterator[SqlCheckpointStore]:
+async def keeping(way: tuple[str, bool]) -> AsyncIterator[SqlStore]:
     """A store with an archive."""
     url, hot_path = way
-    store = SqlCheckpointStore(
-        url, namespace="test", checkpoint_history=3, checkpoint_archive=True, hot_path=hot_path
-    )
+    store = SqlStore(url, namespace="test", checkpoint_history=3, checkpoint_archive=True, fast_path=hot_path)
     await store.open()
     yield store
     await store.close()
 
 
-async def _rest(store: SqlCheckpointStore, table: str, task_id: TaskId) -> dict[int, bytes | None]:
+async def _rest(store: SqlStore, table: str, task_id: TaskId) -> dict[int, bytes | None]:
     """What rests of an operation's working memories, by checkpoint."""
     rest = text(f"SELECT seq, l1_snapshot FROM {table} WHERE analysis_id = :id ORDER BY seq")
     async with store._database.engine.connect() as connection:
         return {row.seq: row.l1_snapshot for row in await connection.execute(rest, {"id": task_id})}
 
 
-async def test_one_working_memory_of_an_operation_rests(keeping: SqlCheckpointStore) -> None:
+async def test_one_working_memory_of_an_operation_rests(keeping: SqlStore) -> None:
     run, other = await operating(keeping), await operating(keeping)
     await save(keeping, other, ["other"])
     await save(keeping, run, ["first", "second"])
@@ -110,7 +112,7 @@ async def test_one_working_memory_of_an_operation_rests(keeping: SqlCheckpointSt
     assert await memory_of(keeping, other.task_id) == (1, "other")
 
 
-async def test_of_two_that_rest_the_newest_counts_until_both_go(keeping: SqlCheckpointStore) -> None:
+async def test_of_two_that_rest_the_newest_counts_until_both_go(keeping: SqlStore) -> None:
     """As a save may leave them that did not see the one just before it, of the same run."""
     run = await operating(keeping)
     await save(keeping, run, ["first", "second"])
@@ -123,14 +125,14 @@ async def test_of_two_that_rest_the_newest_counts_until_both_go(keeping: SqlChec
     assert await _rest(keeping, "agent_checkpoints", run.task_id) == rows
 
 
-async def test_the_last_checkpoint_of_a_failure_takes_it_too(keeping: SqlCheckpointStore) -> None:
+async def test_the_last_checkpoint_of_a_failure_takes_it_too(keeping: SqlStore) -> None:
     run = await operating(keeping)
     await save(keeping, run, ["first"])
     await keeping.end([an_end(run, TaskState.FAILED, checkpoint=remembering(run, 2, "last"))])
     assert await _rest(keeping, "agent_checkpoints", run.task_id) == {1: None, 2: content("last")}
 
 
-async def test_the_archive_has_it_with_its_hash(keeping: SqlCheckpointStore) -> None:
+async def test_the_archive_has_it_with_its_hash(keeping: SqlStore) -> None:
     run = await operating(keeping)
     await save(keeping, run, ["first", None])
     before = await keeping.history(run.task_id)
@@ -141,7 +143,7 @@ async def test_the_archive_has_it_with_its_hash(keeping: SqlCheckpointStore) -> 
     assert before[0].l1_snapshot_hash is not None
 
 
-async def test_what_an_earlier_task_left_behind_is_replaced_with_its_row(keeping: SqlCheckpointStore) -> None:
+async def test_what_an_earlier_task_left_behind_is_replaced_with_its_row(keeping: SqlStore) -> None:
     run = await operating(keeping)
     await save(keeping, run, [None, "first"])
     async with keeping._database.engine.begin() as connection:
@@ -153,7 +155,7 @@ async def test_what_an_earlier_task_left_behind_is_replaced_with_its_row(keeping
     assert await _rest(keeping, "agent_checkpoints", run.task_id) == {1: None, 2: None}
 
 
-async def test_what_reads_checkpoints_does_not_load_it(keeping: SqlCheckpointStore) -> None:
+async def test_what_reads_checkpoints_does_not_load_it(keeping: SqlStore) -> None:
     columns: set[str] = set()
 
     def hear(connection: object, cursor: Any, *rest: object) -> None:
@@ -174,10 +176,10 @@ async def test_what_reads_checkpoints_does_not_load_it(keeping: SqlCheckpointSto
     assert "l1_snapshot" in columns
 
 
-async def test_one_of_another_namespace_is_not_found(keeping: SqlCheckpointStore, way: tuple[str, bool]) -> None:
+async def test_one_of_another_namespace_is_not_found(keeping: SqlStore, way: tuple[str, bool]) -> None:
     run = await operating(keeping)
     await save(keeping, run, ["first"])
-    stranger = SqlCheckpointStore(way[0], namespace="tes")
+    stranger = SqlStore(way[0], namespace="tes")
     await stranger.open()
     assert await stranger.l1_snapshot(run.task_id) is None
     assert await stranger.l1_snapshot(run.task_id, AGENT) is None
@@ -190,28 +192,28 @@ async def test_one_of_another_namespace_is_not_found(keeping: SqlCheckpointStore
 
 
 @pytest.fixture
-async def postgres(postgres_url: str) -> AsyncIterator[SqlCheckpointStore]:
-    store = SqlCheckpointStore(postgres_url, namespace="test")
+async def postgres(postgres_url: str) -> AsyncIterator[SqlStore]:
+    store = SqlStore(postgres_url, namespace="test")
     await store.open()
     yield store
     await store.close()
 
 
-async def _sent(store: SqlCheckpointStore, step: Awaitable[Any], monkeypatch: pytest.MonkeyPatch) -> int:
+async def _sent(store: SqlStore, step: Awaitable[Any], monkeypatch: pytest.MonkeyPatch) -> int:
     """How many statements `step` sends, those that begin and commit included."""
-    count, write = 0, Lane.write
+    count, write = 0, PreparedConnection.write
 
     def hear(*of_event: object) -> None:
         nonlocal count
         count += 1
 
-    async def heard(lane: Lane, statement: str, *values: Any) -> Any:
+    async def heard(lane: PreparedConnection, statement: str, *values: Any) -> Any:
         hear()
         return await write(lane, statement, *values)
 
     event.listen(store._database.engine.sync_engine, "before_cursor_execute", hear)
     with monkeypatch.context() as patched:
-        patched.setattr(Lane, "write", heard)
+        patched.setattr(PreparedConnection, "write", heard)
         await step
     event.remove(store._database.engine.sync_engine, "before_cursor_execute", hear)
     return count
@@ -219,7 +221,7 @@ async def _sent(store: SqlCheckpointStore, step: Awaitable[Any], monkeypatch: py
 
 @pytest.mark.servers
 async def test_each_step_of_an_operation_sends_so_many_statements(
-    postgres: SqlCheckpointStore, monkeypatch: pytest.MonkeyPatch
+    postgres: SqlStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, tracked = a_run(), (await resumed(postgres)).run
     steps = {
@@ -260,7 +262,7 @@ async def test_each_step_of_an_operation_sends_so_many_statements(
 
 @pytest.mark.servers
 async def test_a_task_that_is_no_operation_sends_nothing_more(
-    postgres: SqlCheckpointStore, monkeypatch: pytest.MonkeyPatch
+    postgres: SqlStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin: Begin = a_begin()
     assert await _sent(postgres, postgres.begin([begin]), monkeypatch) == 4
@@ -271,7 +273,7 @@ async def test_a_task_that_is_no_operation_sends_nothing_more(
 
 
 async def test_each_mesh_has_its_own_key_for_copies(database_url: str) -> None:
-    one, same, other = (SqlCheckpointStore(database_url, namespace=name) for name in ("one", "one", "other"))
+    one, same, other = (SqlStore(database_url, namespace=name) for name in ("one", "one", "other"))
     try:
         for store in (one, same, other):
             await store.open()

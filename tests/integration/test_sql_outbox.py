@@ -9,33 +9,33 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.checkpoint import Committed, Dispatch, StillWaiting
 from meshpoint.testing.conformance.build import AGENT, HERE, HOUR, a_call, a_claim, a_pause, ended, one, paused, sub
 
 
 @pytest.fixture
-async def store(database_url: str) -> AsyncIterator[SqlCheckpointStore]:
+async def store(database_url: str) -> AsyncIterator[SqlStore]:
     """A store for which all that it has to tell, or to forget, is due at once."""
-    store = SqlCheckpointStore(database_url, namespace="test", dispatch_lease=timedelta(), tombstone_ttl=timedelta())
+    store = SqlStore(database_url, namespace="test", dispatch_lease=timedelta(), tombstone_ttl=timedelta())
     await store.open()
     yield store
     await store.close()
 
 
-async def query(store: SqlCheckpointStore, statement: str, **values: Any) -> list[tuple[Any, ...]]:
+async def query(store: SqlStore, statement: str, **values: Any) -> list[tuple[Any, ...]]:
     async with store._database.engine.connect() as connection:
         result = await connection.execute(text(statement), values)
         return [tuple(row) for row in result] if result.returns_rows else []
 
 
-async def due(store: SqlCheckpointStore) -> int:
+async def due(store: SqlStore) -> int:
     """How many joins have something to send."""
     ((count,),) = await query(store, "SELECT count(*) FROM agent_parallel_invocations WHERE send_due_at IS NOT NULL")
     return int(count)
 
 
-async def committed(store: SqlCheckpointStore, *calls: str) -> tuple[Any, list[Dispatch]]:
+async def committed(store: SqlStore, *calls: str) -> tuple[Any, list[Dispatch]]:
     """A pause whose calls have an hour, and its requests."""
     pause = a_pause(*(a_call(call, timeout=HOUR) for call in calls))
     result = one(await store.pause([pause]))
@@ -43,7 +43,7 @@ async def committed(store: SqlCheckpointStore, *calls: str) -> tuple[Any, list[D
     return pause, list(result.dispatches)
 
 
-async def test_all_requests_of_a_pause_are_marked_on_one_row(store: SqlCheckpointStore) -> None:
+async def test_all_requests_of_a_pause_are_marked_on_one_row(store: SqlStore) -> None:
     _, requests = await committed(store, "a", "b", "c")
     assert await due(store) == 1
     await store.mark_sent(requests)
@@ -51,7 +51,7 @@ async def test_all_requests_of_a_pause_are_marked_on_one_row(store: SqlCheckpoin
     assert await query(store, "SELECT dispatched_at FROM agent_peer_sub_tasks") == [(None,)] * 3
 
 
-async def test_what_was_sent_of_a_pause_is_marked_and_the_rest_stays_due(store: SqlCheckpointStore) -> None:
+async def test_what_was_sent_of_a_pause_is_marked_and_the_rest_stays_due(store: SqlStore) -> None:
     _, requests = await committed(store, "a", "b", "c")
     await store.mark_sent(requests[1:2])
     assert await due(store) == 1
@@ -63,7 +63,7 @@ async def test_what_was_sent_of_a_pause_is_marked_and_the_rest_stays_due(store: 
     assert await due(store) == 0
 
 
-async def test_a_join_whose_unsent_calls_are_answered_is_due_for_nothing(store: SqlCheckpointStore) -> None:
+async def test_a_join_whose_unsent_calls_are_answered_is_due_for_nothing(store: SqlStore) -> None:
     pause, requests = await committed(store, "a", "b")
     await store.mark_sent(requests[:1])
     assert isinstance(one(await store.claim([a_claim(pause, "b")], HERE, 1)), StillWaiting)
@@ -71,19 +71,19 @@ async def test_a_join_whose_unsent_calls_are_answered_is_due_for_nothing(store: 
     assert await due(store) == 0
 
 
-async def test_a_join_that_is_met_is_due_for_nothing(store: SqlCheckpointStore) -> None:
+async def test_a_join_that_is_met_is_due_for_nothing(store: SqlStore) -> None:
     pause, _ = await committed(store, "a", "b")
     await store.claim([a_claim(pause, "a"), a_claim(pause, "b")], HERE, 1)
     assert await due(store) == 0
 
 
-async def test_the_requests_of_one_pause_are_offered_together(store: SqlCheckpointStore) -> None:
+async def test_the_requests_of_one_pause_are_offered_together(store: SqlStore) -> None:
     for _ in range(2):
         await committed(store, "a", "b", "c")
     assert len(await store.unsent(AGENT, 2)) == 3
 
 
-async def test_what_the_release_before_wrote_is_sent(store: SqlCheckpointStore) -> None:
+async def test_what_the_release_before_wrote_is_sent(store: SqlStore) -> None:
     pause, _ = await committed(store, "a", "b")
     await query(
         store, "UPDATE agent_parallel_invocations SET agent_name = NULL, send_due_at = NULL, send_attempts = 0"
@@ -100,7 +100,7 @@ async def test_what_the_release_before_wrote_is_sent(store: SqlCheckpointStore) 
     assert await store.unsent(AGENT, 10) == []
 
 
-async def test_whatever_is_left_of_a_task_is_purged_with_it(store: SqlCheckpointStore) -> None:
+async def test_whatever_is_left_of_a_task_is_purged_with_it(store: SqlStore) -> None:
     run, waiting = await ended(store), await paused(store, a_call("a", timeout=HOUR))
     for table in ("agent_peer_sub_tasks", "agent_parallel_invocations"):
         await query(store, f"UPDATE {table} SET logical_task_id = :id", id=run.task_id)

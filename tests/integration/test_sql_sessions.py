@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import asyncpg
 import pytest
 
-from meshpoint.adapters.sql import SqlCheckpointStore, failures, sessions
+from meshpoint.adapters.sql import SqlStore, failures, sessions
 from meshpoint.adapters.sql.time import DatabaseTime
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 from meshpoint.model.checkpoint import AllArrived, Begun, Ended
@@ -47,14 +47,14 @@ async def odd_url(postgres_url: str) -> str:
 
 
 @pytest.fixture
-async def store(odd_url: str) -> AsyncIterator[SqlCheckpointStore]:
-    store = SqlCheckpointStore(odd_url, namespace="test")
+async def store(odd_url: str) -> AsyncIterator[SqlStore]:
+    store = SqlStore(odd_url, namespace="test")
     await store.open()
     yield store
     await store.close()
 
 
-async def test_sessions_do_not_inherit_what_transitions_depend_on(store: SqlCheckpointStore) -> None:
+async def test_sessions_do_not_inherit_what_transitions_depend_on(store: SqlStore) -> None:
     async with store._database.engine.connect() as connection:
         found = {
             name: (await connection.exec_driver_sql(f"SHOW {name}")).scalar_one()
@@ -76,17 +76,15 @@ async def test_a_stricter_commit_stays(postgres_url: str) -> None:
     database = await connection.fetchval("SELECT current_database()")
     await connection.execute(f"ALTER DATABASE {database} SET synchronous_commit = 'remote_apply'")
     await connection.close()
-    store = SqlCheckpointStore(postgres_url, namespace="test")
+    store = SqlStore(postgres_url, namespace="test")
     await store.open()
     async with store._database.engine.connect() as connection:
         assert (await connection.exec_driver_sql("SHOW synchronous_commit")).scalar_one() == "remote_apply"
     await store.close()
 
 
-async def test_two_replicas_count_on_one_join_whatever_the_default_isolation(
-    store: SqlCheckpointStore, odd_url: str
-) -> None:
-    other = SqlCheckpointStore(odd_url, namespace="test")
+async def test_two_replicas_count_on_one_join_whatever_the_default_isolation(store: SqlStore, odd_url: str) -> None:
+    other = SqlStore(odd_url, namespace="test")
     await other.open()
     pauses = [await paused(store, "a", "b") for _ in range(10)]
     arrivals = await asyncio.gather(
@@ -97,13 +95,13 @@ async def test_two_replicas_count_on_one_join_whatever_the_default_isolation(
     await other.close()
 
 
-async def test_a_pooler_that_forgets_statements_fails_no_task(store: SqlCheckpointStore) -> None:
+async def test_a_pooler_that_forgets_statements_fails_no_task(store: SqlStore) -> None:
     """Like PgBouncer below 1.21 in transaction mode: prepared statements are missing from the session."""
     pause = await paused(store)
     run = (await resumed(store)).run
     assert isinstance(one(await store.begin([a_begin()])), Begun)
-    assert store._hot is not None
-    for lane in store._hot._lanes:
+    assert store._fast_path is not None
+    for lane in store._fast_path._connections:
         if lane._driver is not None:
             await lane._driver.execute("DEALLOCATE ALL")
     async with store._database.engine.connect() as connection:
@@ -178,7 +176,7 @@ class Client:
 
 @pytest.mark.parametrize("keeps_statements", [True, False])
 async def test_a_pooler_is_found_out_at_the_start(
-    store: SqlCheckpointStore, monkeypatch: pytest.MonkeyPatch, keeps_statements: bool
+    store: SqlStore, monkeypatch: pytest.MonkeyPatch, keeps_statements: bool
 ) -> None:
     pooler = Pooler(keeps_statements=keeps_statements)
 
@@ -210,7 +208,7 @@ async def reader_url(postgres_url: str) -> AsyncIterator[str]:
 
 
 async def test_a_role_that_may_not_write_is_found_out_at_the_start(reader_url: str) -> None:
-    store = SqlCheckpointStore(reader_url, namespace="test")
+    store = SqlStore(reader_url, namespace="test")
     try:
         with pytest.raises(
             ConfigurationError, match=r"may not (INSERT|UPDATE|DELETE) in the table agent_.*; run: GRANT"
@@ -221,7 +219,7 @@ async def test_a_role_that_may_not_write_is_found_out_at_the_start(reader_url: s
 
 
 def test_a_server_that_says_nothing_is_named_so() -> None:
-    assert failures.brief(TimeoutError()) == "TimeoutError: no answer in time"
+    assert failures.summarize(TimeoutError()) == "TimeoutError: no answer in time"
 
 
 async def test_a_standby_is_unavailable_at_the_start(own_postgres: PostgresServer) -> None:
@@ -230,7 +228,7 @@ async def test_a_standby_is_unavailable_at_the_start(own_postgres: PostgresServe
     own_postgres.home.own(own_postgres.home.write("data/standby.signal", ""))
     try:
         await own_postgres.start()
-        store = SqlCheckpointStore(own_postgres.url, namespace="test")
+        store = SqlStore(own_postgres.url, namespace="test")
         with pytest.raises(StoreUnavailable, match="is a standby"):
             await store.open()
         await store.close()

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from meshpoint.adapters.sqlite_queue import SqliteBroker
-from meshpoint.adapters.sqlite_queue.holders import Pulse
-from meshpoint.adapters.sqlite_queue.jobs import Consumer, Turn
+from meshpoint.adapters.sqlite_queue.holders import HeartbeatMonitor
+from meshpoint.adapters.sqlite_queue.jobs import Consumer, TransactionResult
 from meshpoint.adapters.sqlite_queue.queues import Queues
 from meshpoint.adapters.sqlite_queue.schema import connect, transaction
-from meshpoint.adapters.sqlite_queue.session import Session
+from meshpoint.adapters.sqlite_queue.session import QueueSession
 from meshpoint.adapters.sqlite_queue.thread import QueueThread
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import ReplicaId
@@ -75,7 +75,7 @@ def take_for_dead(db: sqlite3.Connection) -> None:
     """Do to the oldest holder what another process does after a lease."""
     with transaction(db):
         (oldest,) = db.execute("SELECT min(id) FROM meshpoint_queue_holder").fetchone()
-        Queues(db, "demo", 20).dissolve(oldest)
+        Queues(db, "demo", 20).remove_holder(oldest)
 
 
 async def test_many_may_create_the_file_at_once(path: Path) -> None:
@@ -183,9 +183,9 @@ async def test_a_dead_letter_keeps_its_first_reason(path: Path) -> None:
 async def test_what_is_claimed_while_its_consumer_is_cancelled_goes_back(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop, claiming, transact = asyncio.get_running_loop(), asyncio.Event(), Session.transact
+    loop, claiming, transact = asyncio.get_running_loop(), asyncio.Event(), QueueSession.transact
 
-    def tell(session: Session, *arguments: Any, **options: Any) -> Turn:
+    def tell(session: QueueSession, *arguments: Any, **options: Any) -> TransactionResult:
         loop.call_soon_threadsafe(claiming.set)
         return transact(session, *arguments, **options)
 
@@ -194,7 +194,7 @@ async def test_what_is_claimed_while_its_consumer_is_cancelled_goes_back(
         await broker.declare(AGENT)
         subscription = await broker.consume(REQUESTS, 1, late)
         with closing(connect(path, 5)) as bystander, transaction(bystander):
-            monkeypatch.setattr(Session, "transact", tell)
+            monkeypatch.setattr(QueueSession, "transact", tell)
             sent = asyncio.ensure_future(send(broker, REQUESTS, a_message()))
             await claiming.wait()  # it waits for the file
             cancelled = asyncio.ensure_future(subscription.cancel())
@@ -265,9 +265,9 @@ async def test_a_private_queue_stays_while_its_broker_lives(
 
 async def test_code_that_blocks_the_loop_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_for_two_leases, looks = threading.Event(), 0
-    look = Pulse.dead
+    look = HeartbeatMonitor.find_dead
 
-    def count_looks(pulse: Pulse, beats: dict[int, int], now: float) -> list[int]:
+    def count_looks(pulse: HeartbeatMonitor, beats: dict[int, int], now: float) -> list[int]:
         nonlocal looks
         looks += pulse is observer
         if looks >= 10:
@@ -282,8 +282,8 @@ async def test_code_that_blocks_the_loop_loses_nothing(path: Path, monkeypatch: 
         delivery = await inbox.next()
         await other.consume(REQUESTS, 1, others)
         assert other._session is not None
-        observer = other._session._pulse
-        monkeypatch.setattr(Pulse, "dead", count_looks)
+        observer = other._session._heartbeat_monitor
+        monkeypatch.setattr(HeartbeatMonitor, "find_dead", count_looks)
         assert looked_for_two_leases.wait()  # blocks the loop
         assert await delivery.ack()
         assert others.empty()
@@ -298,7 +298,7 @@ async def test_a_message_of_a_broker_that_stood_still_comes_again(
         dead = Queues(bystander, "demo", 20)
     await send(broker, REQUESTS, a_message())
     with transaction(bystander):
-        assert len(dead.claim(REQUESTS, 1000, 1)) == 1
+        assert len(dead.claim_messages(REQUESTS, 1000, 1)) == 1
     inbox = Inbox()
     await broker.consume(REQUESTS, 1, inbox)
     assert (await inbox.next()).count == 2
@@ -381,7 +381,7 @@ async def test_after_a_commit_in_doubt_the_message_comes_again(path: Path, monke
 
 def fail_next_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next transaction is committed, but its session hears of an error."""
-    commit = Session._commit
+    commit = QueueSession._commit
 
     class Deaf:
         def __init__(self, db: sqlite3.Connection) -> None:
@@ -392,8 +392,8 @@ def fail_next_commit(monkeypatch: pytest.MonkeyPatch) -> None:
             self._db.execute(statement)
             raise sqlite3.OperationalError("disk I/O error")
 
-    def fail(session: Session) -> None:
-        monkeypatch.setattr(Session, "_commit", commit)
+    def fail(session: QueueSession) -> None:
+        monkeypatch.setattr(QueueSession, "_commit", commit)
         db = session._db
         session._db = Deaf(db)  # type: ignore[assignment]
         try:
@@ -401,7 +401,7 @@ def fail_next_commit(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             session._db = db
 
-    monkeypatch.setattr(Session, "_commit", fail)
+    monkeypatch.setattr(QueueSession, "_commit", fail)
 
 
 async def test_a_message_that_cannot_be_stored_does_not_fail_its_neighbours(broker: SqliteBroker) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from meshpoint.adapters.sqlite_queue import SqliteBroker, content, queues
-from meshpoint.adapters.sqlite_queue.queues import Limits, Queues
+from meshpoint.adapters.sqlite_queue.queues import QueueLimits, Queues
 from meshpoint.adapters.sqlite_queue.schema import connect, transaction
-from meshpoint.adapters.sqlite_queue.session import Session, Tuning
+from meshpoint.adapters.sqlite_queue.session import QueueOptions, QueueSession
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.ids import ReplicaId
 from meshpoint.model.messages import Address, dead_letters_of, nested_of, private_of, responses_of, shard_of
@@ -195,7 +195,7 @@ async def test_large_messages_are_claimed_a_few_at_a_time(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"body": b"x" * (content.LARGEST_BODY + 1)}, {"headers": {"x": "\ud800"}}, {"app_id": "x" * 2**20 + "x"}],
+    [{"body": b"x" * (content.MAX_BODY_BYTES + 1)}, {"headers": {"x": "\ud800"}}, {"app_id": "x" * 2**20 + "x"}],
     ids=["body", "header", "property"],
 )
 async def test_what_nobody_could_read_is_rejected(broker: SqliteBroker, changes: dict[str, object]) -> None:
@@ -313,14 +313,14 @@ async def test_a_row_of_no_use_stops_neither_messages_nor_housekeeping(
         assert await delivery.ack()
     await broker.broadcast(AGENT, a_message())
     assert await broker.depth(PRIVATE) == 1
-    with closing(Session(path, "demo", TUNING)) as session:
+    with closing(QueueSession(path, "demo", TUNING)) as session:
         for _ in range(2):
-            session.transact([], [], beat=True)
+            session.transact([], [], heartbeat=True)
     assert "cannot be tidied" not in caplog.text
 
 
-TUNING = Tuning(
-    lease=1, private_ttl=60, poll_interval=1, busy_timeout=5, delivery_limit=20, limits=Limits(dead_letters=8)
+TUNING = QueueOptions(
+    lease=1, private_ttl=60, poll_interval=1, busy_timeout=5, delivery_limit=20, limits=QueueLimits(dead_letters=8)
 )
 
 
@@ -340,7 +340,7 @@ async def test_ids_go_on_above_all_that_are_left(
         assert ids == [(1,), (2,), (2 + 2**20 + 1,)]
 
 
-@pytest.mark.parametrize("chore", ["give_back_orphans", "drop_unused", "trim_dead_letters"])
+@pytest.mark.parametrize("chore", ["requeue_orphans", "drop_unused", "trim_dead_letters"])
 def test_housekeeping_that_fails_costs_no_beat(
     path: Path, chore: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -349,8 +349,8 @@ def test_housekeeping_that_fails_costs_no_beat(
         raise sqlite3.OperationalError("Could not decode to UTF-8")
 
     monkeypatch.setattr(Queues, chore, fails)
-    with closing(Session(path, "demo", TUNING)) as session, closing(connect(path, 5)) as db:
-        session.transact([], [], beat=True)
+    with closing(QueueSession(path, "demo", TUNING)) as session, closing(connect(path, 5)) as db:
+        session.transact([], [], heartbeat=True)
         assert db.execute("SELECT beat FROM meshpoint_queue_holder").fetchall() == [(1,)]
     assert "cannot be tidied: Could not decode" in caplog.text
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import event
 
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.errors import StoreUnavailable
 from meshpoint.testing.conformance.build import an_end, begun
@@ -30,7 +30,7 @@ async def databases(tmp_path: Path) -> AsyncIterator[list[Database]]:
             )
             stack.push_async_callback(database.close)
             made.append(database)
-        await made[0].write(lambda tx: tx.run("CREATE TABLE written (number INTEGER)"))
+        await made[0].write(lambda tx: tx.execute("CREATE TABLE written (number INTEGER)"))
         yield made
 
 
@@ -50,7 +50,7 @@ class Pause:
 
 def writing(number: int, pause: Pause | None = None) -> Callable[[Transaction], Awaitable[int]]:
     async def write(tx: Transaction) -> int:
-        await tx.run("INSERT INTO written VALUES (:number)", number=number)
+        await tx.execute("INSERT INTO written VALUES (:number)", number=number)
         if pause:
             pause.wait()
         return number
@@ -59,7 +59,7 @@ def writing(number: int, pause: Pause | None = None) -> Callable[[Transaction], 
 
 
 async def numbers(database: Database) -> list[int]:
-    rows = await database.read(lambda tx: tx.rows("SELECT number FROM written ORDER BY rowid"))
+    rows = await database.read(lambda tx: tx.fetch("SELECT number FROM written ORDER BY rowid"))
     return [row.number for row in rows]
 
 
@@ -139,7 +139,7 @@ async def test_a_busy_loop_keeps_no_lock(databases: list[Database], tmp_path: Pa
     async def write(tx: Transaction) -> None:
         begun.set()
         for number in range(5):
-            await tx.run("INSERT INTO written VALUES (:number)", number=number)
+            await tx.execute("INSERT INTO written VALUES (:number)", number=number)
 
     writing_all = asyncio.create_task(databases[0].write(write))
     await asyncio.sleep(0)
@@ -170,7 +170,7 @@ async def test_another_process_that_writes_is_waited_for(databases: list[Databas
 async def test_another_process_that_writes_for_too_long_counts_as_an_outage(tmp_path: Path) -> None:
     path = tmp_path / "tasks.db"
     database = Database(f"sqlite:///{path}", command_timeout=timedelta(seconds=0.05), pool_size=1, clock=None)
-    await database.write(lambda tx: tx.run("CREATE TABLE written (number INTEGER)"))
+    await database.write(lambda tx: tx.execute("CREATE TABLE written (number INTEGER)"))
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(StoreUnavailable, match="database is locked"):
@@ -187,7 +187,7 @@ async def test_a_store_that_writes_for_too_long_counts_as_an_outage_for_the_othe
         Database(f"sqlite:///{tmp_path}/tasks.db", command_timeout=timedelta(seconds=limit), pool_size=1, clock=None)
         for limit in (60, 0.05)
     )
-    await slow.write(lambda tx: tx.run("CREATE TABLE written (number INTEGER)"))
+    await slow.write(lambda tx: tx.execute("CREATE TABLE written (number INTEGER)"))
     first = asyncio.create_task(slow.write(writing(1, pause)))
     await pause.begun.wait()
     with pytest.raises(StoreUnavailable, match="too long"):
@@ -204,7 +204,7 @@ async def test_closing_ends_the_wait_for_another_process(tmp_path: Path) -> None
     """A process that froze inside a transaction must not delay the end of a replica."""
     path, loop, refused = tmp_path / "tasks.db", asyncio.get_running_loop(), asyncio.Event()
     database = Database(f"sqlite:///{path}", command_timeout=timedelta(days=1), pool_size=1, clock=None)
-    await database.write(lambda tx: tx.run("CREATE TABLE written (number INTEGER)"))
+    await database.write(lambda tx: tx.execute("CREATE TABLE written (number INTEGER)"))
     event.listen(database.writing_engine, "handle_error", lambda _: loop.call_soon_threadsafe(refused.set) and None)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -220,7 +220,7 @@ async def test_closing_ends_the_wait_for_another_process(tmp_path: Path) -> None
 
 async def test_closing_a_store_ends_the_wait_of_its_batches(tmp_path: Path) -> None:
     path, loop, refused = tmp_path / "tasks.db", asyncio.get_running_loop(), asyncio.Event()
-    store = SqlCheckpointStore(f"sqlite:///{path}", namespace="test", command_timeout=timedelta(days=1))
+    store = SqlStore(f"sqlite:///{path}", namespace="test", command_timeout=timedelta(days=1))
     await store.open()
     run = await begun(store)
     engine = store._database.writing_engine

@@ -27,9 +27,9 @@ from beside import answered_beside
 from loading import TABLES as CROWDED
 from loading import multiply, standing_task
 from meshpoint.adapters import sql
-from meshpoint.adapters.sql import SqlCheckpointStore, fast_path, owning
+from meshpoint.adapters.sql import SqlStore, fast_path, owning
 from meshpoint.adapters.sql.dialect import Dialect
-from meshpoint.adapters.sql.locked_rows import HeldRows
+from meshpoint.adapters.sql.locked_rows import LockedRows
 from meshpoint.adapters.sql.tables import archive, checkpoints, operations
 from meshpoint.model.calls import Join
 from meshpoint.model.checkpoint import (
@@ -81,9 +81,9 @@ _IMPATIENT = Replica(HERE.id, HERE.agent, HERE.formats, _NOW)
 
 TABLES = (*CROWDED, operations, checkpoints, archive)
 
-_FOR_PEOPLE = {"LIST_ALL", "LIST_OF_AGENT", "LIST_OPERATIONS", "LIST_OPERATIONS_OF_AGENT"}
+_FOR_PEOPLE = {"LIST_TASKS", "LIST_AGENT_TASKS", "LIST_OPERATIONS", "LIST_AGENT_OPERATIONS"}
 """Statements that read many rows and sort them, for a person who asks."""
-_FOR_DAMAGE = {"PUT_OFF_TASK", "PUT_OFF_KEEP_ALIVE", "PUT_OFF_REPLY", "PUT_OFF_CALLS", "PUT_OFF_JOINS"}
+_FOR_DAMAGE = {"POSTPONE_TASK", "POSTPONE_KEEP_ALIVE", "POSTPONE_REPLY", "POSTPONE_CALLS", "POSTPONE_JOINS"}
 """Statements on one task with a damaged row: see `test_damaged_rows`."""
 
 
@@ -214,7 +214,7 @@ async def _many_operations(url: str) -> None:
 
 
 @asynccontextmanager
-async def _listened(url: str, plans: Plans, *, hot_path: bool = True) -> AsyncIterator[SqlCheckpointStore]:
+async def _listened(url: str, plans: Plans, *, hot_path: bool = True) -> AsyncIterator[SqlStore]:
     """A store whose every statement `plans` hears."""
     with plans.listening():
         store = _store(url, hot_path=hot_path)
@@ -223,9 +223,9 @@ async def _listened(url: str, plans: Plans, *, hot_path: bool = True) -> AsyncIt
         await store.close()
 
 
-def _store(url: str, *, hot_path: bool = True) -> SqlCheckpointStore:
+def _store(url: str, *, hot_path: bool = True) -> SqlStore:
     """A store for which all that it has to tell, or to forget, is due at once."""
-    return SqlCheckpointStore(
+    return SqlStore(
         url,
         namespace="test",
         dispatch_lease=_NOW,
@@ -234,14 +234,14 @@ def _store(url: str, *, hot_path: bool = True) -> SqlCheckpointStore:
         checkpoint_history=1,
         checkpoint_archive=True,
         pool_size=1,
-        hot_path=hot_path,
+        fast_path=hot_path,
     )
 
 
 class Life:
     """All that may happen to a task, to `batch` tasks at a time."""
 
-    def __init__(self, store: SqlCheckpointStore, batch: int, url: str, *, beside_a_lock: bool = False) -> None:
+    def __init__(self, store: SqlStore, batch: int, url: str, *, beside_a_lock: bool = False) -> None:
         self._beside_a_lock = beside_a_lock
         self._store = store
         self._batch = batch
@@ -408,8 +408,8 @@ async def test_nothing_that_replicas_run_scans_a_table(crowded_url: str, batch: 
     for hot_path, beside_a_lock in ((True, False), (False, False), (True, True)):
         async with _listened(crowded_url, plans, hot_path=hot_path) as store:
             if beside_a_lock:
-                store._held = HeldRows(clock=lambda: 0.0)  # the lock is never forgotten
-                store._held.waited()
+                store._locked_rows = LockedRows(clock=lambda: 0.0)  # the lock is never forgotten
+                store._locked_rows.record_timeout()
             await Life(store, batch, crowded_url, beside_a_lock=beside_a_lock).run()
     statements = _statements()
     scans = [scan for _, scan in plans.scans()]

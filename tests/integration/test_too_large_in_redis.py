@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 from redis_wire import NEVER
 
-from meshpoint.adapters.redis import RedisCheckpointCache, RedisSnapshots, RedisWorkingMemory, checkpoint_cache
+from meshpoint.adapters.redis import RedisCheckpointCache, RedisSnapshotStore, RedisWorkingMemory, checkpoint_cache
 from meshpoint.errors import CheckpointError, ConsistencyError, MemoryRefused, MemoryUnavailable
 from meshpoint.model.agent_memory import MemorySource
 from meshpoint.model.ids import AgentName, RunId, TaskId
@@ -46,15 +46,17 @@ async def raw(redis_url: str) -> AsyncIterator[Any]:
 
 @pytest.fixture
 async def memory(redis_url: str, namespace: str) -> AsyncIterator[RedisWorkingMemory]:
-    memory = RedisWorkingMemory(redis_url, time_limit=NEVER, namespace=namespace, largest=LARGEST)
+    memory = RedisWorkingMemory(redis_url, make_timeout=NEVER, namespace=namespace, max_bytes=LARGEST)
     await memory.replace(FIRST, ITEMS)
     yield memory
     await memory.close()
 
 
 @pytest.fixture
-async def snapshots(redis_url: str, namespace: str) -> AsyncIterator[RedisSnapshots]:
-    snapshots = RedisSnapshots(redis_url, time_limit=NEVER, namespace=namespace, secret=copy_key, largest=LARGEST)
+async def snapshots(redis_url: str, namespace: str) -> AsyncIterator[RedisSnapshotStore]:
+    snapshots = RedisSnapshotStore(
+        redis_url, make_timeout=NEVER, namespace=namespace, secret=copy_key, max_bytes=LARGEST
+    )
     yield snapshots
     await snapshots.close()
 
@@ -77,8 +79,8 @@ def l1(namespace: str, *rest: str) -> str:
 async def test_a_forged_copy_is_not_read_to_its_end(
     redis_url: str, namespace: str, raw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_cache, "LARGEST", LARGEST)
-    cache = RedisCheckpointCache(redis_url, time_limit=NEVER, namespace=namespace, secret=copy_key)
+    monkeypatch.setattr(checkpoint_cache, "MAX_COPY_BYTES", LARGEST)
+    cache = RedisCheckpointCache(redis_url, make_timeout=NEVER, namespace=namespace, secret=copy_key)
     await raw.setrange(f"{namespace}:checkpoint:task-1:travel", FORGED, b"x")
     with little(), pytest.raises(CheckpointError, match="task-1:travel: larger than 1,000,000 bytes"):
         await cache.get(TaskId("task-1"), AgentName("travel"))
@@ -88,8 +90,8 @@ async def test_a_forged_copy_is_not_read_to_its_end(
 async def test_a_copy_that_nobody_would_read_is_not_written(
     redis_url: str, namespace: str, raw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_cache, "LARGEST", 500)
-    cache = RedisCheckpointCache(redis_url, time_limit=NEVER, namespace=namespace, secret=copy_key)
+    monkeypatch.setattr(checkpoint_cache, "MAX_COPY_BYTES", 500)
+    cache = RedisCheckpointCache(redis_url, make_timeout=NEVER, namespace=namespace, secret=copy_key)
     checkpoint = AgentCheckpoint(operation_id=TaskId("task-1"), agent=AgentName("travel"), seq=1, subject="x")
     text = "".join(map(chr, range(0x100, 0x400)))
     with pytest.raises(CheckpointError, match="exceed the limit of 500 for copies"):
@@ -104,7 +106,7 @@ def a_snapshot(size: int = 10) -> Packed:
 
 @pytest.mark.parametrize("forged", ["a chunk", "chunks", "manifest", "digest", "order"])
 async def test_a_forged_snapshot_is_not_read_to_its_end(
-    snapshots: RedisSnapshots, raw: Any, namespace: str, forged: str
+    snapshots: RedisSnapshotStore, raw: Any, namespace: str, forged: str
 ) -> None:
     await snapshots.put(A, a_snapshot())
     chunks, meta = f"{namespace}:l1_snapshot:{{{A}}}", f"{namespace}:l1_snapshot_meta:{{{A}}}"
@@ -120,7 +122,7 @@ async def test_a_forged_snapshot_is_not_read_to_its_end(
     assert await snapshots.digest(A) == (None if forged == "digest" else "digest")
 
 
-async def test_a_snapshot_that_nobody_would_read_is_not_put(snapshots: RedisSnapshots) -> None:
+async def test_a_snapshot_that_nobody_would_read_is_not_put(snapshots: RedisSnapshotStore) -> None:
     await snapshots.put(A, a_snapshot(1))
     with pytest.raises(ConsistencyError, match="exceed the limit of 1,000,000 for snapshots in Redis"):
         await snapshots.put(A, a_snapshot(LARGEST))
@@ -227,13 +229,13 @@ async def test_a_forged_run_is_not_read_to_its_end(memory: RedisWorkingMemory, r
         await memory.read(A)
 
 
-async def taken(memory: RedisWorkingMemory, snapshots: RedisSnapshots) -> Packed:
+async def taken(memory: RedisWorkingMemory, snapshots: RedisSnapshotStore) -> Packed:
     snapshotter = L1CacheSnapshotter(memory, snapshots, LARGEST, lambda *_: None)
-    return (await snapshotter.take(FIRST, 1)).packed
+    return (await snapshotter.snapshot_on_checkpoint(FIRST, 1)).packed
 
 
 async def test_a_task_goes_on_from_its_snapshot(
-    memory: RedisWorkingMemory, snapshots: RedisSnapshots, raw: Any, namespace: str
+    memory: RedisWorkingMemory, snapshots: RedisSnapshotStore, raw: Any, namespace: str
 ) -> None:
     packed = await taken(memory, snapshots)
     await snapshots.put(A, packed)
@@ -244,15 +246,15 @@ async def test_a_task_goes_on_from_its_snapshot(
 
     recovery = DualRecoveryStrategy(memory, snapshots, lambda *_: None)
     recovered = await recovery.recover(SECOND, packed.digest, no_row)
-    assert (recovered.how.source, recovered.how.verified) == (MemorySource.SNAPSHOT, True)
-    assert recovered.how.problems == ("L1 is too large to read; changed: 'hash'",)
+    assert (recovered.recovery.source, recovered.recovery.verified) == (MemorySource.SNAPSHOT, True)
+    assert recovered.recovery.problems == ("L1 is too large to read; changed: 'hash'",)
     assert {item.key: item.content for item in (await memory.read(A)).items} == {
         item.key: item.content for item in ITEMS
     }
 
 
 async def test_a_checkpoint_names_what_is_too_large(
-    memory: RedisWorkingMemory, snapshots: RedisSnapshots, raw: Any, namespace: str
+    memory: RedisWorkingMemory, snapshots: RedisSnapshotStore, raw: Any, namespace: str
 ) -> None:
     await grow(raw, l1(namespace, "working", "hash"), *GROW["hash"])
     with pytest.raises(MemoryRefused, match=r"too large to read \(.* 1,000,000\); oversized keys: 'hash'"):

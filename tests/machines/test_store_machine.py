@@ -16,8 +16,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from machines.lockstep import Lockstep
 from machines.machine import StoreMachine
-from meshpoint.adapters.inprocess.store import MemoryCheckpointStore
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.inprocess.store import InProcessStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.testing.conformance.build import TIMINGS
 
@@ -29,7 +29,7 @@ class MemoryMachine(StoreMachine):
     """The store in memory, against the ledger alone."""
 
     def open_store(self) -> CheckpointStore:
-        return MemoryCheckpointStore(self.clock, timings=TIMINGS)
+        return InProcessStore(self.clock, timings=TIMINGS)
 
 
 def sql_machine(url: str) -> type[StoreMachine]:
@@ -37,7 +37,7 @@ def sql_machine(url: str) -> type[StoreMachine]:
 
     class SqlMachine(StoreMachine):
         def open_store(self) -> CheckpointStore:
-            store = SqlCheckpointStore(
+            store = SqlStore(
                 url,
                 namespace=f"machine-{next(_NAMESPACES)}",
                 dispatch_lease=TIMINGS.dispatch_lease,
@@ -49,7 +49,7 @@ def sql_machine(url: str) -> type[StoreMachine]:
                 pool_size=1,
                 clock=self.clock,
             )
-            return Lockstep(store, MemoryCheckpointStore(self.clock, timings=TIMINGS))
+            return Lockstep(store, InProcessStore(self.clock, timings=TIMINGS))
 
     return SqlMachine
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from redis.asyncio.connection import Connection, parse_url
 from redis.exceptions import ResponseError
 
-from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.adapters.redis import RedisWorkingMemory
 from meshpoint.adapters.system_clock import SystemClock
 from meshpoint.errors import MemoryRefused
@@ -291,7 +291,7 @@ def test_the_process_does_what_redis_does(redis_url: str, namespace: str) -> Non
 
         connection = runner.run(connected())
         try:
-            sides = (Adapter(LocalWorkingMemory(SystemClock())), Server(connection, namespace))
+            sides = (Adapter(InProcessWorkingMemory(SystemClock())), Server(connection, namespace))
             compare(runner, sides, examples=300)
         finally:
             runner.run(connection.disconnect())
@@ -305,7 +305,7 @@ def test_the_adapter_on_redis_does_what_the_process_does(redis_url: str, namespa
 
         memory = runner.run(opened())
         try:
-            compare(runner, (Adapter(LocalWorkingMemory(SystemClock())), Adapter(memory)), examples=100)
+            compare(runner, (Adapter(InProcessWorkingMemory(SystemClock())), Adapter(memory)), examples=100)
         finally:
             runner.run(memory.close())
 

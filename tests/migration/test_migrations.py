@@ -17,7 +17,7 @@ from alembic.operations import Operations
 from sqlalchemy import Connection, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from meshpoint.adapters.sql import SqlCheckpointStore, migrations
+from meshpoint.adapters.sql import SqlStore, migrations
 from meshpoint.adapters.sql.engine import async_url
 from meshpoint.adapters.sql.tables import POSTGRES_STORAGE, REVISION, VERSION_TABLE, checkpoints, metadata
 from meshpoint.errors import ConfigurationError
@@ -82,7 +82,7 @@ async def execute(url: str, *statements: str) -> None:
 
 
 async def use(url: str) -> None:
-    store = SqlCheckpointStore(url, namespace="test")
+    store = SqlStore(url, namespace="test")
     try:
         await store.open()
         await paused(store)
@@ -146,7 +146,7 @@ async def test_the_users_own_migrations_are_left_alone(empty_url: str) -> None:
 
 @pytest.mark.servers
 async def test_the_printed_statements_do_the_same(empty_postgres_url: str) -> None:
-    printed = await asyncio.to_thread(migrations.sql, empty_postgres_url)
+    printed = await asyncio.to_thread(migrations.upgrade_sql, empty_postgres_url)
     connection = await asyncpg.connect(empty_postgres_url)
     await connection.execute(printed)
     await connection.close()
@@ -194,12 +194,12 @@ async def test_a_database_of_another_name_is_a_wrong_url(empty_postgres_url: str
 @pytest.mark.parametrize("url", ["mysql://host/name", "sqlite://", "sqlite:///:memory:", "no url"])
 def test_other_databases_are_refused(url: str) -> None:
     with pytest.raises(ConfigurationError, match="session_db_url"):
-        SqlCheckpointStore(url, namespace="test")
+        SqlStore(url, namespace="test")
 
 
 async def test_a_file_that_is_no_database_is_named_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("not a database, " * 100)
-    store = SqlCheckpointStore(f"sqlite:///{tmp_path}/notes.txt", namespace="test")
+    store = SqlStore(f"sqlite:///{tmp_path}/notes.txt", namespace="test")
     with pytest.raises(ConfigurationError, match=r"session_db_url.*no SQLite database"):
         await store.open()
     await store.close()
@@ -224,9 +224,9 @@ async def fetch(url: str, statement: str) -> list[tuple[object, ...]]:
 
 
 @asynccontextmanager
-async def opened(url: str) -> AsyncIterator[SqlCheckpointStore]:
+async def opened(url: str) -> AsyncIterator[SqlStore]:
     """A store for which all that it has to send is due at once."""
-    store = SqlCheckpointStore(url, namespace="test", dispatch_lease=timedelta())
+    store = SqlStore(url, namespace="test", dispatch_lease=timedelta())
     await store.open()
     try:
         yield store
@@ -372,7 +372,7 @@ async def run_all(url: str, statements: list[str]) -> None:
         for statement in statements:
             connection.execute(text(statement.format(VERSION_TABLE)))
 
-    await migrations.in_one_transaction(async_url(url), run)
+    await migrations.run_in_transaction(async_url(url), run)
 
 
 @pytest.mark.parametrize("shape", OTHER_SHAPES)
@@ -383,7 +383,7 @@ async def test_a_foreign_table_of_revisions_is_one_line(empty_url: str, shape: s
     for ask in (migrations.check, migrations.upgrade):
         with pytest.raises(ConfigurationError, match=refusal):
             await asyncio.to_thread(ask, empty_url)
-    store = SqlCheckpointStore(empty_url, namespace="mesh")
+    store = SqlStore(empty_url, namespace="mesh")
     with pytest.raises(ConfigurationError, match=refusal):
         await store.open()
     await store.close()

@@ -7,14 +7,14 @@ import json
 import sys
 from datetime import timedelta
 
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.checkpoint import AllArrived, Claim, Replica
 from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId, new_id
 from meshpoint.model.outcomes import Ok
 
 
 async def main(url: str, name: str) -> None:
-    store = SqlCheckpointStore(url, namespace="test")
+    store = SqlStore(url, namespace="test")
     await store.open()
     print("ready", flush=True)
     calls: list[tuple[str, str]] = json.loads(await asyncio.to_thread(sys.stdin.readline))

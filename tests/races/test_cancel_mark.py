@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from beside import WAITING
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.calls import FIRST
 from meshpoint.model.checkpoint import Ended
 from meshpoint.testing.conformance.build import an_end, one, paused, resumed, row, sub
@@ -17,7 +17,7 @@ from meshpoint.testing.conformance.build import an_end, one, paused, resumed, ro
 
 @pytest.mark.servers
 async def test_a_call_whose_cancel_is_marked_just_before_the_end_is_deleted_with_it(postgres_url: str) -> None:
-    store = SqlCheckpointStore(postgres_url, namespace="test", command_timeout=timedelta(seconds=30))
+    store = SqlStore(postgres_url, namespace="test", command_timeout=timedelta(seconds=30))
     await store.open()
     marking, looking = await asyncpg.connect(postgres_url), await asyncpg.connect(postgres_url)
     try:

@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 
 from beside import WAITING
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.checkpoint import Committed, Dispatch
 from meshpoint.testing.conformance.build import AGENT, a_call, a_pause, one, row
 
@@ -23,7 +23,7 @@ _CLAIM = (  # what a claim does, up to its commit
 
 @pytest.mark.servers
 async def test_a_mark_that_meets_a_claim_is_not_lost(postgres_url: str) -> None:
-    store = SqlCheckpointStore(postgres_url, namespace="test", dispatch_lease=timedelta())
+    store = SqlStore(postgres_url, namespace="test", dispatch_lease=timedelta())
     await store.open()
     claiming, looking = await asyncpg.connect(postgres_url), await asyncpg.connect(postgres_url)
     try:
@@ -51,12 +51,12 @@ async def test_a_mark_that_meets_a_claim_is_not_lost(postgres_url: str) -> None:
 async def test_a_mark_in_the_background_that_meets_a_claim_is_made_after_it(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = SqlCheckpointStore(
-        postgres_url, namespace="test", dispatch_lease=timedelta(), mark_within=timedelta(milliseconds=1)
+    store = SqlStore(
+        postgres_url, namespace="test", dispatch_lease=timedelta(), confirm_linger=timedelta(milliseconds=1)
     )
     await store.open()
-    assert store._hot is not None
-    claiming, met, mark = await asyncpg.connect(postgres_url), asyncio.Event(), store._hot.mark_dispatched
+    assert store._fast_path is not None
+    claiming, met, mark = await asyncpg.connect(postgres_url), asyncio.Event(), store._fast_path.confirm_dispatched
 
     async def watched(sent: Sequence[Dispatch]) -> tuple[list[Dispatch], list[Dispatch]]:
         left, held = await mark(sent)
@@ -64,7 +64,7 @@ async def test_a_mark_in_the_background_that_meets_a_claim_is_made_after_it(
             met.set()
         return left, held
 
-    monkeypatch.setattr(store._hot, "mark_dispatched", watched)
+    monkeypatch.setattr(store._fast_path, "confirm_dispatched", watched)
     try:
         pause = a_pause("a", "b")
         committed = one(await store.pause([pause]))
@@ -84,7 +84,7 @@ async def test_a_mark_in_the_background_that_meets_a_claim_is_made_after_it(
 
 @pytest.mark.servers
 async def test_a_join_that_somebody_holds_is_offered_when_it_is_free_again(postgres_url: str) -> None:
-    store = SqlCheckpointStore(postgres_url, namespace="test", dispatch_lease=timedelta())
+    store = SqlStore(postgres_url, namespace="test", dispatch_lease=timedelta())
     await store.open()
     claiming = await asyncpg.connect(postgres_url)
     try:
@@ -106,13 +106,11 @@ async def test_a_join_that_somebody_holds_is_offered_when_it_is_free_again(postg
 async def test_a_mark_whose_join_stays_held_is_not_sent_turn_after_turn(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = SqlCheckpointStore(
-        postgres_url, namespace="test", dispatch_lease=timedelta(), mark_within=timedelta(hours=1)
-    )
+    store = SqlStore(postgres_url, namespace="test", dispatch_lease=timedelta(), confirm_linger=timedelta(hours=1))
     await store.open()
-    assert store._hot is not None
+    assert store._fast_path is not None
     claiming, statements, met = await asyncpg.connect(postgres_url), 0, asyncio.Event()
-    mark = store._hot.mark_dispatched
+    mark = store._fast_path.confirm_dispatched
 
     async def counted(sent: Sequence[Dispatch]) -> tuple[list[Dispatch], list[Dispatch]]:
         nonlocal statements
@@ -124,7 +122,7 @@ async def test_a_mark_whose_join_stays_held_is_not_sent_turn_after_turn(
         met.set()
         return left, held
 
-    monkeypatch.setattr(store._hot, "mark_dispatched", counted)
+    monkeypatch.setattr(store._fast_path, "confirm_dispatched", counted)
     try:
         pause = a_pause("a", "b")
         committed = one(await store.pause([pause]))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from meshpoint.adapters.inprocess.clock import FakeClock
-from meshpoint.adapters.sql import SqlCheckpointStore, batcher, fast_path, owning
+from meshpoint.adapters.sql import SqlStore, batcher, fast_path, owning
 from meshpoint.adapters.sql.database import Database
 from meshpoint.errors import AgentMisbehaved
 from meshpoint.model.checkpoint import AllArrived, Committed, MadeReady, Pause, Replica, Resumable, Run, StillWaiting
@@ -51,12 +51,12 @@ def clock() -> FakeClock:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (batcher, fast_path, owning):
         monkeypatch.setattr(module, "PART_BYTES", 2 * SIZE)
-    monkeypatch.setattr(batcher.in_parts, "__defaults__", (2 * SIZE,))
+    monkeypatch.setattr(batcher.split_by_size, "__defaults__", (2 * SIZE,))
 
 
 @pytest.fixture
-async def store(database_url: str, clock: FakeClock, small_parts: None) -> AsyncIterator[SqlCheckpointStore]:
-    store = SqlCheckpointStore(database_url, namespace="test", clock=clock, max_join_bytes=20 * SIZE)
+async def store(database_url: str, clock: FakeClock, small_parts: None) -> AsyncIterator[SqlStore]:
+    store = SqlStore(database_url, namespace="test", clock=clock, max_join_bytes=20 * SIZE)
     await store.open()
     yield store
     await store.close()
@@ -96,9 +96,9 @@ async def wire(postgres_url: str) -> AsyncIterator[Metered]:
 
 
 @pytest.fixture
-async def metered(wire: Metered, clock: FakeClock, small_parts: None) -> AsyncIterator[SqlCheckpointStore]:
+async def metered(wire: Metered, clock: FakeClock, small_parts: None) -> AsyncIterator[SqlStore]:
     """A store on PostgreSQL, by way of `wire`."""
-    store = SqlCheckpointStore(wire.url, namespace="test", clock=clock)
+    store = SqlStore(wire.url, namespace="test", clock=clock)
     await store.open()
     yield store
     await store.close()
@@ -108,7 +108,7 @@ def results(task: Resumable) -> dict[str, object]:
     return {call_id: outcome.value for call_id, _, outcome in task.outcomes if isinstance(outcome, Ok)}
 
 
-async def test_all_in_one_batch(store: SqlCheckpointStore) -> None:
+async def test_all_in_one_batch(store: SqlStore) -> None:
     pause = await paused(store, *CALLS)
     answers = {call_id: large() for call_id in CALLS}
     arrivals = await store.claim([a_claim(pause, each, answers[each]) for each in CALLS], HERE, 1)
@@ -117,7 +117,7 @@ async def test_all_in_one_batch(store: SqlCheckpointStore) -> None:
     assert results(arrivals[-1].task) == {call_id: answers[call_id].value for call_id in CALLS}
 
 
-async def test_one_by_one_and_the_last_one_again(store: SqlCheckpointStore) -> None:
+async def test_one_by_one_and_the_last_one_again(store: SqlStore) -> None:
     pause = await paused(store, *CALLS)
     answers = {call_id: large() for call_id in CALLS}
     claims = [a_claim(pause, each, answers[each]) for each in CALLS]
@@ -130,14 +130,14 @@ async def test_one_by_one_and_the_last_one_again(store: SqlCheckpointStore) -> N
         assert results(arrival.task) == {call_id: answers[call_id].value for call_id in CALLS}
 
 
-async def _ready(store: SqlCheckpointStore) -> Pause:
+async def _ready(store: SqlStore) -> Pause:
     pause = await paused(store, *CALLS)
     for call_id in CALLS:
         await store.claim([a_claim(pause, call_id, large())], HERE, 0)
     return pause
 
 
-async def test_a_ready_task_and_one_that_lost_its_owner(store: SqlCheckpointStore, clock: FakeClock) -> None:
+async def test_a_ready_task_and_one_that_lost_its_owner(store: SqlStore, clock: FakeClock) -> None:
     pause, small = await _ready(store), await ready(store)
     taken = {task.run.task_id: task for task in await store.take(HERE, 10)}
     assert taken.keys() == {pause.run.task_id, small.run.task_id}
@@ -148,7 +148,7 @@ async def test_a_ready_task_and_one_that_lost_its_owner(store: SqlCheckpointStor
     assert results(again[pause.run.task_id]) == results(taken[pause.run.task_id])
 
 
-async def test_a_join_that_expires(store: SqlCheckpointStore, clock: FakeClock) -> None:
+async def test_a_join_that_expires(store: SqlStore, clock: FakeClock) -> None:
     pause = await paused(store, *CALLS, a_call("last", timeout=SECOND))
     for call_id in CALLS:
         await store.claim([a_claim(pause, call_id, large())], HERE, 1)
@@ -158,7 +158,7 @@ async def test_a_join_that_expires(store: SqlCheckpointStore, clock: FakeClock) 
     assert list(results(expired.then.task)) == list(CALLS)
 
 
-async def test_a_join_above_the_limit_is_handed_over_to_fail(store: SqlCheckpointStore) -> None:
+async def test_a_join_above_the_limit_is_handed_over_to_fail(store: SqlStore) -> None:
     pause, other = await paused(store, *CALLS), await paused(store)
     for call_id in CALLS[:-1]:
         await store.claim([a_claim(pause, call_id, large(3 * SIZE))], HERE, 1)
@@ -169,7 +169,7 @@ async def test_a_join_above_the_limit_is_handed_over_to_fail(store: SqlCheckpoin
     assert fine.refused is None
 
 
-async def test_compressed_outcomes_count_with_their_size(store: SqlCheckpointStore) -> None:
+async def test_compressed_outcomes_count_with_their_size(store: SqlStore) -> None:
     pause = await paused(store, *CALLS)
     claims = [a_claim(pause, call_id, Ok("a" * 10_000_000)) for call_id in CALLS]
     arrival = (await store.claim(claims[:-1], HERE, 1))[-1]
@@ -179,10 +179,10 @@ async def test_compressed_outcomes_count_with_their_size(store: SqlCheckpointSto
 
 
 async def test_the_lease_is_kept_while_outcomes_are_read(
-    store: SqlCheckpointStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    store: SqlStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await _ready(store)
-    read, renew, renewed = owning.read_large, store.renew, asyncio.Event()
+    read, renew, renewed = owning.read_outcomes_in_parts, store.renew, asyncio.Event()
 
     async def noticed(runs: Sequence[Run], replica: Replica) -> list[Run]:
         lost = await renew(runs, replica)
@@ -195,30 +195,30 @@ async def test_the_lease_is_kept_while_outcomes_are_read(
         return await read(database, row)
 
     monkeypatch.setattr(store, "renew", noticed)
-    monkeypatch.setattr(owning, "read_large", slowly)
+    monkeypatch.setattr(owning, "read_outcomes_in_parts", slowly)
     brief = replace(HERE, lease=timedelta(milliseconds=50))  # renewed after a third of it
     assert len(await store.take(brief, 1)) == 1
     assert await store.take_over(THERE, 1) == []
 
 
-async def _by_claim(store: SqlCheckpointStore, clock: FakeClock) -> object:
+async def _by_claim(store: SqlStore, clock: FakeClock) -> object:
     pause = await paused(store, *CALLS)
     await store.claim([a_claim(pause, each, large()) for each in CALLS[:-1]], HERE, 1)
     return one(await store.claim([a_claim(pause, CALLS[-1], large())], HERE, 1))
 
 
-async def _by_take(store: SqlCheckpointStore, clock: FakeClock) -> object:
+async def _by_take(store: SqlStore, clock: FakeClock) -> object:
     await _ready(store)
     return one(await store.take(HERE, 1))
 
 
-async def _by_take_over(store: SqlCheckpointStore, clock: FakeClock) -> object:
+async def _by_take_over(store: SqlStore, clock: FakeClock) -> object:
     await _by_take(store, clock)
     clock.advance(LEASE + SECOND)
     return one(await store.take_over(THERE, 1))
 
 
-async def _by_expiry(store: SqlCheckpointStore, clock: FakeClock) -> object:
+async def _by_expiry(store: SqlStore, clock: FakeClock) -> object:
     pause = await paused(store, *CALLS, a_call("last", timeout=SECOND))
     await store.claim([a_claim(pause, each, large()) for each in CALLS], HERE, 1)
     clock.advance(2 * SECOND)
@@ -227,10 +227,10 @@ async def _by_expiry(store: SqlCheckpointStore, clock: FakeClock) -> object:
 
 @pytest.mark.parametrize("go_on", [_by_claim, _by_take, _by_take_over, _by_expiry])
 async def test_no_row_holds_all_outcomes_of_a_join(
-    metered: SqlCheckpointStore,
+    metered: SqlStore,
     wire: Metered,
     clock: FakeClock,
-    go_on: Callable[[SqlCheckpointStore, FakeClock], Awaitable[Any]],
+    go_on: Callable[[SqlStore, FakeClock], Awaitable[Any]],
 ) -> None:
     """PostgreSQL builds no row above 1 GiB."""
     got = await go_on(metered, clock)
@@ -238,7 +238,7 @@ async def test_no_row_holds_all_outcomes_of_a_join(
     assert wire.largest < 3 * SIZE, f"of {len(CALLS) * SIZE} bytes"
 
 
-async def test_large_requests_of_a_pause(store: SqlCheckpointStore, clock: FakeClock) -> None:
+async def test_large_requests_of_a_pause(store: SqlStore, clock: FakeClock) -> None:
     bodies = {call_id: os.urandom(SIZE) for call_id in CALLS}
     pause = a_pause(*(replace(a_call(call_id), body=body) for call_id, body in bodies.items()))
     assert isinstance(one(await store.pause([pause])), Committed)
@@ -248,7 +248,7 @@ async def test_large_requests_of_a_pause(store: SqlCheckpointStore, clock: FakeC
 
 
 async def test_a_state_that_could_not_be_read_again_is_refused(
-    store: SqlCheckpointStore, monkeypatch: pytest.MonkeyPatch
+    store: SqlStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshpoint.adapters.sql.checkpointing.MOST_OF_A_ROW", 1_000_000)
     pause, other = a_pause(state=os.urandom(2_000_000)), a_pause()

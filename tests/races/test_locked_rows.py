@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from meshpoint.adapters.inprocess.clock import FakeClock
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.errors import RowLocked, StoreUnavailable
 from meshpoint.model.checkpoint import (
     AllArrived,
@@ -66,9 +66,9 @@ SELECT count(*) FROM agent_paused_tasks WHERE logical_task_id = $1 AND wake_at >
 
 
 @pytest.fixture
-async def store(postgres_url: str, clock: FakeClock) -> AsyncIterator[SqlCheckpointStore]:
+async def store(postgres_url: str, clock: FakeClock) -> AsyncIterator[SqlStore]:
     # A statement that waits for another session's lock fails the test here, long before it is a matter of luck.
-    store = SqlCheckpointStore(
+    store = SqlStore(
         postgres_url,
         namespace="test",
         clock=clock,
@@ -97,7 +97,7 @@ async def held(url: str, task_id: TaskId, row: str = "task") -> AsyncIterator[as
         await other.close()
 
 
-async def running(store: SqlCheckpointStore, count: int) -> list[Run]:
+async def running(store: SqlStore, count: int) -> list[Run]:
     return [await begun(store) for _ in range(count)]
 
 
@@ -105,7 +105,7 @@ async def running(store: SqlCheckpointStore, count: int) -> list[Run]:
 
 
 async def test_nine_of_ten_leases_are_renewed_while_one_row_is_held(
-    store: SqlCheckpointStore, postgres_url: str, clock: FakeClock
+    store: SqlStore, postgres_url: str, clock: FakeClock
 ) -> None:
     runs = await running(store, 10)
     async with held(postgres_url, runs[3].task_id):
@@ -116,7 +116,7 @@ async def test_nine_of_ten_leases_are_renewed_while_one_row_is_held(
 
 
 async def test_the_lease_on_a_held_row_is_renewed_when_it_is_free(
-    store: SqlCheckpointStore, postgres_url: str, clock: FakeClock
+    store: SqlStore, postgres_url: str, clock: FakeClock
 ) -> None:
     runs = await running(store, 2)
     async with held(postgres_url, runs[0].task_id) as other:
@@ -137,7 +137,7 @@ async def test_the_lease_on_a_held_row_is_renewed_when_it_is_free(
 
 
 async def test_a_lease_that_was_lost_is_told_beside_one_whose_row_is_held(
-    store: SqlCheckpointStore, postgres_url: str, clock: FakeClock
+    store: SqlStore, postgres_url: str, clock: FakeClock
 ) -> None:
     lost, kept = await running(store, 2)
     clock.advance(LEASE + SECOND)
@@ -148,7 +148,7 @@ async def test_a_lease_that_was_lost_is_told_beside_one_whose_row_is_held(
 
 
 async def test_more_rows_than_are_waited_for_may_be_held(
-    store: SqlCheckpointStore, postgres_url: str, clock: FakeClock
+    store: SqlStore, postgres_url: str, clock: FakeClock
 ) -> None:
     runs = await running(store, 12)
     other = await asyncpg.connect(postgres_url)
@@ -170,7 +170,7 @@ async def test_more_rows_than_are_waited_for_may_be_held(
 
 
 @pytest.mark.parametrize("row", _ROWS)
-async def test_a_claim_passes_one_whose_row_is_held(store: SqlCheckpointStore, postgres_url: str, row: str) -> None:
+async def test_a_claim_passes_one_whose_row_is_held(store: SqlStore, postgres_url: str, row: str) -> None:
     locked, other = await paused(store), await paused(store)
     claims = [a_claim(locked), a_claim(other)]
     async with held(postgres_url, locked.run.task_id, row):
@@ -184,7 +184,7 @@ async def test_a_claim_passes_one_whose_row_is_held(store: SqlCheckpointStore, p
     assert outcomes(first.task).keys() == {"a"}
 
 
-async def test_a_batch_of_claims_loses_no_outcome_to_a_held_row(store: SqlCheckpointStore, postgres_url: str) -> None:
+async def test_a_batch_of_claims_loses_no_outcome_to_a_held_row(store: SqlStore, postgres_url: str) -> None:
     pauses = [await paused(store, "a", "b") for _ in range(8)]
     claims = [a_claim(pause, call_id) for pause in pauses for call_id in "ab"]
     async with held(postgres_url, pauses[5].run.task_id):
@@ -196,9 +196,7 @@ async def test_a_batch_of_claims_loses_no_outcome_to_a_held_row(store: SqlCheckp
     assert [type(each) for each in again] == [StillWaiting, AllArrived]
 
 
-async def test_a_claim_given_twice_is_not_recorded_while_its_row_is_held(
-    store: SqlCheckpointStore, postgres_url: str
-) -> None:
+async def test_a_claim_given_twice_is_not_recorded_while_its_row_is_held(store: SqlStore, postgres_url: str) -> None:
     pause = await paused(store)
     claim = a_claim(pause)
     async with held(postgres_url, pause.run.task_id):
@@ -212,9 +210,7 @@ async def test_a_claim_given_twice_is_not_recorded_while_its_row_is_held(
 
 
 @pytest.mark.parametrize("row", _ROWS)
-async def test_an_end_and_a_pause_pass_one_whose_row_is_held(
-    store: SqlCheckpointStore, postgres_url: str, row: str
-) -> None:
+async def test_an_end_and_a_pause_pass_one_whose_row_is_held(store: SqlStore, postgres_url: str, row: str) -> None:
     waiting = [await paused(store, "a", "b") for _ in range(4)]
     for pause in waiting:  # one call each stays to be cancelled, so that rows are left below the task
         await store.claim([a_claim(pause, "a"), a_claim(pause, "b")], HERE, 4)
@@ -236,7 +232,7 @@ async def test_an_end_and_a_pause_pass_one_whose_row_is_held(
 
 
 async def test_a_release_a_cancel_and_a_beginning_wait_for_their_own_row_only(
-    store: SqlCheckpointStore, postgres_url: str
+    store: SqlStore, postgres_url: str
 ) -> None:
     run, waiting, other = (await resumed(store)).run, await paused(store), await paused(store)
     async with held(postgres_url, run.task_id), held(postgres_url, waiting.run.task_id):
@@ -251,7 +247,7 @@ async def test_a_release_a_cancel_and_a_beginning_wait_for_their_own_row_only(
     assert isinstance(one(await store.cancel([a_cancel(waiting.run.task_id)])), CancelledNow)
 
 
-async def test_a_checkpoint_waits_for_its_own_rows_only(store: SqlCheckpointStore, postgres_url: str) -> None:
+async def test_a_checkpoint_waits_for_its_own_rows_only(store: SqlStore, postgres_url: str) -> None:
     locked, other = await operating(store), await operating(store)
     await saved(store, locked)
     holder = await asyncpg.connect(postgres_url)
@@ -269,7 +265,7 @@ async def test_a_checkpoint_waits_for_its_own_rows_only(store: SqlCheckpointStor
 
 @pytest.mark.parametrize("row", _ROWS)
 async def test_what_time_makes_due_passes_a_held_row(
-    store: SqlCheckpointStore, postgres_url: str, clock: FakeClock, row: str
+    store: SqlStore, postgres_url: str, clock: FakeClock, row: str
 ) -> None:
     calls = [a_call("a", timeout=SECOND)]
     locked, other = await paused(store, *calls), await paused(store, *calls)
@@ -282,7 +278,7 @@ async def test_what_time_makes_due_passes_a_held_row(
 
 
 async def test_tombstones_are_purged_beside_one_with_a_held_row(
-    store: SqlCheckpointStore, postgres_url: str, clock: FakeClock
+    store: SqlStore, postgres_url: str, clock: FakeClock
 ) -> None:
     locked, other = await operating(store), await operating(store)
     for run in (locked, other):
@@ -302,7 +298,7 @@ async def test_tombstones_are_purged_beside_one_with_a_held_row(
 
 
 async def test_a_held_task_does_not_make_its_calls_time_out(
-    store: SqlCheckpointStore, postgres_url: str, clock: FakeClock
+    store: SqlStore, postgres_url: str, clock: FakeClock
 ) -> None:
     pause = await paused(store, a_call("a", timeout=HOUR, idle_timeout=10 * SECOND))
     async with held(postgres_url, pause.run.task_id):
@@ -312,7 +308,7 @@ async def test_a_held_task_does_not_make_its_calls_time_out(
     assert await store.expire(HERE, 10, 10) == []
 
 
-async def test_marks_pass_a_held_row(store: SqlCheckpointStore, postgres_url: str, clock: FakeClock) -> None:
+async def test_marks_pass_a_held_row(store: SqlStore, postgres_url: str, clock: FakeClock) -> None:
     pauses: list[Pause] = [a_pause("a", "b") for _ in range(2)]
     sent = [send for each in await store.pause(pauses) if isinstance(each, Committed) for send in each.dispatches]
     runs = [(await resumed(store)).run for _ in range(2)]
@@ -327,7 +323,7 @@ async def test_marks_pass_a_held_row(store: SqlCheckpointStore, postgres_url: st
 # ── what is no row ─────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_lock_on_the_whole_table_is_an_outage(store: SqlCheckpointStore, postgres_url: str) -> None:
+async def test_a_lock_on_the_whole_table_is_an_outage(store: SqlStore, postgres_url: str) -> None:
     run = await begun(store)
     holder = await asyncpg.connect(postgres_url)
     try:
@@ -347,7 +343,7 @@ async def test_a_lock_on_the_whole_table_is_an_outage(store: SqlCheckpointStore,
     assert await store.renew([run], HERE) == []
 
 
-async def test_a_held_row_leaves_the_connections_to_others(store: SqlCheckpointStore, postgres_url: str) -> None:
+async def test_a_held_row_leaves_the_connections_to_others(store: SqlStore, postgres_url: str) -> None:
     """More steps wait for held rows than there are connections; a step of another task still comes through."""
     locked = [(await resumed(store)).run for _ in range(30)]
     other = (await resumed(store)).run

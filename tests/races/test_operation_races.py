@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from faults import CommitCutter, Lost
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.errors import CommitInDoubt
 from meshpoint.model.checkpoint import Begun, Committed, Fenced, Save, TaskState
 from meshpoint.model.operations import NotRevived, Refusal, Revived, ReviveResult
@@ -38,9 +38,9 @@ _IMPATIENT = replace(HERE, lease=timedelta())
 
 
 @pytest.fixture
-async def stores(database_url: str) -> AsyncIterator[tuple[SqlCheckpointStore, SqlCheckpointStore]]:
+async def stores(database_url: str) -> AsyncIterator[tuple[SqlStore, SqlStore]]:
     """What two replicas open."""
-    first, second = (SqlCheckpointStore(database_url, namespace="test") for _ in range(2))
+    first, second = (SqlStore(database_url, namespace="test") for _ in range(2))
     await first.open()
     await second.open()
     yield first, second
@@ -48,7 +48,7 @@ async def stores(database_url: str) -> AsyncIterator[tuple[SqlCheckpointStore, S
     await second.close()
 
 
-Stores = tuple[SqlCheckpointStore, SqlCheckpointStore]
+Stores = tuple[SqlStore, SqlStore]
 
 
 def _refused(results: list[ReviveResult]) -> Refusal:
@@ -133,9 +133,9 @@ async def cutter(postgres_url: str) -> AsyncIterator[CommitCutter]:
 
 
 @pytest.fixture
-async def far_store(cutter: CommitCutter) -> AsyncIterator[SqlCheckpointStore]:
+async def far_store(cutter: CommitCutter) -> AsyncIterator[SqlStore]:
     """A store behind the cutter, whose connections have committed before."""
-    store = SqlCheckpointStore(cutter.url, namespace="test", pool_size=1)
+    store = SqlStore(cutter.url, namespace="test", pool_size=1)
     await store.open()
     await failed(store)
     yield store
@@ -146,7 +146,7 @@ async def far_store(cutter: CommitCutter) -> AsyncIterator[SqlCheckpointStore]:
 @pytest.mark.parametrize("cuts", [1, 2])
 @pytest.mark.parametrize("lost", Lost)
 async def test_a_save_whose_commit_is_in_doubt_is_repeated(
-    far_store: SqlCheckpointStore, cutter: CommitCutter, lost: Lost, cuts: int
+    far_store: SqlStore, cutter: CommitCutter, lost: Lost, cuts: int
 ) -> None:
     run = await operating(far_store)
     await saved(far_store, run)
@@ -163,7 +163,7 @@ async def test_a_save_whose_commit_is_in_doubt_is_repeated(
 @pytest.mark.servers
 @pytest.mark.parametrize("lost", Lost)
 async def test_a_pause_with_a_memory_whose_commit_is_in_doubt_is_repeated(
-    far_store: SqlCheckpointStore, cutter: CommitCutter, lost: Lost
+    far_store: SqlStore, cutter: CommitCutter, lost: Lost
 ) -> None:
     run = await operating(far_store)
     await save(far_store, run, ["old"])
@@ -180,7 +180,7 @@ async def test_a_pause_with_a_memory_whose_commit_is_in_doubt_is_repeated(
 @pytest.mark.servers
 @pytest.mark.parametrize("lost", Lost)
 async def test_a_revival_whose_commit_is_in_doubt_is_repeated(
-    far_store: SqlCheckpointStore, cutter: CommitCutter, lost: Lost
+    far_store: SqlStore, cutter: CommitCutter, lost: Lost
 ) -> None:
     run = await failed(far_store)
     wish = a_revive(run.task_id)
@@ -192,7 +192,7 @@ async def test_a_revival_whose_commit_is_in_doubt_is_repeated(
 
 @pytest.mark.servers
 async def test_an_operation_that_somebody_holds_keeps_no_other_from_saving(postgres_url: str) -> None:
-    store = SqlCheckpointStore(postgres_url, namespace="test")
+    store = SqlStore(postgres_url, namespace="test")
     await store.open()
     stuck, free = await operating(store), await operating(store)
     holder = await asyncpg.connect(postgres_url)

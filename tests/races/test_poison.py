@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import text
 
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 from meshpoint.model.checkpoint import AllArrived, MadeReady, TaskState
 from meshpoint.model.ids import TaskId
@@ -28,21 +28,21 @@ from meshpoint.testing.conformance.build import (
 
 
 @pytest.fixture
-async def store(database_url: str) -> AsyncIterator[SqlCheckpointStore]:
-    store = SqlCheckpointStore(database_url, namespace="test")
+async def store(database_url: str) -> AsyncIterator[SqlStore]:
+    store = SqlStore(database_url, namespace="test")
     await store.open()
     yield store
     await store.close()
 
 
-async def seal(store: SqlCheckpointStore, task_id: TaskId) -> None:
+async def seal(store: SqlStore, task_id: TaskId) -> None:
     """Let a later release have written the state, in a form that this one does not know."""
     statement = text("UPDATE agent_paused_tasks SET state = :sealed WHERE logical_task_id = :task_id")
     async with store._database.engine.connect() as connection:
         await connection.execute(statement, {"sealed": b"\x7fsealed", "task_id": task_id})
 
 
-async def test_ready_tasks_are_taken_beside_one_that_cannot_be_read(store: SqlCheckpointStore) -> None:
+async def test_ready_tasks_are_taken_beside_one_that_cannot_be_read(store: SqlStore) -> None:
     sealed, good = await ready(store), await ready(store)
     await seal(store, sealed.run.task_id)
     assert task_ids(await store.take(HERE, 10)) == [good.run.task_id]
@@ -50,7 +50,7 @@ async def test_ready_tasks_are_taken_beside_one_that_cannot_be_read(store: SqlCh
     assert await store.take(THERE, 10) == []  # not before a while
 
 
-async def test_a_task_that_cannot_be_read_is_left_for_another_replica(store: SqlCheckpointStore) -> None:
+async def test_a_task_that_cannot_be_read_is_left_for_another_replica(store: SqlStore) -> None:
     pause, other = await paused(store), await paused(store)
     await seal(store, pause.run.task_id)
     first, second = await store.claim([a_claim(pause), a_claim(other)], HERE, 2)
@@ -59,7 +59,7 @@ async def test_a_task_that_cannot_be_read_is_left_for_another_replica(store: Sql
     assert (await store.task(pause.run.task_id))[0].state is TaskState.READY  # type: ignore[index]
 
 
-async def test_an_expired_task_that_cannot_be_read_is_left_for_another_replica(store: SqlCheckpointStore) -> None:
+async def test_an_expired_task_that_cannot_be_read_is_left_for_another_replica(store: SqlStore) -> None:
     soon = a_pause()
     call = one(soon.calls)
     object.__setattr__(call, "timeout", timedelta(microseconds=1))
@@ -71,7 +71,7 @@ async def test_an_expired_task_that_cannot_be_read_is_left_for_another_replica(s
 
 
 async def test_what_is_due_is_sent_beside_what_cannot_be_read(database_url: str) -> None:
-    store = SqlCheckpointStore(database_url, namespace="test", dispatch_lease=timedelta())
+    store = SqlStore(database_url, namespace="test", dispatch_lease=timedelta())
     await store.open()
     sealed, good = await paused(store), await paused(store)
     statement = text("UPDATE agent_peer_sub_tasks SET request = :sealed WHERE logical_task_id = :task_id")
@@ -87,7 +87,7 @@ async def test_what_is_due_is_sent_beside_what_cannot_be_read(database_url: str)
     ["ALTER TABLE agent_peer_sub_tasks RENAME TO away", "ALTER TABLE agent_peer_sub_tasks RENAME outcome TO away"],
 )
 async def test_a_schema_that_is_being_changed_is_an_outage(postgres_url: str, statement: str) -> None:
-    store = SqlCheckpointStore(postgres_url, namespace="test")
+    store = SqlStore(postgres_url, namespace="test")
     pause = await paused(store)
     async with store._database.engine.connect() as connection:
         await connection.exec_driver_sql(statement)
@@ -99,7 +99,7 @@ async def test_a_schema_that_is_being_changed_is_an_outage(postgres_url: str, st
 @pytest.mark.servers
 async def test_a_login_that_is_refused_is_an_outage_once_the_store_is_in_use(postgres_url: str) -> None:
     stranger = postgres_url.replace("://postgres", "://nobody_knows_me")
-    store = SqlCheckpointStore(stranger, namespace="test")
+    store = SqlStore(stranger, namespace="test")
     with pytest.raises(ConfigurationError):
         await store.open()
     with pytest.raises(StoreUnavailable):
@@ -108,10 +108,10 @@ async def test_a_login_that_is_refused_is_an_outage_once_the_store_is_in_use(pos
 
 
 async def test_writes_that_are_cancelled_keep_nobody_from_writing(database_url: str) -> None:
-    store, dice = SqlCheckpointStore(database_url, namespace="test"), random.Random(1)
+    store, dice = SqlStore(database_url, namespace="test"), random.Random(1)
     await store.open()
     for _ in range(200):
-        other = SqlCheckpointStore(database_url, namespace="test")
+        other = SqlStore(database_url, namespace="test")
         writing = [asyncio.create_task(other.pause([a_pause()])) for _ in range(3)]
         await asyncio.sleep(0.02 * dice.random())  # somewhere in them
         for each in writing:
@@ -122,7 +122,7 @@ async def test_writes_that_are_cancelled_keep_nobody_from_writing(database_url: 
     await store.close()
 
 
-async def test_an_instant_that_no_calendar_has_hurts_no_other_task(store: SqlCheckpointStore) -> None:
+async def test_an_instant_that_no_calendar_has_hurts_no_other_task(store: SqlStore) -> None:
     far, other = await paused(store), await paused(store)
     statement = text(
         "UPDATE agent_paused_tasks SET wake_at = 1e15, task_deadline = 1e15, checkpointed_at = 1e15 "
@@ -137,7 +137,7 @@ async def test_an_instant_that_no_calendar_has_hurts_no_other_task(store: SqlChe
     assert isinstance(second, AllArrived)
 
 
-async def test_the_databases_time_is_known_from_the_start(store: SqlCheckpointStore) -> None:
+async def test_the_databases_time_is_known_from_the_start(store: SqlStore) -> None:
     if store._database.dialect.is_sqlite:
         assert store.present is None  # a file has the clock of its host
         return

@@ -17,7 +17,7 @@ import pytest
 
 from beside import answered_beside
 from faults import CommitCutter, Lost
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.adapters.sql.database import Database, Transaction
 from meshpoint.adapters.sql.locking import lock_tasks
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
@@ -60,12 +60,12 @@ def a_store(
     *,
     command_timeout: timedelta = timedelta(seconds=30),
     dispatch_lease: timedelta = timedelta(seconds=5),
-) -> SqlCheckpointStore:
-    return SqlCheckpointStore(url, namespace="test", command_timeout=command_timeout, dispatch_lease=dispatch_lease)
+) -> SqlStore:
+    return SqlStore(url, namespace="test", command_timeout=command_timeout, dispatch_lease=dispatch_lease)
 
 
 @pytest.fixture
-async def store(database_url: str) -> AsyncIterator[SqlCheckpointStore]:
+async def store(database_url: str) -> AsyncIterator[SqlStore]:
     store = a_store(database_url)
     await store.open()
     yield store
@@ -97,9 +97,7 @@ class Claimant:
         return [(kind, task_id, count) for kind, task_id, count in map(json.loads, printed.splitlines())]
 
 
-async def test_sixty_four_claims_from_four_processes_have_sixteen_winners(
-    store: SqlCheckpointStore, database_url: str
-) -> None:
+async def test_sixty_four_claims_from_four_processes_have_sixteen_winners(store: SqlStore, database_url: str) -> None:
     pauses = [await paused(store, "a", "b", "c", "d") for _ in range(4)]
     calls = [(str(pause.run.task_id), str(call.sub_task_id)) for pause in pauses for call in pause.calls]
     claimants = await asyncio.gather(*(Claimant.start(database_url, f"replica-{n}") for n in range(4)))
@@ -120,7 +118,7 @@ async def test_four_processes_may_open_a_file_that_does_not_exist_yet(tmp_path: 
     assert await asyncio.gather(*(claimant.claim([]) for claimant in claimants)) == [[], [], [], []]
 
 
-async def test_a_cancel_for_another_agent_touches_nothing(store: SqlCheckpointStore) -> None:
+async def test_a_cancel_for_another_agent_touches_nothing(store: SqlStore) -> None:
     pause = await paused(store)
     cancel = replace(a_cancel(pause.run.task_id), agent=AgentName("stranger"))
     assert await store.cancel([cancel]) == [CancelBeforeRequest()]
@@ -129,7 +127,7 @@ async def test_a_cancel_for_another_agent_touches_nothing(store: SqlCheckpointSt
     assert shown[0].state is TaskState.WAITING
 
 
-async def _work_through(store: SqlCheckpointStore, pauses: list[Pause], call_ids: str) -> int:
+async def _work_through(store: SqlStore, pauses: list[Pause], call_ids: str) -> int:
     """Everything that writes calls, in batches over all tasks; how many joins were met here."""
     met = 0
     for call_id in call_ids:
@@ -187,9 +185,9 @@ async def cutter(postgres_url: str) -> AsyncIterator[CommitCutter]:
 
 
 @pytest.fixture
-async def far_store(cutter: CommitCutter) -> AsyncIterator[SqlCheckpointStore]:
+async def far_store(cutter: CommitCutter) -> AsyncIterator[SqlStore]:
     """A store behind the cutter, whose connection has committed before."""
-    store = SqlCheckpointStore(cutter.url, namespace="test", pool_size=1)
+    store = SqlStore(cutter.url, namespace="test", pool_size=1)
     await store.open()
     await paused(store)
     yield store
@@ -199,7 +197,7 @@ async def far_store(cutter: CommitCutter) -> AsyncIterator[SqlCheckpointStore]:
 @pytest.mark.servers
 @pytest.mark.parametrize("lost", Lost)
 async def test_a_pause_whose_commit_is_in_doubt_finds_out(
-    far_store: SqlCheckpointStore, cutter: CommitCutter, lost: Lost
+    far_store: SqlStore, cutter: CommitCutter, lost: Lost
 ) -> None:
     pause = a_pause("a", "b")
     cutter.cut_next(lost)
@@ -212,7 +210,7 @@ async def test_a_pause_whose_commit_is_in_doubt_finds_out(
 @pytest.mark.servers
 @pytest.mark.parametrize("lost", Lost)
 async def test_a_pause_that_cannot_find_out_is_repeated(
-    far_store: SqlCheckpointStore, cutter: CommitCutter, lost: Lost
+    far_store: SqlStore, cutter: CommitCutter, lost: Lost
 ) -> None:
     pause = a_pause("a", "b")
     cutter.cut_next(lost, lost)
@@ -229,7 +227,7 @@ async def test_a_pause_that_cannot_find_out_is_repeated(
 @pytest.mark.parametrize("cuts", [1, 2])
 @pytest.mark.parametrize("lost", Lost)
 async def test_a_claim_whose_commit_is_in_doubt_is_repeated(
-    far_store: SqlCheckpointStore, cutter: CommitCutter, lost: Lost, cuts: int
+    far_store: SqlStore, cutter: CommitCutter, lost: Lost, cuts: int
 ) -> None:
     pause = await paused(far_store, "a", "b")
     claims = [a_claim(pause, "b"), a_claim(pause, "a")]
@@ -248,7 +246,7 @@ async def test_a_claim_whose_commit_is_in_doubt_is_repeated(
 @pytest.mark.parametrize("cuts", [1, 2])
 @pytest.mark.parametrize("lost", Lost)
 async def test_an_end_whose_commit_is_in_doubt_is_repeated(
-    far_store: SqlCheckpointStore, cutter: CommitCutter, lost: Lost, cuts: int
+    far_store: SqlStore, cutter: CommitCutter, lost: Lost, cuts: int
 ) -> None:
     end = an_end((await resumed(far_store)).run)
     cutter.cut_next(*[lost] * cuts)
@@ -261,7 +259,7 @@ async def test_an_end_whose_commit_is_in_doubt_is_repeated(
 
 @pytest.mark.servers
 async def test_a_pause_in_doubt_stays_in_doubt_when_nobody_can_find_out(
-    far_store: SqlCheckpointStore, cutter: CommitCutter, monkeypatch: pytest.MonkeyPatch
+    far_store: SqlStore, cutter: CommitCutter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has committed, its repetition finds nothing to do, and then the database is away: if that were told as
     certain, the task would also go on in memory."""
@@ -305,8 +303,8 @@ async def test_a_task_that_was_taken_over_while_its_claim_was_read_is_not_this_r
     store, other = a_store(postgres_url), a_store(postgres_url)
     await store.open()
     pause = await paused(store, "a", "b")
-    assert store._hot is not None
-    read = store._hot._reads.read
+    assert store._fast_path is not None
+    read = store._fast_path._reads.read
 
     async def late(statement: str, *values: object) -> object:
         await holder.execute(
@@ -316,7 +314,7 @@ async def test_a_task_that_was_taken_over_while_its_claim_was_read_is_not_this_r
         return await read(statement, *values)
 
     holder = await asyncpg.connect(postgres_url)
-    monkeypatch.setattr(store._hot._reads, "read", late)
+    monkeypatch.setattr(store._fast_path._reads, "read", late)
     async with answered_beside(postgres_url, pause, "a"):  # so that there is something to read
         claiming = asyncio.create_task(store.claim([a_claim(pause, "b")], HERE, 1))
     assert isinstance(one(await claiming), MadeReady)
@@ -339,7 +337,7 @@ async def test_an_outcome_that_another_recorded_while_the_claim_waited_is_not_mi
     await store.close()
 
 
-async def _is_there(store: SqlCheckpointStore, pause: Pause) -> bool:
+async def _is_there(store: SqlStore, pause: Pause) -> bool:
     return pause.run.task_id in await store.lookup([pause.run.task_id])
 
 
@@ -398,7 +396,7 @@ async def test_a_database_that_falls_silent_is_noticed(postgres_url: str) -> Non
         await store.close()
 
 
-async def until_paused(store: SqlCheckpointStore) -> None:
+async def until_paused(store: SqlStore) -> None:
     """Pause a task, again and again where a busy machine takes longer than the store's timeout."""
     while True:
         with suppress(StoreUnavailable):
@@ -440,9 +438,7 @@ async def test_a_process_that_is_frozen_inside_a_transaction_keeps_nobody_from_i
 # ── a zombie ───────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_zombie_in_the_middle_of_a_batch_changes_only_nothing(
-    store: SqlCheckpointStore, database_url: str
-) -> None:
+async def test_a_zombie_in_the_middle_of_a_batch_changes_only_nothing(store: SqlStore, database_url: str) -> None:
     other = a_store(database_url)
     zombie, alive = (await resumed(store)).run, (await resumed(store)).run
     await store.release([a_release(zombie)])

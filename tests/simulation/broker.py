@@ -10,8 +10,8 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from meshpoint.adapters.inprocess.broker import MemoryBroker, MemorySubscription
-from meshpoint.adapters.inprocess.exchange import Item, MemoryExchange, Queue
+from meshpoint.adapters.inprocess.broker import InProcessBroker, InProcessSubscription
+from meshpoint.adapters.inprocess.exchange import InProcessExchange, Queue, QueuedMessage
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import Address, Message
@@ -26,22 +26,22 @@ Published_ = Callable[[Address, Message], None]
 """Hears of each message that the server takes."""
 
 
-class SimulatedExchange(MemoryExchange):
+class SimulatedExchange(InProcessExchange):
     """Hands each message over after a time of its own, so that later ones overtake earlier ones."""
 
     def __init__(self, weather: Weather) -> None:
         super().__init__(delivery_limit=100_000)
         self._weather = weather
 
-    def serve(self, queue: Queue) -> None:
+    def deliver_ready(self, queue: Queue) -> None:
         """Send ready messages to consumers with room."""
         while queue.ready and (consumer := queue.next_consumer()):
             item = heapq.heappop(queue.ready)
             item.count += 1
-            consumer.held[item.place] = item
+            consumer.unacked[item.position] = item
             asyncio.get_running_loop().call_later(
                 self._weather.delay(),
-                self._hand_over,
+                self._deliver,
                 consumer,
                 item,
                 item.count,
@@ -58,11 +58,11 @@ class SimulatedExchange(MemoryExchange):
         return {address: found for address, found in counts.items() if found}
 
 
-def _items(queue: Queue) -> Iterator[Item]:
-    return chain(queue.ready, *(consumer.held.values() for consumer in queue.consumers))
+def _items(queue: Queue) -> Iterator[QueuedMessage]:
+    return chain(queue.ready, *(consumer.unacked.values() for consumer in queue.consumers))
 
 
-class SimulatedBroker(MemoryBroker):
+class SimulatedBroker(InProcessBroker):
     """One process's connection to the exchange."""
 
     def __init__(self, exchange: SimulatedExchange, weather: Weather, process: str, heard: Published_) -> None:
@@ -94,7 +94,7 @@ class SimulatedBroker(MemoryBroker):
         fate = self._weather.fate(BROKER, "declare")
         await call(partial(self._declare, agent, replica, shards), fate, _away)
 
-    async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> MemorySubscription:
+    async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> InProcessSubscription:
         """Deliver; what is settled reaches the server after a while."""
 
         def take(delivery: Delivery) -> None:
@@ -123,7 +123,7 @@ class SimulatedBroker(MemoryBroker):
     def _declare(self, agent: AgentName, replica: ReplicaId | None, shards: int) -> None:
         self._server.declare(agent, replica, self, shards)
         if not self._open:  # who asked is gone by now: its private queue will expire
-            self._server.leave(self)
+            self._server.detach(self)
 
     def _flush(self, lost: float) -> None:
         for timer, settle in list(self._settling.items()):

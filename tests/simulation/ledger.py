@@ -67,7 +67,7 @@ class Ledger:
         self.must(
             before[0] <= now[0] and before[1] <= now[1], f"{row.task_id}: fence or generation fell {before} → {now}"
         )
-        if row.early and key not in self._ends:
+        if row.is_early_cancel and key not in self._ends:
             self._early.add(key)  # not the task's end: the reply of a run without a row may replace it
         elif row.state.ended:
             first = self._ends.setdefault(key, row.reply)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.engine.leases import LeaseKeeper
 from meshpoint.engine.worker import Worker
 from meshpoint.model.checkpoint import Run
@@ -86,7 +86,7 @@ class Process:
             clock=clock,
             observer=observer,
             options=options,
-            local=LocalWorkingMemory(clock),
+            local=InProcessWorkingMemory(clock),
             replica_id=ReplicaId(name),
         )
         loop = asyncio.get_running_loop()

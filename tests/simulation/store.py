@@ -6,12 +6,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from meshpoint.adapters.inprocess.due import MemoryDueWork
-from meshpoint.adapters.inprocess.operations import MemoryOperations
-from meshpoint.adapters.inprocess.outbox import MemoryCatalog, MemoryOutbox
+from meshpoint.adapters.inprocess.due import InProcessDueWork
+from meshpoint.adapters.inprocess.operations import InProcessOperations
+from meshpoint.adapters.inprocess.outbox import InProcessCatalog, InProcessOutbox
 from meshpoint.adapters.inprocess.rows import Tables, TaskRow
-from meshpoint.adapters.inprocess.store import MemoryCheckpointStore
-from meshpoint.adapters.inprocess.transitions import MemoryTransitions
+from meshpoint.adapters.inprocess.store import InProcessStore
+from meshpoint.adapters.inprocess.transitions import InProcessTransitions
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
 from meshpoint.model.checkpoint import (
     Committed,
@@ -53,12 +53,12 @@ class WatchedTables(Tables):
         self._written(row)
 
 
-class WatchedStore(MemoryCheckpointStore):
+class WatchedStore(InProcessStore):
     """A memory store over watched tables. As a database it outlives every process."""
 
     def __init__(self, clock: Clock, timings: StoreTimings, written: Written, must: Must, *, durable: bool) -> None:
         self.tables = WatchedTables(clock, timings, written)
-        for part in (MemoryTransitions, MemoryDueWork, MemoryOutbox, MemoryCatalog, MemoryOperations):
+        for part in (InProcessTransitions, InProcessDueWork, InProcessOutbox, InProcessCatalog, InProcessOperations):
             part.__init__(self, self.tables)
         self._durable, self._must = durable, must
 

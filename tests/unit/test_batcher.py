@@ -139,8 +139,8 @@ async def test_what_nobody_waits_for_lingers_until_somebody_hurries() -> None:
     wire = Wire()
     wire.open.set()
     batcher = Batcher(wire.flush, linger=3600)
-    batcher.note([1])
-    batcher.note([2])
+    batcher.put_nowait([1])
+    batcher.put_nowait([2])
     await batcher.flush()
     assert wire.batches == [[1, 2]]
 
@@ -152,12 +152,12 @@ async def test_what_a_flush_brings_back_lingers_before_it_goes_again() -> None:
 
     async def flush(items: Sequence[int]) -> Sequence[None]:
         batches.append(list(items))
-        batcher.note(items[1:])
+        batcher.put_nowait(items[1:])
         flushed.set()
         return [None] * len(items)
 
-    batcher: Batcher[int, None] = Batcher(flush, linger=3600, most=3)
-    batcher.note([1, 2, 3])
+    batcher: Batcher[int, None] = Batcher(flush, linger=3600, max_items=3)
+    batcher.put_nowait([1, 2, 3])
     await flushed.wait()
     for _ in range(100):
         await asyncio.sleep(0)

@@ -21,8 +21,8 @@ from pydantic import JsonValue
 import meshpoint
 from meshpoint.adapters.sql.tables import REVISION
 from meshpoint.cli import main
-from meshpoint.cli.db import without_password
-from meshpoint.cli.output import span
+from meshpoint.cli.db import redact_url
+from meshpoint.cli.output import format_duration
 from meshpoint.cli.send import parse_input
 from meshpoint.errors import BrokerUnavailable, CommitInDoubt, ConfigurationError, MeshpointError, QueueFull
 from meshpoint.model.checkpoint import (
@@ -195,7 +195,7 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Mesh:
             cancel=mesh.cancel_in_store,
         )
 
-    wiring = {"make_broker": mesh.make_broker, "open_store": open_store, "serve": mesh.serve}
+    wiring = {"make_broker": mesh.make_broker, "make_store": open_store, "serve": mesh.serve}
     stub(monkeypatch, "wiring", sweep_once=mesh.sweep_once, **wiring)
     stub(monkeypatch, "client", Client=mesh.client)
     return mesh
@@ -640,7 +640,7 @@ def test_a_database_that_does_not_answer_exits_with_3(cli: Cli) -> None:
     ],
 )
 def test_a_password_is_never_printed(url: str, shown: str) -> None:
-    assert without_password(url) == shown
+    assert redact_url(url) == shown
 
 
 # sweep, demo, run
@@ -707,4 +707,4 @@ def test_run_refuses_what_cannot_be_served(
     [(-1, "0 ms"), (0.25, "250 ms"), (12, "12 s"), (119, "119 s"), (180, "3 min"), (7200, "2 h"), (172_800, "2 d")],
 )
 def test_spans_are_for_people(seconds: float, text: str) -> None:
-    assert span(seconds) == text
+    assert format_duration(seconds) == text

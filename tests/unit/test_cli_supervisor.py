@@ -10,7 +10,7 @@ import pytest
 
 from meshpoint.adapters.inprocess.clock import FakeClock
 from meshpoint.cli.exits import ExitCode
-from meshpoint.cli.supervisor import FIRST_PAUSE, LONGEST_PAUSE, STEADY, Supervisor
+from meshpoint.cli.supervisor import MAX_BACKOFF, MIN_BACKOFF, STABLE_UPTIME, Supervisor
 
 
 class Replica:
@@ -73,9 +73,9 @@ async def test_a_replica_that_ends_unasked_is_replaced_after_a_pause(code: int) 
     world = World(2)
     _, second = await world.start(2)
     second.end(code)
-    await world.clock.sleepers()
+    await world.clock.wait_for_sleepers()
     assert world.count == 2
-    world.clock.advance(FIRST_PAUSE)
+    world.clock.advance(MIN_BACKOFF)
     await world.start()
     assert world.count == 3
     world.run.cancel()
@@ -83,22 +83,22 @@ async def test_a_replica_that_ends_unasked_is_replaced_after_a_pause(code: int) 
 
 async def test_the_pause_grows_and_is_short_again_after_a_steady_life() -> None:
     world = World(1)
-    pauses, expected = [], [FIRST_PAUSE * 2**n for n in range(6)] + [LONGEST_PAUSE] * 2
+    pauses, expected = [], [MIN_BACKOFF * 2**n for n in range(6)] + [MAX_BACKOFF] * 2
     for _ in expected:
         (replica,) = await world.start()
         replica.end(1)
         pauses.append(await pause_of(world))
     assert pauses == expected
     (replica,) = await world.start()
-    world.clock.advance(STEADY)
+    world.clock.advance(STABLE_UPTIME)
     replica.end(1)
-    assert await pause_of(world) == FIRST_PAUSE
+    assert await pause_of(world) == MIN_BACKOFF
     world.run.cancel()
 
 
 async def pause_of(world: World) -> timedelta:
     """How long the supervisor waits before it starts the next process."""
-    await world.clock.sleepers()
+    await world.clock.wait_for_sleepers()
     slept, step = timedelta(), timedelta(milliseconds=500)
     while world.made.empty():
         world.clock.advance(step)
@@ -121,8 +121,8 @@ async def test_a_process_that_cannot_be_made_is_tried_again() -> None:
 
     supervisor = Supervisor(spawn, 1, clock)
     run = asyncio.create_task(supervisor.run())
-    await clock.sleepers()
-    clock.advance(FIRST_PAUSE)
+    await clock.wait_for_sleepers()
+    clock.advance(MIN_BACKOFF)
     await made.wait()
     supervisor.stop()
     replica.end(0)
@@ -133,7 +133,7 @@ async def test_stopping_ends_a_pause() -> None:
     world = World(1)
     (replica,) = await world.start()
     replica.end(1)
-    await world.clock.sleepers()
+    await world.clock.wait_for_sleepers()
     world.supervisor.stop()
     assert await world.run is ExitCode.OK
     assert world.count == 1
@@ -171,11 +171,11 @@ async def test_a_later_refusal_of_the_configuration_does_not_stop_the_others() -
     world = World(2)
     first, second = await world.start(2)
     first.end(1)
-    await world.clock.sleepers()
-    world.clock.advance(FIRST_PAUSE)
+    await world.clock.wait_for_sleepers()
+    world.clock.advance(MIN_BACKOFF)
     (again,) = await world.start()
     again.end(ExitCode.CONFIGURATION)
-    await world.clock.sleepers()
+    await world.clock.wait_for_sleepers()
     assert second.signals == 0
     world.run.cancel()
 

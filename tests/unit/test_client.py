@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from meshpoint.adapters.inprocess.broker import MemoryBroker
-from meshpoint.adapters.inprocess.exchange import MemoryExchange
+from meshpoint.adapters.inprocess.broker import InProcessBroker
+from meshpoint.adapters.inprocess.exchange import InProcessExchange
 from meshpoint.client import Client
 from meshpoint.errors import BrokerUnavailable
 
 
-class Broker(MemoryBroker):
+class Broker(InProcessBroker):
     """A broker whose `consume` fails; records that it was closed."""
 
     def __init__(self, error: BaseException) -> None:
-        super().__init__(MemoryExchange())
+        super().__init__(InProcessExchange())
         self.error, self.closed = error, False
 
     async def consume(self, *_: Any) -> Any:

@@ -23,7 +23,7 @@ async def test_a_fake_clock_wakes_those_whose_time_has_come_earliest_first() -> 
         woken.append(seconds)
 
     third, second, first = (asyncio.create_task(sleeper(seconds)) for seconds in (3, 2, 1))
-    await clock.sleepers(3)
+    await clock.wait_for_sleepers(3)
     clock.advance(2 * SECOND)
     await asyncio.gather(second, first)
     assert (woken, third.done()) == ([1, 2], False)
@@ -44,14 +44,14 @@ async def test_a_fake_clock_stands_still_until_moved() -> None:
 async def test_a_cancelled_sleeper_is_forgotten() -> None:
     clock = FakeClock()
     sleeper = asyncio.create_task(clock.sleep(SECOND))
-    await clock.sleepers()
+    await clock.wait_for_sleepers()
     sleeper.cancel()
     with pytest.raises(asyncio.CancelledError):
         await sleeper
     clock.advance(SECOND)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
-            await clock.sleepers()
+            await clock.wait_for_sleepers()
 
 
 async def test_the_system_clock_is_aware_and_moves() -> None:

@@ -20,39 +20,39 @@ def at(seconds: float) -> datetime:
 
 
 def test_nothing_is_known_before_the_first_answer() -> None:
-    assert DatabaseTime().present is None
+    assert DatabaseTime().current_time is None
 
 
 def test_time_passes_between_answers() -> None:
     clock = Monotonic()
     time = DatabaseTime(clock)
-    time.heard(5000.0, sent_at=100.0)
+    time.observe(5000.0, sent_at=100.0)
     clock.seconds += 30
-    assert time.present == at(5030.0)
+    assert time.current_time == at(5030.0)
 
 
 def test_a_slow_answer_changes_nothing() -> None:
     clock = Monotonic()
     time = DatabaseTime(clock)
-    time.heard(5000.0, sent_at=100.0)
+    time.observe(5000.0, sent_at=100.0)
     clock.seconds = 110.0
-    time.heard(5002.0, sent_at=101.0)  # between 101 and 110 on our clock: 5000 + (102 - 100) fits
-    assert time.present == at(5010.0)
+    time.observe(5002.0, sent_at=101.0)  # between 101 and 110 on our clock: 5000 + (102 - 100) fits
+    assert time.current_time == at(5010.0)
 
 
 def test_a_better_answer_counts() -> None:
     clock = Monotonic()
     clock.seconds = 110.0
     time = DatabaseTime(clock)
-    time.heard(5000.0, sent_at=100.0)  # it may be up to ten seconds later by now
-    time.heard(5008.0, sent_at=110.0)
-    assert time.present == at(5008.0)
+    time.observe(5000.0, sent_at=100.0)  # it may be up to ten seconds later by now
+    time.observe(5008.0, sent_at=110.0)
+    assert time.current_time == at(5008.0)
 
 
 def test_a_step_of_the_databases_clock_is_followed() -> None:
     clock = Monotonic()
     time = DatabaseTime(clock)
-    time.heard(5000.0, sent_at=100.0)
+    time.observe(5000.0, sent_at=100.0)
     for now in (8600.0, 1400.0):
-        time.heard(now, sent_at=100.0)
-        assert time.present == at(now)
+        time.observe(now, sent_at=100.0)
+        assert time.current_time == at(now)

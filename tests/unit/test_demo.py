@@ -11,9 +11,9 @@ from rich.console import Console
 
 from meshpoint.demo import run, show
 from meshpoint.demo.ledger import Ledger
-from meshpoint.demo.plot import Plot
-from meshpoint.demo.screen import picture
-from meshpoint.demo.story import State, Story, Told
+from meshpoint.demo.plot import KillPlanner
+from meshpoint.demo.screen import render
+from meshpoint.demo.story import ReplicaEvent, ReplicaState, TaskTracker
 from meshpoint.model.events import Phase, Step
 
 GOOD = Ledger(
@@ -25,7 +25,7 @@ GOOD = Ledger(
     paused_in_killed=4,
     running_in_killed=1,
     resumed_elsewhere=9,
-    taken_over=1,
+    rescued=1,
     seconds=8.5,
 )
 
@@ -47,7 +47,7 @@ def test_a_good_ledger_is_ok() -> None:
         ({"paused_in_killed": 0}, "paused_in_killed"),
         ({"running_in_killed": 0}, "running_in_killed"),
         ({"resumed_elsewhere": 0}, "resumed_elsewhere"),
-        ({"taken_over": 0}, "taken_over"),
+        ({"rescued": 0}, "rescued"),
     ],
 )
 def test_any_wrong_number_makes_it_wrong(
@@ -57,7 +57,7 @@ def test_any_wrong_number_makes_it_wrong(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     ledger = dataclasses.replace(GOOD, **change)
-    assert (ledger.ok, ledger.wrong) == (False, (wrong,))
+    assert (ledger.ok, ledger.failed_checks) == (False, (wrong,))
     assert _shown(ledger, monkeypatch) == 1
     assert wrong in capsys.readouterr().out.splitlines()[-1]
 
@@ -72,13 +72,13 @@ def test_an_answer_that_came_again_is_told_and_not_wrong() -> None:
 
 
 def _shown(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> int:
-    class Show:
+    class Finished:
         def __init__(self, *arguments: object) -> None: ...
 
         async def run(self) -> Ledger:
             return ledger
 
-    monkeypatch.setattr(show, "Show", Show)
+    monkeypatch.setattr(show, "DemoRun", Finished)
     return run(requests=24, seed=1, as_json=False)
 
 
@@ -89,15 +89,15 @@ class Telling:
     """A story told by hand: replicas A, B and C serve."""
 
     def __init__(self, requests: int = 3) -> None:
-        self.story = Story("ABC", requests, 0.0)
-        self.plot = Plot(self.story)
+        self.story = TaskTracker("ABC", requests, 0.0)
+        self.plot = KillPlanner(self.story)
         for name in "ABC":
             self.tell(name, Step.STARTED, Phase.NOTED)
         for number in range(1, requests + 1):
-            self.story.asked(f"t{number}", number)
+            self.story.request_sent(f"t{number}", number)
 
     def tell(self, name: str, step: Step, phase: Phase, *task_ids: str, at: float = 0.0, **detail: Any) -> None:
-        self.story.hear(name, Told(step, phase, "travel", task_ids, detail, at))
+        self.story.handle_event(name, ReplicaEvent(step, phase, "travel", task_ids, detail, at))
 
     def begin(self, name: str, task_id: str, generation: int, at: float = 0.0) -> None:
         self.tell(name, Step.SEGMENT, Phase.BEFORE, task_id, at=at, generation=generation)
@@ -168,7 +168,9 @@ def test_an_end_that_was_fenced_is_none(telling: Telling) -> None:
 
 def test_events_of_peers_do_not_count(telling: Telling) -> None:
     for step in (Step.SEGMENT, Step.END, Step.END):
-        telling.story.hear("peers", Told(step, Phase.BEFORE, "flights", ["t1"], {"generation": 0}, 0.0))
+        telling.story.handle_event(
+            "peers", ReplicaEvent(step, Phase.BEFORE, "flights", ["t1"], {"generation": 0}, 0.0)
+        )
     assert not telling.story.peers.running
     assert telling.story.duplicated == 0
 
@@ -198,7 +200,7 @@ def test_with_many_requests_the_first_kill_waits_for_several() -> None:
 def test_the_second_kill_is_inside_a_resumed_segment_of_a_task_of_the_first(telling: Telling) -> None:
     telling.pause("A", "t1", 1)
     assert telling.plot.next_kill(0.0)
-    telling.story.killed("A", "with 1 task paused by it", "1 task paused")
+    telling.story.replica_killed("A", "with 1 task paused by it", "1 task paused")
     telling.begin("B", "t2", 0, at=1.0)
     telling.pause("B", "t2", 1)
     telling.begin("B", "t2", 1, at=1.0)
@@ -215,10 +217,10 @@ def test_the_second_kill_is_inside_a_resumed_segment_of_a_task_of_the_first(tell
 
 def test_the_picture_fits_80_columns_and_marks_who_was_killed(telling: Telling) -> None:
     telling.pause("A", "t1", 1)
-    telling.story.killed("A", "with 1 task paused by it", "1 task paused")
+    telling.story.replica_killed("A", "with 1 task paused by it", "1 task paused")
     telling.begin("B", "t1", 1)
     drawn = io.StringIO()
-    Console(file=drawn, width=80, highlight=False).print(picture(telling.story, "RabbitMQ and PostgreSQL " * 5))
+    Console(file=drawn, width=80, highlight=False).print(render(telling.story, "RabbitMQ and PostgreSQL " * 5))
     lines = drawn.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     rows = {line.strip()[0]: line for line in lines if line.strip() and line.strip()[0] in "ABC"}
@@ -230,7 +232,7 @@ def test_the_picture_fits_80_columns_and_marks_who_was_killed(telling: Telling) 
 def test_a_replica_serves_when_all_its_agents_do(telling: Telling) -> None:
     peers = telling.story.peers
     for agent in ("flights", "hotels"):
-        telling.story.hear("peers", Told(Step.STARTED, Phase.NOTED, agent, [], {}, 0.0))
-    assert peers.state is State.STARTING
-    telling.story.hear("peers", Told(Step.STARTED, Phase.NOTED, "weather", [], {}, 0.0))
-    assert peers.state is State.SERVING
+        telling.story.handle_event("peers", ReplicaEvent(Step.STARTED, Phase.NOTED, agent, [], {}, 0.0))
+    assert peers.state is ReplicaState.STARTING
+    telling.story.handle_event("peers", ReplicaEvent(Step.STARTED, Phase.NOTED, "weather", [], {}, 0.0))
+    assert peers.state is ReplicaState.SERVING

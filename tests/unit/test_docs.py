@@ -61,7 +61,7 @@ def test_the_configuration_is_that_of_the_example_folder(tmp_path: Path) -> None
 
 def test_the_demonstration_prints_such_an_account() -> None:
     account = block(README, "text").partition("\n\n")[2].partition("\n\n")[0].splitlines()
-    assert [line.strip().partition("   ")[2] for line in account] == [label for _, label in screen._MEANINGS]
+    assert [line.strip().partition("   ")[2] for line in account] == [label for _, label in screen._LABELS]
 
 
 # ── how-to pages ───────────────────────────────────────────────────────────────────────────────────

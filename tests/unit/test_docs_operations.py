@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from meshpoint.adapters.logging_observer import level_of
-from meshpoint.adapters.sql import SqlCheckpointStore
+from meshpoint.adapters.sql import SqlStore
 from meshpoint.adapters.sql.engine import TRANSACTION_TIMEOUT
 from meshpoint.adapters.sqlite_queue import SqliteBroker
 from meshpoint.cli.exits import ExitCode
@@ -100,7 +100,7 @@ async def test_the_statements_for_sqlite_and_both_databases_run(tmp_path: Path) 
     broker = SqliteBroker(file, namespace="demo")
     await broker.open()
     await broker.close()
-    store = SqlCheckpointStore(f"sqlite:///{file}", namespace="demo")
+    store = SqlStore(f"sqlite:///{file}", namespace="demo")
     await store.open()
     await store.close()
     statements = [block for block in blocks("sql") if "agent_paused_tasks" in block or "meshpoint_queue" in block]

@@ -157,11 +157,13 @@ def test_the_queues_are_those_that_are_declared() -> None:
     assert f"`{topology.exchange}`" in TEXT
     assert topology.private_ttl == timedelta(hours=1)
     for address, arguments in topology.queues(agent).items():
-        assert topology.queue(address) in described
+        assert topology.queue_name(address) in described
         row = ".dlq" if address == dead_letters_of(agent) else ".req`, `.nested`, `.resp"
         assert arguments_in(described[row]) == {key: str(value) for key, value in arguments.items()}
-    assert arguments_in(described[".private.<id>"]) == {k: str(v) for k, v in topology.private_queue().items()}
-    assert dead_letters_of(agent) in described[topology.queue(dead_letters_of(agent))]
+    assert arguments_in(described[".private.<id>"]) == {
+        k: str(v) for k, v in topology.private_queue_arguments().items()
+    }
+    assert dead_letters_of(agent) in described[topology.queue_name(dead_letters_of(agent))]
     assert f"`{topology.broadcast_key(agent)}`" in described["demo.travel.private.<id>"]
 
 

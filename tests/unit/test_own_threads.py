@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from meshpoint.adapters.inprocess.clock import FakeClock
-from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.adapters.redis import copies
 from meshpoint.adapters.sql import codec
 from meshpoint.model.agent_memory import MemorySource
@@ -36,7 +36,7 @@ class OfAgents(ThreadPoolExecutor):
         raise AssertionError("these threads are for agent code")
 
 
-class Surviving(LocalWorkingMemory):
+class Surviving(InProcessWorkingMemory):
     """A working memory that outlives its process."""
 
     @property
@@ -50,23 +50,23 @@ async def columns() -> None:
 
 async def checkpoints() -> None:
     checkpoint = AgentCheckpoint(operation_id=TaskId("task"), agent=AgentName("agent"), seq=1, subject=LARGE.hex())
-    assert await copies.decoded(await copies.encoded(checkpoint)) == checkpoint
+    assert await copies.decode_checkpoint(await copies.encode_checkpoint(checkpoint)) == checkpoint
 
 
 async def memories() -> None:
     l1, told = Surviving(FakeClock()), lambda *_: None
     items = [Item("large", Kind.STRING, LARGE), *(Item(f"{n}", Kind.STRING, b"") for n in range(1000))]
     await l1.replace(OWNER, items)
-    packed = (await L1CacheSnapshotter(l1, None, 2**30, told).take(OWNER, 1)).packed
+    packed = (await L1CacheSnapshotter(l1, None, 2**30, told).snapshot_on_checkpoint(OWNER, 1)).packed
 
     async def from_sql() -> L1Snapshot:
         return L1Snapshot(packed.order, packed.digest, to_bytes(packed))
 
     found = await DualRecoveryStrategy(l1, None, told).recover(OWNER, packed.digest, from_sql)
-    assert found.how.source is MemorySource.L1
+    assert found.recovery.source is MemorySource.L1
     await l1.replace(OWNER, [])
     found = await DualRecoveryStrategy(l1, None, told).recover(OWNER, packed.digest, from_sql)
-    assert found.how.source is MemorySource.SQL
+    assert found.recovery.source is MemorySource.SQL
 
 
 @pytest.mark.parametrize("handled", [columns, checkpoints, memories])
@@ -79,11 +79,11 @@ async def test_large_values_need_none_of_the_threads_of_agent_code(handled: Call
 def test_a_forked_process_has_threads_of_its_own() -> None:
     code = """if True:
         import asyncio, os
-        from meshpoint.own_threads import in_own_thread
+        from meshpoint.own_threads import run_in_own_thread
 
-        assert asyncio.run(in_own_thread(int, "1")) == 1
+        assert asyncio.run(run_in_own_thread(int, "1")) == 1
         if not (child := os.fork()):
-            os._exit(asyncio.run(in_own_thread(int, "7")))
+            os._exit(asyncio.run(run_in_own_thread(int, "7")))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

@@ -61,10 +61,10 @@ def failing(*errors: Exception) -> tuple[Callable[[], Awaitable[str]], list[int]
 async def test_what_is_away_is_asked_again_after_a_while(patience: Patience, heard: Heard, clock: FakeClock) -> None:
     attempt, made = failing(BrokerUnavailable("gone"), BrokerUnavailable("still gone"))
     coming = asyncio.create_task(patience.until_answered(attempt))
-    await clock.sleepers()
+    await clock.wait_for_sleepers()
     assert made == [1]
     clock.advance(timedelta(seconds=2))
-    await clock.sleepers()
+    await clock.wait_for_sleepers()
     assert made == [1, 2]
     clock.advance(timedelta(seconds=2))
     assert await coming == "done"
@@ -113,7 +113,7 @@ async def test_at_the_limit_the_last_failure_is_raised(patience: Patience, heard
 async def test_a_defect_is_not_repeated(patience: Patience, clock: FakeClock) -> None:
     attempt, made = failing(StoreUnavailable("gone"), ValueError("a defect"))
     coming = asyncio.create_task(patience.until_answered(attempt))
-    await clock.sleepers()
+    await clock.wait_for_sleepers()
     clock.advance(timedelta(seconds=2))
     with pytest.raises(ValueError, match="a defect"):
         await coming

@@ -20,22 +20,22 @@ from pamqp.heartbeat import Heartbeat
 
 from meshpoint.adapters.rabbitmq.content import decode
 from meshpoint.adapters.rabbitmq.envelope import (
-    Unsendable,
+    UnencodableMessage,
+    from_dead_letter,
     to_dead_letter,
-    to_dead_message,
     to_message,
     to_properties,
 )
 from meshpoint.adapters.rabbitmq.frames import (
-    Arrived,
-    Confirms,
-    Deliveries,
+    ConfirmHandler,
+    DeliveryHandler,
     FrameReader,
-    Returned,
-    acked,
-    nacked,
-    published,
-    readable,
+    RawDelivery,
+    ReturnedMessage,
+    encode_ack,
+    encode_nack,
+    encode_publish,
+    make_decodable,
     short_string,
 )
 from meshpoint.errors import PoisonMessage
@@ -64,8 +64,8 @@ messages = st.builds(
 )
 
 
-def arrived(header: bytes, body: bytes = b"{}") -> Arrived:
-    return Arrived(b"tag", 1, False, b"travel.req", header, body)
+def arrived(header: bytes, body: bytes = b"{}") -> RawDelivery:
+    return RawDelivery(b"tag", 1, False, b"travel.req", header, body)
 
 
 @given(messages)
@@ -129,7 +129,7 @@ def test_no_bytes_raise_and_every_content_can_be_dead_lettered(message: Message,
     ContentHeader().unmarshal(copy)
     assert decode(copy).defect is None
     assert decode(copy).headers["x-dead-reason"] == "why"
-    to_dead_message(one, content)
+    from_dead_letter(one, content)
     with suppress(PoisonMessage):
         to_message(one, content)
 
@@ -154,7 +154,7 @@ def test_no_bytes_at_all_raise(encoded: bytes) -> None:
 )
 def test_what_cannot_be_written_is_named(changes: dict[str, Any]) -> None:
     fields: dict[str, Any] = {"message_id": "m", "correlation_id": "c", "app_id": "a", **changes}
-    with pytest.raises(Unsendable):
+    with pytest.raises(UnencodableMessage):
         to_properties(Message(MessageType.REQUEST, b"{}", **fields), "guest")
 
 
@@ -167,10 +167,10 @@ def test_frames_are_those_of_the_library(size: int) -> None:
         *(ContentBody(body[at : at + 100]) for at in range(0, size, 100)),
     ]
     theirs = b"".join(pamqp.frame.marshal(frame, 3) for frame in frames)
-    assert published(3, short_string("e"), short_string("k"), properties.marshal(), body, 100) == theirs
-    assert acked(3, 7, multiple=True) == pamqp.frame.marshal(Basic.Ack(7, True), 3)
-    assert nacked(3, 7, requeue=True) == pamqp.frame.marshal(Basic.Nack(7, False, True), 3)
-    assert nacked(3, 7, requeue=False) == pamqp.frame.marshal(Basic.Nack(7, False, False), 3)
+    assert encode_publish(3, short_string("e"), short_string("k"), properties.marshal(), body, 100) == theirs
+    assert encode_ack(3, 7, multiple=True) == pamqp.frame.marshal(Basic.Ack(7, True), 3)
+    assert encode_nack(3, 7, requeue=True) == pamqp.frame.marshal(Basic.Nack(7, False, True), 3)
+    assert encode_nack(3, 7, requeue=False) == pamqp.frame.marshal(Basic.Nack(7, False, False), 3)
 
 
 @pytest.mark.parametrize("piece", [1, 3, 7, 8, 64, 10_000])
@@ -178,12 +178,12 @@ async def test_frames_are_split_wherever_the_network_cuts(piece: int) -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(loop=loop)
     frames = FrameReader(reader, loop)
-    frames._fed_at = loop.time()
-    taken: list[Arrived] = []
+    frames._last_fed_at = loop.time()
+    taken: list[RawDelivery] = []
     words: list[object] = []
-    returned: list[Returned] = []
-    frames.take(1, Deliveries(taken.append))
-    frames.take(2, Confirms(lambda *word: words.append(word), returned.append))
+    returned: list[ReturnedMessage] = []
+    frames.route(1, DeliveryHandler(taken.append))
+    frames.route(2, ConfirmHandler(lambda *word: words.append(word), returned.append))
     header = ContentHeader(0, 6, Basic.Properties(message_id="m"))
     stream = [
         (Basic.ConsumeOk("tag"), 1),
@@ -220,7 +220,7 @@ async def test_the_library_hears_a_heartbeat_where_it_sees_no_frame(monkeypatch:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(loop=loop)
     frames = FrameReader(reader, loop)
-    frames.take(2, Confirms(lambda *word: None, lambda returned: None))
+    frames.route(2, ConfirmHandler(lambda *word: None, lambda returned: None))
     frames._time = lambda: 100.0  # type: ignore[method-assign]
     frames.data_received(pamqp.frame.marshal(Basic.Ack(1), 2))
     frames.data_received(pamqp.frame.marshal(Basic.Ack(2), 2))
@@ -234,7 +234,7 @@ def test_the_library_never_gets_a_nesting_that_its_stack_decides_on() -> None:
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(20_000)
     try:
-        _, _, header = pamqp.frame.unmarshal(readable(frame))
+        _, _, header = pamqp.frame.unmarshal(make_decodable(frame))
         assert isinstance(header, ContentHeader)
         reason = (header.properties.headers or {})["x-dead-reason"]
     finally:

@@ -14,7 +14,7 @@ from yarl import URL
 from meshpoint import wiring
 from meshpoint.adapters.rabbitmq import RabbitMqBroker
 from meshpoint.adapters.rabbitmq import connection as link_module
-from meshpoint.adapters.rabbitmq.connection import Link
+from meshpoint.adapters.rabbitmq.connection import Connection
 from meshpoint.adapters.rabbitmq.publisher import Publisher
 from meshpoint.adapters.rabbitmq.topology import Topology
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
@@ -37,11 +37,11 @@ async def test_a_long_outage_is_not_logged_at_each_attempt(
         return repeat(0.0)
 
     monkeypatch.setattr(link_module, "connect", refused)
-    monkeypatch.setattr(link_module, "growing_pauses", at_once)
-    link = Link("amqp://guest@localhost", "publishing", timedelta(seconds=1))
+    monkeypatch.setattr(link_module, "backoff_delays", at_once)
+    link = Connection("amqp://guest@localhost", "publishing", timedelta(seconds=1))
     with pytest.raises(BrokerUnavailable):
         await link.open()
-    keeping = asyncio.create_task(link._keep())
+    keeping = asyncio.create_task(link._keep_connected())
     await many.wait()
     keeping.cancel()
     assert len(caplog.records) == 1
@@ -57,8 +57,8 @@ async def test_a_connection_for_one_message_says_so_in_its_name(monkeypatch: pyt
         raise OSError("connection refused")
 
     monkeypatch.setattr(link_module, "connect", refused)
-    link = Link(f"amqp://guest@localhost/{given}", "publishing", timedelta(seconds=1))
-    for connect in (link.connection, link.apart):
+    link = Connection(f"amqp://guest@localhost/{given}", "publishing", timedelta(seconds=1))
+    for connect in (link.ensure_connected, link.open_separate):
         with pytest.raises(BrokerUnavailable):
             await connect()
     assert names[1] == f"{names[0]} apart"
@@ -77,14 +77,14 @@ async def test_connections_of_an_isolated_process_say_so_in_their_names(monkeypa
         broker = wiring.make_broker(mesh, purpose)
         assert isinstance(broker, RabbitMqBroker)
         with pytest.raises(BrokerUnavailable):
-            await broker._publishing.connection()
+            await broker._publish_connection.ensure_connected()
     assert names == ["meshpoint mesh publishing", "meshpoint mesh isolated publishing"]
 
 
 @pytest.mark.parametrize("data", ["%ff", "a", "%C3%A9"])
 def test_certificates_that_are_not_base64_are_refused_at_once(data: str) -> None:
     with pytest.raises(ConfigurationError, match="cadata that is not base64"):
-        Link(f"amqps://guest:hunter2@localhost/?cadata={data}", "publishing", timedelta(seconds=1))
+        Connection(f"amqps://guest:hunter2@localhost/?cadata={data}", "publishing", timedelta(seconds=1))
 
 
 class SilentConnection:
@@ -118,11 +118,11 @@ async def test_a_silent_broker_costs_one_connection_however_many_messages_wait_f
 
     monkeypatch.setattr(link_module, "connect", connect)
     hour = timedelta(hours=1)
-    link = Link("amqp://guest@localhost", "publishing", hour)
+    link = Connection("amqp://guest@localhost", "publishing", hour)
     publisher = Publisher(link, Topology("demo", hour, 20), hour, link.close)
     channel: Any = object()
     await link.open()
-    unconfirmed = {asyncio.create_task(publisher._leave(channel, [])) for _ in range(2)}
+    unconfirmed = {asyncio.create_task(publisher._abandon_channel(channel, [])) for _ in range(2)}
     for _ in unconfirmed:
         await made[0].asked.acquire()
 
@@ -130,7 +130,7 @@ async def test_a_silent_broker_costs_one_connection_however_many_messages_wait_f
         made[0].give_up.release()
         done, unconfirmed = await asyncio.wait(unconfirmed, return_when=asyncio.FIRST_COMPLETED)
         assert [type(each.exception()) for each in done] == [BrokerUnavailable]
-        await link.connection()
+        await link.ensure_connected()
 
     assert len(made) == 2
     assert not made[1].closed

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from aiormq.exceptions import AMQPConnectionError
 
-from meshpoint.adapters.rabbitmq.confirming import Parcel
-from meshpoint.adapters.rabbitmq.connection import WiredChannel
-from meshpoint.adapters.rabbitmq.consumer import Intake
-from meshpoint.adapters.rabbitmq.frames import Arrived
+from meshpoint.adapters.rabbitmq.confirming import OutboundMessage
+from meshpoint.adapters.rabbitmq.connection import OpenChannel
+from meshpoint.adapters.rabbitmq.consumer import Consumer
+from meshpoint.adapters.rabbitmq.frames import RawDelivery
 from meshpoint.adapters.rabbitmq.publisher import Publisher
-from meshpoint.adapters.rabbitmq.wire import _GatheringWriter
+from meshpoint.adapters.rabbitmq.wire import _BatchingWriter
 from meshpoint.errors import BrokerUnavailable
 from meshpoint.ports.broker import Published
 
@@ -45,17 +45,17 @@ class Transport(asyncio.WriteTransport):
 
 
 @pytest.fixture
-async def wire() -> AsyncIterator[tuple[_GatheringWriter, Transport]]:
+async def wire() -> AsyncIterator[tuple[_BatchingWriter, Transport]]:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(loop=loop)
     transport = Transport()
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
     protocol.connection_made(transport)
-    yield _GatheringWriter(transport, protocol, reader, loop), transport
+    yield _BatchingWriter(transport, protocol, reader, loop), transport
     transport.closing = True
 
 
-async def test_frames_of_one_turn_are_one_write(wire: tuple[_GatheringWriter, Transport]) -> None:
+async def test_frames_of_one_turn_are_one_write(wire: tuple[_BatchingWriter, Transport]) -> None:
     writer, transport = wire
     for frame in (b"a", b"b", b"c"):
         writer.write(frame)
@@ -67,9 +67,9 @@ async def test_frames_of_one_turn_are_one_write(wire: tuple[_GatheringWriter, Tr
     assert transport.did == [b"abc", b"d"]
 
 
-@pytest.mark.parametrize(("end", "last"), [(_GatheringWriter.close, "close"), (_GatheringWriter.write_eof, "eof")])
+@pytest.mark.parametrize(("end", "last"), [(_BatchingWriter.close, "close"), (_BatchingWriter.write_eof, "eof")])
 async def test_what_was_written_leaves_before_the_end(
-    wire: tuple[_GatheringWriter, Transport], end: Callable[[_GatheringWriter], None], last: str
+    wire: tuple[_BatchingWriter, Transport], end: Callable[[_BatchingWriter], None], last: str
 ) -> None:
     writer, transport = wire
     writer.write(b"a")
@@ -78,14 +78,14 @@ async def test_what_was_written_leaves_before_the_end(
     assert transport.did == [b"a", last]
 
 
-async def test_a_drain_does_not_wait_for_the_turn(wire: tuple[_GatheringWriter, Transport]) -> None:
+async def test_a_drain_does_not_wait_for_the_turn(wire: tuple[_BatchingWriter, Transport]) -> None:
     writer, transport = wire
     writer.write(b"a")
     await writer.drain()
     assert transport.did[0] == b"a"
 
 
-async def test_a_lost_connection_swallows_the_rest(wire: tuple[_GatheringWriter, Transport]) -> None:
+async def test_a_lost_connection_swallows_the_rest(wire: tuple[_BatchingWriter, Transport]) -> None:
     writer, transport = wire
     writer.write(b"a")
     transport.closing = True
@@ -115,10 +115,10 @@ class Acks:
 
     def __init__(self) -> None:
         self.acks: list[tuple[int, bool]] = []
-        self.taker: Any = None
+        self.handler: Any = None
 
-    def take(self, channel: int, taker: object) -> None:
-        self.taker = taker
+    def route(self, channel: int, handler: object) -> None:
+        self.handler = handler
 
     def write(self, frame: bytes) -> None:
         kind, channel, size, which, tag, bits, end = struct.unpack(">BHIIQBB", frame)
@@ -126,14 +126,14 @@ class Acks:
         self.acks.append((tag, bool(bits)))
 
 
-async def taking(count: int, prefetch: int) -> tuple[Intake, Acks]:
+async def taking(count: int, prefetch: int) -> tuple[Consumer, Acks]:
     """An intake that took `count` deliveries."""
     channel: Any = Channel()
     wire: Any = Acks()
-    intake = Intake(WiredChannel(channel, wire), "queue", lambda arrived: None, lambda: None)
+    intake = Consumer(OpenChannel(channel, wire), "queue", lambda arrived: None, lambda: None)
     await intake.adjust(prefetch)
     for tag in range(1, count + 1):
-        intake._arrived(Arrived(channel.tag, tag, False, b"key", b"", b""))
+        intake._receive(RawDelivery(channel.tag, tag, False, b"key", b"", b""))
     return intake, wire
 
 
@@ -174,7 +174,7 @@ async def test_the_end_does_not_wait_for_more_acks() -> None:
     intake, wire = await taking(3, prefetch=100)
     intake.ack(2)
     intake.ack(3)
-    intake.send_acks()
+    intake.flush_acks()
     assert wire.acks == [(2, False), (3, False)]
     assert not intake.idle
 
@@ -192,11 +192,11 @@ async def test_few_acks_leave_after_a_moment(monkeypatch: pytest.MonkeyPatch) ->
 async def test_nothing_is_written_to_a_channel_that_the_broker_has_closed() -> None:
     """The library replies at once, and a later frame would close the connection of all agents."""
     intake, wire = await taking(2, prefetch=2)
-    assert not wire.taker(1, struct.pack(">HH", 20, 40))
+    assert not wire.handler(1, struct.pack(">HH", 20, 40))
     assert intake.lost
     intake.ack(1)
-    intake.give_back(2)
-    intake.send_acks()
+    intake.nack(2)
+    intake.flush_acks()
     assert wire.acks == []
 
 
@@ -207,36 +207,36 @@ class Wanting(Publisher):
         link: Any = self
         super().__init__(link, link, timedelta(seconds=0.04), link)
         self.left = 0
-        self.wired = self.channel = self._channel = self.present = link
+        self.opened = self.channel = self._channel = self.current = link
         self._late: list[asyncio.Future[Published]] = []
 
-    async def _ready(self) -> Any:
+    async def _ensure_channel(self) -> Any:
         return self
 
-    def send(self, parcel: Parcel) -> asyncio.Future[Published]:
+    def send(self, parcel: OutboundMessage) -> asyncio.Future[Published]:
         word: asyncio.Future[Published] = asyncio.get_running_loop().create_future()
-        if parcel.key == b"lost":
+        if parcel.routing_key == b"lost":
             word.set_exception(AMQPConnectionError("the channel is gone"))
-        elif parcel.key == b"late":
+        elif parcel.routing_key == b"late":
             self._late.append(word)
-        elif parcel.key != b"silent":
+        elif parcel.routing_key != b"silent":
             word.set_result(Published.ACCEPTED)
         return word
 
-    async def _answers(self) -> bool:
+    async def _probe(self) -> bool:
         for word in self._late:
             asyncio.get_running_loop().call_soon(word.set_result, Published.ACCEPTED)
         return True
 
-    def shut(self) -> None:
+    def stop_sending(self) -> None:
         pass
 
-    def leave(self, channel: object) -> None:
+    def close_in_background(self, channel: object) -> None:
         self.left += 1
 
 
-def parcels(*keys: bytes) -> list[Parcel]:
-    return [Parcel(key, None, b"", b"") for key in keys]
+def parcels(*keys: bytes) -> list[OutboundMessage]:
+    return [OutboundMessage(key, None, b"", b"") for key in keys]
 
 
 async def test_a_batch_that_is_lost_as_a_whole_says_so_once() -> None:

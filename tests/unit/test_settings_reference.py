@@ -8,7 +8,7 @@ import pytest
 
 from meshpoint.agents.entrypoint import load_agent
 from meshpoint.settings import AgentSettings, MeshSettings, load
-from meshpoint.settings.reference import written
+from meshpoint.settings.reference import render_page
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "configuration.md"
@@ -20,7 +20,7 @@ VARIABLES = {
 
 def test_the_page_holds_the_tables_of_the_settings() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert page == written(page), "run: python -m meshpoint.settings.reference docs/reference/configuration.md"
+    assert page == render_page(page), "run: python -m meshpoint.settings.reference docs/reference/configuration.md"
 
 
 @pytest.mark.parametrize("key", [*MeshSettings.model_fields, *AgentSettings.model_fields])

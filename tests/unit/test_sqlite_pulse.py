@@ -4,41 +4,41 @@ from __future__ import annotations
 
 import pytest
 
-from meshpoint.adapters.sqlite_queue.holders import Pulse
+from meshpoint.adapters.sqlite_queue.holders import HeartbeatMonitor
 
 
 @pytest.fixture
-def pulse() -> Pulse:
-    return Pulse(lease=5.0, interval=1.0, now=0.0)
+def pulse() -> HeartbeatMonitor:
+    return HeartbeatMonitor(lease=5.0, interval=1.0, now=0.0)
 
 
-def test_who_beats_is_alive(pulse: Pulse) -> None:
+def test_who_beats_is_alive(pulse: HeartbeatMonitor) -> None:
     for second in range(100):
-        assert pulse.dead({7: second}, float(second)) == []
+        assert pulse.find_dead({7: second}, float(second)) == []
 
 
-def test_who_stands_still_for_a_lease_is_dead(pulse: Pulse) -> None:
-    assert pulse.dead({7: 3, 8: 0}, 1.0) == []
+def test_who_stands_still_for_a_lease_is_dead(pulse: HeartbeatMonitor) -> None:
+    assert pulse.find_dead({7: 3, 8: 0}, 1.0) == []
     for second in range(2, 6):
-        assert pulse.dead({7: 3, 8: second}, float(second)) == []
-    assert pulse.dead({7: 3, 8: 6}, 6.0) == [7]
+        assert pulse.find_dead({7: 3, 8: second}, float(second)) == []
+    assert pulse.find_dead({7: 3, 8: 6}, 6.0) == [7]
 
 
-def test_a_late_beat_is_a_beat(pulse: Pulse) -> None:
+def test_a_late_beat_is_a_beat(pulse: HeartbeatMonitor) -> None:
     for second in range(1, 6):
-        assert pulse.dead({7: 3}, float(second)) == []
-    assert pulse.dead({7: 4}, 6.0) == []
-    assert pulse.dead({7: 4}, 7.0) == []
+        assert pulse.find_dead({7: 3}, float(second)) == []
+    assert pulse.find_dead({7: 4}, 6.0) == []
+    assert pulse.find_dead({7: 4}, 7.0) == []
 
 
-def test_an_observer_that_stood_still_itself_waits_for_a_beat(pulse: Pulse) -> None:
-    assert pulse.dead({7: 3}, 1.0) == []
-    assert pulse.dead({7: 3}, 1000.0) == []
-    assert pulse.dead({7: 4}, 1001.0) == []
+def test_an_observer_that_stood_still_itself_waits_for_a_beat(pulse: HeartbeatMonitor) -> None:
+    assert pulse.find_dead({7: 3}, 1.0) == []
+    assert pulse.find_dead({7: 3}, 1000.0) == []
+    assert pulse.find_dead({7: 4}, 1001.0) == []
 
 
-def test_who_left_is_forgotten(pulse: Pulse) -> None:
+def test_who_left_is_forgotten(pulse: HeartbeatMonitor) -> None:
     for second in range(1, 6):
-        assert pulse.dead({7: 3}, float(second)) == []
-    assert pulse.dead({}, 6.0) == []
-    assert pulse.dead({7: 3}, 7.0) == []
+        assert pulse.find_dead({7: 3}, float(second)) == []
+    assert pulse.find_dead({}, 6.0) == []
+    assert pulse.find_dead({7: 3}, 7.0) == []

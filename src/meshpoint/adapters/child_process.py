@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
-from meshpoint.adapters.logging_observer import style
+from meshpoint.adapters.logging_observer import log_settings
 from meshpoint.adapters.template_process import Template
 from meshpoint.model.checkpoint import Run
 from meshpoint.model.events import Event, Phase, Step
@@ -31,8 +31,8 @@ from meshpoint.ports.observer import Observer
 log = logging.getLogger("meshpoint.isolated")
 
 _STDERR = 2
-_LONGEST_LINE = 1 << 16
-_LAST_WORDS = 1.0
+_MAX_LINE_BYTES = 1 << 16
+_EXIT_GRACE = 1.0
 """Seconds. Everything a process wrote before it ended is in the pipe already."""
 _BOOTSTRAP = """
 import json, sys
@@ -67,31 +67,37 @@ class ChildProcesses:
 
     async def start(self, run: Run, on_started: Callable[[], None]) -> ChildProcess:
         """Run the segment that `run` owns."""
-        with ExitStack() as its_ends:
-            words, stdin = os.pipe()
-            its_ends.callback(os.close, words)
-            told, tells = os.pipe()
-            its_ends.callback(os.close, tells)
-            reader, writer = await _reader(told), await _writer(stdin)
+        with ExitStack() as child_fds:
+            commands_fd, commands_write_fd = os.pipe()
+            child_fds.callback(os.close, commands_fd)
+            report_read_fd, report_fd = os.pipe()
+            child_fds.callback(os.close, report_fd)
+            reader, writer = await _reader(report_read_fd), await _writer(commands_write_fd)
             try:
-                process = await self._process(run, words, tells)
+                process = await self._process(run, commands_fd, report_fd)
             except BaseException:
                 writer.close()  # the reader sees EOF and closes itself
                 raise
         child = ChildProcess(process, writer, reader, self._observer, self._stall, on_started)
         child.send(
-            {"settings": self._settings, "path": sys.path, "tells": tells, "style": style(), "run": _plain(run)}
+            {
+                "settings": self._settings,
+                "path": sys.path,
+                "report_fd": report_fd,
+                "style": log_settings(),
+                "run": _run_fields(run),
+            }
         )
         return child
 
     async def close(self) -> None:
         """Kill the template."""
-        await self._template.end()
+        await self._template.stop()
 
-    async def _process(self, run: Run, words: int, tells: int) -> Process:
-        if self._template.possible:
+    async def _process(self, run: Run, commands_fd: int, report_fd: int) -> Process:
+        if self._template.is_supported:
             try:
-                return await self._template.fork(run.task_id, words, tells, within=self._stall)
+                return await self._template.fork(run.task_id, commands_fd, report_fd, timeout=self._stall)
             except OSError as error:
                 log.warning("task %s: fork failed, starting a new interpreter: %s", run.task_id, error)
         return await asyncio.create_subprocess_exec(
@@ -100,9 +106,9 @@ class ChildProcesses:
             "-c",
             _BOOTSTRAP,
             f"{run.agent}/{run.task_id}",  # shown in process listings
-            stdin=words,
+            stdin=commands_fd,
             stdout=_STDERR,
-            pass_fds=[tells],
+            pass_fds=[report_fd],
             start_new_session=True,  # the terminal's Ctrl-C must reach only us
         )
 
@@ -114,29 +120,29 @@ class ChildProcess:
         self,
         process: Process,
         stdin: asyncio.WriteTransport,
-        told: asyncio.StreamReader,
+        reports: asyncio.StreamReader,
         observer: Observer,
         stall: float,
         on_started: Callable[[], None],
     ) -> None:
-        self._process, self._stdin, self._told, self._observer = process, stdin, told, observer
+        self._process, self._stdin, self._reports, self._observer = process, stdin, reports, observer
         self._stall, self._on_started = stall, on_started
         self._exit: Exit | None = None
-        self._alive_at = 0.0
+        self._last_heartbeat_at = 0.0
 
     async def exit(self) -> Exit:
         """Wait until the process has ended."""
-        hearing, ended = asyncio.create_task(self._hear()), asyncio.create_task(self._process.wait())
+        reading, ended = asyncio.create_task(self._read_reports()), asyncio.create_task(self._process.wait())
         try:
-            await asyncio.wait({hearing, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not hearing.done():
-                await asyncio.wait({hearing}, timeout=_LAST_WORDS)
+            await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                await asyncio.wait({reading}, timeout=_EXIT_GRACE)
             code = await ended
         finally:
             self._stdin.close()
-            hearing.cancel()
+            reading.cancel()
             ended.cancel()
-        return self._exit or Exit(Ending.DIED, _how(code))
+        return self._exit or Exit(Ending.DIED, _describe_exit(code))
 
     def tell(self, word: Word) -> None:
         """Ask it to stop."""
@@ -152,43 +158,43 @@ class ChildProcess:
         with suppress(ProcessLookupError):
             self._process.kill()
 
-    async def _hear(self) -> None:
+    async def _read_reports(self) -> None:
         loop = asyncio.get_running_loop()
-        self._alive_at = loop.time()
-        doubted = False
+        self._last_heartbeat_at = loop.time()
+        suspected = False
         while True:
-            kill_at = self._alive_at + self._stall + (_LAST_WORDS if doubted else 0)
+            kill_at = self._last_heartbeat_at + self._stall + (_EXIT_GRACE if suspected else 0)
             try:
                 async with asyncio.timeout_at(kill_at):
-                    line = await self._told.readline()
+                    line = await self._reports.readline()
             except TimeoutError:
-                if doubted:
+                if suspected:
                     self._exit = Exit(Ending.DIED, f"was killed: its event loop was blocked for {self._stall:g} s")
                     self.kill()
                     return
                 # Our own event loop may have been blocked while signs of life arrived in the pipe.
-                doubted, self._alive_at = True, loop.time() - self._stall
+                suspected, self._last_heartbeat_at = True, loop.time() - self._stall
                 continue
             if not line:
                 return
             try:
-                self._understand(json.loads(line))
+                self._handle_report(json.loads(line))
             except (ValueError, KeyError, TypeError):
                 log.warning("unreadable output from an isolated run: %.100r", line)
-            doubted = doubted and loop.time() >= self._alive_at + self._stall
+            suspected = suspected and loop.time() >= self._last_heartbeat_at + self._stall
 
-    def _understand(self, told: Mapping[str, Any]) -> None:
-        if "event" in told:
-            self._observer.emit(_event(told["event"]))
-        elif "exit" in told:
-            self._exit = Exit(Ending[told["exit"]], str(told.get("reason", "")))
-        elif "started" in told:
+    def _handle_report(self, report: Mapping[str, Any]) -> None:
+        if "event" in report:
+            self._observer.emit(_decode_event(report["event"]))
+        elif "exit" in report:
+            self._exit = Exit(Ending[report["exit"]], str(report.get("reason", "")))
+        elif "started" in report:
             self._on_started()
-        elif "alive" in told:  # events prove nothing: a thread renews leases
-            self._alive_at = asyncio.get_running_loop().time()
+        elif "alive" in report:  # events prove nothing: a thread renews leases
+            self._last_heartbeat_at = asyncio.get_running_loop().time()
 
 
-def _how(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is None:
         return "ended with an unknown exit code"
     if code >= 0:
@@ -199,7 +205,7 @@ def _how(code: int | None) -> str:
         return f"was killed by signal {-code}"
 
 
-def _plain(run: Run) -> dict[str, Any]:
+def _run_fields(run: Run) -> dict[str, Any]:
     return {
         "task_id": run.task_id,
         "agent": run.agent,
@@ -209,19 +215,19 @@ def _plain(run: Run) -> dict[str, Any]:
     }
 
 
-def _event(told: Mapping[str, Any]) -> Event:
+def _decode_event(fields: Mapping[str, Any]) -> Event:
     return Event(
-        Step(told["step"]),
-        Phase(told["phase"]),
-        AgentName(told["agent"]),
-        ReplicaId(told["replica"]),
-        tuple(map(TaskId, told["task_ids"])),
-        told["detail"],
+        Step(fields["step"]),
+        Phase(fields["phase"]),
+        AgentName(fields["agent"]),
+        ReplicaId(fields["replica"]),
+        tuple(map(TaskId, fields["task_ids"])),
+        fields["detail"],
     )
 
 
 async def _reader(descriptor: int) -> asyncio.StreamReader:
-    reader = asyncio.StreamReader(limit=_LONGEST_LINE)
+    reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
     pipe = os.fdopen(descriptor, "rb", buffering=0)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     return reader

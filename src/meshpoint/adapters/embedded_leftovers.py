@@ -13,23 +13,23 @@ from pathlib import Path
 
 from meshpoint.errors import StoreUnavailable
 
-_BUSY = 10.0
+_BUSY_TIMEOUT = 10.0
 """Seconds to wait for others who write."""
 
 # By table, the column that holds the namespace and the agent.
-_OF_AGENT = {
+_AGENT_TABLES = {
     "agent_operations": "agent_name",
     "agent_checkpoints": "agent_type",
     "agent_checkpoints_archive": "agent_type",
     "agent_paused_tasks": "agent_name",
 }
-_OF_TASK = ("agent_peer_sub_tasks", "agent_parallel_invocations")
+_TASK_TABLES = ("agent_peer_sub_tasks", "agent_parallel_invocations")
 
-_BEGINS = "substr({column}, 1, length(:prefix)) = :prefix"
-_TASKS = f"SELECT logical_task_id FROM agent_paused_tasks WHERE {_BEGINS.format(column='agent_name')}"
+_HAS_PREFIX = "substr({column}, 1, length(:prefix)) = :prefix"
+_TASK_IDS = f"SELECT logical_task_id FROM agent_paused_tasks WHERE {_HAS_PREFIX.format(column='agent_name')}"
 
 
-def forget(file: Path, namespace: str) -> None:
+def delete_namespace(file: Path, namespace: str) -> None:
     """Delete all that `file` has of a namespace.
 
     Raises:
@@ -37,16 +37,16 @@ def forget(file: Path, namespace: str) -> None:
     """
     prefix = {"prefix": f"{namespace}/"}
     with _transaction(file) as (db, tables):
-        for table in _OF_TASK:
+        for table in _TASK_TABLES:
             if table in tables:
-                db.execute(f"DELETE FROM {table} WHERE logical_task_id IN ({_TASKS})", prefix)
-        for table, column in _OF_AGENT.items():
+                db.execute(f"DELETE FROM {table} WHERE logical_task_id IN ({_TASK_IDS})", prefix)
+        for table, column in _AGENT_TABLES.items():
             if table in tables:
-                db.execute(f"DELETE FROM {table} WHERE {_BEGINS.format(column=column)}", prefix)
+                db.execute(f"DELETE FROM {table} WHERE {_HAS_PREFIX.format(column=column)}", prefix)
         _drop_queues(db, [name for name, *_ in _queues(db, tables, namespace)])
 
 
-def forget_queues(file: Path, namespace: str, served: Collection[str]) -> None:
+def delete_unserved_queues(file: Path, namespace: str, served: Collection[str]) -> None:
     """Delete the queues of agents that are not `served` any more, and those of processes that are gone.
 
     A request for such an agent then fails at once, in place of waiting for a replica that never comes.
@@ -63,7 +63,7 @@ def forget_queues(file: Path, namespace: str, served: Collection[str]) -> None:
 def _queues(db: sqlite3.Connection, tables: set[str], namespace: str) -> list[tuple[str, str, int]]:
     if "meshpoint_queue" not in tables:
         return []
-    query = f"SELECT name, agent, private FROM meshpoint_queue WHERE {_BEGINS.format(column='name')}"
+    query = f"SELECT name, agent, private FROM meshpoint_queue WHERE {_HAS_PREFIX.format(column='name')}"
     return db.execute(query, {"prefix": f"{namespace}."}).fetchall()
 
 
@@ -83,7 +83,7 @@ def _transaction(file: Path) -> Iterator[tuple[sqlite3.Connection, set[str]]]:
             yield db, set()
         return
     try:
-        with closing(sqlite3.connect(file, timeout=_BUSY, isolation_level=None)) as db:
+        with closing(sqlite3.connect(file, timeout=_BUSY_TIMEOUT, isolation_level=None)) as db:
             db.execute("BEGIN IMMEDIATE")  # closing rolls back what is not committed
             yield db, {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             db.execute("COMMIT")

@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from meshpoint.model.error_text import printable
 from meshpoint.model.events import LOOKS, Event, Phase, Step
 
-_WARNINGS = frozenset(
+_WARNING_STEPS = frozenset(
     {
         Step.FENCED,
         Step.DEGRADED,
@@ -42,8 +42,8 @@ _WARNINGS = frozenset(
         Step.MEMORY_TROUBLE,
     }
 )
-_NEWS = frozenset({Step.STARTED, Step.DRAINING, Step.DRAINED, Step.STORE_BACK, Step.BROKER_BACK})
-_NEWS_OF_TASKS = frozenset(
+_INFO_STEPS = frozenset({Step.STARTED, Step.DRAINING, Step.DRAINED, Step.STORE_BACK, Step.BROKER_BACK})
+_TASK_INFO_STEPS = frozenset(
     {
         Step.CHECKPOINT,
         Step.RESTORE,
@@ -59,29 +59,29 @@ _NEWS_OF_TASKS = frozenset(
         Step.MEMORY_RECOVERED,
     }
 )
-_BENEATH_DEBUG = logging.DEBUG // 2
+_TRACE = logging.DEBUG // 2
 """The level of looks that found nothing: several in each sweep, which is told anyway."""
-_CHATTY = ("aio_pika", "aiormq", "aiosqlite", "sqlalchemy")
-_KNOWN_CAUSES = ("CancelledError", "StoreUnavailable", "CommitInDoubt", "BrokerUnavailable")
+_NOISY_LOGGERS = ("aio_pika", "aiormq", "aiosqlite", "sqlalchemy")
+_EXPECTED_ERRORS = ("CancelledError", "StoreUnavailable", "CommitInDoubt", "BrokerUnavailable")
 """Draining cancels running steps, and an outage has its own events, so these failures are logged as debug."""
-_LONGEST = 200
+_MAX_VALUE_LENGTH = 200
 """Characters of a string in a line. Details tell what happened; what passes through is not theirs to tell."""
-_IDS_SHOWN = 3
+_MAX_IDS_SHOWN = 3
 
 
-class Style(TypedDict):
+class LogSettings(TypedDict):
     """This process's log settings, for its child processes."""
 
     level: str
     as_json: bool
 
 
-_style: Style = {"level": "warning", "as_json": False}
+_log_settings: LogSettings = {"level": "warning", "as_json": False}
 
 
-def style() -> Style:
+def log_settings() -> LogSettings:
     """The log settings of this process."""
-    return _style
+    return _log_settings
 
 
 class LoggingObserver:
@@ -98,20 +98,20 @@ class LoggingObserver:
         """Log `event` if its level is wanted."""
         level = level_of(event)
         if self._logger.isEnabledFor(level):
-            self._logger.log(level, "%s", _Line(event), extra={"event": _fields(event)})
+            self._logger.log(level, "%s", _EventLine(event), extra={"event": _fields(event)})
 
 
 def level_of(event: Event) -> int:
     """How much `event` matters: `logging.WARNING`, `INFO` or `DEBUG`; less for the beat of the looks."""
     if event.step in LOOKS and event.phase is not Phase.AFTER:
-        return _BENEATH_DEBUG  # the sweep around it tells that it failed
+        return _TRACE  # the sweep around it tells that it failed
     if event.phase is Phase.FAILED:
-        return logging.DEBUG if str(event.detail.get("error")).startswith(_KNOWN_CAUSES) else logging.WARNING
-    if event.step in _WARNINGS and event.phase is Phase.NOTED:
+        return logging.DEBUG if str(event.detail.get("error")).startswith(_EXPECTED_ERRORS) else logging.WARNING
+    if event.step in _WARNING_STEPS and event.phase is Phase.NOTED:
         return logging.WARNING
-    if event.step in _NEWS and event.phase is Phase.NOTED:
+    if event.step in _INFO_STEPS and event.phase is Phase.NOTED:
         return logging.INFO
-    if event.step in _NEWS_OF_TASKS and event.phase in {Phase.AFTER, Phase.NOTED} and event.task_ids:
+    if event.step in _TASK_INFO_STEPS and event.phase in {Phase.AFTER, Phase.NOTED} and event.task_ids:
         return logging.INFO
     return logging.DEBUG
 
@@ -124,31 +124,31 @@ def logging_to(stream: TextIO, level: str, *, as_json: bool = False) -> Iterator
 
     A thread of its own writes, so that a slow terminal or pipe does not hold up the event loop.
     """
-    global _style  # noqa: PLW0603 - as the root logger, there is one for a process
+    global _log_settings  # noqa: PLW0603 - as the root logger, there is one for a process
     handler: logging.Handler
-    styled_before, _style = _style, Style(level=level, as_json=as_json)
+    previous_settings, _log_settings = _log_settings, LogSettings(level=level, as_json=as_json)
     if stream.isatty() and not as_json and find_spec("rich") is not None:
         handler = _rich_handler(stream)
     else:
         handler = logging.StreamHandler(stream)
-        handler.setFormatter(JsonLines())
+        handler.setFormatter(JsonLinesFormatter())
     records: SimpleQueue[Any] = SimpleQueue()
     queue, listener, root = QueueHandler(records), QueueListener(records, handler), logging.getLogger()
-    before = root.level
+    previous_level = root.level
     root.addHandler(queue)
     root.setLevel(level.upper())
-    _quieten(level)
+    _silence_libraries(level)
     listener.start()
     try:
         yield
     finally:
         root.removeHandler(queue)
-        root.setLevel(before)
-        _style = styled_before
+        root.setLevel(previous_level)
+        _log_settings = previous_settings
         listener.stop()
 
 
-class JsonLines(logging.Formatter):
+class JsonLinesFormatter(logging.Formatter):
     """One JSON object per record; the fields of an event stand beside those of the record."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -162,15 +162,15 @@ class JsonLines(logging.Formatter):
         return json.dumps(line | (event if event is not None else {"message": super().format(record)}))
 
 
-class _Line:
+class _EventLine:
     """The text of an event, made only when a line is written."""
 
     def __init__(self, event: Event) -> None:
         self._event = event
 
     def __str__(self) -> str:
-        event, shown = self._event, ", ".join(self._event.task_ids[:_IDS_SHOWN])
-        more = len(event.task_ids) - _IDS_SHOWN
+        event, shown = self._event, ", ".join(self._event.task_ids[:_MAX_IDS_SHOWN])
+        more = len(event.task_ids) - _MAX_IDS_SHOWN
         phase = "" if event.phase in {Phase.NOTED, Phase.AFTER} else f" {event.phase}"
         parts = [
             f"{event.agent} {event.replica[-8:]} {event.step}{phase}",
@@ -181,21 +181,21 @@ class _Line:
 
 
 def _fields(event: Event) -> dict[str, JsonValue]:
-    told: dict[str, JsonValue] = {
+    fields: dict[str, JsonValue] = {
         "step": event.step.value,
         "phase": event.phase.value,
         "agent": event.agent,
         "replica": event.replica,
     }
     if event.task_ids:
-        told["task_ids"] = list(event.task_ids)
+        fields["task_ids"] = list(event.task_ids)
     detail = _scalars(event.detail)
-    return told | {"detail": detail} if detail else told
+    return fields | {"detail": detail} if detail else fields
 
 
 def _scalars(detail: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     return {
-        key: value[:_LONGEST] if isinstance(value, str) else value
+        key: value[:_MAX_VALUE_LENGTH] if isinstance(value, str) else value
         for key, value in detail.items()
         if value is None or isinstance(value, str | int | float)
     }
@@ -211,10 +211,10 @@ def _rich_handler(stream: TextIO) -> logging.Handler:
     return RichHandler(console=console, show_path=False, log_time_format="[%X]", highlighter=plain)
 
 
-def _quieten(level: str) -> None:
+def _silence_libraries(level: str) -> None:
     """Leave libraries' own chatter to those who debug."""
     if level.upper() != "DEBUG":
-        for name in _CHATTY:
+        for name in _NOISY_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
         # Whatever ends a connection is raised too, and told from there.
         logging.getLogger("aiormq.connection").setLevel(logging.CRITICAL)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from datetime import UTC, datetime, timedelta
 
-_COUNTS_SLEEP = hasattr(time, "CLOCK_BOOTTIME")
+_HAS_BOOTTIME = hasattr(time, "CLOCK_BOOTTIME")
 
 
 class SystemClock:
@@ -16,16 +16,16 @@ class SystemClock:
     """
 
     def __init__(self) -> None:
-        self._made = datetime.now(UTC)
-        self._made_at = self.monotonic()
+        self._started_at = datetime.now(UTC)
+        self._started_monotonic = self.monotonic()
 
     def now(self) -> datetime:
         """The present instant, in UTC."""
-        return self._made + timedelta(seconds=self.monotonic() - self._made_at)
+        return self._started_at + timedelta(seconds=self.monotonic() - self._started_monotonic)
 
     def monotonic(self) -> float:
         """Seconds unaffected by changes of the wall clock. Time asleep is included where the platform reports it."""
-        return time.clock_gettime(time.CLOCK_BOOTTIME) if _COUNTS_SLEEP else time.monotonic()
+        return time.clock_gettime(time.CLOCK_BOOTTIME) if _HAS_BOOTTIME else time.monotonic()
 
     async def sleep(self, duration: timedelta) -> None:
         """Return after `duration`."""

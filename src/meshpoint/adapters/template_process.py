@@ -25,11 +25,11 @@ from contextlib import suppress
 from typing import Any
 
 _STDERR = 2
-_IDLE = 60.0
+_IDLE_TIMEOUT = 60.0
 """Seconds after which an idle template exits."""
-_LAST_WORDS = 1.0
+_EXIT_CODE_TIMEOUT = 1.0
 """Seconds to wait for the exit code; a working template reports it at once."""
-_LONGEST_ANSWER = 1 << 10
+_MAX_REPLY_BYTES = 1 << 10
 _LIBRARIES = frozenset({"aio_pika", "aiormq", "aiosqlite", "asyncpg", "redis", "sqlalchemy", "uvloop"})
 _BOOTSTRAP = """
 import json, socket, sys
@@ -44,103 +44,105 @@ template(orders, given["modules"], given["idle"])
 class Template:
     """Forks processes from a template, which starts on demand and exits `idle` seconds after its last child."""
 
-    def __init__(self, idle: float = _IDLE) -> None:
-        self._idle = idle
+    def __init__(self, idle_timeout: float = _IDLE_TIMEOUT) -> None:
+        self._idle_timeout = idle_timeout
         self._process: asyncio.subprocess.Process | None = None
-        self._orders: socket.socket | None = None
-        self._place: object = None
-        self.possible = _has_pidfds()
+        self._control_socket: socket.socket | None = None
+        self._environment: object = None
+        self.is_supported = _supports_pidfd()
 
     @property
     def pid(self) -> int | None:
         """Process id of the running template, or `None`."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
-    async def fork(self, name: str, words: int, tells: int, *, within: float) -> Forked:
+    async def fork(self, name: str, commands_fd: int, report_fd: int, *, timeout: float) -> ForkedProcess:
         """Fork a child with these descriptors as its standard input and its report pipe.
 
         Raises:
             OSError: the template could not start, died, or did not respond within `within` seconds.
         """
-        if self.pid is None or self._place != _place():
-            await self.end()
+        if self.pid is None or self._environment != _current_environment():
+            await self.stop()
             await self._start()
-        assert self._orders is not None
-        answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        assert self._control_socket is not None
+        status_socket, template_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            answers.setblocking(False)
-            with theirs:
-                socket.send_fds(self._orders, [name.encode()], [words, tells, theirs.fileno()])
-            async with asyncio.timeout(within):
-                await _readable(answers.fileno())
-            _, descriptors, _, _ = socket.recv_fds(answers, _LONGEST_ANSWER, 1)
+            status_socket.setblocking(False)
+            with template_end:
+                socket.send_fds(
+                    self._control_socket, [name.encode()], [commands_fd, report_fd, template_end.fileno()]
+                )
+            async with asyncio.timeout(timeout):
+                await _wait_readable(status_socket.fileno())
+            _, descriptors, _, _ = socket.recv_fds(status_socket, _MAX_REPLY_BYTES, 1)
             if not descriptors:
                 raise ConnectionAbortedError("the template ended")
         except BaseException:
-            answers.close()
-            await self.end()  # the kernel also kills its child, if already forked
+            status_socket.close()
+            await self.stop()  # the kernel also kills its child, if already forked
             raise
-        return Forked(descriptors[0], answers)
+        return ForkedProcess(descriptors[0], status_socket)
 
-    async def end(self) -> None:
+    async def stop(self) -> None:
         """Kill the template and wait for it to exit."""
-        process, orders = self._process, self._orders
-        self._process = self._orders = None
-        if orders is not None:
-            orders.close()
+        process, control_socket = self._process, self._control_socket
+        self._process = self._control_socket = None
+        if control_socket is not None:
+            control_socket.close()
         if process is not None:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
 
     async def _start(self) -> None:
-        orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control_socket, template_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            orders.setblocking(False)
-            given = {"path": sys.path, "modules": _modules(), "idle": self._idle}
-            orders.send(json.dumps(given).encode())
-            self._place = _place()
-            with theirs:
+            control_socket.setblocking(False)
+            config = {"path": sys.path, "modules": _loaded_modules(), "idle": self._idle_timeout}
+            control_socket.send(json.dumps(config).encode())
+            self._environment = _current_environment()
+            with template_end:
                 self._process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     "-P",
                     "-c",
                     _BOOTSTRAP,
-                    stdin=theirs.fileno(),
+                    stdin=template_end.fileno(),
                     stdout=_STDERR,
                     start_new_session=True,
                 )
         except BaseException:
-            orders.close()
+            control_socket.close()
             raise
-        self._orders = orders
+        self._control_socket = control_socket
 
 
-class Forked:
+class ForkedProcess:
     """A child forked by a template."""
 
-    def __init__(self, process: int, answers: socket.socket) -> None:
-        self._process = os.fdopen(process, "rb", buffering=0)
-        self._answers = answers
+    def __init__(self, pidfd: int, status_socket: socket.socket) -> None:
+        self._pidfd_file = os.fdopen(pidfd, "rb", buffering=0)
+        self._status_socket = status_socket
 
     async def wait(self) -> int | None:
         """Wait for it to exit. Returns the exit code (negative: a signal), or `None` if the template reports none."""
-        with self._process, self._answers:
-            await _readable(self._process.fileno())
+        with self._pidfd_file, self._status_socket:
+            await _wait_readable(self._pidfd_file.fileno())
             try:
-                async with asyncio.timeout(_LAST_WORDS):
-                    await _readable(self._answers.fileno())
-                return int(self._answers.recv(_LONGEST_ANSWER))
+                async with asyncio.timeout(_EXIT_CODE_TIMEOUT):
+                    await _wait_readable(self._status_socket.fileno())
+                return int(self._status_socket.recv(_MAX_REPLY_BYTES))
             except (OSError, ValueError):
                 return None
 
     def kill(self) -> None:
         """Send it SIGKILL."""
-        if not self._process.closed:
-            signal.pidfd_send_signal(self._process.fileno(), signal.SIGKILL)
+        if not self._pidfd_file.closed:
+            signal.pidfd_send_signal(self._pidfd_file.fileno(), signal.SIGKILL)
 
 
-def _has_pidfds() -> bool:
+def _supports_pidfd() -> bool:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):  # another platform, an old kernel, or a sandbox
@@ -148,20 +150,20 @@ def _has_pidfds() -> bool:
     return True
 
 
-def _place() -> Any:
+def _current_environment() -> Any:
     """Environment, import path and working directory. A template that inherited different ones is replaced."""
     here = os.stat(".")
     return dict(os.environ), tuple(sys.path), (here.st_dev, here.st_ino)
 
 
-def _modules() -> list[str]:
+def _loaded_modules() -> list[str]:
     """Names of the loaded adapters and drivers, which an isolated run needs too."""
     return [
         name for name in sys.modules if name.startswith("meshpoint.adapters.") or name.partition(".")[0] in _LIBRARIES
     ]
 
 
-async def _readable(descriptor: int) -> None:
+async def _wait_readable(descriptor: int) -> None:
     loop, readable = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(descriptor, readable.set)
     try:

@@ -26,11 +26,11 @@ def load_agent(entrypoint: str) -> DurableAgent[Any, Any]:
     module_name, _, attribute = entrypoint.partition(":")
     if not module_name or not attribute or module_name.startswith("."):
         raise ConfigurationError(_KEY, f"{entrypoint!r} names no agent", "write package.module:attribute")
-    found = _attribute(_module(module_name, entrypoint), attribute)
-    return _as_agent(found, entrypoint)
+    found = _get_attribute(_import_module(module_name, entrypoint), attribute)
+    return _to_agent(found, entrypoint)
 
 
-def _module(name: str, entrypoint: str) -> ModuleType:
+def _import_module(name: str, entrypoint: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ConfigurationError:
@@ -46,25 +46,29 @@ def _module(name: str, entrypoint: str) -> ModuleType:
         raise ConfigurationError(_KEY, problem, f"make `python -c 'import {name}'` work") from error
 
 
-def _attribute(module: ModuleType, name: str) -> object:
+def _get_attribute(module: ModuleType, name: str) -> object:
     if hasattr(module, name):
         found: object = getattr(module, name)
         return found
     public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-    near = difflib.get_close_matches(name, public, n=1)
-    near = near or [key for key, value in public.items() if isinstance(value, DurableAgent)]
-    fix = f"write {module.__name__}:{near[0]}" if near else "write the name of the agent that the module defines"
+    close_matches = difflib.get_close_matches(name, public, n=1)
+    close_matches = close_matches or [key for key, value in public.items() if isinstance(value, DurableAgent)]
+    fix = (
+        f"write {module.__name__}:{close_matches[0]}"
+        if close_matches
+        else "write the name of the agent that the module defines"
+    )
     raise ConfigurationError(_KEY, f"module {module.__name__!r} has no {name!r}", fix)
 
 
-def _as_agent(found: object, entrypoint: str) -> DurableAgent[Any, Any]:
+def _to_agent(found: object, entrypoint: str) -> DurableAgent[Any, Any]:
     if isinstance(found, type) and issubclass(found, StatefulAgent):
-        found = _instance(found, entrypoint)
+        found = _instantiate(found, entrypoint)
     if isinstance(found, type):
         raise ConfigurationError(_KEY, f"{entrypoint!r} is a class", "name an instance of it, made in the module")
     if not isinstance(found, DurableAgent):
         problem = f"{entrypoint!r} is not an agent but of type {type(found).__name__}"
-        raise ConfigurationError(_KEY, problem, _how_to_make_one(found))
+        raise ConfigurationError(_KEY, problem, _suggest_fix(found))
     for method in (found.start, found.resume):
         if not inspect.iscoroutinefunction(method):
             problem = f"{entrypoint!r}: {method.__name__} is not an async method"
@@ -73,7 +77,7 @@ def _as_agent(found: object, entrypoint: str) -> DurableAgent[Any, Any]:
     return found
 
 
-def _instance(kind: type[StatefulAgent[Any, Any, Any]], entrypoint: str) -> object:
+def _instantiate(kind: type[StatefulAgent[Any, Any, Any]], entrypoint: str) -> object:
     try:
         return kind()
     except TypeError as error:
@@ -86,7 +90,7 @@ def _instance(kind: type[StatefulAgent[Any, Any, Any]], entrypoint: str) -> obje
         raise ConfigurationError(_KEY, problem, "correct its __init__, or name an instance of it") from error
 
 
-def _how_to_make_one(found: object) -> str:
+def _suggest_fix(found: object) -> str:
     if inspect.iscoroutinefunction(found):
         return f'put @agent("{found.__name__}") above the function'
     missing = [name for name in ("name", "state_format", "start", "resume") if not hasattr(found, name)]

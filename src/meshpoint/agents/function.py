@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar
 from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
 
-from meshpoint.agents.journal import Journal, complete_last, read_journal
-from meshpoint.agents.planning import planned
+from meshpoint.agents.journal import Journal, complete_last_entry, read_journal
+from meshpoint.agents.planning import build_plan
 from meshpoint.agents.replay import Replay
 from meshpoint.errors import ConfigurationError, IncompatibleState, InvalidInput, InvalidOutput, NotJson
 from meshpoint.model.calls import Done, Paused
@@ -81,7 +81,7 @@ def agent(
     local_names = sys._getframe(1).f_locals
 
     def decorate(function: Callable[[TaskExecutionContext, In], Awaitable[Out]]) -> FunctionAgent[In, Out]:
-        plan = planned(name, subtasks, version, migrations, type=type, exclusive=exclusive, preserve=preserve)
+        plan = build_plan(name, subtasks, version, migrations, type=type, exclusive=exclusive, preserve=preserve)
         return FunctionAgent(function, name, version=version, plan=plan, local_names=local_names)
 
     return decorate
@@ -106,7 +106,7 @@ class FunctionAgent(Generic[In, Out]):
         self.plan = plan or Plan(version=version)
         self.function = function
         self.__doc__ = function.__doc__
-        declared_input, declared_output = _annotations(function, local_names or {})
+        declared_input, declared_output = _declared_types(function, local_names or {})
         where = f"{function.__module__}.{function.__qualname__}"
         self._input: Typed[In] = Typed(declared_input, f"{where}, input")
         self._output: Typed[Out] = Typed(declared_output, f"{where}, output")
@@ -121,25 +121,25 @@ class FunctionAgent(Generic[In, Out]):
 
     async def start(self, ctx: TaskExecutionContext, request: In | JsonValue) -> Paused | Done[Out]:
         """Begin a task; see `DurableAgent`."""
-        received = self._read(request)
+        received = self._parse_input(request)
         try:
-            kept = check_json(to_jsonable_python(request), "input")
+            input_json = check_json(to_jsonable_python(request), "input")
         except NotJson as error:
             raise InvalidInput(f"{self.name}: {error}") from error
-        journal = Journal(format=self.state_format, input=kept, context=snapshot(ctx))
+        journal = Journal(format=self.state_format, input=input_json, context=snapshot(ctx))
         return await self._run(ctx, journal, received)
 
     async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Paused | Done[Out]:
         """Go on with a task; see `DurableAgent`."""
         journal = read_journal(state, self.state_format)
-        complete_last(journal, outcomes)
+        complete_last_entry(journal, outcomes)
         try:
-            received = self._read(journal.input)
+            received = self._parse_input(journal.input)
         except InvalidInput as error:
             raise IncompatibleState(str(error)) from error
         return await self._run(ctx, journal, received)
 
-    def _read(self, request: object) -> In:
+    def _parse_input(self, request: object) -> In:
         try:
             return self._input.read(request)
         except DoesNotFit as error:
@@ -153,20 +153,20 @@ class FunctionAgent(Generic[In, Out]):
         except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as raised:
-            paused = replay.settle(raised)
+            paused = replay.finish(raised)
             if paused is None:
                 raise
             return paused
         finally:
             replay.close()
-        replay.settle(None)
+        replay.finish(None)
         try:
             return Done(self._output.check(output))
         except DoesNotFit as error:
             raise InvalidOutput(f"output of {self.name}: {error}") from error
 
 
-def _annotations(function: Callable[..., Any], local_names: Mapping[str, Any]) -> tuple[Any, Any]:
+def _declared_types(function: Callable[..., Any], local_names: Mapping[str, Any]) -> tuple[Any, Any]:
     """The declared input and output of an agent function.
 
     `local_names` are those where it is defined: `get_type_hints` by itself finds only the module's.
@@ -183,12 +183,12 @@ def _annotations(function: Callable[..., Any], local_names: Mapping[str, Any]) -
     except NameError as error:
         fix = "define or import it above the function, not only under TYPE_CHECKING"
         raise ConfigurationError(_KEY, f"an annotation of {name} is unknown: {error}", fix) from error
-    wanted = parameters[1].name, "return"
-    for missing in (key for key in wanted if key not in hints):
-        what = "its return value" if missing == "return" else repr(missing)
-        problem = f"{name} does not annotate {what}"
+    required = parameters[1].name, "return"
+    for missing in (key for key in required if key not in hints):
+        missing_part = "its return value" if missing == "return" else repr(missing)
+        problem = f"{name} does not annotate {missing_part}"
         raise ConfigurationError(_KEY, problem, "write the type: it is checked for each task")
-    return hints[wanted[0]], hints["return"]
+    return hints[required[0]], hints["return"]
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

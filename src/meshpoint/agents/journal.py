@@ -23,11 +23,11 @@ from meshpoint.model.typed import cause_of, first_problem
 from meshpoint.model.usage import TokenUsage
 
 
-class _Kept(BaseModel):
+class _JournalModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class RecordedCall(_Kept):
+class RecordedCall(_JournalModel):
     """One call of a pause. `digest` stands for its peer and input."""
 
     id: str
@@ -35,12 +35,12 @@ class RecordedCall(_Kept):
     digest: str
 
     @classmethod
-    def of(cls, call: Call) -> RecordedCall:
+    def from_call(cls, call: Call) -> RecordedCall:
         """The record of `call`. A timeout is no part of it: changing one does not change the path."""
         return cls(id=call.id, peer=call.peer, digest=digest_of([call.peer, call.input]))
 
 
-class Entry(_Kept):
+class JournalEntry(_JournalModel):
     """One pause: its calls, its join, the tokens used until then, and, once it is over, the outcomes.
 
     `subtask` is the one that made the calls; it is not written where there is none, as the release before does not
@@ -55,54 +55,57 @@ class Entry(_Kept):
     subtask: str | None = None
 
     @model_serializer(mode="wrap")
-    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        written: dict[str, Any] = write(self)
+    def _serialize(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
         if self.subtask is None:
-            del written["subtask"]
-        return written
+            del data["subtask"]
+        return data
 
     @classmethod
-    def of(cls, calls: Sequence[Call], join: Join, usage: TokenUsage, subtask: str | None = None) -> Entry:
+    def for_calls(
+        cls, calls: Sequence[Call], join: Join, usage: TokenUsage, subtask: str | None = None
+    ) -> JournalEntry:
         """A pause that waits for `calls`."""
         return cls(
-            calls=[RecordedCall.of(call) for call in calls],
+            calls=[RecordedCall.from_call(call) for call in calls],
             needed=join.needed,
             within_seconds=join.deadline.total_seconds() if join.deadline else None,
             usage=usage,
             subtask=subtask,
         )
 
-    def difference(self, asked: Entry) -> str | None:
+    def describe_mismatch(self, current: JournalEntry) -> str | None:
         """How `asked` differs from this record; None when it is the same request."""
-        recorded_peers, asked_peers = [call.peer for call in self.calls], [call.peer for call in asked.calls]
-        if recorded_peers != asked_peers:
-            return f"recorded was a call of {', '.join(recorded_peers)}; now it calls {', '.join(asked_peers)}"
-        for recorded, now in zip(self.calls, asked.calls, strict=True):
-            if recorded.digest != now.digest:
-                return f"the call of {now.peer} ({now.id}) was recorded with another input"
-        if self.subtask != asked.subtask:
-            return f"recorded was a call {_in(self.subtask)}; now it is one {_in(asked.subtask)}"
-        if (self.needed, self.within_seconds) != (asked.needed, asked.within_seconds):
-            return f"recorded was {self._join()}; now it is {asked._join()}"
+        recorded_peers, current_peers = [call.peer for call in self.calls], [call.peer for call in current.calls]
+        if recorded_peers != current_peers:
+            return f"recorded was a call of {', '.join(recorded_peers)}; now it calls {', '.join(current_peers)}"
+        for recorded, current_call in zip(self.calls, current.calls, strict=True):
+            if recorded.digest != current_call.digest:
+                return f"the call of {current_call.peer} ({current_call.id}) was recorded with another input"
+        if self.subtask != current.subtask:
+            before, now = _describe_subtask(self.subtask), _describe_subtask(current.subtask)
+            return f"recorded was a call {before}; now it is one {now}"
+        if (self.needed, self.within_seconds) != (current.needed, current.within_seconds):
+            return f"recorded was {self._describe_join()}; now it is {current._describe_join()}"
         return None
 
-    def counted(self) -> TokenUsage:
+    def total_usage(self) -> TokenUsage:
         """The task's tokens when this pause was over: those used until it, and what the peers used."""
         usage = self.usage.snapshot()
         for call, outcome in zip(self.calls, self.outcomes or (), strict=True):
             usage.merge(outcome.usage, source=call.peer)
         return usage
 
-    def _join(self) -> str:
+    def _describe_join(self) -> str:
         needed = "ALL" if self.needed is None else f"AT_LEAST({self.needed})"
         return f"join {needed}" + (f" within {self.within_seconds} s" if self.within_seconds else "")
 
 
-def _in(subtask: str | None) -> str:
+def _describe_subtask(subtask: str | None) -> str:
     return "outside of subtasks" if subtask is None else f"in subtask {subtask!r}"
 
 
-class Journal(_Kept):
+class Journal(_JournalModel):
     """The whole state of a function agent's task. Only the last entry is without outcomes.
 
     `context` is what the function found on its context when it first began.
@@ -111,13 +114,13 @@ class Journal(_Kept):
     format: str
     input: JsonValue
     context: Checkpoint
-    entries: list[Entry] = []
+    entries: list[JournalEntry] = []
 
     def to_bytes(self) -> bytes:
         """`Paused.state`."""
         return self.model_dump_json().encode()
 
-    def paused(self, entry: Entry) -> bytes:
+    def to_bytes_with(self, entry: JournalEntry) -> bytes:
         """The state of a pause with one more entry; this journal stays as it is."""
         return self.model_copy(update={"entries": [*self.entries, entry]}).to_bytes()
 
@@ -140,7 +143,7 @@ def read_journal(state: bytes, expected_format: str) -> Journal:
     return journal
 
 
-def complete_last(journal: Journal, outcomes: Outcomes) -> None:
+def complete_last_entry(journal: Journal, outcomes: Outcomes) -> None:
     """Write the outcomes of the last pause into the journal.
 
     Raises:
@@ -150,5 +153,5 @@ def complete_last(journal: Journal, outcomes: Outcomes) -> None:
     ids = [call.id for call in last.calls]
     if set(ids) != set(outcomes):
         raise IncompatibleState(f"the journal waits for {ids}, the outcomes are those of {list(outcomes)}")
-    kept: list[Outcome] = [outcomes[call_id] for call_id in ids]
-    last.outcomes = kept
+    ordered: list[Outcome] = [outcomes[call_id] for call_id in ids]
+    last.outcomes = ordered

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.subtasks import Migration
 from meshpoint.ports.agent import Plan
-from meshpoint.subtasks.migrating import checked
-from meshpoint.subtasks.names import MAX_NAME, is_name
+from meshpoint.subtasks.migrating import validate_migrations
+from meshpoint.subtasks.names import MAX_NAME_LENGTH, is_valid_name
 
 
-def planned(
+def build_plan(
     agent: str,
     subtasks: Sequence[str],
     version: str,
@@ -30,14 +30,16 @@ def planned(
     if isinstance(subtasks, str):
         raise ConfigurationError(key, f"{subtasks!r} is one string", f"write [{subtasks!r}]")
     for name in subtasks:
-        if not is_name(name):
-            raise ConfigurationError(key, f"{name!r} is no name", f"use printable text of 1 to {MAX_NAME} characters")
+        if not is_valid_name(name):
+            raise ConfigurationError(
+                key, f"{name!r} is no name", f"use printable text of 1 to {MAX_NAME_LENGTH} characters"
+            )
         if list(subtasks).count(name) > 1:
             raise ConfigurationError(key, f"{name!r} occurs twice", "give each a name of its own")
     return Plan(
         subtasks=tuple(subtasks),
         version=version,
-        migrations=tuple(checked(migrations)),
+        migrations=tuple(validate_migrations(migrations)),
         type=type,
         exclusive=exclusive,
         preserve=preserve,

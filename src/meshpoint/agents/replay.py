@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from meshpoint.agents.journal import Entry, Journal
+from meshpoint.agents.journal import Journal, JournalEntry
 from meshpoint.errors import AgentFailed, AgentMisbehaved, ReplayMismatch
 from meshpoint.model.calls import Join, Paused
 from meshpoint.model.checkpoint import Checkpoint
@@ -32,7 +32,7 @@ class Replay:
     def __init__(self, agent: str, ctx: TaskExecutionContext, journal: Journal) -> None:
         self._agent, self._ctx, self._journal = agent, ctx, journal
         self._task = asyncio.current_task()
-        self._position = self._passed_outside = 0
+        self._position = self._position_outside_subtasks = 0
         self._paused: Paused | None = None
         self._violation: AgentFailed | None = None
         self._closed = False
@@ -49,7 +49,7 @@ class Replay:
     @property
     def position(self) -> int:
         """How many recorded pauses the function has passed, but for those within subtasks."""
-        return self._passed_outside
+        return self._position_outside_subtasks
 
     async def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
         """The recorded outcomes of `calls`.
@@ -59,26 +59,26 @@ class Replay:
             ReplayMismatch: something else was recorded at this place.
             AgentMisbehaved: this is not the function, waiting for one thing at a time.
         """
-        self._refuse_misuse()
+        self._reject_misuse()
         requests = [call.as_call(f"{call.peer}.{index}") for index, call in enumerate(calls)]
-        asked = Entry.of(requests, join, self._ctx.token_usage, current_subtask())
+        entry = JournalEntry.for_calls(requests, join, self._ctx.token_usage, current_subtask())
         if not self.replaying:
-            self._paused = Paused(requests, self._journal.paused(asked), join)
+            self._paused = Paused(requests, self._journal.to_bytes_with(entry), join)
             raise PauseSignal
         recorded = self._journal.entries[self._position]
-        if (difference := recorded.difference(asked)) is not None:
+        if (difference := recorded.describe_mismatch(entry)) is not None:
             place = f"{self._agent}: call {self._position + 1}"
-            self._violate(ReplayMismatch(f"{place} differs: {difference}; {_CAUSES}"))
-        self._pass(recorded)
+            self._raise_violation(ReplayMismatch(f"{place} differs: {difference}; {_MISMATCH_HINT}"))
+        self._advance(recorded)
         assert recorded.outcomes is not None
         return [call.read(outcome) for call, outcome in zip(calls, recorded.outcomes, strict=True)]
 
     def skip(self, subtask: str) -> None:
         """Pass the recorded calls of a subtask that does not run, because its deliverable is known."""
         while self.replaying and self._journal.entries[self._position].subtask == subtask:
-            self._pass(self._journal.entries[self._position])
+            self._advance(self._journal.entries[self._position])
 
-    def settle(self, raised: BaseException | None) -> Paused | None:
+    def finish(self, raised: BaseException | None) -> Paused | None:
         """What the run of the function came to: its pause, or None when its own result or exception counts.
 
         Raises:
@@ -90,14 +90,14 @@ class Replay:
         if self._paused is None:
             if raised is None and self.replaying:
                 recorded = len(self._journal.entries)
-                ended = f"it ended after {self._position} of {recorded} recorded calls"
-                raise ReplayMismatch(f"{self._agent}: {ended}; {_CAUSES}")
+                problem = f"it ended after {self._position} of {recorded} recorded calls"
+                raise ReplayMismatch(f"{self._agent}: {problem}; {_MISMATCH_HINT}")
             return None
         if raised is None:
-            raise AgentMisbehaved(f"{self._agent} swallowed a pause: {_LET_IT_PASS}")
-        if not _only_the_pause(raised):
+            raise AgentMisbehaved(f"{self._agent} swallowed a pause: {_PAUSE_HINT}")
+        if not _is_only_pause(raised):
             what = f"{type(raised).__name__}: {raised}"
-            raise AgentMisbehaved(f"{self._agent} raised {what} while it was pausing: {_LET_IT_PASS}") from raised
+            raise AgentMisbehaved(f"{self._agent} raised {what} while it was pausing: {_PAUSE_HINT}") from raised
         return self._paused
 
     def close(self) -> None:
@@ -107,45 +107,47 @@ class Replay:
             rewind(self._ctx, self._live)
         del self._ctx, self._task  # which hold this recorder: garbage would wait for the collector
 
-    def _pass(self, recorded: Entry) -> None:
+    def _advance(self, recorded: JournalEntry) -> None:
         self._position += 1
-        self._passed_outside += recorded.subtask is None
+        self._position_outside_subtasks += recorded.subtask is None
         if self.replaying:
-            set_usage(self._ctx, recorded.counted())
+            set_usage(self._ctx, recorded.total_usage())
         else:
             rewind(self._ctx, self._live)
 
-    def _refuse_misuse(self) -> None:
+    def _reject_misuse(self) -> None:
         if self._violation is not None:
             raise self._violation
         if self._closed:
-            raise AgentMisbehaved(f"a task that {self._agent} left behind called a peer: {_ONE_AT_A_TIME}")
+            raise AgentMisbehaved(f"a task that {self._agent} left behind called a peer: {_GATHER_HINT}")
         if self._paused is not None:
-            self._violate(AgentMisbehaved(f"{self._agent} called a peer while it was pausing: {_LET_IT_PASS}"))
+            self._raise_violation(AgentMisbehaved(f"{self._agent} called a peer while it was pausing: {_PAUSE_HINT}"))
         if asyncio.current_task() is not self._task:
-            self._violate(AgentMisbehaved(f"{self._agent} called a peer in another asyncio task: {_ONE_AT_A_TIME}"))
+            self._raise_violation(
+                AgentMisbehaved(f"{self._agent} called a peer in another asyncio task: {_GATHER_HINT}")
+            )
 
-    def _violate(self, violation: AgentFailed) -> NoReturn:
+    def _raise_violation(self, violation: AgentFailed) -> NoReturn:
         # Remembered, because agent code may catch it, and must not come to a result all the same.
         self._violation = violation
         raise violation
 
 
-_CAUSES = (
+_MISMATCH_HINT = (
     "a function agent must make the same calls whenever it runs; either it depends on time, chance or anything else "
     "outside its input and its peers' answers, or its code has changed and its version= has not"
 )
-_LET_IT_PASS = (
+_PAUSE_HINT = (
     "each pause unwinds the function, through `finally` and `except BaseException`; "
     "let the exception pass, and neither fail nor call peers there"
 )
-_ONE_AT_A_TIME = (
+_GATHER_HINT = (
     "to wait for several, write `await ctx.gather(a(x), b(y))` instead of asyncio.gather, create_task or a "
     "TaskGroup; to limit the time, give the Peer a timeout instead of asyncio.wait_for"
 )
 
 
-def _only_the_pause(raised: BaseException) -> bool:
+def _is_only_pause(raised: BaseException) -> bool:
     """Whether `raised` is the pause, maybe in the groups that a TaskGroup around the call wraps it in."""
     if isinstance(raised, BaseExceptionGroup):
         return raised.split(PauseSignal)[1] is None

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, NoReturn, Self, TypeAlias, TypeVar, g
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from meshpoint.agents.peer import PeerCall
-from meshpoint.agents.planning import planned
+from meshpoint.agents.planning import build_plan
 from meshpoint.agents.replies import Replies
 from meshpoint.errors import AgentMisbehaved, ConfigurationError, IncompatibleState, InvalidInput, InvalidOutput
 from meshpoint.model.calls import ALL, Done, Join, Paused
@@ -28,7 +28,7 @@ Out = TypeVar("Out")
 Handler: TypeAlias = Callable[[TaskExecutionContext, State, Replies], Awaitable[Paused | Done[Out]]]
 
 
-class _Stored(BaseModel):
+class _StoredState(BaseModel):
     """`Paused.state`: which handler goes on, and with what."""
 
     format: str
@@ -36,7 +36,7 @@ class _Stored(BaseModel):
     state: JsonValue
 
 
-class _Asked(Paused):
+class _ValidatedPause(Paused):
     """A pause that `ask` made, so that its state is known to be readable."""
 
 
@@ -87,7 +87,7 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls._types = _declared(cls)
+        cls._types = _resolve_types(cls)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse a class that cannot serve."""
@@ -95,9 +95,9 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
             raise ConfigurationError("agent.name", f"{cls.__name__} has no name", 'write `name = "…"` in the class')
         agent_name(cls.name)
         if cls._types is None:
-            _missing_types(cls)
-        made = super().__new__(cls)
-        made.plan = planned(
+            _raise_missing_types(cls)
+        instance = super().__new__(cls)
+        instance.plan = build_plan(
             cls.name,
             cls.subtasks,
             cls.version,
@@ -106,7 +106,7 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
             exclusive=cls.exclusive,
             preserve=cls.preserve,
         )
-        return made
+        return instance
 
     @property
     def state_format(self) -> str:
@@ -146,12 +146,12 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
         if getattr(self, handler, None) != then:
             raise AgentMisbehaved(f"{self.name}: `then` must be a method of the agent, as in then=self.on_replies")
         try:
-            kept = self._declared.state.write(state, round_trip=True)
+            state_json = self._declared_types.state.write(state, round_trip=True)
         except DoesNotFit as error:
             raise AgentMisbehaved(f"{self.name}: the state for {handler}: {error}") from error
-        stored = _Stored.model_construct(format=self.state_format, handler=handler, state=kept)
+        stored = _StoredState.model_construct(format=self.state_format, handler=handler, state=state_json)
         requests = [call.as_call(key) for key, call in calls.items()]
-        return _Asked(requests, stored.model_dump_json().encode(), join)
+        return _ValidatedPause(requests, stored.model_dump_json().encode(), join)
 
     def done(self, output: Out, *, artifacts: tuple[dict[str, JsonValue], ...] = ()) -> Done[Out]:
         """End the task with `output`. Return this from a handler."""
@@ -160,90 +160,90 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
     async def start(self, ctx: TaskExecutionContext, request: In | JsonValue) -> Paused | Done[Out]:
         """Begin a task; see `DurableAgent`."""
         try:
-            received = self._declared.input.read(request)
+            received = self._declared_types.input.read(request)
         except DoesNotFit as error:
             raise InvalidInput(f"input of {self.name}: {error}") from error
-        return self._checked(await self.on_request(ctx, received), "on_request")
+        return self._validate_result(await self.on_request(ctx, received), "on_request")
 
     async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Paused | Done[Out]:
         """Go on with a task; see `DurableAgent`."""
-        stored = self._stored(state)
+        stored = self._load_state(state)
         handler = getattr(self, stored.handler, None)
         if not callable(handler):
             raise IncompatibleState(f"{self.name} has no handler {stored.handler!r}")
         try:
-            kept = self._declared.state.read(stored.state)
+            handler_state = self._declared_types.state.read(stored.state)
         except DoesNotFit as error:
             raise IncompatibleState(f"the state for {stored.handler} of {self.name}: {error}") from error
-        return self._checked(await handler(ctx, kept, Replies(outcomes)), stored.handler)
+        return self._validate_result(await handler(ctx, handler_state, Replies(outcomes)), stored.handler)
 
     @property
-    def _declared(self) -> _Types:
+    def _declared_types(self) -> _Types:
         assert self._types is not None
         return self._types
 
-    def _stored(self, state: bytes) -> _Stored:
+    def _load_state(self, state: bytes) -> _StoredState:
         try:
-            stored = _Stored.model_validate_json(state)
+            stored = _StoredState.model_validate_json(state)
         except ValidationError as error:
             raise IncompatibleState(f"not a state of {self.name}: {first_problem(error)}") from cause_of(error)
         if stored.format not in self.readable_formats:
             raise IncompatibleState(f"{self.name} reads {sorted(self.readable_formats)}, not {stored.format!r}")
         return stored
 
-    def _checked(self, result: object, handler: str) -> Paused | Done[Out]:
-        if isinstance(result, _Asked):
+    def _validate_result(self, result: object, handler: str) -> Paused | Done[Out]:
+        if isinstance(result, _ValidatedPause):
             return result
         if not isinstance(result, Done):
             kind = type(result).__name__
             problem = f"{self.name}.{handler} returned {kind}; return self.ask(...) or self.done(...)"
             raise AgentMisbehaved(problem)
         try:
-            return Done(self._declared.output.check(result.output), result.artifacts)
+            return Done(self._declared_types.output.check(result.output), result.artifacts)
         except DoesNotFit as error:
             raise InvalidOutput(f"output of {self.name}: {error}") from error
 
 
-def _declared(cls: type[StatefulAgent[Any, Any, Any]]) -> _Types | None:
+def _resolve_types(cls: type[StatefulAgent[Any, Any, Any]]) -> _Types | None:
     """The types `cls` fills in for In, State and Out; None while one of them is still a type variable."""
-    found = _arguments(cls)
+    found = _type_arguments(cls)
     if found is None:
-        _missing_types(cls)
-    if any(_open(argument) for argument in found):
+        _raise_missing_types(cls)
+    if any(_is_generic(argument) for argument in found):
         return None
     key = f"{cls.__module__}.{cls.__qualname__}"
     return _Types(*(Typed(argument, key) for argument in found))
 
 
-def _arguments(cls: type) -> tuple[Any, ...] | None:
+def _type_arguments(cls: type) -> tuple[Any, ...] | None:
     """The arguments of `StatefulAgent` as seen from `cls`, through any number of generic bases."""
     for base in getattr(cls, "__orig_bases__", ()) if "__orig_bases__" in vars(cls) else cls.__bases__:
         origin = get_origin(base) or base
         if origin is StatefulAgent:
             return get_args(base) or None
         if isinstance(origin, type) and issubclass(origin, StatefulAgent):
-            inherited = _arguments(origin)
+            inherited = _type_arguments(origin)
             if inherited is None:
                 return None
-            filled = dict(zip(getattr(origin, "__parameters__", ()), get_args(base), strict=False))
-            return tuple(_filled(argument, filled) for argument in inherited)
+            substitutions = dict(zip(getattr(origin, "__parameters__", ()), get_args(base), strict=False))
+            return tuple(_substitute(argument, substitutions) for argument in inherited)
     return None
 
 
-def _open(argument: Any) -> bool:
+def _is_generic(argument: Any) -> bool:
     """Whether `argument` is a type variable, or an alias such as `list[T]` that holds one."""
     return isinstance(argument, TypeVar) or (get_origin(argument) is not None and bool(argument.__parameters__))
 
 
-def _filled(argument: Any, by_variable: Mapping[Any, Any]) -> Any:
+def _substitute(argument: Any, by_variable: Mapping[Any, Any]) -> Any:
     if isinstance(argument, TypeVar):
         return by_variable.get(argument, argument)
-    if _open(argument):
+    if _is_generic(argument):
         return argument[tuple(by_variable.get(variable, variable) for variable in argument.__parameters__)]
     return argument
 
 
-def _missing_types(cls: type) -> NoReturn:
+def _raise_missing_types(cls: type) -> NoReturn:
     raise ConfigurationError(
         f"{cls.__module__}.{cls.__qualname__}",
         "does not say its input, state and output types",

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from meshpoint import extras
-from meshpoint.cli.exits import code_of, told
+from meshpoint.cli.exits import describe_error, exit_code_for
 from meshpoint.errors import ConfigurationError
 
 __all__ = ["main"]
@@ -17,8 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         extras.COMMAND_LINE.require("meshpoint")
     except ConfigurationError as error:
-        print(f"error: {told(error)}", file=sys.stderr)
-        sys.exit(code_of(error))
+        print(f"error: {describe_error(error)}", file=sys.stderr)
+        sys.exit(exit_code_for(error))
     from meshpoint.cli.app import main as run
 
     run(arguments)

@@ -12,7 +12,7 @@ import typer
 
 from meshpoint._version import __version__
 from meshpoint.cli import checkpoints, db, demo, exec, run, send, sessions, sweep, tasks
-from meshpoint.cli.exits import ExitCode, code_of, told
+from meshpoint.cli.exits import ExitCode, describe_error, exit_code_for
 from meshpoint.errors import ConfigurationError, MeshpointError
 from meshpoint.model.error_text import described
 
@@ -44,13 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a text that it cannot encode is no error
     try:
-        _check_text(sys.argv[1:] if arguments is None else arguments)
+        _check_encoding(sys.argv[1:] if arguments is None else arguments)
         app(args=arguments)
     except MeshpointError as error:
         from meshpoint.cli.output import print_error
 
-        print_error(told(error))
-        sys.exit(code_of(error))
+        print_error(describe_error(error))
+        sys.exit(exit_code_for(error))
     except (OSError, ValueError) as error:  # last line of defence: an unchecked path or setting
         from meshpoint.cli.output import print_error
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(ExitCode.INTERRUPTED)
 
 
-def _check_text(arguments: Sequence[str]) -> None:
+def _check_encoding(arguments: Sequence[str]) -> None:
     """Refuse arguments with bytes that are not UTF-8: no server, log or terminal takes them."""
     for each in arguments:
         try:
@@ -71,8 +71,8 @@ def _check_text(arguments: Sequence[str]) -> None:
             raise ConfigurationError("the command line", problem, "give every argument in UTF-8") from error
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(value: bool) -> None:
+    if value:
         typer.echo(f"meshpoint {__version__}")
         raise typer.Exit
 
@@ -80,7 +80,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _meshpoint(
     _: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Durable waiting for agents that call agents: pause in one replica, resume in any other.

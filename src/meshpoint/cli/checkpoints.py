@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshpoint.cli import sources
-from meshpoint.cli.databases import of_each, of_the_one
-from meshpoint.cli.output import ago, print_json, print_note, print_table, print_text, span
+from meshpoint.cli.databases import query_all, query_first
+from meshpoint.cli.output import format_age, format_duration, print_json, print_note, print_table, print_text
 from meshpoint.errors import ConfigurationError, NoCheckpoint
 
 if TYPE_CHECKING:
@@ -59,20 +59,20 @@ def list_operations(
     as_json: sources.AsJson = False,
 ) -> None:
     """List operations, newest first."""
-    statuses = _statuses(status or [])
+    statuses = _parse_statuses(status or [])
 
     async def find(operations: Operations) -> list[OperationSummary]:
         return await operations.find(agent=agent, statuses=statuses, limit=limit)
 
-    found = [each for part in asyncio.run(of_each(config, database, namespace, find)) for each in part]
+    found = [each for part in asyncio.run(query_all(config, database, namespace, find)) for each in part]
     found.sort(key=lambda operation: operation.created_at, reverse=True)
     if as_json:
-        print_json([told(operation) for operation in found[:limit]])
+        print_json([operation_json(operation) for operation in found[:limit]])
     elif not found:
         print_text("no operations")
     else:
         columns = ("operation", "agent", "status", "progress", "phase", "resumed", "age", "subject")
-        print_table(columns, [_row(operation) for operation in found[:limit]])
+        print_table(columns, [_operation_row(operation) for operation in found[:limit]])
 
 
 @app.command("show", epilog=_SHOW)
@@ -89,11 +89,11 @@ def show_operation(
     async def show(operations: Operations) -> tuple[OperationSummary, list[AgentCheckpoint]]:
         return await operations.get(operation_id), await operations.checkpoints(operation_id)
 
-    operation, history = asyncio.run(of_the_one(config, database, namespace, show))
+    operation, history = asyncio.run(query_first(config, database, namespace, show))
     if as_json:
-        print_json({**told(operation), "checkpoints": [each.model_dump(mode="json") for each in history]})
+        print_json({**operation_json(operation), "checkpoints": [each.model_dump(mode="json") for each in history]})
         return
-    print_table(("operation", operation.id), facts_of(operation))
+    print_table(("operation", operation.id), operation_facts(operation))
     if history:
         print_table(
             ("subtask", "status", "took", "in attempt"), [_subtask_row(each) for each in history[-1].subtasks]
@@ -117,7 +117,7 @@ def preserve_operation(
     async def preserve(operations: Operations) -> None:
         await operations.preserve(operation_id, preserve=not no)
 
-    asyncio.run(of_the_one(config, database, namespace, preserve))
+    asyncio.run(query_first(config, database, namespace, preserve))
     if as_json:
         print_json({"operation_id": operation_id, "preserve": not no})
     else:
@@ -142,46 +142,46 @@ def export_checkpoint(
     namespace: sources.Namespace = None,
 ) -> None:
     """Export an operation's last checkpoint, for `meshpoint exec --resume-from`."""
-    from meshpoint.exec.checkpoint_file import exported, written
-    from meshpoint.exec.files import write_whole
+    from meshpoint.exec.checkpoint_file import build_document, document_text
+    from meshpoint.exec.files import write_atomically
 
-    async def last(operations: Operations) -> AgentCheckpoint:
+    async def latest_checkpoint(operations: Operations) -> AgentCheckpoint:
         operation = await operations.get(operation_id)
         history = await operations.checkpoints(operation_id)
         if not history:
-            gone = " any more: it has completed" if operation.status == "completed" else ""
-            raise NoCheckpoint(operation_id, f"operation {operation_id} has no checkpoint{gone}")
+            suffix = " any more: it has completed" if operation.status == "completed" else ""
+            raise NoCheckpoint(operation_id, f"operation {operation_id} has no checkpoint{suffix}")
         return history[-1]
 
-    checkpoint = asyncio.run(of_the_one(config, database, namespace, last))
-    document = exported(checkpoint, include_outputs=include_outputs, secret_keys=tuple(secret_key or ()))
+    checkpoint = asyncio.run(query_first(config, database, namespace, latest_checkpoint))
+    document = build_document(checkpoint, include_outputs=include_outputs, secret_keys=tuple(secret_key or ()))
     if removed := document.removed:
         print_note(f"{len(removed)} secret values are left out; what is exported may still hold personal data")
     if file is None:
-        print(written(document))
+        print(document_text(document))
     else:
         try:
-            write_whole(file, written(document) + "\n")
+            write_atomically(file, document_text(document) + "\n")
         except OSError as error:
             fix = "name a file in a folder that is there"
             raise ConfigurationError("--output", f"{file} cannot be written: {error.strerror}", fix) from error
         print_note(f"wrote {file}")
 
 
-def told(operation: OperationSummary) -> dict[str, object]:
+def operation_json(operation: OperationSummary) -> dict[str, object]:
     """An operation as JSON prints it."""
     from dataclasses import asdict
 
     return {**asdict(operation), "children": [child.model_dump(mode="json") for child in operation.children]}
 
 
-def facts_of(operation: OperationSummary) -> list[tuple[str, str]]:
+def operation_facts(operation: OperationSummary) -> list[tuple[str, str]]:
     """An operation as a table of two columns."""
     facts = [("agent", operation.agent), ("type", operation.type), ("status", operation.status.value)]
     facts += [("progress", f"{operation.progress_pct:g} %"), ("phase", operation.phase or "-")]
     facts += [("subject", operation.subject or "-"), ("resumed", f"{operation.retry_count} times")]
-    facts += [("owner", operation.owner or "-"), ("age", ago(operation.created_at))]
-    facts += [("last checkpoint", "-" if operation.checkpoint is None else f"{ago(operation.updated_at)} ago")]
+    facts += [("owner", operation.owner or "-"), ("age", format_age(operation.created_at))]
+    facts += [("last checkpoint", "-" if operation.checkpoint is None else f"{format_age(operation.updated_at)} ago")]
     facts += [("peers' tasks", ", ".join(f"{child.peer} {child.id}" for child in operation.children) or "-")]
     if operation.failure_reason:
         facts.append(("ended because", operation.failure_reason))
@@ -190,7 +190,7 @@ def facts_of(operation: OperationSummary) -> list[tuple[str, str]]:
     return facts
 
 
-def _row(operation: OperationSummary) -> tuple[str, ...]:
+def _operation_row(operation: OperationSummary) -> tuple[str, ...]:
     return (
         operation.id,
         operation.agent,
@@ -198,27 +198,27 @@ def _row(operation: OperationSummary) -> tuple[str, ...]:
         f"{operation.progress_pct:g} %",
         operation.phase or "-",
         str(operation.retry_count),
-        ago(operation.created_at),
+        format_age(operation.created_at),
         operation.subject or "-",
     )
 
 
 def _subtask_row(record: SubtaskRecord) -> tuple[str, ...]:
-    return record.name, record.status.value, span(record.seconds), str(record.retry + 1)
+    return record.name, record.status.value, format_duration(record.seconds), str(record.retry + 1)
 
 
 def _checkpoint_row(checkpoint: AgentCheckpoint) -> tuple[str, ...]:
     progress = checkpoint.progress
     return (
         str(checkpoint.seq),
-        "-" if checkpoint.checkpoint_time is None else f"{ago(checkpoint.checkpoint_time)} ago",
+        "-" if checkpoint.checkpoint_time is None else f"{format_age(checkpoint.checkpoint_time)} ago",
         f"{progress.k} of {progress.n}",
         progress.current or "-",
         checkpoint.failure_reason or "-",
     )
 
 
-def _statuses(names: list[str]) -> list[OperationStatus]:
+def _parse_statuses(names: list[str]) -> list[OperationStatus]:
     from meshpoint.model.operations import OperationStatus
 
     try:

@@ -16,43 +16,43 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-async def of_each(
+async def query_all(
     config: Path | None,
     database: str | None,
     namespace: str | None,
-    ask: Callable[[Operations], Awaitable[T]],
+    query: Callable[[Operations], Awaitable[T]],
 ) -> list[T]:
     """What each database answers."""
-    async with aclosing(_opened(config, database, namespace)) as databases:
-        return [await ask(operations) async for operations in databases]
+    async with aclosing(_open_databases(config, database, namespace)) as databases:
+        return [await query(operations) async for operations in databases]
 
 
-async def of_the_one(
+async def query_first(
     config: Path | None,
     database: str | None,
     namespace: str | None,
-    ask: Callable[[Operations], Awaitable[T]],
+    query: Callable[[Operations], Awaitable[T]],
 ) -> T:
     """What the first of the databases answers that has the operation; those after it are not asked."""
-    nowhere: OperationNotFound | None = None
-    async with aclosing(_opened(config, database, namespace)) as databases:
+    not_found: OperationNotFound | None = None
+    async with aclosing(_open_databases(config, database, namespace)) as databases:
         async for operations in databases:
             try:
-                return await ask(operations)
+                return await query(operations)
             except OperationNotFound as error:
-                nowhere = error
-    assert nowhere is not None  # there is a database, or naming none was refused
-    raise nowhere
+                not_found = error
+    assert not_found is not None  # there is a database, or naming none was refused
+    raise not_found
 
 
-async def _opened(
+async def _open_databases(
     config: Path | None, database: str | None, namespace: str | None
 ) -> AsyncGenerator[Operations, None]:
     """Each database in turn, open while it is looked at."""
     from meshpoint.operations import Operations
 
-    mesh = sources.mesh_of(config, namespace=namespace)
-    for each in sources.databases_of(config, database):
-        sources.refuse_missing_file(each.session_db_url)
+    mesh = sources.load_mesh(config, namespace=namespace)
+    for each in sources.load_databases(config, database):
+        sources.check_file_exists(each.session_db_url)
         async with Operations(each.session_db_url, namespace=mesh.namespace) as operations:
             yield operations

@@ -26,10 +26,10 @@ def upgrade(
     """Bring the schema to this release. Running replicas may stay up; a second run changes nothing."""
     from meshpoint.adapters.sql import migrations
 
-    for agent in sources.databases_of(config, database):
+    for agent in sources.load_databases(config, database):
         before, newest = migrations.check(agent.session_db_url)
         migrations.upgrade(agent.session_db_url)
-        shown = without_password(agent.session_db_url)
+        shown = redact_url(agent.session_db_url)
         if as_json:
             print_json({"database": shown, "status": "up to date" if before == newest else "upgraded"})
         else:
@@ -40,14 +40,14 @@ def upgrade(
 def check(config: sources.Config = None, database: sources.Database = None, as_json: sources.AsJson = False) -> None:
     """Check that this release can work on the schema; exits with 2 when it cannot."""
     from meshpoint.adapters.sql import migrations
-    from meshpoint.adapters.sql.schema import behind
+    from meshpoint.adapters.sql.schema import is_outdated
 
-    old = False
-    for agent in sources.databases_of(config, database):
+    outdated = False
+    for agent in sources.load_databases(config, database):
         revision, newest = migrations.check(agent.session_db_url)
-        status = "behind" if behind(revision) else "up to date"
-        old |= status == "behind"
-        shown = without_password(agent.session_db_url)
+        status = "behind" if is_outdated(revision) else "up to date"
+        outdated |= status == "behind"
+        shown = redact_url(agent.session_db_url)
         if as_json:
             print_json({"database": shown, "status": status, "revision": revision, "newest": newest})
         elif status == "behind":
@@ -55,7 +55,7 @@ def check(config: sources.Config = None, database: sources.Database = None, as_j
             print_note(f"{shown}: has {revision or 'no tables'}, needs {newest}; run: {command}")
         else:
             print_text(f"{shown}: up to date ({revision})")
-    if old:
+    if outdated:
         raise typer.Exit(ExitCode.CONFIGURATION)
 
 
@@ -64,16 +64,16 @@ def sql(config: sources.Config = None, database: sources.Database = None) -> Non
     """Print the SQL of an upgrade from nothing, for whoever must run it by hand. Changes nothing."""
     from meshpoint.adapters.sql import migrations
 
-    for agent in sources.databases_of(config, database):
-        print(migrations.sql(agent.session_db_url))
+    for agent in sources.load_databases(config, database):
+        print(migrations.upgrade_sql(agent.session_db_url))
 
 
-def without_password(url: str) -> str:
+def redact_url(url: str) -> str:
     """`url` without its password and its options, which may contain one too."""
     scheme, mark, rest = url.partition("://")
     rest, _, options = rest.partition("?")
     if "@" in options and "@" not in rest:  # the `?` may belong to the password
         return f"{scheme}{mark}…"
-    credentials, at, place = rest.rpartition("@")
+    credentials, at, location = rest.rpartition("@")
     user = credentials.partition(":")[0]
-    return f"{scheme}{mark}{user}{at}{place}"
+    return f"{scheme}{mark}{user}{at}{location}"

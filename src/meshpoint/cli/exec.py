@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshpoint.cli import sources
-from meshpoint.cli.exec_given import configured_keys, duration_of, input_of
-from meshpoint.cli.exec_result import document_of, export, tell
+from meshpoint.cli.exec_given import configured_secret_keys, parse_duration, read_input
+from meshpoint.cli.exec_result import checkpoint_document, print_result, write_export
 from meshpoint.cli.exits import ExitCode
 from meshpoint.cli.output import print_note
-from meshpoint.cli.steps import shown_steps
+from meshpoint.cli.steps import show_progress
 from meshpoint.errors import ConfigurationError, Interrupted
 
 if TYPE_CHECKING:
-    from meshpoint.exec.embedded import Exec
-    from meshpoint.exec.running import Finished
-    from meshpoint.exec.session import Input, Wanted
-    from meshpoint.exec.sessions import HeldSession, Sessions
+    from meshpoint.exec.embedded import ExecConfig
+    from meshpoint.exec.running import AttemptResult
+    from meshpoint.exec.session import ExecInput, SessionSpec
+    from meshpoint.exec.sessions import LockedSession, SessionStore
 
 EXAMPLES = """\b
 Examples:
@@ -40,13 +40,13 @@ Examples:
   meshpoint exec my_agents.travel:travel --input @trip.json --resume-from failed.json
 """
 
-Home = Annotated[
+HomeOption = Annotated[
     Path,
     typer.Option("--home", envvar="MESHPOINT_HOME", metavar="DIR", help="Where sessions are kept."),
 ]
-HOME = Path(".meshpoint")
+DEFAULT_HOME = Path(".meshpoint")
 
-_CANCELLING = b"cancelling; a second signal ends it at once\n"
+_CANCEL_NOTICE = b"cancelling; a second signal ends it at once\n"
 
 
 def register(app: typer.Typer) -> None:
@@ -61,11 +61,11 @@ class _Options:
     resume: bool
     session: str | None
     resume_from: Path | None
-    export: Path | None
+    export_to: Path | None
     include_outputs: bool
     secret_keys: tuple[str, ...]
     as_json: bool
-    again: list[str]
+    resume_command: list[str]
     """The command line that goes on, without its session."""
 
 
@@ -100,7 +100,7 @@ def exec_(
     ttl: Annotated[
         str, typer.Option("--ttl", metavar="DURATION", help="How long the session is kept: 90m, 12h, 7d.")
     ] = "7d",
-    home: Home = HOME,
+    home_dir: HomeOption = DEFAULT_HOME,
     as_json: sources.AsJson = False,
 ) -> None:
     """Run an agent once, in the foreground, and go on where it failed.
@@ -114,145 +114,161 @@ def exec_(
     if sum((resume, session is not None, resume_from is not None)) > 1:
         problem = "--resume, --session and --resume-from exclude each other"
         raise ConfigurationError("meshpoint exec", problem, "give one of them")
-    if export_to is not None and not _may_be_file(export_to):
+    if export_to is not None and not _is_valid_target(export_to):
         raise ConfigurationError("--export", f"{export_to} can be no file", "name a file in a folder that is there")
     options = _Options(
         resume=resume,
         session=session,
         resume_from=resume_from,
-        export=export_to,
+        export_to=export_to,
         include_outputs=include_outputs,
-        secret_keys=(*(secret_key or ()), *configured_keys()),
+        secret_keys=(*(secret_key or ()), *configured_secret_keys()),
         as_json=as_json,
-        again=_again(entrypoint, others or [], home),
+        resume_command=_resume_command(entrypoint, others or [], home_dir),
     )
-    raise typer.Exit(_exec(entrypoint, others or [], input_of(input_), duration_of(ttl), home, options))
+    raise typer.Exit(_run_exec(entrypoint, others or [], read_input(input_), parse_duration(ttl), home_dir, options))
 
 
-def _may_be_file(path: Path) -> bool:
+def _is_valid_target(path: Path) -> bool:
     try:
         return not path.is_dir() and path.absolute().parent.is_dir()
     except OSError:  # such as a name that is too long
         return False
 
 
-def _exec(
-    entrypoint: str, others: list[str], given: Input | None, ttl: timedelta, home: Path, options: _Options
+def _run_exec(
+    entrypoint: str,
+    others: list[str],
+    agent_input: ExecInput | None,
+    ttl: timedelta,
+    home_dir: Path,
+    options: _Options,
 ) -> ExitCode:
-    from meshpoint.exec.sessions import Sessions
+    from meshpoint.exec.sessions import SessionStore
 
-    sessions = Sessions(home)
+    sessions = SessionStore(home_dir)
     with redirect_stdout(sys.stderr):  # what agents print is no result
-        run, wanted = _loaded(entrypoint, others, given, ttl, sessions, options.secret_keys)
-        sessions.expire()
-        finished, number = asyncio.run(_run(run, wanted, sessions, options))
-        document = document_of(finished, options.secret_keys, include_outputs=options.include_outputs)
-    command = shlex.join([*options.again, "--session", finished.session.id])
-    tell(finished, document, command, as_json=options.as_json)
-    if options.export is not None:
-        export(document, options.export)
-    return _code(finished, number)
+        config, spec = _load(entrypoint, others, agent_input, ttl, sessions, options.secret_keys)
+        sessions.delete_expired()
+        result, signal_number = asyncio.run(_run_session(config, spec, sessions, options))
+        document = checkpoint_document(result, options.secret_keys, include_outputs=options.include_outputs)
+    command = shlex.join([*options.resume_command, "--session", result.session.id])
+    print_result(result, document, command, as_json=options.as_json)
+    if options.export_to is not None:
+        write_export(document, options.export_to)
+    return _exit_code(result, signal_number)
 
 
-def _code(finished: Finished, number: int | None) -> ExitCode:
-    from meshpoint.exec.session import Ending
+def _exit_code(result: AttemptResult, signal_number: int | None) -> ExitCode:
+    from meshpoint.exec.session import AttemptStatus
 
-    match finished.ending:
-        case Ending.COMPLETED:
+    match result.status:
+        case AttemptStatus.COMPLETED:
             return ExitCode.OK
-        case Ending.CANCELLED:
-            return ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.CANCELLED
+        case AttemptStatus.CANCELLED:
+            return ExitCode.INTERRUPTED if signal_number == signal.SIGINT else ExitCode.CANCELLED
         case _:
             return ExitCode.FAILED
 
 
-def _loaded(
-    entrypoint: str, others: list[str], given: Input | None, ttl: timedelta, sessions: Sessions, keys: tuple[str, ...]
-) -> tuple[Exec, Wanted]:
+def _load(
+    entrypoint: str,
+    others: list[str],
+    agent_input: ExecInput | None,
+    ttl: timedelta,
+    sessions: SessionStore,
+    secret_keys: tuple[str, ...],
+) -> tuple[ExecConfig, SessionSpec]:
     from meshpoint.agents.entrypoint import load_agent
-    from meshpoint.exec.embedded import Exec
-    from meshpoint.exec.session import NEVER, Wanted
+    from meshpoint.exec.embedded import ExecConfig
+    from meshpoint.exec.session import NO_EXPIRY, SessionSpec
     from meshpoint.ports.agent import plan_of
 
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    cwd = str(Path.cwd())
+    if cwd not in sys.path:
+        sys.path.insert(0, cwd)
     # Bytecode is known by its source's size and second: a repair may leave both as they were.
     sys.dont_write_bytecode = True
     agent = load_agent(entrypoint)
-    ttl = NEVER if plan_of(agent).preserve else ttl
-    run = Exec(
+    ttl = NO_EXPIRY if plan_of(agent).preserve else ttl
+    config = ExecConfig(
         agent=agent,
         others=[load_agent(other) for other in others],
-        file=sessions.store_file,
+        store_file=sessions.store_file,
         ttl=ttl,
-        secret_keys=keys,
+        secret_keys=secret_keys,
     )
-    return run, Wanted(entrypoint=entrypoint, agent=run.name, input=given, ttl=ttl)
+    return config, SessionSpec(entrypoint=entrypoint, agent=config.agent_name, input=agent_input, ttl=ttl)
 
 
-async def _run(run: Exec, wanted: Wanted, sessions: Sessions, options: _Options) -> tuple[Finished, int | None]:
+async def _run_session(
+    config: ExecConfig, spec: SessionSpec, sessions: SessionStore, options: _Options
+) -> tuple[AttemptResult, int | None]:
     """What is to be told, and the signal that stopped it."""
     from meshpoint.exec.report import StepLog
     from meshpoint.exec.running import run_attempt
 
-    stop, caught = asyncio.Event(), list[int]()
+    stop, signals = asyncio.Event(), list[int]()
 
     def on_signal(number: int) -> None:
-        caught.append(number)
+        signals.append(number)
         stop.set()
 
-    with await _held(run, wanted, sessions, options) as held:
+    with await _choose_session(config, spec, sessions, options) as locked:
         if not options.as_json:
-            print_note(f"session {held.session.id}, attempt {len(held.session.attempts) + 1}")
-        with _on_signals(on_signal), shown_steps(len(run.plan.subtasks)) as told:
-            finished = await run_attempt(run, held, StepLog(run.plan.subtasks, run.secret_keys, told), stop)
-    return finished, caught[0] if caught else None
+            print_note(f"session {locked.session.id}, attempt {len(locked.session.attempts) + 1}")
+        with _handle_signals(on_signal), show_progress(len(config.plan.subtasks)) as on_change:
+            result = await run_attempt(
+                config, locked, StepLog(config.plan.subtasks, config.secret_keys, on_change), stop
+            )
+    return result, signals[0] if signals else None
 
 
-async def _held(run: Exec, wanted: Wanted, sessions: Sessions, options: _Options) -> HeldSession:
+async def _choose_session(
+    config: ExecConfig, spec: SessionSpec, sessions: SessionStore, options: _Options
+) -> LockedSession:
     """The session that the options choose."""
     if options.resume:
-        return sessions.latest(wanted)
+        return sessions.open_latest(spec)
     if options.session is not None:
-        return sessions.named(options.session, wanted)
+        return sessions.open_or_create(options.session, spec)
     if options.resume_from is None:
-        return sessions.new(wanted)
-    from meshpoint.exec.checkpoint_file import read
-    from meshpoint.exec.importing import imported
+        return sessions.create(spec)
+    from meshpoint.exec.checkpoint_file import read_document
+    from meshpoint.exec.importing import import_checkpoint
 
-    document = read(options.resume_from, run.name)
-    if document.input_digest not in {None, wanted.given.digest}:
+    document = read_document(options.resume_from, config.agent_name)
+    if document.input_digest not in {None, spec.required_input.digest}:
         print_note("the input is another one than that of the file: the steps that it reaches run again")
-    return await imported(run, sessions, wanted, document)
+    return await import_checkpoint(config, sessions, spec, document)
 
 
 @contextmanager
-def _on_signals(act: Callable[[int], object]) -> Iterator[None]:
+def _handle_signals(callback: Callable[[int], object]) -> Iterator[None]:
     """Call `act` on the event loop at the first SIGINT or SIGTERM; a second one interrupts whatever runs.
 
     Not by the loop's own handlers: agent code that blocks the loop must not keep the second one from its effect.
     """
-    loop, heard = asyncio.get_running_loop(), False
+    loop, signalled = asyncio.get_running_loop(), False
 
     def on_signal(number: int, _: object) -> None:
-        nonlocal heard
-        if heard:
+        nonlocal signalled
+        if signalled:
             raise Interrupted
-        heard = True
-        os.write(2, _CANCELLING)  # not by way of a stream, whose write it may have interrupted
-        loop.call_soon_threadsafe(act, number)
+        signalled = True
+        os.write(2, _CANCEL_NOTICE)  # not by way of a stream, whose write it may have interrupted
+        loop.call_soon_threadsafe(callback, number)
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
-def _again(entrypoint: str, others: list[str], home: Path) -> list[str]:
+def _resume_command(entrypoint: str, others: list[str], home_dir: Path) -> list[str]:
     command = ["meshpoint", "exec", entrypoint]
     for other in others:
         command += ["--with", other]
-    return command if home == HOME else [*command, "--home", str(home)]
+    return command if home_dir == DEFAULT_HOME else [*command, "--home", str(home_dir)]

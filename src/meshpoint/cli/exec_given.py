@@ -9,32 +9,32 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshpoint.cli.send import LARGEST_INPUT, parse_input
+from meshpoint.cli.send import MAX_INPUT_BYTES, parse_input
 from meshpoint.errors import ConfigurationError
 from meshpoint.input_files import read_bounded
 
 if TYPE_CHECKING:
-    from meshpoint.exec.session import Input
+    from meshpoint.exec.session import ExecInput
 
-_TTL = re.compile(r"([0-9]{1,9})([smhd])")
+_DURATION = re.compile(r"([0-9]{1,9})([smhd])")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
-_LONGEST = 3650
+_MAX_DAYS = 3650
 """Days."""
 
 
-def input_of(text: str | None) -> Input | None:
+def read_input(text: str | None) -> ExecInput | None:
     """`text` as JSON, or what the file after its @ holds.
 
     Raises:
         ConfigurationError: it cannot be read, or is no JSON.
     """
-    from meshpoint.exec.session import Input
+    from meshpoint.exec.session import ExecInput
 
     if text is None:
         return None
     try:
-        given = read_bounded(Path(text[1:]), LARGEST_INPUT).decode("utf-8-sig") if text.startswith("@") else text
-        return Input(parse_input(given))
+        content = read_bounded(Path(text[1:]), MAX_INPUT_BYTES).decode("utf-8-sig") if text.startswith("@") else text
+        return ExecInput(parse_input(content))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
             "--input", f"{text[1:]} cannot be read: {error}", "name a JSON file after @"
@@ -43,31 +43,31 @@ def input_of(text: str | None) -> Input | None:
         raise ConfigurationError("--input", error.problem, error.fix) from error
 
 
-def duration_of(text: str) -> timedelta:
+def parse_duration(text: str) -> timedelta:
     """`text`, such as "12h", as a duration.
 
     Raises:
         ConfigurationError: it is none.
     """
-    found = _TTL.fullmatch(text)
+    found = _DURATION.fullmatch(text)
     duration = timedelta(**{_UNITS[found[2]]: int(found[1])}) if found is not None else timedelta()
-    if not timedelta() < duration <= timedelta(days=_LONGEST):
-        fix = f"write a number and s, m, h or d, such as 12h, up to {_LONGEST}d"
+    if not timedelta() < duration <= timedelta(days=_MAX_DAYS):
+        fix = f"write a number and s, m, h or d, such as 12h, up to {_MAX_DAYS}d"
         raise ConfigurationError("--ttl", f"{text!r} is no duration", fix)
     return duration
 
 
-def configured_keys() -> list[str]:
+def configured_secret_keys() -> list[str]:
     """The secret keys that the environment gives to agents.
 
     Raises:
         ConfigurationError: they are no list.
     """
-    from meshpoint.settings.environment import overrides, variable
+    from meshpoint.settings.environment import read_overrides, variable_name
 
-    keys = overrides(os.environ).get("agent", {}).get("secret_keys", "[]")
+    keys = read_overrides(os.environ).get("agent", {}).get("secret_keys", "[]")
     try:
         return [str(key) for key in json.loads(keys)]
     except (ValueError, TypeError, RecursionError) as error:
-        name = variable("agent", "secret_keys")
+        name = variable_name("agent", "secret_keys")
         raise ConfigurationError(name, "is no JSON list", f"""write {name}='["name"]'""") from error

@@ -11,92 +11,96 @@ from meshpoint.cli.steps import print_steps
 from meshpoint.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from meshpoint.exec.checkpoint_file import Document
-    from meshpoint.exec.running import Finished
+    from meshpoint.exec.checkpoint_file import CheckpointDocument
+    from meshpoint.exec.running import AttemptResult
 
 
-def document_of(finished: Finished, secret_keys: Sequence[str], *, include_outputs: bool) -> Document | None:
+def checkpoint_document(
+    result: AttemptResult, secret_keys: Sequence[str], *, include_outputs: bool
+) -> CheckpointDocument | None:
     """The checkpoint of an attempt that did not complete, to be exported; None: it has none."""
-    from meshpoint.exec.checkpoint_file import exported
+    from meshpoint.exec.checkpoint_file import build_document
 
-    if finished.checkpoint is None:
+    if result.checkpoint is None:
         return None
-    document = exported(
-        finished.checkpoint,
+    document = build_document(
+        result.checkpoint,
         include_outputs=include_outputs,
         secret_keys=secret_keys,
-        session=finished.session.id,
-        input_digest=finished.session.input_digest,
+        session=result.session.id,
+        input_digest=result.session.input_digest,
     )
     if include_outputs:
-        removed = f"{len(document.removed)} secret values are left out of the exported outputs"
-        print_note(f"warning: {removed}, which may still hold personal data")
+        notice = f"{len(document.removed)} secret values are left out of the exported outputs"
+        print_note(f"warning: {notice}, which may still hold personal data")
     return document
 
 
-def export(document: Document | None, file: Path) -> None:
+def write_export(document: CheckpointDocument | None, file: Path) -> None:
     """Write `document` to `file`, which only its owner can read.
 
     Raises:
         ConfigurationError: it cannot be written.
     """
-    from meshpoint.exec.checkpoint_file import written
-    from meshpoint.exec.files import write_whole
+    from meshpoint.exec.checkpoint_file import document_text
+    from meshpoint.exec.files import write_atomically
 
     if document is None:
         print_note(f"nothing is written to {file}: there is no checkpoint to go on from")
         return
     try:
-        write_whole(file, written(document) + "\n")
+        write_atomically(file, document_text(document) + "\n")
     except OSError as error:
         problem = f"{file} cannot be written: {error.strerror}"
         raise ConfigurationError("--export", problem, "name a file in a folder of yours") from error
     print_note(f"wrote {file}")
 
 
-def tell(finished: Finished, document: Document | None, resume: str, *, as_json: bool) -> None:
+def print_result(
+    result: AttemptResult, document: CheckpointDocument | None, resume_command: str, *, as_json: bool
+) -> None:
     """Print the result: the output on standard output, what else there is to know on standard error.
 
     `resume` is the command line that goes on.
     """
     if as_json:
-        print_json(_report(finished, document, resume))
+        print_json(_result_json(result, document, resume_command))
         return
     from meshpoint.model.outcomes import Ok
 
-    print_steps(finished.steps)
-    match finished.outcome:
+    print_steps(result.steps)
+    match result.outcome:
         case Ok(value=value):
             print_json(value)
         case failed:
-            _tell_where(finished)
-            print_error(f"{finished.session.agent} {finished.ending.value}: {failed.message}")
-            print_note(f"resume with: {resume}")
+            _print_traceback(result)
+            print_error(f"{result.session.agent} {result.status.value}: {failed.message}")
+            print_note(f"resume with: {resume_command}")
 
 
-def _tell_where(finished: Finished) -> None:
+def _print_traceback(result: AttemptResult) -> None:
     """The traceback, for whoever repairs the flow."""
-    details = finished.checkpoint.error_details if finished.checkpoint is not None else None
-    if details and finished.ending == "failed":
+    details = result.checkpoint.error_details if result.checkpoint is not None else None
+    if details and result.status == "failed":
         print_note(str(details.get("traceback", "")))
 
 
-def _report(finished: Finished, document: Document | None, resume: str) -> dict[str, Any]:
-    from meshpoint.exec.checkpoint_file import plain
+def _result_json(result: AttemptResult, document: CheckpointDocument | None, resume_command: str) -> dict[str, Any]:
+    from meshpoint.exec.checkpoint_file import document_json
     from meshpoint.model.outcomes import Ok
 
-    session, outcome = finished.session, finished.outcome
+    session, outcome = result.session, result.outcome
     succeeded = isinstance(outcome, Ok)
     return {
         "success": succeeded,
         "session": session.id,
-        "attempt": finished.number,
+        "attempt": result.attempt_number,
         "operation_id": session.operation_id,
         "agent": session.agent,
-        "status": finished.ending.value,
-        "steps": [step.model_dump(mode="json") for step in finished.steps],
+        "status": result.status.value,
+        "steps": [step.model_dump(mode="json") for step in result.steps],
         "output": outcome.value if isinstance(outcome, Ok) else None,
         "error": None if isinstance(outcome, Ok) else {"kind": outcome.kind.value, "message": outcome.message},
-        "checkpoint": None if document is None else plain(document),
-        "resume": None if succeeded else resume,
+        "checkpoint": None if document is None else document_json(document),
+        "resume": None if succeeded else resume_command,
     }

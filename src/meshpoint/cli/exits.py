@@ -14,7 +14,7 @@ from meshpoint.errors import (
     OperationNotFound,
     OperationRunning,
     QueueFull,
-    SessionHeld,
+    SessionLocked,
     StoreUnavailable,
     Unavailable,
 )
@@ -40,7 +40,7 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
-def code_of(error: MeshpointError) -> ExitCode:
+def exit_code_for(error: MeshpointError) -> ExitCode:
     """The exit code for `error`."""
     match error:
         case ConfigurationError():
@@ -57,13 +57,13 @@ def code_of(error: MeshpointError) -> ExitCode:
             return ExitCode.NO_CHECKPOINT
         case OperationConflict():
             return ExitCode.OTHER_ACTIVE
-        case SessionHeld():
+        case SessionLocked():
             return ExitCode.HELD
         case _:
             return ExitCode.ERROR
 
 
-def told(error: MeshpointError) -> str:
+def describe_error(error: MeshpointError) -> str:
     """What to print of `error`: for a server that is away, also the setting that says where it is."""
     match error:
         case QueueFull():

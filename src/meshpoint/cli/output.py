@@ -14,7 +14,7 @@ from meshpoint.model.error_text import printable, storable
 if TYPE_CHECKING:
     from rich.console import Console
 
-_WIDTH_IN_PIPES = 240
+_PIPE_WIDTH = 240
 
 
 def console(stream: TextIO | None = None) -> Console:
@@ -22,7 +22,7 @@ def console(stream: TextIO | None = None) -> Console:
     from rich.console import Console
 
     stream = stream or sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else _WIDTH_IN_PIPES, highlight=False)
+    return Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH, highlight=False)
 
 
 def print_text(text: str) -> None:
@@ -32,12 +32,12 @@ def print_text(text: str) -> None:
 
 def print_json(data: object) -> None:
     """Print `data` as JSON: one line for scripts, indented on a terminal. Instants are ISO 8601."""
-    dumps = partial(json.dumps, data, default=_jsonable, indent=2 if sys.stdout.isatty() else None)
+    dumps = partial(json.dumps, data, default=_json_default, indent=2 if sys.stdout.isatty() else None)
     text = dumps(ensure_ascii=False)
-    print(text if _printable(text) else dumps())
+    print(text if _can_encode(text) else dumps())
 
 
-def _printable(text: str) -> bool:
+def _can_encode(text: str) -> bool:
     """Whether standard output can encode `text`."""
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -75,7 +75,7 @@ def print_error(message: str) -> None:
     console(sys.stderr).print(line, soft_wrap=True)
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration for people: "850 ms", "12 s", "3 min", "2 h", "5 d"."""
     if seconds < 1:
         return f"{max(seconds, 0) * 1000:.0f} ms"
@@ -85,15 +85,15 @@ def span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def ago(instant: datetime) -> str:
+def format_age(instant: datetime) -> str:
     """How long ago `instant` was."""
-    return span((datetime.now(UTC) - instant).total_seconds())
+    return format_duration((datetime.now(UTC) - instant).total_seconds())
 
 
-def until(instant: datetime) -> str:
+def format_due(instant: datetime) -> str:
     """When `instant` is: "in 12 s" or "3 min ago"."""
     left = (instant - datetime.now(UTC)).total_seconds()
-    return f"in {span(left)}" if left >= 0 else f"{span(-left)} ago"
+    return f"in {format_duration(left)}" if left >= 0 else f"{format_duration(-left)} ago"
 
 
 _STYLES = {
@@ -107,7 +107,7 @@ _STYLES = {
 }
 
 
-def _jsonable(value: object) -> object:
+def _json_default(value: object) -> object:
     if isinstance(value, datetime):
         return value.isoformat()
     raise TypeError(f"{type(value).__name__} is not JSON")

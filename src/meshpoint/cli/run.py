@@ -31,7 +31,7 @@ Examples:
   meshpoint run travel.yaml --log-json --log-level warning
 """
 
-_ONE_WISH = 1.0
+_SIGNAL_DEBOUNCE = 1.0
 """Seconds. A platform may signal the supervisor and its replicas, and the supervisor signals them once more."""
 
 
@@ -55,35 +55,35 @@ def run(
     """
     from meshpoint.adapters.logging_observer import logging_to
 
-    level, settings = sources.checked_level(log_level), sources.served(configs)
+    level, settings = sources.parse_log_level(log_level), sources.load_served_settings(configs)
     if replicas > 1 and settings.mesh.broker_url.startswith("memory"):
         raise ConfigurationError("mesh.broker_url", "processes cannot share memory://", "use sqlite:///meshpoint.db")
     with logging_to(sys.stderr, level, as_json=log_json):
         if replicas == 1:
             event_loop.run(_serve(settings, supervised))
             return
-        code = asyncio.run(_supervise(_command(configs, level, log_json), replicas))
+        code = asyncio.run(_supervise(_child_command(configs, level, log_json), replicas))
     raise typer.Exit(code)
 
 
 async def _serve(settings: Settings, supervised: bool) -> None:
     from meshpoint import wiring
-    from meshpoint.cli.watchdog import Ending, Watchdog
+    from meshpoint.cli.watchdog import DrainExitObserver, Watchdog
     from meshpoint.engine.stopping import StopRequest
 
     stop, loop = StopRequest(), asyncio.get_running_loop()
     options = [agent.options() for agent in settings.agents]
 
-    def stop_because(why: str) -> None:
+    def request_stop(reason: str) -> None:
         with suppress(RuntimeError):  # the event loop has already ended
-            loop.call_soon_threadsafe(stop.because, why)
+            loop.call_soon_threadsafe(stop.because, reason)
 
     limit = max((each.drain_timeout + each.release_timeout).total_seconds() for each in options)
-    one_wish = _ONE_WISH if supervised else 0
-    with Watchdog(stop_because, limit=limit, supervised=supervised, one_wish=one_wish) as watchdog:
-        if hasattr(loop, "begun_again"):
-            loop.begun_again = watchdog.listen
-        await wiring.serve(settings, observer=Ending(len(options), watchdog.exit_now), stop=stop)
+    signal_debounce = _SIGNAL_DEBOUNCE if supervised else 0
+    with Watchdog(request_stop, limit=limit, supervised=supervised, signal_debounce=signal_debounce) as watchdog:
+        if hasattr(loop, "on_restart"):
+            loop.on_restart = watchdog.install_wakeup_fd
+        await wiring.serve(settings, observer=DrainExitObserver(len(options), watchdog.exit_now), stop=stop)
 
 
 async def _supervise(command: list[str], replicas: int) -> ExitCode:
@@ -96,26 +96,26 @@ async def _supervise(command: list[str], replicas: int) -> ExitCode:
         return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)
 
     supervisor = Supervisor(spawn, replicas, SystemClock())
-    with _on_signal(supervisor.stop, what="stopping the replicas"):
+    with _handle_signals(supervisor.stop, message="stopping the replicas"):
         return await supervisor.run()
 
 
-def _command(configs: list[Path], level: str, log_json: bool) -> list[str]:
+def _child_command(configs: list[Path], level: str, log_json: bool) -> list[str]:
     command = [sys.executable, "-m", "meshpoint.cli", "run", "--supervised", "--log-level", level]
     return [*command, *(["--log-json"] if log_json else []), "--", *map(str, configs)]
 
 
 @contextmanager
-def _on_signal(act: Callable[[], None], *, what: str) -> Iterator[None]:
+def _handle_signals(callback: Callable[[], None], *, message: str) -> Iterator[None]:
     """Call `act` on SIGTERM and SIGINT, and log `what`."""
     loop = asyncio.get_running_loop()
 
-    def heard(number: signal.Signals) -> None:
-        log.info("%s received: %s", number.name, what)
-        act()
+    def on_signal(number: signal.Signals) -> None:
+        log.info("%s received: %s", number.name, message)
+        callback()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, heard, number)
+        loop.add_signal_handler(number, on_signal, number)
     try:
         yield
     finally:

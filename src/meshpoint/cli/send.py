@@ -12,7 +12,7 @@ import typer
 
 from meshpoint.cli import sources
 from meshpoint.cli.exits import ExitCode
-from meshpoint.cli.output import print_error, print_json, print_note, print_text, span
+from meshpoint.cli.output import format_duration, print_error, print_json, print_note, print_text
 from meshpoint.errors import ConfigurationError, NotJson
 from meshpoint.input_files import read_stream
 
@@ -28,12 +28,12 @@ Examples:
   meshpoint send travel '{"city": "Rome"}' --config travel.yaml --timeout 3600 --no-wait
 """
 
-LARGEST_INPUT = 64 * 1024 * 1024
+MAX_INPUT_BYTES = 64 * 1024 * 1024
 """Maximum bytes of a file or standard input."""
 
-_TEN_YEARS = 315_360_000  # seconds
+_MAX_SECONDS = 315_360_000  # seconds
 _DEFAULT_WAIT = 60.0
-_REPLY_TIME = 5.0
+_REPLY_MARGIN = 5.0
 """Seconds beyond a task's deadline within which the answer that it was missed arrives."""
 
 
@@ -52,13 +52,13 @@ def send(
     wait: Annotated[
         float | None,
         typer.Option(
-            "--wait", min=0, max=_TEN_YEARS, metavar="SECONDS", help="How long to wait for the answer. [60]"
+            "--wait", min=0, max=_MAX_SECONDS, metavar="SECONDS", help="How long to wait for the answer. [60]"
         ),
     ] = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Print the task's id and do not wait.")] = False,
     timeout: Annotated[
         float | None,
-        typer.Option("--timeout", min=0.001, max=_TEN_YEARS, metavar="SECONDS", help="How long the task may take."),
+        typer.Option("--timeout", min=0.001, max=_MAX_SECONDS, metavar="SECONDS", help="How long the task may take."),
     ] = None,
     as_json: sources.AsJson = False,
 ) -> None:
@@ -70,26 +70,26 @@ def send(
         raise typer.BadParameter("--wait and --no-wait exclude each other")
     from meshpoint.model.ids import new_id
 
-    mesh = sources.named_mesh_of(config, broker, namespace)
-    patience = wait if wait is not None else _DEFAULT_WAIT if timeout is None else timeout + _REPLY_TIME
+    mesh = sources.require_mesh(config, broker, namespace)
+    wait_seconds = wait if wait is not None else _DEFAULT_WAIT if timeout is None else timeout + _REPLY_MARGIN
     deadline = None if timeout is None else timedelta(seconds=timeout)
-    value = parse_input(_standard_input() if text == "-" else text)
+    value = parse_input(_read_stdin() if text == "-" else text)
     task_id = new_id()
-    outcome = asyncio.run(_send(mesh, agent, value, task_id, deadline, None if no_wait else patience))
+    outcome = asyncio.run(_send(mesh, agent, value, task_id, deadline, None if no_wait else wait_seconds))
     if outcome is not None:
-        raise typer.Exit(show(task_id, outcome, as_json=as_json))
+        raise typer.Exit(print_outcome(task_id, outcome, as_json=as_json))
     if no_wait:
         print_json({"task_id": task_id, "status": "sent"}) if as_json else print_text(task_id)
         return
     if as_json:
         print_json({"task_id": task_id, "status": "no_answer"})
     else:
-        print_note(f"no answer from {agent} in {span(patience)}; task {task_id} may still end")
+        print_note(f"no answer from {agent} in {format_duration(wait_seconds)}; task {task_id} may still end")
     raise typer.Exit(ExitCode.NO_ANSWER)
 
 
 async def _send(
-    mesh: MeshSettings, agent: str, value: Any, task_id: str, timeout: timedelta | None, patience: float | None
+    mesh: MeshSettings, agent: str, value: Any, task_id: str, timeout: timedelta | None, wait_seconds: float | None
 ) -> Outcome | None:
     """The outcome; None when there was none in time, or when `patience` is None: it is not waited for."""
     from meshpoint.client import Client
@@ -98,15 +98,15 @@ async def _send(
 
     async with Client(make_broker(mesh)) as client:
         reply = await client.send(agent, value, timeout=timeout, task_id=TaskId(task_id))
-        if patience is None:
+        if wait_seconds is None:
             return None
-        done, _ = await asyncio.wait({reply}, timeout=patience)
+        done, _ = await asyncio.wait({reply}, timeout=wait_seconds)
         return (await reply).outcome if done else None
 
 
-def _standard_input() -> str:
+def _read_stdin() -> str:
     try:
-        return read_stream(sys.stdin.buffer, LARGEST_INPUT).decode("utf-8-sig")
+        return read_stream(sys.stdin.buffer, MAX_INPUT_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         problem = f"standard input cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}"
         raise ConfigurationError("INPUT", problem, "send a smaller JSON text") from error
@@ -121,14 +121,14 @@ def parse_input(text: str) -> Any:
     from meshpoint.model.json_values import check_json
 
     try:
-        return check_json(_parsed(text), "input")
+        return check_json(_parse_json_or_text(text), "input")
     except NotJson as error:
         raise ConfigurationError("INPUT", str(error), "write what JSON can hold") from error
 
 
-def _parsed(text: str) -> Any:
+def _parse_json_or_text(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_reject_constant)
     except RecursionError as error:
         raise ConfigurationError("INPUT", "it is nested too deep", "flatten it") from error
     except ValueError as error:
@@ -138,26 +138,26 @@ def _parsed(text: str) -> Any:
         raise ConfigurationError("INPUT", f"does not parse as JSON: {error}", fix) from error
 
 
-def _refuse(constant: str) -> NoReturn:
+def _reject_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON value")
 
 
-def show(task_id: str, outcome: Outcome, *, as_json: bool) -> ExitCode:
+def print_outcome(task_id: str, outcome: Outcome, *, as_json: bool) -> ExitCode:
     """Print `outcome`: a result on standard output, a failure on standard error."""
     from meshpoint.model.outcomes import Failed, FailureKind, Ok
 
     match outcome:
         case Ok(value=value):
-            told: dict[str, Any] = {"status": "completed", "value": value, "artifacts": list(outcome.artifacts)}
+            summary: dict[str, Any] = {"status": "completed", "value": value, "artifacts": list(outcome.artifacts)}
             code = ExitCode.OK
         case Failed(kind=FailureKind.CANCELLED, message=message):
-            told, code = {"status": "cancelled", "message": message}, ExitCode.CANCELLED
+            summary, code = {"status": "cancelled", "message": message}, ExitCode.CANCELLED
         case Failed(kind=kind, message=message):
-            told, code = {"status": "failed", "kind": kind.value, "message": message}, ExitCode.FAILED
+            summary, code = {"status": "failed", "kind": kind.value, "message": message}, ExitCode.FAILED
     if as_json:
-        print_json({"task_id": task_id, **told, "usage": outcome.usage.model_dump(mode="json")})
+        print_json({"task_id": task_id, **summary, "usage": outcome.usage.model_dump(mode="json")})
     elif isinstance(outcome, Failed):
-        print_error(f"task {task_id} {told['status']} ({outcome.kind.value}): {outcome.message}")
+        print_error(f"task {task_id} {summary['status']} ({outcome.kind.value}): {outcome.message}")
     elif isinstance(outcome.value, str):
         print_text(outcome.value)
     else:

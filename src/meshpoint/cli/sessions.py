@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshpoint.cli import sources
-from meshpoint.cli.exec import HOME, Home
-from meshpoint.cli.output import ago, print_json, print_table, print_text, span, until
+from meshpoint.cli.exec import DEFAULT_HOME, HomeOption
+from meshpoint.cli.output import format_age, format_due, format_duration, print_json, print_table, print_text
 
 if TYPE_CHECKING:
-    from meshpoint.exec.session import AttemptEntry, Session
-    from meshpoint.exec.sessions import Sessions
+    from meshpoint.exec.session import AttemptRecord, Session
+    from meshpoint.exec.sessions import SessionStore
 
 app = typer.Typer(help="See the sessions of `meshpoint exec`, delete them.", no_args_is_help=True)
 
@@ -34,34 +34,36 @@ Examples:
 
 
 @app.command("list", epilog=_LIST)
-def list_sessions(*, home: Home = HOME, as_json: sources.AsJson = False) -> None:
+def list_sessions(*, home_dir: HomeOption = DEFAULT_HOME, as_json: sources.AsJson = False) -> None:
     """List sessions, the last one used first."""
-    from meshpoint.exec.sessions import Sessions
+    from meshpoint.exec.sessions import SessionStore
 
-    sessions = Sessions(home)
-    found = sessions.all()
+    sessions = SessionStore(home_dir)
+    found = sessions.list_all()
     if as_json:
-        print_json([_told(each, sessions) for each in found])
+        print_json([_session_json(each, sessions) for each in found])
     elif not found:
         print_text("no sessions")
     else:
         columns = ("session", "agent", "status", "attempts", "used", "expires")
-        print_table(columns, [_row(each, sessions) for each in found])
+        print_table(columns, [_session_row(each, sessions) for each in found])
 
 
 @app.command("show", epilog=_SHOW)
-def show_session(session_id: SessionId, *, home: Home = HOME, as_json: sources.AsJson = False) -> None:
+def show_session(
+    session_id: SessionId, *, home_dir: HomeOption = DEFAULT_HOME, as_json: sources.AsJson = False
+) -> None:
     """Show one session and its attempts."""
-    from meshpoint.exec.sessions import Sessions
+    from meshpoint.exec.sessions import SessionStore
 
-    sessions = Sessions(home)
-    session = sessions.get(session_id)
+    sessions = SessionStore(home_dir)
+    session = sessions.get_session(session_id)
     if as_json:
-        print_json(_told(session, sessions))
+        print_json(_session_json(session, sessions))
         return
     facts = [("agent", session.entrypoint), ("status", _status(session, sessions))]
-    facts += [("operation", session.operation_id), ("expires", until(session.expires_at))]
-    if holder := sessions.held_by(session.id):
+    facts += [("operation", session.operation_id), ("expires", format_due(session.expires_at))]
+    if holder := sessions.lock_holder(session.id):
         facts.append(("run by", str(holder)))
     print_table(("session", session.id), facts)
     if session.attempts:
@@ -70,42 +72,44 @@ def show_session(session_id: SessionId, *, home: Home = HOME, as_json: sources.A
 
 
 @app.command("rm", epilog=_RM)
-def remove_session(session_id: SessionId, *, home: Home = HOME, as_json: sources.AsJson = False) -> None:
+def remove_session(
+    session_id: SessionId, *, home_dir: HomeOption = DEFAULT_HOME, as_json: sources.AsJson = False
+) -> None:
     """Delete a session with all that is recorded of it."""
-    from meshpoint.exec.sessions import Sessions
+    from meshpoint.exec.sessions import SessionStore
 
-    Sessions(home).remove(session_id)
+    SessionStore(home_dir).delete_session(session_id)
     if as_json:
         print_json({"session": session_id, "status": "deleted"})
     else:
         print_text(f"deleted session {session_id}")
 
 
-def _told(session: Session, sessions: Sessions) -> dict[str, Any]:
+def _session_json(session: Session, sessions: SessionStore) -> dict[str, Any]:
     return {**session.model_dump(mode="json"), "status": _status(session, sessions)}
 
 
-def _status(session: Session, sessions: Sessions) -> str:
-    if sessions.held_by(session.id) is not None:
+def _status(session: Session, sessions: SessionStore) -> str:
+    if sessions.lock_holder(session.id) is not None:
         return "running"
     if not session.attempts:
         return "new"
-    return "killed" if session.ending is None else session.ending.value
+    return "killed" if session.last_status is None else session.last_status.value
 
 
-def _row(session: Session, sessions: Sessions) -> tuple[str, ...]:
+def _session_row(session: Session, sessions: SessionStore) -> tuple[str, ...]:
     return (
         session.id,
         session.entrypoint,
         _status(session, sessions),
         str(len(session.attempts)),
-        f"{ago(session.last_use)} ago",
-        until(session.expires_at),
+        f"{format_age(session.last_used_at)} ago",
+        format_due(session.expires_at),
     )
 
 
-def _attempt_row(attempt: AttemptEntry) -> tuple[str, ...]:
-    took = "-" if attempt.ended is None else span((attempt.ended - attempt.started).total_seconds())
+def _attempt_row(attempt: AttemptRecord) -> tuple[str, ...]:
+    took = "-" if attempt.ended is None else format_duration((attempt.ended - attempt.started).total_seconds())
     steps = ", ".join(f"{step.name} {step.status.value}" for step in attempt.steps)
     ending = "-" if attempt.ending is None else attempt.ending.value
-    return str(attempt.number), ending, took, f"{ago(attempt.started)} ago", steps or "-", attempt.error or "-"
+    return str(attempt.number), ending, took, f"{format_age(attempt.started)} ago", steps or "-", attempt.error or "-"

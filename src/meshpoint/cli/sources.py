@@ -25,10 +25,10 @@ Limit = Annotated[
 LogLevel = Annotated[str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines on a terminal too.")]
 
-LEVELS = ("debug", "info", "warning", "error")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-def served(configs: list[Path]) -> Settings:
+def load_served_settings(configs: list[Path]) -> Settings:
     """The settings of files that must name an agent. Their modules may also stand in the working directory.
 
     Raises:
@@ -39,17 +39,17 @@ def served(configs: list[Path]) -> Settings:
     settings = load(configs)
     if not settings.agents:
         raise ConfigurationError("agents", f"none in {', '.join(map(str, configs))}", "add a section 'agent:'")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    cwd = str(Path.cwd())
+    if cwd not in sys.path:
+        sys.path.insert(0, cwd)
     return settings
 
 
-_QUEUE_KEPT = 300.0
+_PRIVATE_QUEUE_TTL = 300.0
 """Seconds that the queue for a command's reply may be without its command, as in an outage of the network."""
 
 
-def mesh_of(config: Path | None, broker: str | None = None, namespace: str | None = None) -> MeshSettings:
+def load_mesh(config: Path | None, broker: str | None = None, namespace: str | None = None) -> MeshSettings:
     """The mesh of `config` (without one: of the variables and defaults), with `broker` and `namespace` replaced.
 
     It is for a command that comes and goes: its private queue is not kept long after it.
@@ -60,15 +60,15 @@ def mesh_of(config: Path | None, broker: str | None = None, namespace: str | Non
     from meshpoint.settings import MeshSettings, load, problems
 
     mesh = load([config] if config else []).mesh
-    given = {key: value for key, value in (("broker_url", broker), ("namespace", namespace)) if value is not None}
+    overrides = {key: value for key, value in (("broker_url", broker), ("namespace", namespace)) if value is not None}
     options = {"broker_url": "--broker", "namespace": "--namespace"}
-    if given:
-        mesh = problems.build(MeshSettings, mesh.model_dump() | given, options, "mesh")
-    return mesh.model_copy(update={"private_queue_ttl_seconds": _QUEUE_KEPT})
+    if overrides:
+        mesh = problems.build_section(MeshSettings, mesh.model_dump() | overrides, options, "mesh")
+    return mesh.model_copy(update={"private_queue_ttl_seconds": _PRIVATE_QUEUE_TTL})
 
 
-def named_mesh_of(config: Path | None, broker: str | None, namespace: str | None) -> MeshSettings:
-    """As `mesh_of`, for a command that sends: in the default broker of a folder nobody may ever have served.
+def require_mesh(config: Path | None, broker: str | None, namespace: str | None) -> MeshSettings:
+    """As `load_mesh`, for a command that sends: in the default broker of a folder nobody may ever have served.
 
     Raises:
         ConfigurationError: nothing names a broker, or the mesh cannot work.
@@ -77,10 +77,10 @@ def named_mesh_of(config: Path | None, broker: str | None, namespace: str | None
 
     if config is None and broker is None and "broker_url" not in load([]).mesh.model_fields_set:
         raise ConfigurationError("--config", "no mesh is named", "give --config FILE or --broker URL")
-    return mesh_of(config, broker, namespace)
+    return load_mesh(config, broker, namespace)
 
 
-def databases_of(config: Path | None, database: str | None) -> list[AgentSettings]:
+def load_databases(config: Path | None, database: str | None) -> list[AgentSettings]:
     """One agent for each database of `config`, or one that stands for `database`.
 
     Raises:
@@ -103,7 +103,7 @@ def databases_of(config: Path | None, database: str | None) -> list[AgentSetting
     return list(by_url.values())
 
 
-def refuse_missing_file(url: str) -> None:
+def check_file_exists(url: str) -> None:
     """Looking must not make a file: opening a store would.
 
     Raises:
@@ -118,12 +118,12 @@ def refuse_missing_file(url: str) -> None:
         raise MeshpointError(f"there is no file {file}: no replica has run on it yet")
 
 
-def checked_level(level: str) -> str:
+def parse_log_level(level: str) -> str:
     """`level` in lower case.
 
     Raises:
         ConfigurationError: there is no such level.
     """
-    if level.lower() not in LEVELS:
-        raise ConfigurationError("--log-level", f"{level!r} is no level", f"use one of {', '.join(LEVELS)}")
+    if level.lower() not in LOG_LEVELS:
+        raise ConfigurationError("--log-level", f"{level!r} is no level", f"use one of {', '.join(LOG_LEVELS)}")
     return level.lower()

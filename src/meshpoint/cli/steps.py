@@ -7,25 +7,25 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from meshpoint.cli.output import console, print_note, span
+from meshpoint.cli.output import console, format_duration, print_note
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from meshpoint.exec.report import LiveStep, StepLog, StepReport
+    from meshpoint.exec.report import StepLog, StepProgress, StepReport
 
-    Told = Callable[[StepLog, LiveStep], None]
+    OnStepChange = Callable[[StepLog, StepProgress], None]
 
 _STYLES = {"completed": "green", "reused": "cyan", "failed": "red", "not run": "dim"}
-_MARKS = {"completed": "✓", "reused": "=", "failed": "✗"}
-_AGAIN = "↻"
+_SYMBOLS = {"completed": "✓", "reused": "=", "failed": "✗"}
+_RERUN_SYMBOL = "↻"
 
 
 @contextmanager
-def shown_steps(planned: int) -> Iterator[Told]:
+def show_progress(planned: int) -> Iterator[OnStepChange]:
     """What to call with each change of a step: on a terminal it moves a bar, in a pipe it prints a line."""
     if not sys.stderr.isatty():
-        yield _line
+        yield _print_line
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -33,39 +33,41 @@ def shown_steps(planned: int) -> Iterator[Told]:
     progress = Progress(*columns, TimeElapsedColumn(), console=console(sys.stderr), transient=True)
     with progress:
         bar = progress.add_task("begins", total=planned or None)
-        yield lambda log, step: _moved(progress, bar, log, step)
+        yield lambda log, step: _update_bar(progress, bar, log, step)
 
 
-def _moved(progress: Progress, bar: int, log: StepLog, step: LiveStep) -> None:
+def _update_bar(progress: Progress, bar: int, log: StepLog, step: StepProgress) -> None:
     from rich.markup import escape
     from rich.progress import TaskID
     from rich.text import Text
 
-    running = [each.name for each in log.steps.values() if each.moment in {"running", "waits for its peers"}]
+    running = [each.name for each in log.steps.values() if each.state in {"running", "waits for its peers"}]
     description = escape(", ".join(running) or "…")
-    progress.update(TaskID(bar), completed=log.done, total=len(log.steps), description=description)
-    mark = _AGAIN if step.moment == "running" and step.why else _MARKS.get(step.moment)
-    if mark is not None:
-        text = Text.assemble((mark, _STYLES.get(step.moment, "yellow")), " ", step.name, (f"  {_told(step)}", "dim"))
+    progress.update(TaskID(bar), completed=log.completed_count, total=len(log.steps), description=description)
+    symbol = _RERUN_SYMBOL if step.state == "running" and step.reason else _SYMBOLS.get(step.state)
+    if symbol is not None:
+        text = Text.assemble(
+            (symbol, _STYLES.get(step.state, "yellow")), " ", step.name, (f"  {_describe_step(step)}", "dim")
+        )
         progress.console.print(text)
 
 
-def _line(log: StepLog, step: LiveStep) -> None:
-    if step.moment != "ran":
-        place = list(log.steps).index(step.name) + 1
-        print_note(f"step {place} of {len(log.steps)}: {step.name}: {_told(step)}")
+def _print_line(log: StepLog, step: StepProgress) -> None:
+    if step.state != "ran":
+        position = list(log.steps).index(step.name) + 1
+        print_note(f"step {position} of {len(log.steps)}: {step.name}: {_describe_step(step)}")
 
 
-def _told(step: LiveStep) -> str:
-    took = "" if step.seconds is None else f" in {span(step.seconds)}"
-    match step.moment:
+def _describe_step(step: StepProgress) -> str:
+    took = "" if step.seconds is None else f" in {format_duration(step.seconds)}"
+    match step.state:
         case "running":
-            return f"runs again: {step.why}" if step.why else "runs"
+            return f"runs again: {step.reason}" if step.reason else "runs"
         case "reused":
             return f"reused, it ran{took}" if took else "reused"
         case "failed":
-            return f"failed{took}: {step.why}"
-    return f"{step.moment.value}{took}"
+            return f"failed{took}: {step.reason}"
+    return f"{step.state.value}{took}"
 
 
 def print_steps(steps: Iterable[StepReport]) -> None:

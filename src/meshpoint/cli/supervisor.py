@@ -15,9 +15,9 @@ from meshpoint.ports.clock import Clock
 
 log = logging.getLogger("meshpoint.supervisor")
 
-FIRST_PAUSE = timedelta(milliseconds=500)
-LONGEST_PAUSE = timedelta(seconds=30)
-STEADY = timedelta(minutes=1)
+MIN_BACKOFF = timedelta(milliseconds=500)
+MAX_BACKOFF = timedelta(seconds=30)
+STABLE_UPTIME = timedelta(minutes=1)
 """A replica that lived this long is started again as if for the first time."""
 
 
@@ -44,11 +44,11 @@ class Supervisor:
     clock: Clock
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
     _running: set[Process] = field(default_factory=set)
-    _hurried: bool = False
+    _forced: bool = False
 
     def stop(self) -> None:
         """Let every replica drain. A second call ends those that still do, at once."""
-        self._hurried = self._stop.is_set()
+        self._forced = self._stop.is_set()
         self._stop.set()
         for process in self._running:
             _terminate(process)
@@ -58,28 +58,28 @@ class Supervisor:
 
         A replica that refuses its configuration on its first start stops the others: none of them could serve.
         """
-        codes = await asyncio.gather(*(self._keep(number) for number in range(1, self.replicas + 1)))
+        codes = await asyncio.gather(*(self._keep_running(number) for number in range(1, self.replicas + 1)))
         if ExitCode.CONFIGURATION in codes:
             return ExitCode.CONFIGURATION
-        if all(map(self._drained, codes)):
+        if all(map(self._has_drained, codes)):
             return ExitCode.OK
-        abandoned = all(code == ExitCode.ABANDONED or self._drained(code) for code in codes)
+        abandoned = all(code == ExitCode.ABANDONED or self._has_drained(code) for code in codes)
         return ExitCode.ABANDONED if abandoned else ExitCode.ERROR
 
-    async def _keep(self, number: int) -> int:
-        pause, first, code = FIRST_PAUSE, True, 0
+    async def _keep_running(self, number: int) -> int:
+        backoff, first_start, code = MIN_BACKOFF, True, 0
         while not self._stop.is_set():
             started = self.clock.now()
             code = await self._run_once(number)
             if self._stop.is_set():
                 break
-            if code == ExitCode.CONFIGURATION and first:
+            if code == ExitCode.CONFIGURATION and first_start:
                 self.stop()
                 break
-            pause = FIRST_PAUSE if self.clock.now() - started >= STEADY else pause
-            log.warning("replica %d ended with %d, starts again in %g s", number, code, pause.total_seconds())
-            await self._sleep(pause)
-            pause, first, code = min(pause * 2, LONGEST_PAUSE), False, 0
+            backoff = MIN_BACKOFF if self.clock.now() - started >= STABLE_UPTIME else backoff
+            log.warning("replica %d ended with %d, starts again in %g s", number, code, backoff.total_seconds())
+            await self._wait_backoff(backoff)
+            backoff, first_start, code = min(backoff * 2, MAX_BACKOFF), False, 0
         return code
 
     async def _run_once(self, number: int) -> int:
@@ -97,8 +97,8 @@ class Supervisor:
         finally:
             self._running.discard(process)
 
-    async def _sleep(self, pause: timedelta) -> None:
-        waits = {asyncio.ensure_future(self._stop.wait()), asyncio.ensure_future(self.clock.sleep(pause))}
+    async def _wait_backoff(self, backoff: timedelta) -> None:
+        waits = {asyncio.ensure_future(self._stop.wait()), asyncio.ensure_future(self.clock.sleep(backoff))}
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -106,9 +106,9 @@ class Supervisor:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
 
-    def _drained(self, code: int) -> bool:
+    def _has_drained(self, code: int) -> bool:
         # Terminated by the first signal itself: its handler was not there yet, so it had not begun to serve.
-        return code == 0 or (code == -signal.SIGTERM and not self._hurried)
+        return code == 0 or (code == -signal.SIGTERM and not self._forced)
 
 
 def _terminate(process: Process) -> None:

@@ -32,7 +32,7 @@ def sweep(configs: sources.Configs, log_level: sources.LogLevel = "warning", as_
     from meshpoint.adapters.logging_observer import logging_to
     from meshpoint.wiring import sweep_once
 
-    level, settings = sources.checked_level(log_level), sources.served(configs)
+    level, settings = sources.parse_log_level(log_level), sources.load_served_settings(configs)
     with logging_to(sys.stderr, level):
         done = asyncio.run(sweep_once(settings))
     if as_json:

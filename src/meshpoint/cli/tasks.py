@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshpoint.cli import sources
-from meshpoint.cli.databases import of_the_one
-from meshpoint.cli.output import ago, print_json, print_note, print_table, print_text, until
+from meshpoint.cli.databases import query_first
+from meshpoint.cli.output import format_age, format_due, print_json, print_note, print_table, print_text
 from meshpoint.errors import ConfigurationError, MeshpointError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="See tasks, cancel them, resume them.", no_args_is_help=True)
 
 TaskIdArgument = Annotated[str, typer.Argument(metavar="TASK_ID", help="Id of the task.")]
-Agent = Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Agent of the task.")]
+AgentOption = Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Agent of the task.")]
 
 _LIST = """\b
 Examples:
@@ -56,7 +56,7 @@ def list_tasks(
     config: sources.Config = None,
     database: sources.Database = None,
     namespace: sources.Namespace = None,
-    agent: Agent = None,
+    agent: AgentOption = None,
     state: Annotated[
         list[str] | None, typer.Option("--state", metavar="STATE", help="Only tasks in this state; may be repeated.")
     ] = None,
@@ -64,10 +64,10 @@ def list_tasks(
     as_json: sources.AsJson = False,
 ) -> None:
     """List tasks, newest first."""
-    states = _states(state or [])
-    databases = sources.databases_of(config, database)
-    mesh = _namespace(config, namespace)
-    tasks = asyncio.run(_list(databases, mesh, agent, states, limit))
+    states = _parse_states(state or [])
+    databases = sources.load_databases(config, database)
+    mesh = _resolve_namespace(config, namespace)
+    tasks = asyncio.run(_load_tasks(databases, mesh, agent, states, limit))
     if as_json:
         print_json([asdict(task) for task in tasks])
         return
@@ -75,7 +75,10 @@ def list_tasks(
         print_text(f"no {'such ' if agent or states else ''}tasks in namespace {mesh}")
         return
     columns = ("task", "agent", "state", "generation", "age", "due", "owner")
-    print_table(columns, [(t.task_id, t.agent, told(t), str(t.generation), *_when(t), t.owner or "-") for t in tasks])
+    print_table(
+        columns,
+        [(t.task_id, t.agent, describe_state(t), str(t.generation), *_age_and_due(t), t.owner or "-") for t in tasks],
+    )
 
 
 @app.command("show", epilog=_SHOW)
@@ -88,13 +91,15 @@ def show_task(
     as_json: sources.AsJson = False,
 ) -> None:
     """Show one task and its calls."""
-    databases = sources.databases_of(config, database)
-    task, calls, reason = _found(asyncio.run(_find(databases, _namespace(config, namespace), task_id)), task_id)
+    databases = sources.load_databases(config, database)
+    task, calls, reason = _require_task(
+        asyncio.run(_find_task(databases, _resolve_namespace(config, namespace), task_id)), task_id
+    )
     if as_json:
         print_json({**asdict(task), "reason": reason, "calls": [asdict(call) for call in calls]})
         return
-    age, due = _when(task)
-    facts = [("agent", task.agent), ("state", told(task)), ("generation", str(task.generation))]
+    age, due = _age_and_due(task)
+    facts = [("agent", task.agent), ("state", describe_state(task)), ("generation", str(task.generation))]
     facts += [("attempt", str(task.attempt)), ("age", age), ("due", due), ("owner", task.owner or "-")]
     facts += [("rescues", str(task.rescues))] if task.rescues else []
     facts += [("dead", task.dead_reason)] if task.dead_reason else []
@@ -113,7 +118,7 @@ def cancel_task(
     database: sources.Database = None,
     broker: sources.Broker = None,
     namespace: sources.Namespace = None,
-    agent: Agent = None,
+    agent: AgentOption = None,
     as_json: sources.AsJson = False,
 ) -> None:
     """Cancel a task in its agent's database and notify the agent. With --agent, only send the agent a message.
@@ -122,14 +127,14 @@ def cancel_task(
     """
     from meshpoint.model.ids import TaskId
 
-    mesh = sources.named_mesh_of(config, broker, namespace)
+    mesh = sources.require_mesh(config, broker, namespace)
     if agent is None:
-        databases = sources.databases_of(config, database)
-        task, _, _ = _found(asyncio.run(_find(databases, mesh.namespace, task_id)), task_id)
+        databases = sources.load_databases(config, database)
+        task, _, _ = _require_task(asyncio.run(_find_task(databases, mesh.namespace, task_id)), task_id)
         if task.state.ended:
-            raise MeshpointError(f"task {task_id} has already {_PAST[task.state]}")
+            raise MeshpointError(f"task {task_id} has already {_PAST_TENSE[task.state]}")
         agent = task.agent
-        asyncio.run(_cancel_in(databases, mesh.namespace, task))
+        asyncio.run(_cancel_in_databases(databases, mesh.namespace, task))
 
     async def cancel() -> None:
         from meshpoint.client import Client
@@ -139,8 +144,8 @@ def cancel_task(
             await client.cancel(agent, TaskId(task_id))
 
     asyncio.run(cancel())
-    told = {"task_id": task_id, "agent": agent, "status": "cancel_sent"}
-    print_json(told) if as_json else print_text(f"asked {agent} to cancel {task_id}")
+    result = {"task_id": task_id, "agent": agent, "status": "cancel_sent"}
+    print_json(result) if as_json else print_text(f"asked {agent} to cancel {task_id}")
 
 
 @app.command("resume", epilog=_RESUME)
@@ -158,7 +163,7 @@ def resume_task(
     Refused, in this order: 10 no such operation, 11 it is active, 12 it has completed, 13 it has no checkpoint,
     14 its agent is exclusive and another operation of it is active. Of two callers at the same time, one gets 11.
     """
-    from meshpoint.cli.send import show
+    from meshpoint.cli.send import print_outcome
 
     async def resume(operations: Operations) -> tuple[Revived, Outcome | None]:
         revived = await operations.resume(task_id)
@@ -166,43 +171,43 @@ def resume_task(
             print_note(f"{task_id} is ready for attempt {revived.retry_count + 1}; waiting for its end")
         return revived, await operations.wait(task_id) if wait else None
 
-    revived, outcome = asyncio.run(of_the_one(config, database, namespace, resume))
+    revived, outcome = asyncio.run(query_first(config, database, namespace, resume))
     if outcome is not None:
-        raise typer.Exit(show(task_id, outcome, as_json=as_json))
+        raise typer.Exit(print_outcome(task_id, outcome, as_json=as_json))
     if as_json:
-        told = {"task_id": task_id, "agent": revived.agent, "status": "resumed", "retry_count": revived.retry_count}
-        print_json(told)
+        result = {"task_id": task_id, "agent": revived.agent, "status": "resumed", "retry_count": revived.retry_count}
+        print_json(result)
     else:
         attempt = f"attempt {revived.retry_count + 1}"
         print_text(f"{task_id} is ready for {attempt}: any replica of {revived.agent} goes on with it")
 
 
-_PAST = {"completed": "completed", "failed": "failed", "cancelled": "been cancelled"}
+_PAST_TENSE = {"completed": "completed", "failed": "failed", "cancelled": "been cancelled"}
 
 
-def told(task: TaskSummary) -> str:
+def describe_state(task: TaskSummary) -> str:
     """The state of a task: "waiting 2 of 3"."""
     return f"waiting {task.completed} of {task.expected}" if task.state == "waiting" else task.state.value
 
 
-def _when(task: TaskSummary) -> tuple[str, str]:
-    return ago(task.checkpointed_at), "-" if task.state.ended else until(task.wake_at)
+def _age_and_due(task: TaskSummary) -> tuple[str, str]:
+    return format_age(task.checkpointed_at), "-" if task.state.ended else format_due(task.wake_at)
 
 
 def _call_row(call: CallSummary) -> tuple[str, ...]:
-    sent = "-" if call.dispatched_at is None else f"{ago(call.dispatched_at)} ago"
+    sent = "-" if call.dispatched_at is None else f"{format_age(call.dispatched_at)} ago"
     return (
         call.call_id,
         call.peer,
         call.state.value,
         call.outcome or "-",
         sent,
-        until(call.deadline),
+        format_due(call.deadline),
         call.sub_task_id,
     )
 
 
-def _states(names: list[str]) -> list[TaskState]:
+def _parse_states(names: list[str]) -> list[TaskState]:
     from meshpoint.model.checkpoint import TaskState
 
     try:
@@ -211,21 +216,21 @@ def _states(names: list[str]) -> list[TaskState]:
         raise ConfigurationError("--state", str(error), f"use one of {', '.join(TaskState)}") from error
 
 
-def _namespace(config: Path | None, namespace: str | None) -> str:
-    return sources.mesh_of(config, namespace=namespace).namespace
+def _resolve_namespace(config: Path | None, namespace: str | None) -> str:
+    return sources.load_mesh(config, namespace=namespace).namespace
 
 
-async def _list(
+async def _load_tasks(
     databases: list[AgentSettings], namespace: str, agent: str | None, states: list[TaskState], limit: int
 ) -> list[TaskSummary]:
     from meshpoint.model.ids import agent_name
-    from meshpoint.wiring import open_store
+    from meshpoint.wiring import make_store
 
     name = None if agent is None else agent_name(agent)
     tasks: list[TaskSummary] = []
     for database in databases:
-        sources.refuse_missing_file(database.session_db_url)
-        store = open_store(database, namespace)
+        sources.check_file_exists(database.session_db_url)
+        store = make_store(database, namespace)
         await store.open()
         try:
             tasks += await store.tasks(agent=name, states=states, limit=limit)
@@ -234,56 +239,56 @@ async def _list(
     return sorted(tasks, key=lambda task: task.checkpointed_at, reverse=True)[:limit]
 
 
-async def _find(databases: list[AgentSettings], namespace: str, task_id: str) -> FoundTask | None:
+async def _find_task(databases: list[AgentSettings], namespace: str, task_id: str) -> FoundTask | None:
     from meshpoint.model.ids import TaskId
-    from meshpoint.wiring import open_store
+    from meshpoint.wiring import make_store
 
     for database in databases:
-        sources.refuse_missing_file(database.session_db_url)
-        store = open_store(database, namespace)
+        sources.check_file_exists(database.session_db_url)
+        store = make_store(database, namespace)
         await store.open()
         try:
             found = await store.task(TaskId(task_id))
-            known = (await store.lookup([TaskId(task_id)])).get(TaskId(task_id))
+            existing = (await store.lookup([TaskId(task_id)])).get(TaskId(task_id))
         finally:
             await store.close()
         if found is not None:
-            return *found, _reason(known)
+            return *found, _failure_reason(existing)
     return None
 
 
-def _reason(known: Known | None) -> str | None:
+def _failure_reason(existing: Known | None) -> str | None:
     """Why a task failed or was cancelled, from its reply; `None` for any other task."""
     from meshpoint.model.bodies import ResponseBody, parse
     from meshpoint.model.outcomes import Failed
 
-    if known is None or known.reply is None:
+    if existing is None or existing.reply is None:
         return None
-    outcome = parse(ResponseBody, known.reply.body).outcome()
+    outcome = parse(ResponseBody, existing.reply.body).outcome()
     return outcome.message if isinstance(outcome, Failed) else None
 
 
-async def _cancel_in(databases: list[AgentSettings], namespace: str, task: TaskSummary) -> None:
+async def _cancel_in_databases(databases: list[AgentSettings], namespace: str, task: TaskSummary) -> None:
     """End a task as cancelled, or mark it for the replica that runs it; replicas send its reply."""
     from meshpoint.engine.cancels import CANCELLED
     from meshpoint.model.checkpoint import Cancel
     from meshpoint.model.envelopes import reply_bytes
     from meshpoint.model.ids import RunId, new_id
-    from meshpoint.wiring import open_store
+    from meshpoint.wiring import make_store
 
-    wish = Cancel(task.task_id, task.agent, RunId(new_id()), reply_bytes(task.task_id, None, CANCELLED))
+    command = Cancel(task.task_id, task.agent, RunId(new_id()), reply_bytes(task.task_id, None, CANCELLED))
     for database in databases:
-        store = open_store(database, namespace)
+        store = make_store(database, namespace)
         await store.open()
         try:
             if await store.task(task.task_id) is not None:
-                await store.cancel([wish])
+                await store.cancel([command])
         finally:
             await store.close()
 
 
-def _found(found: FoundTask | None, task_id: str) -> FoundTask:
+def _require_task(found: FoundTask | None, task_id: str) -> FoundTask:
     if found is None:
-        why = "one that has neither paused nor begun a subtask has no row"
-        raise MeshpointError(f"there is no task {task_id} in the database; {why}")
+        hint = "one that has neither paused nor begun a subtask has no row"
+        raise MeshpointError(f"there is no task {task_id} in the database; {hint}")
     return found

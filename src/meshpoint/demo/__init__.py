@@ -20,6 +20,6 @@ def run(
     Raises:
         MeshpointError: a server cannot be used, or a replica did not start.
     """
-    from meshpoint.demo.show import show
+    from meshpoint.demo.show import run_demo
 
-    return show(broker_url=broker_url, db_url=db_url, requests=requests, seed=seed, as_json=as_json)
+    return run_demo(broker_url=broker_url, db_url=db_url, requests=requests, seed=seed, as_json=as_json)

@@ -21,7 +21,7 @@ class Trip(BaseModel):
     city: str
     number: int = 1
     seed: int = 0
-    wish: str = "offer"
+    action: str = "offer"
 
 
 class Itinerary(BaseModel):
@@ -44,9 +44,9 @@ ask_weather = Peer("weather", Trip, str)
 async def travel(ctx: TaskExecutionContext, trip: Trip) -> Itinerary:
     """Ask three peers at once, think, book a room, think, answer. Each wait is a pause, each thought a segment."""
     flight, hotel, weather = await ctx.gather(ask_flights(trip), ask_hotels(trip), ask_weather(trip))
-    await _think(ctx, trip, "compare")
-    confirmed = await ctx.call(ask_hotels(trip.model_copy(update={"wish": "book"})))
-    await _think(ctx, trip, "write")
+    await _simulate_thinking(ctx, trip, "compare")
+    confirmed = await ctx.call(ask_hotels(trip.model_copy(update={"action": "book"})))
+    await _simulate_thinking(ctx, trip, "write")
     return Itinerary(
         number=trip.number, city=trip.city, flight=flight, hotel=hotel, weather=weather, confirmed=confirmed
     )
@@ -55,33 +55,33 @@ async def travel(ctx: TaskExecutionContext, trip: Trip) -> Itinerary:
 @agent("flights")
 async def flights(ctx: TaskExecutionContext, trip: Trip) -> str:
     """A seat."""
-    chance = await _while_working(trip, "flights")
-    return f"MP{chance.randint(100, 999)} to {trip.city}, {chance.randint(60, 400)} EUR"
+    rng = await _simulate_work(trip, "flights")
+    return f"MP{rng.randint(100, 999)} to {trip.city}, {rng.randint(60, 400)} EUR"
 
 
 @agent("hotels")
 async def hotels(ctx: TaskExecutionContext, trip: Trip) -> str:
     """A room, or the booking of one."""
-    chance = await _while_working(trip, "hotels")
-    if trip.wish == "book":
-        return f"room {chance.randint(1, 99)} is yours"
-    return f"{chance.choice(('Hotel Post', 'The Anchor', 'Albergo Sole'))}, {chance.randint(50, 250)} EUR"
+    rng = await _simulate_work(trip, "hotels")
+    if trip.action == "book":
+        return f"room {rng.randint(1, 99)} is yours"
+    return f"{rng.choice(('Hotel Post', 'The Anchor', 'Albergo Sole'))}, {rng.randint(50, 250)} EUR"
 
 
 @agent("weather")
 async def weather(ctx: TaskExecutionContext, trip: Trip) -> str:
     """A forecast."""
-    chance = await _while_working(trip, "weather")
-    return f"{chance.choice(('sun', 'rain', 'wind', 'fog'))}, {chance.randint(-5, 35)} °C"
+    rng = await _simulate_work(trip, "weather")
+    return f"{rng.choice(('sun', 'rain', 'wind', 'fog'))}, {rng.randint(-5, 35)} °C"
 
 
-async def _while_working(trip: Trip, who: str) -> random.Random:
-    chance = random.Random(f"{trip.seed} {trip.number} {who} {trip.wish}")
-    await asyncio.sleep(chance.uniform(0.8, 2.0) if trip.wish == "offer" else chance.uniform(0.5, 1.0))
-    return chance
+async def _simulate_work(trip: Trip, agent_name: str) -> random.Random:
+    rng = random.Random(f"{trip.seed} {trip.number} {agent_name} {trip.action}")
+    await asyncio.sleep(rng.uniform(0.8, 2.0) if trip.action == "offer" else rng.uniform(0.5, 1.0))
+    return rng
 
 
-async def _think(ctx: TaskExecutionContext, trip: Trip, what: str) -> None:
+async def _simulate_thinking(ctx: TaskExecutionContext, trip: Trip, activity: str) -> None:
     """Be busy, unless this part of the function only runs again."""
     if not ctx.replaying:
-        await asyncio.sleep(random.Random(f"{trip.seed} {trip.number} {what}").uniform(0.5, 0.9))
+        await asyncio.sleep(random.Random(f"{trip.seed} {trip.number} {activity}").uniform(0.5, 0.9))

@@ -22,7 +22,7 @@ class Ledger:
     paused_in_killed: int  # tasks that were paused by the first replica when it was killed
     running_in_killed: int  # segments of tasks that were running in the second when it was killed
     resumed_elsewhere: int  # tasks that one replica paused and another one went on with
-    taken_over: int  # tasks whose replica died in the middle of a segment
+    rescued: int  # tasks whose replica died in the middle of a segment
     seconds: float
 
     @property
@@ -31,22 +31,22 @@ class Ledger:
         return self.requests - self.answers
 
     @property
-    def wrong(self) -> tuple[str, ...]:
+    def failed_checks(self) -> tuple[str, ...]:
         """The names of the numbers that are not what they must be."""
-        none_of = ("lost", "failed", "duplicated")
-        some_of = ("requests", "paused_in_killed", "running_in_killed", "resumed_elsewhere", "taken_over")
+        must_be_zero = ("lost", "failed", "duplicated")
+        must_be_positive = ("requests", "paused_in_killed", "running_in_killed", "resumed_elsewhere", "rescued")
         return (
-            *(name for name in none_of if getattr(self, name) != 0),
-            *(name for name in some_of if getattr(self, name) < 1),
+            *(name for name in must_be_zero if getattr(self, name) != 0),
+            *(name for name in must_be_positive if getattr(self, name) < 1),
         )
 
     @property
     def ok(self) -> bool:
         """Whether every number is what it must be."""
-        return not self.wrong
+        return not self.failed_checks
 
     def to_dict(self) -> dict[str, Any]:
         """The account for scripts."""
-        counted = asdict(self)
-        asked = {name: counted.pop(name) for name in ("requests", "answers")}
-        return {"ok": self.ok, **asked, "lost": self.lost, **counted, "wrong": list(self.wrong)}
+        counts = asdict(self)
+        headline = {name: counts.pop(name) for name in ("requests", "answers")}
+        return {"ok": self.ok, **headline, "lost": self.lost, **counts, "wrong": list(self.failed_checks)}

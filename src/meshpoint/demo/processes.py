@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
-from meshpoint.demo.story import Told
+from meshpoint.demo.story import ReplicaEvent
 from meshpoint.errors import MeshpointError
 from meshpoint.model.events import Phase, Step
 from meshpoint.settings import Settings
 
-_LONGEST_LINE = 1 << 20
-_FAREWELL = 5.0
+_MAX_LINE_BYTES = 1 << 20
+_DRAIN_TIMEOUT = 5.0
 """Seconds that a replica has to drain at the end."""
 
 
@@ -30,8 +30,8 @@ class ReplicaProcess:
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name, self.pid, self._process = name, process.pid, process
-        self._last_words: deque[str] = deque(maxlen=20)
-        self._listening = asyncio.create_task(self._listen())
+        self._stderr_tail: deque[str] = deque(maxlen=20)
+        self._stderr_reader = asyncio.create_task(self._read_stderr())
 
     @classmethod
     async def start(cls, name: str, settings: Settings) -> ReplicaProcess:
@@ -43,26 +43,26 @@ class ReplicaProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            limit=_LONGEST_LINE,
+            limit=_MAX_LINE_BYTES,
             start_new_session=True,  # Ctrl-C is for the parent, which ends its replicas itself
         )
         assert process.stdin is not None
         process.stdin.write(settings.model_dump_json().encode() + b"\n")
         return cls(name, process)
 
-    async def events(self) -> AsyncIterator[Told]:
+    async def read_events(self) -> AsyncIterator[ReplicaEvent]:
         """Everything the replica tells, to its end."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             with suppress(ValueError):  # the line that a SIGKILL cut short
-                yield _told(line)
+                yield _parse_event(line)
         await self._process.wait()
-        await self._listening
+        await self._stderr_reader
 
-    def failed(self) -> ReplicaFailed:
+    def startup_error(self) -> ReplicaFailed:
         """Why it ended, in one line: of a traceback, the exception."""
-        said = next((line for line in reversed(self._last_words) if line[:1].isalnum()), "without a word")
-        return ReplicaFailed(f"replica {self.name} did not start: {said.strip()}")
+        last_line = next((line for line in reversed(self._stderr_tail) if line[:1].isalnum()), "without a word")
+        return ReplicaFailed(f"replica {self.name} did not start: {last_line.strip()}")
 
     def kill(self) -> None:
         """Send SIGKILL: no farewell, no cleaning up."""
@@ -74,7 +74,7 @@ class ReplicaProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            async with asyncio.timeout(_FAREWELL):
+            async with asyncio.timeout(_DRAIN_TIMEOUT):
                 await self._process.wait()
         except TimeoutError:
             pass
@@ -83,12 +83,14 @@ class ReplicaProcess:
                 self.kill()
         await self._process.wait()
 
-    async def _listen(self) -> None:
+    async def _read_stderr(self) -> None:
         assert self._process.stderr is not None
         async for line in self._process.stderr:
-            self._last_words.append(line.decode(errors="replace"))
+            self._stderr_tail.append(line.decode(errors="replace"))
 
 
-def _told(line: bytes) -> Told:
-    told = json.loads(line)
-    return Told(Step(told["step"]), Phase(told["phase"]), told["agent"], told["task_ids"], told["detail"], told["at"])
+def _parse_event(line: bytes) -> ReplicaEvent:
+    data = json.loads(line)
+    return ReplicaEvent(
+        Step(data["step"]), Phase(data["phase"]), data["agent"], data["task_ids"], data["detail"], data["at"]
+    )

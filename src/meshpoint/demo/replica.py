@@ -19,7 +19,7 @@ from meshpoint.model.events import Event, Phase, Step
 from meshpoint.settings import Settings
 
 _STDIN, _STDOUT = 0, 1
-_TOLD = {
+_REPORTED = {
     (Step.STARTED, Phase.NOTED),
     (Step.SEGMENT, Phase.BEFORE),
     (Step.SEGMENT, Phase.AFTER),
@@ -36,17 +36,17 @@ _TOLD = {
 }
 
 
-class Reporter:
+class EventReporter:
     """Writes events to standard output. Leases are renewed, and told of, on a thread of their own."""
 
     def __init__(self) -> None:
-        self._writing = threading.Lock()
+        self._write_lock = threading.Lock()
 
     def emit(self, event: Event) -> None:
         """Write `event` if the picture needs it."""
-        if (event.step, event.phase) not in _TOLD:
+        if (event.step, event.phase) not in _REPORTED:
             return
-        told = {
+        record = {
             "step": event.step.value,
             "phase": event.phase.value,
             "agent": event.agent,
@@ -54,8 +54,8 @@ class Reporter:
             "detail": dict(event.detail),
             "at": time.monotonic(),
         }
-        line = memoryview(json.dumps(told).encode() + b"\n")
-        with self._writing:
+        line = memoryview(json.dumps(record).encode() + b"\n")
+        with self._write_lock:
             while line:
                 line = line[os.write(_STDOUT, line) :]
 
@@ -64,12 +64,12 @@ async def _serve(settings: Settings) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def closed() -> None:
+    def on_stdin_closed() -> None:
         loop.remove_reader(_STDIN)
         stop.set()
 
-    loop.add_reader(_STDIN, closed)  # nothing comes after the settings, so it is readable when it ends
-    await wiring.serve(settings, observer=Reporter(), stop=stop)
+    loop.add_reader(_STDIN, on_stdin_closed)  # nothing comes after the settings, so it is readable when it ends
+    await wiring.serve(settings, observer=EventReporter(), stop=stop)
 
 
 def main() -> None:

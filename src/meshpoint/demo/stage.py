@@ -20,22 +20,24 @@ from meshpoint.settings import AgentSettings, MeshSettings, Settings
 
 CLIENT = "client"
 _log = logging.getLogger(__name__)
-_CLEANING_TIME = 10.0
-_PRIVATE_TTL = 15
+_CLEANUP_TIMEOUT = 10.0
+_PRIVATE_QUEUE_TTL = 15
 """Seconds after which RabbitMQ forgets the private queues of the run by itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class DemoEnvironment:
     """A mesh for one run: the settings of its replicas and of their peers, and its place in words."""
 
     replicas: Settings
     peers: Settings
-    place: str
+    location: str
 
 
 @contextmanager
-def stage(broker_url: str | None, db_url: str | None, note: Callable[[str], None]) -> Iterator[Stage]:
+def demo_environment(
+    broker_url: str | None, db_url: str | None, print_notice: Callable[[str], None]
+) -> Iterator[DemoEnvironment]:
     """A place for one run, with tables. Not from within a running event loop.
 
     Raises:
@@ -43,37 +45,39 @@ def stage(broker_url: str | None, db_url: str | None, note: Callable[[str], None
         Unavailable: the database does not answer.
     """
     with tempfile.TemporaryDirectory(prefix="meshpoint-demo-") as folder:
-        mesh = _mesh(broker_url or f"sqlite:///{folder}/broker.db")
-        root = _root(db_url or f"sqlite:///{folder}/tasks.db")
-        peers = [_agent(name) for name in PEERS]  # they never pause, so they need no database
-        place = " and ".join(dict.fromkeys((_where(broker_url), _where(db_url))))
-        _make_tables(root.session_db_url, note)
+        mesh = _mesh_settings(broker_url or f"sqlite:///{folder}/broker.db")
+        root = _root_settings(db_url or f"sqlite:///{folder}/tasks.db")
+        peers = [_agent_settings(name) for name in PEERS]  # they never pause, so they need no database
+        location = " and ".join(dict.fromkeys((_describe_location(broker_url), _describe_location(db_url))))
+        _ensure_schema(root.session_db_url, print_notice)
         try:
-            yield Stage(Settings(mesh=mesh, agents=(root,)), Settings(mesh=mesh, agents=tuple(peers)), place)
+            yield DemoEnvironment(
+                Settings(mesh=mesh, agents=(root,)), Settings(mesh=mesh, agents=tuple(peers)), location
+            )
         finally:
             if broker_url or db_url:
-                asyncio.run(_clean(mesh, root))
+                asyncio.run(_clean_up(mesh, root))
 
 
-def _mesh(broker_url: str) -> MeshSettings:
+def _mesh_settings(broker_url: str) -> MeshSettings:
     if broker_url.startswith("memory"):
         raise ConfigurationError("--broker", "processes cannot share memory://", "leave it out, or give amqp://")
     try:
         return MeshSettings(
-            namespace=f"demo-{new_id()}", broker_url=broker_url, private_queue_ttl_seconds=_PRIVATE_TTL
+            namespace=f"demo-{new_id()}", broker_url=broker_url, private_queue_ttl_seconds=_PRIVATE_QUEUE_TTL
         )
     except ConfigurationError as error:
         raise ConfigurationError("--broker", error.problem, error.fix) from error
 
 
-def _root(db_url: str) -> AgentSettings:
+def _root_settings(db_url: str) -> AgentSettings:
     try:
-        return _agent(ROOT, stateless_checkpointing=True, session_service="sql", session_db_url=db_url)
+        return _agent_settings(ROOT, stateless_checkpointing=True, session_service="sql", session_db_url=db_url)
     except ConfigurationError as error:
         raise ConfigurationError("--db", error.problem, error.fix) from error
 
 
-def _agent(name: str, **more: Any) -> AgentSettings:
+def _agent_settings(name: str, **overrides: Any) -> AgentSettings:
     """An agent that notices soon when another replica is gone."""
     return AgentSettings(
         name=name,
@@ -85,11 +89,11 @@ def _agent(name: str, **more: Any) -> AgentSettings:
         dispatch_lease_seconds=1,
         drain_timeout_seconds=3,
         startup_timeout_seconds=10,
-        **more,
+        **overrides,
     )
 
 
-def _where(url: str | None) -> str:
+def _describe_location(url: str | None) -> str:
     if url is None:
         return "SQLite files"
     parts = urlsplit(url)
@@ -97,7 +101,7 @@ def _where(url: str | None) -> str:
     return f"{kind} at {parts.hostname}" if kind else f"SQLite in {Path(parts.path).name}"
 
 
-def _make_tables(db_url: str, note: Callable[[str], None]) -> None:
+def _ensure_schema(db_url: str, print_notice: Callable[[str], None]) -> None:
     from meshpoint.adapters.sql import migrations
 
     if db_url.startswith("sqlite"):
@@ -105,19 +109,19 @@ def _make_tables(db_url: str, note: Callable[[str], None]) -> None:
     revision, newest = migrations.check(db_url)
     if revision is None:
         migrations.upgrade(db_url)
-        note("the database had no tables of Meshpoint: made them (meshpoint db upgrade)")
+        print_notice("the database had no tables of Meshpoint: made them (meshpoint db upgrade)")
     elif revision < newest:
         raise ConfigurationError(
             "--db", f"its tables are at revision {revision}", "run: meshpoint db upgrade --db URL"
         )
 
 
-async def _clean(mesh: MeshSettings, root: AgentSettings) -> None:
+async def _clean_up(mesh: MeshSettings, root: AgentSettings) -> None:
     """Take away what the run left on servers. What cannot be done now is told and left: nothing else needs it."""
-    for clean in (delete_rows(mesh, root), delete_queues(mesh)):
+    for cleanup in (delete_rows(mesh, root), delete_queues(mesh)):
         try:
-            async with asyncio.timeout(_CLEANING_TIME):
-                await clean
+            async with asyncio.timeout(_CLEANUP_TIMEOUT):
+                await cleanup
         except Exception as error:  # whatever it is, the run itself is over and its ledger stands
             _log.warning("the demonstration left something of %s: %s", mesh.namespace, error)
 
@@ -127,14 +131,14 @@ async def delete_rows(mesh: MeshSettings, root: AgentSettings) -> None:
     from sqlalchemy import delete
 
     from meshpoint.adapters.sql.engine import engine_for
-    from meshpoint.adapters.sql.rows import Names
+    from meshpoint.adapters.sql.rows import AgentNames
     from meshpoint.adapters.sql.tables import tasks
 
-    ours = Names(mesh.namespace).qualified(AgentName(root.name))
-    engine = engine_for(root.session_db_url, command_timeout=timedelta(seconds=_CLEANING_TIME), pool_size=1)
+    agent_key = AgentNames(mesh.namespace).qualified(AgentName(root.name))
+    engine = engine_for(root.session_db_url, command_timeout=timedelta(seconds=_CLEANUP_TIMEOUT), pool_size=1)
     try:
         async with engine.connect() as connection:
-            await connection.execute(delete(tasks).where(tasks.c.agent_name == ours))
+            await connection.execute(delete(tasks).where(tasks.c.agent_name == agent_key))
     finally:
         await engine.dispose()
 
@@ -153,7 +157,7 @@ async def delete_queues(mesh: MeshSettings) -> None:
         channel = await connection.channel()
         for name in (ROOT, *PEERS, CLIENT):
             for address in topology.queues(AgentName(name)):
-                await channel.queue_delete(topology.queue(address))
+                await channel.queue_delete(topology.queue_name(address))
         await channel.exchange_delete(topology.exchange)
     finally:
         await connection.close()

@@ -15,7 +15,7 @@ ROOT, PEERS = "travel", ("flights", "hotels", "weather")
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ReplicaEvent:
     """One event of one replica. `at` is an instant of the clock that all processes of a host share."""
 
     step: Step
@@ -23,20 +23,20 @@ class Told:
     agent: str
     task_ids: Sequence[str]
     detail: Mapping[str, Any]
-    at: float
+    timestamp: float
 
 
-class State(StrEnum):
+class ReplicaState(StrEnum):
     """What a replica's process does."""
 
     STARTING = "starting"
     SERVING = "serving"
     KILLED = "killed"
-    ENDED = "drained"
+    DRAINED = "drained"
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class PausePoint:
     """The place of a task: its how-manieth pause, from which the segment of that number goes on."""
 
     task_id: str
@@ -50,17 +50,17 @@ class Replica:
     name: str
     agents: frozenset[str]
     pid: int = 0
-    state: State = State.STARTING
+    state: ReplicaState = ReplicaState.STARTING
     started: set[str] = field(default_factory=set)
-    running: dict[Pause, float] = field(default_factory=dict)
-    paused: dict[str, Pause] = field(default_factory=dict)
+    running: dict[PausePoint, float] = field(default_factory=dict)
+    paused: dict[str, PausePoint] = field(default_factory=dict)
     resumed: int = 0
-    taken_over: int = 0
-    remark: str = ""
+    rescued: int = 0
+    state_note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LogLine:
     """One line of the log. `seconds` are counted from the beginning."""
 
     seconds: float
@@ -68,119 +68,122 @@ class Line:
     sign: str = " "
 
 
-class Story:
+class TaskTracker:
     """Follows tasks through replicas.
 
     Each replica tells its own events in order; between replicas there is no order, so a task is followed by the
     number of its pause and not by what was heard last.
     """
 
-    def __init__(self, names: Iterable[str], requests: int, began: float) -> None:
+    def __init__(self, names: Iterable[str], requests: int, started_at: float) -> None:
         self.replicas = {name: Replica(name, frozenset({ROOT})) for name in names}
         self.peers = Replica("peers", frozenset(PEERS))
-        self.requests, self.began, self.now = requests, began, began
+        self.requests, self.started_at, self.now = requests, started_at, started_at
         self.answers = self.failed = 0
-        self.log: list[Line] = []
-        self._numbers: dict[str, int] = {}
-        self._paused_by: dict[Pause, str] = {}
-        self._run_by: dict[Pause, list[str]] = {}
-        self._ends: Counter[str] = Counter()
-        self._heirs: dict[str, str] = {}
+        self.log: list[LogLine] = []
+        self._trip_numbers: dict[str, int] = {}
+        self._paused_by: dict[PausePoint, str] = {}
+        self._segment_replicas: dict[PausePoint, list[str]] = {}
+        self._end_counts: Counter[str] = Counter()
+        self._resumed_by: dict[str, str] = {}
 
     # ── what the requester does ────────────────────────────────────────────────────────────────────
 
-    def asked(self, task_id: str, number: int) -> None:
+    def request_sent(self, task_id: str, number: int) -> None:
         """Request `number` is about to be sent."""
-        self._numbers[task_id] = number
+        self._trip_numbers[task_id] = number
 
-    def answered(self, *, failed: bool) -> None:
+    def answer_received(self, *, failed: bool) -> None:
         """A request has its answer."""
         self.answers += 1
         self.failed += failed
 
-    def note(self, text: str, sign: str = " ") -> None:
+    def add_log_line(self, text: str, sign: str = " ") -> None:
         """Add a line to the log."""
-        self.log.append(Line(self.now - self.began, text, sign))
+        self.log.append(LogLine(self.now - self.started_at, text, sign))
 
     # ── what the replicas tell ─────────────────────────────────────────────────────────────────────
 
-    def hear(self, name: str, told: Told) -> None:
+    def handle_event(self, name: str, event: ReplicaEvent) -> None:
         """Take in one event of process `name`."""
-        replica = self.process(name)
-        if told.step is Step.STARTED:
-            replica.started.add(told.agent)
+        replica = self.get_process(name)
+        if event.step is Step.STARTED:
+            replica.started.add(event.agent)
             if replica.started == replica.agents:
-                replica.state = State.SERVING
-        elif told.step in {Step.STORE_AWAY, Step.BROKER_AWAY, Step.STORE_BACK, Step.DEGRADED}:
-            self.note(f"{name} {told.step.value.replace('_', ' ')}: {told.detail.get('error', '')}", "!")
-        elif told.agent == ROOT:
-            self._follow(replica, told)
+                replica.state = ReplicaState.SERVING
+        elif event.step in {Step.STORE_AWAY, Step.BROKER_AWAY, Step.STORE_BACK, Step.DEGRADED}:
+            self.add_log_line(f"{name} {event.step.value.replace('_', ' ')}: {event.detail.get('error', '')}", "!")
+        elif event.agent == ROOT:
+            self._track_task(replica, event)
 
-    def _follow(self, replica: Replica, told: Told) -> None:
-        places = [Pause(task_id, int(told.detail.get("generation", 0))) for task_id in told.task_ids]
-        match told.step, told.phase:
+    def _track_task(self, replica: Replica, event: ReplicaEvent) -> None:
+        pause_points = [PausePoint(task_id, int(event.detail.get("generation", 0))) for task_id in event.task_ids]
+        match event.step, event.phase:
             case Step.SEGMENT, Phase.BEFORE:
-                self._begins(replica, places[0], told.at)
+                self._segment_started(replica, pause_points[0], event.timestamp)
             case Step.SEGMENT, _:
-                replica.running.pop(places[0], None)
+                replica.running.pop(pause_points[0], None)
             case Step.CHECKPOINT, _:
-                self._pauses(replica, places[0])
+                self._task_paused(replica, pause_points[0])
             case Step.ACK, _:
-                for task_id in told.task_ids:
-                    self._rests(replica, task_id, 1)
+                for task_id in event.task_ids:
+                    self._pause_committed(replica, task_id, 1)
             case Step.TAKE_OVER, _:
-                replica.taken_over += len(places)
-                self.note(f"{replica.name} takes over {self.trips(told.task_ids)}", "»")
+                replica.rescued += len(pause_points)
+                self.add_log_line(f"{replica.name} takes over {self.describe_trips(event.task_ids)}", "»")
             case Step.END, _:
-                self._ends.update(told.task_ids)
-            case Step.FENCED, _ if told.detail.get("what") == "end":
-                self._ends.subtract(told.task_ids)
+                self._end_counts.update(event.task_ids)
+            case Step.FENCED, _ if event.detail.get("what") == "end":
+                self._end_counts.subtract(event.task_ids)
 
-    def _begins(self, replica: Replica, place: Pause, at: float) -> None:
-        replica.running[place] = at
-        self._run_by.setdefault(place, []).append(replica.name)
-        if place.generation:
+    def _segment_started(self, replica: Replica, pause_point: PausePoint, timestamp: float) -> None:
+        replica.running[pause_point] = timestamp
+        self._segment_replicas.setdefault(pause_point, []).append(replica.name)
+        if pause_point.generation:
             replica.resumed += 1
-            self._inherits(replica, place)
+            self._log_first_resume(replica, pause_point)
         for other in self.replicas.values():
-            if (waiting := other.paused.get(place.task_id)) and waiting.generation <= place.generation:
-                del other.paused[place.task_id]
+            if (
+                paused_at := other.paused.get(pause_point.task_id)
+            ) and paused_at.generation <= pause_point.generation:
+                del other.paused[pause_point.task_id]
 
-    def _inherits(self, replica: Replica, place: Pause) -> None:
+    def _log_first_resume(self, replica: Replica, pause_point: PausePoint) -> None:
         """Log the first task of each killed replica that another one goes on with."""
-        paused_by = self._paused_by.get(place)
-        if paused_by and paused_by not in self._heirs and self.replicas[paused_by].state is State.KILLED:
-            self._heirs[paused_by] = replica.name
-            self.note(f"{replica.name} goes on with {self.trips([place.task_id])}, which {paused_by} had paused", "»")
+        paused_by = self._paused_by.get(pause_point)
+        if paused_by and paused_by not in self._resumed_by and self.replicas[paused_by].state is ReplicaState.KILLED:
+            self._resumed_by[paused_by] = replica.name
+            trips = self.describe_trips([pause_point.task_id])
+            self.add_log_line(f"{replica.name} goes on with {trips}, which {paused_by} had paused", "»")
 
-    def _pauses(self, replica: Replica, place: Pause) -> None:
-        self._paused_by[place] = replica.name
-        if place.generation > 1:  # the request was acked at the first pause
-            self._rests(replica, place.task_id, place.generation)
+    def _task_paused(self, replica: Replica, pause_point: PausePoint) -> None:
+        self._paused_by[pause_point] = replica.name
+        if pause_point.generation > 1:  # the request was acked at the first pause
+            self._pause_committed(replica, pause_point.task_id, pause_point.generation)
 
-    def _rests(self, replica: Replica, task_id: str, generation: int) -> None:
+    def _pause_committed(self, replica: Replica, task_id: str, generation: int) -> None:
         """A checkpoint is written and its request acked: from here on only the database knows the task."""
-        place = Pause(task_id, generation)
-        if self._paused_by.get(place) == replica.name and place not in self._run_by:
-            replica.paused[task_id] = place
+        pause_point = PausePoint(task_id, generation)
+        if self._paused_by.get(pause_point) == replica.name and pause_point not in self._segment_replicas:
+            replica.paused[task_id] = pause_point
 
     # ── what becomes of replicas ───────────────────────────────────────────────────────────────────
 
-    def process(self, name: str) -> Replica:
+    def get_process(self, name: str) -> Replica:
         """A replica, or the process of the peers."""
         return self.peers if name == self.peers.name else self.replicas[name]
 
-    def killed(self, name: str, why: str, remark: str) -> None:
-        """A replica was sent SIGKILL; `remark` stands beside its state."""
+    def replica_killed(self, name: str, reason: str, state_note: str) -> None:
+        """A replica was sent SIGKILL; `state_note` stands beside its state."""
         replica = self.replicas[name]
-        replica.state, replica.remark = State.KILLED, remark
-        self.note(f"SIGKILL to {name} (pid {replica.pid}) {why}", "✗")
+        replica.state, replica.state_note = ReplicaState.KILLED, state_note
+        self.add_log_line(f"SIGKILL to {name} (pid {replica.pid}) {reason}", "✗")
 
-    def ended(self, name: str) -> None:
+    def process_ended(self, name: str) -> None:
         """A process has ended; all it ever told was heard."""
-        replica = self.process(name)
-        if replica.state is not State.KILLED:
-            replica.state = State.ENDED
+        replica = self.get_process(name)
+        if replica.state is not ReplicaState.KILLED:
+            replica.state = ReplicaState.DRAINED
 
     @property
     def processes(self) -> list[Replica]:
@@ -188,33 +191,33 @@ class Story:
         return [*self.replicas.values(), self.peers]
 
     @property
-    def alive(self) -> list[Replica]:
+    def serving_replicas(self) -> list[Replica]:
         """Replicas that serve."""
-        return [replica for replica in self.replicas.values() if replica.state is State.SERVING]
+        return [replica for replica in self.replicas.values() if replica.state is ReplicaState.SERVING]
 
     # ── what it comes to ───────────────────────────────────────────────────────────────────────────
 
     @property
     def resumed_elsewhere(self) -> int:
         """Tasks that one replica paused and another one went on with."""
-        moved = {
-            place.task_id
-            for place, names in self._run_by.items()
-            if place in self._paused_by and any(name != self._paused_by[place] for name in names)
+        resumed = {
+            pause_point.task_id
+            for pause_point, names in self._segment_replicas.items()
+            if pause_point in self._paused_by and any(name != self._paused_by[pause_point] for name in names)
         }
-        return len(moved)
+        return len(resumed)
 
     @property
-    def taken_over(self) -> int:
+    def rescued(self) -> int:
         """Tasks taken from replicas that died while they ran them."""
-        return sum(replica.taken_over for replica in self.replicas.values())
+        return sum(replica.rescued for replica in self.replicas.values())
 
     @property
     def duplicated(self) -> int:
         """Tasks that came to more than one end."""
-        return sum(ends > 1 for ends in self._ends.values())
+        return sum(ends > 1 for ends in self._end_counts.values())
 
-    def trips(self, task_ids: Iterable[str]) -> str:
+    def describe_trips(self, task_ids: Iterable[str]) -> str:
         """Tasks as people call them."""
-        numbers = sorted(self._numbers.get(task_id, 0) for task_id in task_ids)
+        numbers = sorted(self._trip_numbers.get(task_id, 0) for task_id in task_ids)
         return f"trip{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

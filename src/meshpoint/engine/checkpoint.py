@@ -32,10 +32,10 @@ async def last(segment: Segment) -> Last | None:
         MemoryRefused: it is too large to be kept.
     """
     home, subtasks, memory = segment.home, segment.subtasks, segment.memory
-    if home is None or subtasks is None or memory is None or not (subtasks.unsaved or memory.changed):
+    if home is None or subtasks is None or memory is None or not (subtasks.has_unsaved or memory.changed):
         return None
-    so_far = subtasks.so_far()
-    mark = await memory.mark(so_far.seq, durable=True, over=so_far.progress.completed)
+    so_far = subtasks.next_checkpoint()
+    mark = await memory.prepare_ref(so_far.seq, durable=True, finished_subtasks=so_far.progress.completed)
     return Last.of(so_far, mark)
 
 
@@ -53,7 +53,7 @@ def plan(
     `last` is what an operation is to know of itself while it waits.
     """
     assert segment.context is not None
-    context, of_operation = segment.context, segment.subtasks is not None and segment.subtasks.opened
+    context, of_operation = segment.context, segment.subtasks is not None and segment.subtasks.is_operation
     children = _Children(segment.subtasks, earlier) if segment.subtasks is not None and of_operation else None
     calls = tuple(_planned(call, context, options, children) for call in paused.calls)
     return Pause(
@@ -81,7 +81,7 @@ class _Children:
     """
 
     def __init__(self, subtasks: Subtasks, earlier: Sequence[Child]) -> None:
-        self._retry, self._subtask = subtasks.retry_count, subtasks.paused_in
+        self._retry, self._subtask = subtasks.retry_count, subtasks.paused_subtask
         spent = {*subtasks.outdated, *subtasks.progress.completed}  # the latter do not ask again
         left = [each for each in earlier if each.retry < self._retry and each.subtask not in spent]
         self._left = sorted(left, key=lambda child: -child.retry)  # what was asked last counts

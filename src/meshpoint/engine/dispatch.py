@@ -17,7 +17,7 @@ from meshpoint.engine.backoff import Addresses
 from meshpoint.engine.nested import NestedRoutes
 from meshpoint.engine.runtime import Site
 from meshpoint.engine.unacked import Held
-from meshpoint.errors import NO_DEFECT, BrokerUnavailable, Unavailable
+from meshpoint.errors import NON_DEFECT_ERRORS, BrokerUnavailable, Unavailable
 from meshpoint.model.checkpoint import (
     CancelNotice,
     Claim,
@@ -454,7 +454,7 @@ class Outgoing:
         """Publish letters. A letter that cannot be encoded does not affect the others."""
         try:
             return await self._routes.publish(letters, self._site.broker.publish)
-        except NO_DEFECT:
+        except NON_DEFECT_ERRORS:
             raise
         except Exception:
             if len(letters) > 1:

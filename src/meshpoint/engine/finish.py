@@ -67,9 +67,9 @@ async def end(segment: Segment, home: Home, reply: Reply, site: Site, failed: Fa
 
 async def _end(segment: Segment, reply: Reply, failed: Failed | None, site: Site) -> End:
     reason = None if failed is None else masked(failed.message, site.options.secret_keys)
-    if reason is not None and segment.subtasks is not None and segment.subtasks.opened:
+    if reason is not None and segment.subtasks is not None and segment.subtasks.is_operation:
         assert segment.memory is not None
-        last = segment.subtasks.last(reason, segment.failure)
-        segment.last = Last.of(last, await segment.memory.last(last.seq, last.progress.completed))
+        last = segment.subtasks.final_checkpoint(reason, segment.failure)
+        segment.last = Last.of(last, await segment.memory.final_ref(last.seq, last.progress.completed))
     left = segment.last.checkpoint if segment.last is not None else None
     return End(segment.run, reply.state, reply.body, segment.dead_reason, reason, left)

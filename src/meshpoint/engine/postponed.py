@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Protocol, TypeAlias
 
 from meshpoint.engine.runtime import Spawn
-from meshpoint.errors import NO_DEFECT
+from meshpoint.errors import NON_DEFECT_ERRORS
 from meshpoint.model.ids import RunId
 from meshpoint.ports.backend import Home
 from meshpoint.ports.broker import Delivery
@@ -107,7 +107,7 @@ class PostponedLetters:
                 await self.keep(received, home, shared=shared)
             if not isinstance(error, Exception):
                 raise
-            defect = not isinstance(error, NO_DEFECT)
+            defect = not isinstance(error, NON_DEFECT_ERRORS)
             log.warning("%d letters will be retried later: %s", len(letters), error, exc_info=defect)
         finally:
             self._trying = 0

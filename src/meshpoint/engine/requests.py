@@ -19,7 +19,7 @@ from meshpoint.engine.runtime import Site, Spawn
 from meshpoint.engine.segment import Segment
 from meshpoint.engine.segments import Segments
 from meshpoint.engine.senders import Relation, foreign_address, relation, sender_of
-from meshpoint.errors import NO_DEFECT, PoisonMessage
+from meshpoint.errors import NON_DEFECT_ERRORS, PoisonMessage
 from meshpoint.model.checkpoint import Begun, CancelFound, Fenced, Known, Reply, Run, TaskState
 from meshpoint.model.envelopes import pack
 from meshpoint.model.events import Step
@@ -72,7 +72,7 @@ class Requests:
         left = list(deliveries)
         try:
             await self._take_in(left)
-        except NO_DEFECT:
+        except NON_DEFECT_ERRORS:
             for delivery in left:
                 await delivery.requeue()
             raise

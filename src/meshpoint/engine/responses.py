@@ -19,7 +19,7 @@ from meshpoint.engine.runtime import Site, Spawn
 from meshpoint.engine.segments import Segments
 from meshpoint.engine.senders import canceller_of, impostor
 from meshpoint.engine.throttle import Throttle
-from meshpoint.errors import NO_DEFECT, PoisonMessage
+from meshpoint.errors import NON_DEFECT_ERRORS, PoisonMessage
 from meshpoint.model.checkpoint import (
     CancelBeforeRequest,
     CancelledNow,
@@ -104,7 +104,7 @@ class Letters:
         received, attempt = [(delivery, RunId(new_id())) for delivery in deliveries], Attempt(home, shared)
         try:
             await self._try(received, attempt)
-        except NO_DEFECT:
+        except NON_DEFECT_ERRORS:
             for each in [each for each in received if each[1] not in attempt.elsewhere]:
                 await self._postponed.keep(each, home, shared=shared)
             raise
@@ -129,7 +129,7 @@ class Letters:
         """Handle letters. Returns the internal error this raised, or `None`."""
         try:
             await self._sort(received, attempt)
-        except NO_DEFECT:
+        except NON_DEFECT_ERRORS:
             raise
         except Exception as error:
             return error

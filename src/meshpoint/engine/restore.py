@@ -13,9 +13,9 @@ from meshpoint.model.events import Step
 from meshpoint.model.memory import Owner, agent_id
 from meshpoint.model.outcomes import Outcomes
 from meshpoint.model.subtasks import AgentCheckpoint
-from meshpoint.subtasks.migrating import migrated
-from meshpoint.subtasks.runner import Attempt, Subtasks
-from meshpoint.working_memory.task_memory import Mark, Memories, TaskMemory
+from meshpoint.subtasks.migrating import migrate_checkpoint
+from meshpoint.subtasks.runner import OperationAttempt, Subtasks
+from meshpoint.working_memory.task_memory import MemoryRef, MemoryServices, TaskMemory
 
 
 def restore(task: Resumable, report: Report) -> tuple[TaskExecutionContext, Outcomes]:
@@ -61,13 +61,13 @@ def restored_subtasks(
         IncompatibleState: the checkpoint is of another version of the agent, and no migration leads here.
     """
     assert segment.context is not None
-    attempt = Attempt(
+    attempt = OperationAttempt(
         run=segment.run,
         retry_count=task.retry_count if task is not None else 0,
         seq=(task.checkpoint or 0) if task is not None else 0,
         parameters=parameters,
     )
-    restored = None if last is None else migrated(last, site.plan.version, site.plan.migrations)
+    restored = None if last is None else migrate_checkpoint(last, site.plan.version, site.plan.migrations)
     opened = task is not None and task.checkpoint is not None
     return Subtasks(
         segment.context,
@@ -77,7 +77,7 @@ def restored_subtasks(
         ledger,
         site.steps,
         site.clock.now,
-        opened=opened,
+        is_operation=opened,
         secret_keys=site.options.secret_keys,
     )
 
@@ -94,7 +94,7 @@ def restored_memory(segment: Segment, last: AgentCheckpoint | None, subtasks: Su
         run, store = segment.run, segment.home.store
         return await site.patience.until_answered(lambda: store.l1_snapshot(run.task_id, run.agent))
 
-    def memories() -> Memories:
+    def memories() -> MemoryServices:
         return site.memories[segment.home is not None and segment.home.durable]
 
     async def ours() -> bool:
@@ -104,11 +104,11 @@ def restored_memory(segment: Segment, last: AgentCheckpoint | None, subtasks: Su
 
     return TaskMemory(
         memories,
-        Mark.of(last),
+        MemoryRef.from_checkpoint(last),
         owner=owner,
-        place=lambda: subtasks.place,
-        open_=subtasks.open,
-        from_sql=from_sql,
-        ours=ours,
-        lost=lambda: segment.stop_here(Stop.LOST),
+        position=lambda: subtasks.position,
+        ensure_operation=subtasks.ensure_operation,
+        fetch_sql=from_sql,
+        is_owner=ours,
+        on_lost=lambda: segment.stop_here(Stop.LOST),
     )

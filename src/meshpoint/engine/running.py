@@ -209,7 +209,7 @@ def _forgotten(error: BaseException | None) -> Forgotten | None:
 
 def _keep_details(error: BaseException, segment: Segment, secret_keys: Sequence[str]) -> None:
     """Note how an operation's code ended, for its last checkpoint. As text: a traceback holds on to all it ran in."""
-    if segment.subtasks is not None and segment.subtasks.opened:
+    if segment.subtasks is not None and segment.subtasks.is_operation:
         segment.failure = {
             "type": type(error).__name__,
             "message": masked(text_of(error), secret_keys),

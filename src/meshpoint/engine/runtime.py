@@ -18,7 +18,7 @@ from meshpoint.ports.broker import Broker
 from meshpoint.ports.clock import Clock
 from meshpoint.ports.observer import Steps
 from meshpoint.subtasks.checkpointer import AgentCheckpointer
-from meshpoint.working_memory.task_memory import Memories
+from meshpoint.working_memory.task_memory import MemoryServices
 
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 """Runs a step beside the others, in the worker's task group."""
@@ -44,7 +44,7 @@ class Site:
     steps: Steps
     plan: Plan
     checkpointers: Mapping[bool, AgentCheckpointer]  # by whether a home is durable
-    memories: Mapping[bool, Memories]  # as the checkpointers
+    memories: Mapping[bool, MemoryServices]  # as the checkpointers
 
     @property
     def agent(self) -> AgentName:

@@ -22,8 +22,8 @@ from meshpoint.model.messages import Message
 from meshpoint.model.subtasks import AgentCheckpoint
 from meshpoint.ports.backend import Home
 from meshpoint.ports.broker import Delivery
-from meshpoint.subtasks.runner import Over, Subtasks
-from meshpoint.working_memory.task_memory import Mark, TaskMemory
+from meshpoint.subtasks.runner import ClosedSubtasks, Subtasks
+from meshpoint.working_memory.task_memory import MemoryRef, TaskMemory
 
 log = logging.getLogger("meshpoint.run")
 
@@ -44,12 +44,12 @@ class Last:
     """The checkpoint that a segment leaves of an operation that waits, or did not complete, and its memory there."""
 
     checkpoint: AgentCheckpoint
-    mark: Mark
+    mark: MemoryRef
 
     @classmethod
-    def of(cls, checkpoint: AgentCheckpoint, mark: Mark) -> Last:
+    def of(cls, checkpoint: AgentCheckpoint, mark: MemoryRef) -> Last:
         """`checkpoint` with the memory `mark`."""
-        return cls(mark.on(checkpoint), mark)
+        return cls(mark.apply_to(checkpoint), mark)
 
 
 @dataclass(eq=False, slots=True)
@@ -143,7 +143,7 @@ class Segment:
     def close(self) -> None:
         """Forget what holds on to the segment in a circle: garbage would wait for the collector."""
         if self.context is not None:
-            over = None if self.subtasks is None else Over(self.subtasks.progress)
+            over = None if self.subtasks is None else ClosedSubtasks(self.subtasks.progress)
             TaskExecutionContext.run_subtasks_with(self.context, over)  # not what code has set under this name
             TaskExecutionContext.remember_with(self.context, None)
         self.subtasks = self.memory = None

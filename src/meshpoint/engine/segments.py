@@ -390,7 +390,7 @@ class Segments:
     async def _close(self, segment: Segment) -> None:
         try:
             if segment.memory is not None:
-                await segment.memory.left()
+                await segment.memory.close()
         except Exception:
             log.exception("task %s: its working memory could not be left", segment.run.task_id)
         finally:
@@ -415,7 +415,7 @@ class Segments:
         try:
             result = await self._in_slot(code)
             if segment.subtasks is not None:
-                await segment.subtasks.stop_left()
+                await segment.subtasks.cancel_running()
             segment.settling = True
             return await self._settle(segment, await self._unless_begun_elsewhere(segment, result))
         except asyncio.CancelledError:
@@ -610,10 +610,10 @@ class Segments:
             await self._hold_requests(segment)  # that came again meanwhile
         await self.ack(segment)
         if reply.state is TaskState.COMPLETED:
-            if segment.subtasks is not None and segment.subtasks.opened:
+            if segment.subtasks is not None and segment.subtasks.is_operation:
                 await self._site.checkpointer(home).forget(reply.task_id, reply.agent)
             if segment.memory is not None:
-                await segment.memory.completed()
+                await segment.memory.on_completed()
         elif segment.last is not None:
             await self._copy(segment, home, segment.last)
 
@@ -622,9 +622,9 @@ class Segments:
         if segment.memory is None:
             return
         if last is not None:
-            await self._site.checkpointer(home).copy(last.checkpoint)
-            await segment.memory.stored(last.mark)
-        await segment.memory.paused()
+            await self._site.checkpointer(home).write_to_cache(last.checkpoint)
+            await segment.memory.on_stored(last.mark)
+        await segment.memory.on_paused()
 
     async def _lost(self, segment: Segment) -> None:
         """Settle a request whose run owns no row: another run answers it, unless its row is for another request."""

@@ -42,12 +42,12 @@ class SegmentLedger:
         assert segment.memory is not None
         # What saves its progress does not run again from its start.
         over = {*checkpoint.progress.completed, subtask}
-        mark = await segment.memory.mark(checkpoint.seq, durable=False, over=over)
+        mark = await segment.memory.prepare_ref(checkpoint.seq, durable=False, finished_subtasks=over)
         with self._site.steps.step(Step.SAVE, [segment.run.task_id], subtask=subtask, seq=checkpoint.seq):
-            wish = Save(segment.run, mark.on(checkpoint), progressed=progressed)
+            wish = Save(segment.run, mark.apply_to(checkpoint), progressed=progressed)
             result = await self._site.patience.until_answered(lambda: checkpointer.save(wish))
         self._stop_unless_ours(result)
-        await segment.memory.stored(mark)
+        await segment.memory.on_stored(mark)
 
     def _stop_unless_ours(self, result: BeginResult | SaveResult) -> None:
         segment = self._segment

@@ -12,7 +12,7 @@ from meshpoint.engine.dispatch import Outgoing
 from meshpoint.engine.grace import Grace
 from meshpoint.engine.runtime import Site, Spawn
 from meshpoint.engine.segments import Segments
-from meshpoint.errors import NO_DEFECT, Unavailable
+from meshpoint.errors import NON_DEFECT_ERRORS, Unavailable
 from meshpoint.model.checkpoint import Arrival, Due, Resumable, Send, StillWaiting
 from meshpoint.model.envelopes import status_letter
 from meshpoint.model.events import Step
@@ -92,7 +92,7 @@ class Sweeper:
         ):
             try:
                 more |= await step(home, count)
-            except NO_DEFECT:
+            except NON_DEFECT_ERRORS:
                 raise
             except Exception:
                 log.exception("agent %s: a step of the sweeper failed", self._site.agent)
@@ -102,7 +102,7 @@ class Sweeper:
         """Count what is due; `None` after a defect, so that each step looks for itself."""
         try:
             due = await home.store.due(self._site.replica, self._site.options.sweep_batch)
-        except NO_DEFECT:
+        except NON_DEFECT_ERRORS:
             raise
         except Exception:
             log.exception("agent %s: due work could not be counted", self._site.agent)
@@ -133,7 +133,7 @@ class Sweeper:
     async def _send_all(self, home: Home, sends: Sequence[Send]) -> None:
         try:
             await self._segments.send(home, sends, again=True)
-        except NO_DEFECT as error:
+        except NON_DEFECT_ERRORS as error:
             self._note(error)
         except Exception:
             log.exception("agent %s: what was due is sent again later", self._site.agent)

@@ -54,7 +54,7 @@ from meshpoint.ports.observer import Observer, Steps
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.ports.working_memory import SnapshotStore, WorkingMemory
 from meshpoint.subtasks.checkpointer import AgentCheckpointer
-from meshpoint.working_memory.task_memory import Memories
+from meshpoint.working_memory.task_memory import MemoryServices
 
 log = logging.getLogger("meshpoint.engine")
 
@@ -484,10 +484,10 @@ def _checkpointers(
         steps.note(Step.CHECKPOINT_COPY, task_id, what=what, why=why)
 
     kept = {False: AgentCheckpointer(memory)}
-    return kept if durable is None else {**kept, True: AgentCheckpointer(durable, cache, tell=tell)}
+    return kept if durable is None else {**kept, True: AgentCheckpointer(durable, cache, report_problem=tell)}
 
 
-def _memories(l1: WorkingMemory, snapshots: SnapshotStore | None, options: Options, steps: Steps) -> Memories:
+def _memories(l1: WorkingMemory, snapshots: SnapshotStore | None, options: Options, steps: Steps) -> MemoryServices:
     def tell(memory: str, what: str, why: str) -> None:
         steps.note(Step.MEMORY_TROUBLE, task_of(memory), what=what, why=why)
 
@@ -495,8 +495,13 @@ def _memories(l1: WorkingMemory, snapshots: SnapshotStore | None, options: Optio
         behind: dict[str, JsonValue] = {"behind": True, "why": "; ".join(how.problems)} if how.behind else {}
         steps.note(Step.MEMORY_RECOVERED, task_of(memory), source=how.source.value, keys=how.keys, **behind)
 
-    return Memories(
-        l1, snapshots, max_bytes=options.memory_max_bytes, keep=options.memory_keep, tell=tell, found=found
+    return MemoryServices(
+        l1,
+        snapshots,
+        max_bytes=options.memory_max_bytes,
+        keep_completed=options.memory_keep,
+        report_problem=tell,
+        on_recovered=found,
     )
 
 

@@ -7,22 +7,22 @@ import json
 
 from pydantic import JsonValue
 
-_EXACT = 2**53
+_MAX_EXACT_INT = 2**53
 """Below it every whole number is a float, and some tools write 2.0 as 2."""
 
 
-def digest_of(value: JsonValue) -> str:
+def json_digest(value: JsonValue) -> str:
     """`sha256:` and the digest of `value`; the order of keys, white space and 2.0 for 2 make no difference."""
-    text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(_normalize(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return f"sha256:{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()}"
 
 
-def _plain(value: JsonValue) -> JsonValue:
+def _normalize(value: JsonValue) -> JsonValue:
     match value:
-        case float() if value.is_integer() and abs(value) < _EXACT:
+        case float() if value.is_integer() and abs(value) < _MAX_EXACT_INT:
             return int(value)
         case dict():
-            return {key: _plain(each) for key, each in value.items()}
+            return {key: _normalize(each) for key, each in value.items()}
         case list():
-            return [_plain(each) for each in value]
+            return [_normalize(each) for each in value]
     return value

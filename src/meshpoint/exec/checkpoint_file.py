@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from meshpoint.errors import ConfigurationError
-from meshpoint.exec.canonical import digest_of
+from meshpoint.exec.canonical import json_digest
 from meshpoint.input_files import read_bounded
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.secrets import without_secrets
@@ -27,16 +27,16 @@ from meshpoint.model.typed import cause_of, first_problem
 
 FORMAT = "meshpoint-checkpoint/1"
 _FORMAT = re.compile(r"meshpoint-checkpoint/([1-9][0-9]*)")
-_KEY = "--resume-from"
-_LARGEST = 256 * 1024 * 1024  # bytes
-_EXPORT_AGAIN = "export it again"
+_OPTION = "--resume-from"
+_MAX_BYTES = 256 * 1024 * 1024  # bytes
+_EXPORT_AGAIN_FIX = "export it again"
 
 
-class _Exported(BaseModel):
+class _ExportModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class ExportedSubtask(_Exported):
+class ExportedSubtask(_ExportModel):
     """One subtask. `output` and `context` (what it changed on the task's context) are there only with outputs."""
 
     name: str
@@ -53,7 +53,7 @@ class ExportedSubtask(_Exported):
         return "output" in self.model_fields_set
 
 
-class Document(_Exported):
+class CheckpointDocument(_ExportModel):
     """An exported checkpoint. `removed` are the places in it where a secret was, as JSON pointers."""
 
     format: Literal["meshpoint-checkpoint/1"]
@@ -69,19 +69,19 @@ class Document(_Exported):
     removed: list[str]
     digest: str
 
-    def stripped(self, index: int) -> bool:
+    def has_removed_secrets(self, index: int) -> bool:
         """Whether something was removed from the subtask at this place."""
         return any(place.startswith(f"/subtasks/{index}/") for place in self.removed)
 
 
-def exported(
+def build_document(
     checkpoint: AgentCheckpoint,
     *,
     include_outputs: bool = False,
     secret_keys: Sequence[str] = (),
     session: str | None = None,
     input_digest: str | None = None,
-) -> Document:
+) -> CheckpointDocument:
     """`checkpoint` to be written to a file.
 
     Without outputs it says what was done, and a resume finds the results in the store or runs the subtasks again.
@@ -101,9 +101,9 @@ def exported(
             mode="json", include={"name", "status", "function", "inputs", "seconds"}
         )
         if include_outputs and record.result is not None:
-            results, places = _results(record, secret_keys)
+            results, paths = _results_without_secrets(record, secret_keys)
             subtask |= results
-            removed += [f"/subtasks/{index}{place}" for place in places]
+            removed += [f"/subtasks/{index}{place}" for place in paths]
         subtasks.append(subtask)
     rest: dict[str, Any] = {
         "format": FORMAT,
@@ -118,82 +118,84 @@ def exported(
         "outputs": include_outputs,
         "removed": removed,
     }
-    return Document.model_validate({**rest, "digest": digest_of(rest)})
+    return CheckpointDocument.model_validate({**rest, "digest": json_digest(rest)})
 
 
-def _results(record: SubtaskRecord, secret_keys: Sequence[str]) -> tuple[dict[str, JsonValue], list[str]]:
+def _results_without_secrets(
+    record: SubtaskRecord, secret_keys: Sequence[str]
+) -> tuple[dict[str, JsonValue], list[str]]:
     """The output and the context of a completed subtask without their secrets, and where those were."""
     assert record.result is not None
-    output, in_output = without_secrets(json.loads(record.result), record.secrets, secret_keys)
-    results, places = {"output": output}, [f"/output{place}" for place in in_output]
+    output, output_paths = without_secrets(json.loads(record.result), record.secrets, secret_keys)
+    results, removed = {"output": output}, [f"/output{place}" for place in output_paths]
     if record.context is not None:
-        results["context"], in_context = without_secrets(json.loads(record.context), (), secret_keys)
-        places += [f"/context{place}" for place in in_context]
-    return results, places
+        results["context"], context_paths = without_secrets(json.loads(record.context), (), secret_keys)
+        removed += [f"/context{place}" for place in context_paths]
+    return results, removed
 
 
-def plain(document: Document) -> dict[str, JsonValue]:
+def document_json(document: CheckpointDocument) -> dict[str, JsonValue]:
     """`document` as JSON."""
-    told: dict[str, JsonValue] = document.model_dump(mode="json", exclude_unset=True)
-    return told | {"created_at": document.created_at.isoformat()}
+    data: dict[str, JsonValue] = document.model_dump(mode="json", exclude_unset=True)
+    return data | {"created_at": document.created_at.isoformat()}
 
 
-def written(document: Document) -> str:
+def document_text(document: CheckpointDocument) -> str:
     """`document` as the text of a file."""
-    return json.dumps(plain(document), ensure_ascii=False, indent=2)
+    return json.dumps(document_json(document), ensure_ascii=False, indent=2)
 
 
-def read(path: Path, agent: AgentName) -> Document:
+def read_document(path: Path, agent: AgentName) -> CheckpointDocument:
     """The checkpoint of `agent` in a file.
 
     Raises:
         ConfigurationError: it cannot be used; says why.
     """
-    document = _checked(_loaded(path), path)
+    document = _validate(_load_json(path), path)
     if document.agent != agent:
-        raise _refused(path, f"is a checkpoint of agent {document.agent!r}", f"name one of {agent!r}")
+        raise _invalid_file(path, f"is a checkpoint of agent {document.agent!r}", f"name one of {agent!r}")
     return document
 
 
-def _loaded(path: Path) -> dict[str, JsonValue]:
+def _load_json(path: Path) -> dict[str, JsonValue]:
     try:
-        loaded = json.loads(read_bounded(path, _LARGEST))
+        loaded = json.loads(read_bounded(path, _MAX_BYTES))
     except OSError as error:
-        raise _refused(
+        raise _invalid_file(
             path,
             f"cannot be read: {error.strerror}",
             "name a file that `--export` has written",
         ) from error
     except (ValueError, RecursionError) as error:
-        raise _refused(path, f"is not JSON, or cut off: {error}", _EXPORT_AGAIN) from error
+        raise _invalid_file(path, f"is not JSON, or cut off: {error}", _EXPORT_AGAIN_FIX) from error
     if not isinstance(loaded, dict):
-        raise _refused(path, "is no checkpoint", "name a file that `--export` has written")
+        raise _invalid_file(path, "is no checkpoint", "name a file that `--export` has written")
     return loaded
 
 
-def _checked(loaded: dict[str, JsonValue], path: Path) -> Document:
-    written_as = _FORMAT.fullmatch(str(loaded.get("format")))
-    if written_as is None:
-        raise _refused(path, "is no checkpoint", "name a file that `--export` has written")
-    if int(written_as[1]) > 1:
+def _validate(loaded: dict[str, JsonValue], path: Path) -> CheckpointDocument:
+    format_match = _FORMAT.fullmatch(str(loaded.get("format")))
+    if format_match is None:
+        raise _invalid_file(path, "is no checkpoint", "name a file that `--export` has written")
+    if int(format_match[1]) > 1:
         problem = f"has format {loaded['format']}: it was written by a later release"
-        raise _refused(path, problem, "use that release, or export it with this one")
+        raise _invalid_file(path, problem, "use that release, or export it with this one")
     rest = {key: value for key, value in loaded.items() if key != "digest"}
-    digest = _digest(rest)
+    digest = _digest_or_none(rest)
     if digest is None or loaded.get("digest") != digest:
-        raise _refused(path, "was edited: its digest does not match", _EXPORT_AGAIN)
+        raise _invalid_file(path, "was edited: its digest does not match", _EXPORT_AGAIN_FIX)
     try:
-        return Document.model_validate_json(json.dumps(loaded))
+        return CheckpointDocument.model_validate_json(json.dumps(loaded))
     except ValidationError as error:
-        raise _refused(path, f"is no checkpoint: {first_problem(error)}", _EXPORT_AGAIN) from cause_of(error)
+        raise _invalid_file(path, f"is no checkpoint: {first_problem(error)}", _EXPORT_AGAIN_FIX) from cause_of(error)
 
 
-def _digest(rest: dict[str, JsonValue]) -> str | None:
+def _digest_or_none(rest: dict[str, JsonValue]) -> str | None:
     try:
-        return digest_of(rest)
+        return json_digest(rest)
     except (ValueError, RecursionError):  # numbers that JSON does not have, or nesting that nobody exports
         return None
 
 
-def _refused(path: Path, problem: str, fix: str) -> ConfigurationError:
-    return ConfigurationError(_KEY, f"{path} {problem}", fix)
+def _invalid_file(path: Path, problem: str, fix: str) -> ConfigurationError:
+    return ConfigurationError(_OPTION, f"{path} {problem}", fix)

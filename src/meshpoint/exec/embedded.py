@@ -16,14 +16,14 @@ from meshpoint.model.subtasks import Operation
 from meshpoint.ports.agent import DurableAgent, Plan, plan_of
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.settings import AgentSettings, MeshSettings
-from meshpoint.wiring import open_store
+from meshpoint.wiring import make_store
 
-_LONGEST = timedelta(days=3650)
+_MAX_TTL = timedelta(days=3650)
 """That a setting can have."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exec:
+class ExecConfig:
     """What is run: `agent`, with `others` for the calls it makes.
 
     `file` is the embedded store, in a folder that is there. `ttl` is how long a checkpoint is kept.
@@ -31,22 +31,22 @@ class Exec:
 
     agent: DurableAgent[Any, Any]
     others: Sequence[DurableAgent[Any, Any]] = ()
-    file: Path
+    store_file: Path
     ttl: timedelta
     secret_keys: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        names = [each.name for each in self.served]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ConfigurationError("--with", f"two agents are called {twice!r}", "name each agent once")
+        names = [each.name for each in self.agents]
+        if duplicate := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigurationError("--with", f"two agents are called {duplicate!r}", "name each agent once")
 
     @property
-    def served(self) -> list[DurableAgent[Any, Any]]:
+    def agents(self) -> list[DurableAgent[Any, Any]]:
         """All the agents."""
         return [self.agent, *self.others]
 
     @property
-    def name(self) -> AgentName:
+    def agent_name(self) -> AgentName:
         """That of the agent."""
         return AgentName(self.agent.name)
 
@@ -56,22 +56,22 @@ class Exec:
         return plan_of(self.agent)
 
     @property
-    def kept_seconds(self) -> float:
+    def retention_seconds(self) -> float:
         """How long the store keeps checkpoints; those of `NEVER` are exempt from deletion anyway."""
-        return min(self.ttl, _LONGEST).total_seconds()
+        return min(self.ttl, _MAX_TTL).total_seconds()
 
     @property
-    def url(self) -> str:
+    def store_url(self) -> str:
         """The embedded store, as broker and as database."""
-        return f"sqlite:///{self.file}"
+        return f"sqlite:///{self.store_file}"
 
-    def mesh(self, namespace: str) -> MeshSettings:
+    def mesh_settings(self, namespace: str) -> MeshSettings:
         """The settings of a session's mesh."""
-        return MeshSettings(namespace=namespace, broker_url=self.url)
+        return MeshSettings(namespace=namespace, broker_url=self.store_url)
 
 
 @asynccontextmanager
-async def embedded_store(run: Exec, namespace: str) -> AsyncIterator[CheckpointStore]:
+async def embedded_store(config: ExecConfig, namespace: str) -> AsyncIterator[CheckpointStore]:
     """The tasks of one session.
 
     Raises:
@@ -79,14 +79,14 @@ async def embedded_store(run: Exec, namespace: str) -> AsyncIterator[CheckpointS
         StoreUnavailable: others write to it for too long.
     """
     settings = AgentSettings(
-        name=run.name,
+        name=config.agent_name,
         entrypoint="meshpoint.exec:agent",  # it is here already, and is not looked for
         session_service="sql",
-        session_db_url=run.url,
-        checkpoint_ttl_seconds=run.kept_seconds,
-        tombstone_ttl_seconds=run.kept_seconds,
+        session_db_url=config.store_url,
+        checkpoint_ttl_seconds=config.retention_seconds,
+        tombstone_ttl_seconds=config.retention_seconds,
     )
-    store = open_store(settings, namespace)
+    store = make_store(settings, namespace)
     try:
         await store.open()
         yield store
@@ -94,7 +94,7 @@ async def embedded_store(run: Exec, namespace: str) -> AsyncIterator[CheckpointS
         await store.close()
 
 
-async def begin(
+async def begin_operation(
     store: CheckpointStore,
     task_id: TaskId,
     agent: AgentName,
@@ -104,6 +104,6 @@ async def begin(
 ) -> Run | None:
     """Write a new task, which this process has for a moment; None: there is one with this id."""
     replica = Replica(ReplicaId(new_id()), agent, frozenset(), lease=timedelta(seconds=10))
-    wish = Begin(Run(task_id, agent, RunId(new_id())), replica, requester, request, operation)
-    (result,) = await store.begin([wish])
+    command = Begin(Run(task_id, agent, RunId(new_id())), replica, requester, request, operation)
+    (result,) = await store.begin([command])
     return result.run if isinstance(result, Begun) else None

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 
-from meshpoint.exec.checkpoint_file import Document, ExportedSubtask
-from meshpoint.exec.embedded import Exec, begin, embedded_store
-from meshpoint.exec.session import Wanted
-from meshpoint.exec.sessions import HeldSession, Sessions
+from meshpoint.exec.checkpoint_file import CheckpointDocument, ExportedSubtask
+from meshpoint.exec.embedded import ExecConfig, begin_operation, embedded_store
+from meshpoint.exec.session import SessionSpec
+from meshpoint.exec.sessions import LockedSession, SessionStore
 from meshpoint.model.checkpoint import End, Save, TaskState
 from meshpoint.model.envelopes import reply_bytes
 from meshpoint.model.ids import TaskId
@@ -21,53 +21,65 @@ from meshpoint.model.subtasks import AgentCheckpoint, Operation, Saved, SubtaskR
 from meshpoint.ports.agent import Plan
 from meshpoint.ports.task_store import CheckpointStore
 from meshpoint.subtasks.deliverable import json_text
-from meshpoint.subtasks.migrating import migrated
-from meshpoint.working_memory.recovery import NOWHERE
+from meshpoint.subtasks.migrating import migrate_checkpoint
+from meshpoint.working_memory.recovery import UNRECOVERABLE
 
 NOT_IN_FILE = "its output is not in the file"
-WITHOUT_SECRETS = "its output was exported without its secrets"
-_IMPORTED = Failed(FailureKind.ERROR, "imported from a file, to be resumed")
+SECRETS_REMOVED = "its output was exported without its secrets"
+_IMPORTED_FAILURE = Failed(FailureKind.ERROR, "imported from a file, to be resumed")
 
 
 @dataclass(slots=True)
-class Recovered:
+class RecoveredRecords:
     """What a file's checkpoint gives. `again`: by subtask, why it runs again although it was completed."""
 
     records: list[SubtaskRecord] = field(default_factory=list)
-    again: dict[str, str] = field(default_factory=dict)
+    rerun_reasons: dict[str, str] = field(default_factory=dict)
 
 
-def recovered(document: Document, kept: AgentCheckpoint | None) -> Recovered:
+def recover_records(document: CheckpointDocument, stored: AgentCheckpoint | None) -> RecoveredRecords:
     """The records of `document`, with results from it, or from what the store has `kept` of the same operation.
 
     What was begun after a subtask without a result runs again too.
     """
-    known = {record.name: record for record in kept.subtasks} if kept is not None else {}
-    found, lost = Recovered(), ""
+    stored_records = {record.name: record for record in stored.subtasks} if stored is not None else {}
+    result, first_missing = RecoveredRecords(), ""
     for index, subtask in enumerate(document.subtasks):
         completed = subtask.status is SubtaskStatus.COMPLETED
-        record = _record(subtask, known, stripped=document.stripped(index)) if completed else _begun(subtask)
-        if record is not None and not lost:
-            found.records.append(record)
+        record = (
+            _completed_record(subtask, stored_records, secrets_removed=document.has_removed_secrets(index))
+            if completed
+            else _to_record(subtask)
+        )
+        if record is not None and not first_missing:
+            result.records.append(record)
         elif completed:
-            why = WITHOUT_SECRETS if document.stripped(index) else NOT_IN_FILE
-            found.again[subtask.name] = f"after {lost!r}, which runs again" if lost else why
-            lost = lost or subtask.name
-    return found
+            reason = SECRETS_REMOVED if document.has_removed_secrets(index) else NOT_IN_FILE
+            result.rerun_reasons[subtask.name] = (
+                f"after {first_missing!r}, which runs again" if first_missing else reason
+            )
+            first_missing = first_missing or subtask.name
+    return result
 
 
-def _record(subtask: ExportedSubtask, known: Mapping[str, SubtaskRecord], *, stripped: bool) -> SubtaskRecord | None:
+def _completed_record(
+    subtask: ExportedSubtask, stored_records: Mapping[str, SubtaskRecord], *, secrets_removed: bool
+) -> SubtaskRecord | None:
     """The record of a completed subtask; None: its result is nowhere."""
-    if subtask.has_output and not stripped:
+    if subtask.has_output and not secrets_removed:
         context = None if subtask.context is None else json.dumps(subtask.context)
-        return _begun(subtask).model_copy(update={"result": json_text(subtask.output), "context": context})
-    kept = known.get(subtask.name)
-    if kept is None or not kept.completed or (kept.function, kept.inputs) != (subtask.function, subtask.inputs):
+        return _to_record(subtask).model_copy(update={"result": json_text(subtask.output), "context": context})
+    stored = stored_records.get(subtask.name)
+    if (
+        stored is None
+        or not stored.completed
+        or (stored.function, stored.inputs) != (subtask.function, subtask.inputs)
+    ):
         return None
-    return kept.model_copy(update={"retry": 0, "generation": 0})
+    return stored.model_copy(update={"retry": 0, "generation": 0})
 
 
-def _begun(subtask: ExportedSubtask) -> SubtaskRecord:
+def _to_record(subtask: ExportedSubtask) -> SubtaskRecord:
     return SubtaskRecord(
         name=subtask.name,
         status=subtask.status,
@@ -77,7 +89,9 @@ def _begun(subtask: ExportedSubtask) -> SubtaskRecord:
     )
 
 
-def checkpoint_of(document: Document, records: list[SubtaskRecord], operation_id: TaskId) -> AgentCheckpoint:
+def build_checkpoint(
+    document: CheckpointDocument, records: list[SubtaskRecord], operation_id: TaskId
+) -> AgentCheckpoint:
     """The checkpoint of the new operation that goes on from `document`."""
     return AgentCheckpoint(
         operation_id=operation_id,
@@ -86,48 +100,58 @@ def checkpoint_of(document: Document, records: list[SubtaskRecord], operation_id
         planned=tuple(subtask.name for subtask in document.subtasks),
         subtasks=tuple(records),
         agent_version=document.agent_version,
-        l1_snapshot_hash=NOWHERE,  # what they may have put into a working memory is not in the file
+        l1_snapshot_hash=UNRECOVERABLE,  # what they may have put into a working memory is not in the file
     )
 
 
-async def imported(run: Exec, sessions: Sessions, wanted: Wanted, document: Document) -> HeldSession:
+async def import_checkpoint(
+    config: ExecConfig, sessions: SessionStore, spec: SessionSpec, document: CheckpointDocument
+) -> LockedSession:
     """A new session whose operation has failed after the checkpoint in `document`, as if it had run here.
 
     Raises:
         IncompatibleState: no migration leads from it to this version of the agent.
         Unavailable: the embedded store does not answer.
     """
-    found = recovered(document, await _kept(run, sessions, document))
-    migrated(checkpoint_of(document, found.records, document.operation_id), run.plan.version, run.plan.migrations)
-    held = sessions.new(wanted)
+    recovery = recover_records(document, await _stored_checkpoint(config, sessions, document))
+    migrate_checkpoint(
+        build_checkpoint(document, recovery.records, document.operation_id),
+        config.plan.version,
+        config.plan.migrations,
+    )
+    locked = sessions.create(spec)
     try:
-        held.session.again = found.again
-        checkpoint = checkpoint_of(document, found.records, held.session.operation_id)
-        async with embedded_store(run, held.session.namespace) as store:
-            await _write(store, checkpoint, run.plan, held.session.input)
+        locked.session.again = recovery.rerun_reasons
+        checkpoint = build_checkpoint(document, recovery.records, locked.session.operation_id)
+        async with embedded_store(config, locked.session.namespace) as store:
+            await _write_operation(store, checkpoint, config.plan, locked.session.input)
     except BaseException:
-        held.release()
+        locked.release()
         raise
-    return held
+    return locked
 
 
-async def _kept(run: Exec, sessions: Sessions, document: Document) -> AgentCheckpoint | None:
+async def _stored_checkpoint(
+    config: ExecConfig, sessions: SessionStore, document: CheckpointDocument
+) -> AgentCheckpoint | None:
     """What the embedded store has of the exported operation: of the very checkpoint, or else of the last one."""
-    session = next((each for each in sessions.all() if each.operation_id == document.operation_id), None)
+    session = next((each for each in sessions.list_all() if each.operation_id == document.operation_id), None)
     if session is None:
         return None
-    async with embedded_store(run, session.namespace) as store:
+    async with embedded_store(config, session.namespace) as store:
         history = await store.history(document.operation_id)
     return next((each for each in history if each.seq == document.seq), history[-1] if history else None)
 
 
-async def _write(store: CheckpointStore, checkpoint: AgentCheckpoint, plan: Plan, input_: JsonValue) -> None:
+async def _write_operation(
+    store: CheckpointStore, checkpoint: AgentCheckpoint, plan: Plan, input_: JsonValue
+) -> None:
     """The rows of an operation that began, saved `checkpoint` and failed. Whoever resumes it brings the request."""
     task_id, agent = checkpoint.operation_id, checkpoint.agent
     operation = Operation(type=plan.type, parameters=input_, exclusive=plan.exclusive, preserve=plan.preserve)
-    run = await begin(store, task_id, agent, NOBODY, b"{}\n", operation)
+    run = await begin_operation(store, task_id, agent, NOBODY, b"{}\n", operation)
     assert run is not None, "its id is new"
     saved = await store.save(Save(run, checkpoint))
     assert isinstance(saved, Saved), "nobody else knows it"
-    reply = reply_bytes(task_id, None, _IMPORTED)
-    await store.end([End(run, TaskState.FAILED, reply, reason=_IMPORTED.message)])
+    reply = reply_bytes(task_id, None, _IMPORTED_FAILURE)
+    await store.end([End(run, TaskState.FAILED, reply, reason=_IMPORTED_FAILURE.message)])

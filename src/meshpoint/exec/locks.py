@@ -16,7 +16,7 @@ from meshpoint.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class LockHolder:
     """Who holds a lock. `since` is for people."""
 
     pid: int
@@ -30,33 +30,33 @@ class Holder:
 class FileLock:
     """An exclusive lock on a file. Two of them exclude each other in one process too."""
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
 
     @classmethod
     def acquire(cls, path: Path) -> Self:
         """The lock, as soon as nobody else has it."""
-        handle = _opened(path)
-        _flock(handle, wait=True)
-        return cls(handle)
+        fd = _open_lock_file(path)
+        _flock(fd, wait=True)
+        return cls(fd)
 
     @classmethod
-    def try_acquire(cls, path: Path, *, tell: bool = True) -> Self | None:
+    def try_acquire(cls, path: Path, *, record_holder: bool = True) -> Self | None:
         """The lock; None: somebody else has it. `tell` writes into the file who has it."""
-        handle = _opened(path)
-        if not _flock(handle, wait=False):
-            os.close(handle)
+        fd = _open_lock_file(path)
+        if not _flock(fd, wait=False):
+            os.close(fd)
             return None
-        if tell:
+        if record_holder:
             since = datetime.now(UTC).isoformat(timespec="seconds")
-            told = json.dumps(asdict(Holder(os.getpid(), socket.gethostname(), since))).encode()
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, told, 0)
-        return cls(handle)
+            content = json.dumps(asdict(LockHolder(os.getpid(), socket.gethostname(), since))).encode()
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, content, 0)
+        return cls(fd)
 
     def release(self) -> None:
         """Let the next one have it."""
-        os.close(self._handle)
+        os.close(self._fd)
 
     def __enter__(self) -> Self:
         return self
@@ -65,26 +65,26 @@ class FileLock:
         self.release()
 
 
-def holder_of(path: Path) -> Holder | None:
+def read_holder(path: Path) -> LockHolder | None:
     """Who took the lock at `path` last; None: nobody, or somebody who has not written it yet."""
     try:
-        return Holder(**json.loads(path.read_bytes()))
+        return LockHolder(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def _opened(path: Path) -> int:
+def _open_lock_file(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # not inheritable: a child must not keep the lock
 
 
-def _flock(handle: int, *, wait: bool) -> bool:
+def _flock(fd: int, *, wait: bool) -> bool:
     if find_spec("fcntl") is None:
-        os.close(handle)
+        os.close(fd)
         fix = "run it on Linux or macOS, or in WSL"
         raise ConfigurationError("meshpoint exec", "this platform has no fcntl, which locks its sessions", fix)
     fcntl: Any = import_module("fcntl")
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     return True

@@ -14,8 +14,8 @@ from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.outcomes import Failed, Ok, Outcome
 from meshpoint.model.secrets import masked
 
-_PAUSED = "PauseSignal:"
-_STOPPED = "CancelledError:"
+_PAUSE_PREFIX = "PauseSignal:"
+_CANCEL_PREFIX = "CancelledError:"
 
 
 class StepStatus(StrEnum):
@@ -38,27 +38,27 @@ class StepReport(BaseModel):
     why: str | None = None
 
 
-class Moment(StrEnum):
+class StepState(StrEnum):
     """Where a step is while the attempt goes on."""
 
-    AHEAD = "ahead"
+    PENDING = "ahead"
     RUNNING = "running"
     PAUSED = "waits for its peers"
-    RAN = "ran"  # its result is not recorded yet
+    EXECUTED = "ran"  # its result is not recorded yet
     COMPLETED = "completed"
     REUSED = "reused"
     FAILED = "failed"
 
 
 @dataclass(slots=True)
-class LiveStep:
+class StepProgress:
     """One step on its way. `seconds`: of a completed one, with its waiting; of a reused one, of when it ran."""
 
     name: str
-    moment: Moment = Moment.AHEAD
+    state: StepState = StepState.PENDING
     seconds: float | None = None
-    why: str | None = None
-    began: float | None = None
+    reason: str | None = None
+    started_at: float | None = None
 
 
 class StepLog:
@@ -68,37 +68,37 @@ class StepLog:
         self,
         planned: Sequence[str],
         secret_keys: Sequence[str],
-        told: Callable[[StepLog, LiveStep], None],
+        on_change: Callable[[StepLog, StepProgress], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._planned, self._secret_keys, self._told, self._clock = planned, secret_keys, told, clock
-        self._again: dict[str, str] = {}
+        self._planned, self._secret_keys, self._on_change, self._clock = planned, secret_keys, on_change, clock
+        self._rerun_reasons: dict[str, str] = {}
         self._task: tuple[AgentName, TaskId] | None = None
-        self.steps = {name: LiveStep(name) for name in planned}
+        self.steps = {name: StepProgress(name) for name in planned}
 
-    def follow(
+    def track(
         self,
         agent: AgentName,
         task_id: TaskId,
         *,
-        earlier: Iterable[str] = (),
-        again: Mapping[str, str] | None = None,
+        previous_steps: Iterable[str] = (),
+        rerun_reasons: Mapping[str, str] | None = None,
     ) -> None:
         """Listen to this task. `earlier` are the steps of its last attempt, `again` says why some run again."""
         self._task = agent, task_id
-        self._again.update(again or {})
-        for name in earlier:
-            self.steps.setdefault(name, LiveStep(name))
+        self._rerun_reasons.update(rerun_reasons or {})
+        for name in previous_steps:
+            self.steps.setdefault(name, StepProgress(name))
 
-    def had_completed(self) -> None:
+    def reuse_all(self) -> None:
         """The operation had its result before this attempt began: nothing runs."""
         for step in self.steps.values():
-            step.moment, step.why = Moment.REUSED, "the operation had completed already"
+            step.state, step.reason = StepState.REUSED, "the operation had completed already"
 
     @property
-    def done(self) -> int:
+    def completed_count(self) -> int:
         """How many steps have their result."""
-        return sum(step.moment in {Moment.COMPLETED, Moment.REUSED} for step in self.steps.values())
+        return sum(step.state in {StepState.COMPLETED, StepState.REUSED} for step in self.steps.values())
 
     def emit(self, event: Event) -> None:
         """Take note of what happens to the followed task's steps."""
@@ -106,60 +106,64 @@ class StepLog:
         if self._task is None or event.agent != self._task[0] or self._task[1] not in event.task_ids:
             return
         if isinstance(name, str):
-            step = self.steps.setdefault(name, LiveStep(name))
-            before = step.moment
-            self._note(step, event)
-            if step.moment is not before:
-                self._told(self, step)
+            step = self.steps.setdefault(name, StepProgress(name))
+            previous_state = step.state
+            self._apply_event(step, event)
+            if step.state is not previous_state:
+                self._on_change(self, step)
 
-    def _note(self, step: LiveStep, event: Event) -> None:
+    def _apply_event(self, step: StepProgress, event: Event) -> None:
         match event.step, event.phase:
             case Step.SUBTASK, Phase.BEFORE:
-                step.began = self._clock() if step.began is None else step.began
-                step.moment, step.why = Moment.RUNNING, self._again.get(step.name)
+                step.started_at = self._clock() if step.started_at is None else step.started_at
+                step.state, step.reason = StepState.RUNNING, self._rerun_reasons.get(step.name)
             case Step.SUBTASK, Phase.AFTER:
-                step.moment = Moment.RAN
+                step.state = StepState.EXECUTED
             case Step.SUBTASK, Phase.FAILED:
-                self._note_failure(step, str(event.detail.get("error", "")))
-            case Step.SAVE, Phase.AFTER if step.moment is Moment.RAN:
-                step.moment, step.seconds = Moment.COMPLETED, self._since(step)
-            case Step.SUBTASK_REUSED, Phase.NOTED if step.moment is not Moment.COMPLETED:
+                self._apply_failure(step, str(event.detail.get("error", "")))
+            case Step.SAVE, Phase.AFTER if step.state is StepState.EXECUTED:
+                step.state, step.seconds = StepState.COMPLETED, self._elapsed(step)
+            case Step.SUBTASK_REUSED, Phase.NOTED if step.state is not StepState.COMPLETED:
                 seconds = event.detail.get("seconds")
                 step.seconds = float(seconds) if isinstance(seconds, int | float) else None
-                step.moment = Moment.REUSED
+                step.state = StepState.REUSED
             case Step.SUBTASK_AGAIN, Phase.NOTED:
-                self._again[step.name] = str(event.detail.get("why", ""))
+                self._rerun_reasons[step.name] = str(event.detail.get("why", ""))
 
-    def _note_failure(self, step: LiveStep, error: str) -> None:
-        if error.startswith(_PAUSED):
-            step.moment = Moment.PAUSED
-        elif not error.startswith(_STOPPED):  # a stopped one fails with the task
-            self._fail(step, error)
+    def _apply_failure(self, step: StepProgress, error: str) -> None:
+        if error.startswith(_PAUSE_PREFIX):
+            step.state = StepState.PAUSED
+        elif not error.startswith(_CANCEL_PREFIX):  # a stopped one fails with the task
+            self._set_failed(step, error)
 
-    def _fail(self, step: LiveStep, why: str) -> None:
-        step.moment, step.seconds, step.why = Moment.FAILED, self._since(step), masked(why, self._secret_keys)
+    def _set_failed(self, step: StepProgress, reason: str) -> None:
+        step.state, step.seconds, step.reason = (
+            StepState.FAILED,
+            self._elapsed(step),
+            masked(reason, self._secret_keys),
+        )
 
-    def _since(self, step: LiveStep) -> float | None:
-        return None if step.began is None else round(self._clock() - step.began, 3)
+    def _elapsed(self, step: StepProgress) -> float | None:
+        return None if step.started_at is None else round(self._clock() - step.started_at, 3)
 
-    def ended(self, outcome: Outcome | None) -> list[StepReport]:
+    def finish(self, outcome: Outcome | None) -> list[StepReport]:
         """The steps when the attempt has come to `outcome`, or to none."""
-        why = outcome.message if isinstance(outcome, Failed) else "interrupted"
+        reason = outcome.message if isinstance(outcome, Failed) else "interrupted"
         for step in self.steps.values():
-            if step.moment in {Moment.RUNNING, Moment.PAUSED, Moment.RAN}:
-                self._fail(step, why)
-                self._told(self, step)
-        ahead = [] if isinstance(outcome, Ok) else list(self.steps)
+            if step.state in {StepState.RUNNING, StepState.PAUSED, StepState.EXECUTED}:
+                self._set_failed(step, reason)
+                self._on_change(self, step)
+        unstarted = [] if isinstance(outcome, Ok) else list(self.steps)
         return [
-            StepReport(name=step.name, status=_STATUS[step.moment], seconds=step.seconds, why=step.why)
+            StepReport(name=step.name, status=_STATUS_BY_STATE[step.state], seconds=step.seconds, why=step.reason)
             for step in self.steps.values()
-            if step.moment is not Moment.AHEAD or step.name in {*self._planned, *ahead}
+            if step.state is not StepState.PENDING or step.name in {*self._planned, *unstarted}
         ]
 
 
-_STATUS = {
-    Moment.AHEAD: StepStatus.NOT_RUN,
-    Moment.COMPLETED: StepStatus.COMPLETED,
-    Moment.REUSED: StepStatus.REUSED,
-    Moment.FAILED: StepStatus.FAILED,
+_STATUS_BY_STATE = {
+    StepState.PENDING: StepStatus.NOT_RUN,
+    StepState.COMPLETED: StepStatus.COMPLETED,
+    StepState.REUSED: StepStatus.REUSED,
+    StepState.FAILED: StepStatus.FAILED,
 }

@@ -6,54 +6,54 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from meshpoint.errors import MeshpointError
-from meshpoint.exec.attempt import attempt
-from meshpoint.exec.embedded import Exec
+from meshpoint.exec.attempt import execute_attempt
+from meshpoint.exec.embedded import ExecConfig
 from meshpoint.exec.report import StepLog, StepReport
-from meshpoint.exec.session import Ending, Session
-from meshpoint.exec.sessions import HeldSession
+from meshpoint.exec.session import AttemptStatus, Session
+from meshpoint.exec.sessions import LockedSession
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 from meshpoint.model.secrets import masked
 from meshpoint.model.subtasks import AgentCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class AttemptResult:
     """What is to be told of an attempt. `checkpoint` is there if it did not complete and had begun a step."""
 
     session: Session
-    number: int
-    ending: Ending
+    attempt_number: int
+    status: AttemptStatus
     outcome: Outcome
     steps: list[StepReport]
     checkpoint: AgentCheckpoint | None
 
 
-async def run_attempt(run: Exec, held: HeldSession, log: StepLog, stop: asyncio.Event) -> Finished:
+async def run_attempt(config: ExecConfig, locked: LockedSession, log: StepLog, stop: asyncio.Event) -> AttemptResult:
     """Run one attempt of a session, and write into the session what became of it.
 
     Raises:
         MeshpointError: it came to no outcome; the session says why.
     """
-    entry = held.begin()
+    entry = locked.begin_attempt()
     try:
-        ended = await attempt(run, held.session, log, stop)
+        attempt_outcome = await execute_attempt(config, locked.session, log, stop)
     except MeshpointError as error:
-        held.end(Ending.FAILED, masked(str(error), run.secret_keys), log.ended(None))
+        locked.end_attempt(AttemptStatus.FAILED, masked(str(error), config.secret_keys), log.finish(None))
         raise
-    outcome = ended.outcome
+    outcome = attempt_outcome.outcome
     if isinstance(outcome, Failed):
-        outcome = replace(outcome, message=masked(outcome.message, run.secret_keys))
-    steps = log.ended(outcome)
-    held.end(_ending(outcome), outcome.message if isinstance(outcome, Failed) else None, steps)
-    checkpoint = None if isinstance(outcome, Ok) else ended.checkpoint
-    return Finished(held.session, entry.number, _ending(outcome), outcome, steps, checkpoint)
+        outcome = replace(outcome, message=masked(outcome.message, config.secret_keys))
+    steps = log.finish(outcome)
+    locked.end_attempt(_attempt_status(outcome), outcome.message if isinstance(outcome, Failed) else None, steps)
+    checkpoint = None if isinstance(outcome, Ok) else attempt_outcome.checkpoint
+    return AttemptResult(locked.session, entry.number, _attempt_status(outcome), outcome, steps, checkpoint)
 
 
-def _ending(outcome: Outcome) -> Ending:
+def _attempt_status(outcome: Outcome) -> AttemptStatus:
     match outcome:
         case Ok():
-            return Ending.COMPLETED
+            return AttemptStatus.COMPLETED
         case Failed(kind=FailureKind.CANCELLED):
-            return Ending.CANCELLED
+            return AttemptStatus.CANCELLED
         case _:
-            return Ending.FAILED
+            return AttemptStatus.FAILED

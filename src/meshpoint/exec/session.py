@@ -11,21 +11,21 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from meshpoint.errors import ConfigurationError
-from meshpoint.exec.canonical import digest_of
+from meshpoint.exec.canonical import json_digest
 from meshpoint.exec.report import StepReport
 from meshpoint.model.ids import AgentName, TaskId
 
-NEVER = timedelta(days=36_500)
+NO_EXPIRY = timedelta(days=36_500)
 """The time of what is not deleted."""
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,50}")  # a namespace is made of it
 
 
-class _Kept(BaseModel):
+class _SessionModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Ending(StrEnum):
+class AttemptStatus(StrEnum):
     """How an attempt ended. KILLED: its process was gone before it could tell."""
 
     COMPLETED = "completed"
@@ -34,19 +34,19 @@ class Ending(StrEnum):
     KILLED = "killed"
 
 
-class AttemptEntry(_Kept):
+class AttemptRecord(_SessionModel):
     """One attempt, as its session remembers it. `ending` is None while it runs."""
 
     number: int
     pid: int
     started: datetime
     ended: datetime | None = None
-    ending: Ending | None = None
+    ending: AttemptStatus | None = None
     error: str | None = None
     steps: list[StepReport] = []
 
 
-class Session(_Kept):
+class Session(_SessionModel):
     """A line of attempts at one operation. `again` says why steps that a file brought along run again."""
 
     format: Literal["meshpoint-session/1"] = "meshpoint-session/1"
@@ -59,26 +59,26 @@ class Session(_Kept):
     created_at: datetime
     expires_at: datetime
     again: dict[str, str] = {}
-    attempts: list[AttemptEntry] = []
+    attempts: list[AttemptRecord] = []
 
     @property
     def namespace(self) -> str:
         """Of its broker and database."""
-        return namespace_of(self.id)
+        return session_namespace(self.id)
 
     @property
-    def ending(self) -> Ending | None:
+    def last_status(self) -> AttemptStatus | None:
         """How its last attempt ended; None: it has none, or that one has not told."""
         return self.attempts[-1].ending if self.attempts else None
 
     @property
-    def last_use(self) -> datetime:
+    def last_used_at(self) -> datetime:
         """When its last attempt began."""
         return self.attempts[-1].started if self.attempts else self.created_at
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class ExecInput:
     """The input of an operation."""
 
     value: JsonValue
@@ -86,11 +86,11 @@ class Input:
     @property
     def digest(self) -> str:
         """What tells it from others."""
-        return digest_of(self.value)
+        return json_digest(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class SessionSpec:
     """The session that is asked for: of this agent, kept for `ttl` after its last attempt.
 
     Without `input` it is one that has one.
@@ -98,11 +98,11 @@ class Wanted:
 
     entrypoint: str
     agent: AgentName
-    input: Input | None
+    input: ExecInput | None
     ttl: timedelta
 
     @property
-    def given(self) -> Input:
+    def required_input(self) -> ExecInput:
         """The input.
 
         Raises:
@@ -113,18 +113,18 @@ class Wanted:
         return self.input
 
 
-def namespace_of(id_: str) -> str:
+def session_namespace(session_id: str) -> str:
     """The namespace of a session's broker and database."""
-    return f"exec-{id_}"
+    return f"exec-{session_id}"
 
 
-def checked_id(id_: str) -> str:
+def validate_session_id(session_id: str) -> str:
     """`id_`, if it can name a session.
 
     Raises:
         ConfigurationError: it cannot.
     """
-    if not _ID.fullmatch(id_):
+    if not _ID.fullmatch(session_id):
         fix = "use letters, digits, '_' and '-' (51 at most)"
-        raise ConfigurationError("session", f"{id_!r} is no id of a session", fix)
-    return id_
+        raise ConfigurationError("session", f"{session_id!r} is no id of a session", fix)
+    return session_id

@@ -37,13 +37,13 @@ class Operations(Protocol):
     for the history. A checkpoint that is written once more has the hash once more; the memory stays where it is.
     """
 
-    async def track(self, wish: Track) -> BeginResult:
+    async def track(self, command: Track) -> BeginResult:
         """Make a running task, of exactly this fence, an operation. One that is an operation already: `Begun`.
 
         Another owner: `Fenced`. A cancel was requested: `CancelFound(run)`.
         """
 
-    async def save(self, wish: Save) -> SaveResult:
+    async def save(self, command: Save) -> SaveResult:
         """Write a checkpoint of an operation that runs under exactly this fence, and prune its history.
 
         If the run has `progressed`, its `attempt` begins again at 1; otherwise it stays, so that a task which always
@@ -65,7 +65,7 @@ class Operations(Protocol):
         They come as `latest`: without the working memories that were written with them.
         """
 
-    async def revive(self, wish: Revive) -> ReviveResult:
+    async def revive(self, command: Revive) -> ReviveResult:
         """Make an ended task `ready` again, in generation 0, with its fence raised: its old runs are zombies.
 
         Its refusals come in the order of `Refusal`. The other active operations of an exclusive agent are counted

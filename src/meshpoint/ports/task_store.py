@@ -168,7 +168,7 @@ class Outbox(Protocol):
     async def unsent(self, agent: AgentName, limit: int) -> list[Send]:
         """Dispatches, cancel notices and replies that are due; each is leased to the caller with back-off."""
 
-    async def keep_replies(self, wishes: Sequence[KeepReply]) -> list[bool]:
+    async def keep_replies(self, replies: Sequence[KeepReply]) -> list[bool]:
         """Keep undeliverable replies of tasks without a row. Returns, for each, whether it will be sent from here.
 
         A task without a row becomes a tombstone (generation 0, fence 0) whose reply is due after the dispatch lease.

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 
 from meshpoint.model.memory import Answer, Command, Held, Item, Owner, Packed
 
-Tell: TypeAlias = Callable[[str, str, str], None]
+ReportProblem: TypeAlias = Callable[[str, str, str], None]
 """Hears of what went wrong with a memory and loses nothing: its agent_id, a word for scripts, and why. Must not raise
 or block."""
 

@@ -15,7 +15,7 @@ from meshpoint.model.ids import agent_name
 from meshpoint.model.messages import MOST_SHARDS
 from meshpoint.model.options import AckPolicy, OnCheckpointFailure, OnLostOwner, Options
 from meshpoint.settings import urls
-from meshpoint.settings.section import DEFAULT, EMBEDDED, Bytes, Count, Seconds, SecondsOrZero, Section
+from meshpoint.settings.section import DEFAULT_OPTIONS, EMBEDDED_URL, Bytes, Count, Seconds, SecondsOrZero, Section
 
 _ENTRYPOINT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -38,104 +38,111 @@ class AgentSettings(Section):
     name: str = Field(description="name in the mesh: letters, digits, '_' and '-', 63 at most")
     entrypoint: str = Field(description="where the agent is, as module:attribute; the module must be importable")
     stateless_checkpointing: bool = Field(
-        default=DEFAULT.stateless_checkpointing,
+        default=DEFAULT_OPTIONS.stateless_checkpointing,
         description="keep paused tasks in the database, so that any replica resumes them; needs session_service: sql",
     )
     session_service: Literal["memory", "sql"] = Field(
         default="memory", description="where tasks are kept: memory or sql"
     )
-    session_db_url: str = Field(default=EMBEDDED, description="postgresql:// in production, sqlite:/// for one host")
+    session_db_url: str = Field(
+        default=EMBEDDED_URL, description="postgresql:// in production, sqlite:/// for one host"
+    )
     db_pool_size: Count = Field(default=5, description="database connections, beside those of the hot statements")
     max_concurrency: Count = Field(
-        default=DEFAULT.max_concurrency,
+        default=DEFAULT_OPTIONS.max_concurrency,
         description="segments that run at a time in one replica; paused tasks do not count",
     )
     max_in_memory: Count = Field(
-        default=DEFAULT.max_in_memory, description="paused tasks that one replica holds in memory without a database"
+        default=DEFAULT_OPTIONS.max_in_memory,
+        description="paused tasks that one replica holds in memory without a database",
     )
     max_call_depth: Count = Field(
-        default=DEFAULT.max_call_depth, description="agents that may call one another in a chain"
+        default=DEFAULT_OPTIONS.max_call_depth, description="agents that may call one another in a chain"
     )
     max_fan_out: Count = Field(
-        default=DEFAULT.max_fan_out, description="maximum calls that an agent makes in one pause"
+        default=DEFAULT_OPTIONS.max_fan_out, description="maximum calls that an agent makes in one pause"
     )
     request_shards: int = Field(
-        default=DEFAULT.request_shards,
+        default=DEFAULT_OPTIONS.request_shards,
         ge=1,
         le=MOST_SHARDS,
         description="number of request queues, 1 to 64; each sender uses one, so that a flood from one sender "
         "leaves the others their share",
     )
     max_attempts: Count = Field(
-        default=DEFAULT.max_attempts, description="runs of one segment that may end in the death of their process"
+        default=DEFAULT_OPTIONS.max_attempts,
+        description="runs of one segment that may end in the death of their process",
     )
     max_message_bytes: Bytes = Field(
-        default=DEFAULT.max_message_bytes,
+        default=DEFAULT_OPTIONS.max_message_bytes,
         description="bytes of the largest body that this agent sends or accepts; a file may leave it to the mesh",
     )
     max_join_bytes: Bytes = Field(
-        default=DEFAULT.max_join_bytes,
+        default=DEFAULT_OPTIONS.max_join_bytes,
         description="maximum bytes of all outcomes of one pause, held in memory together; a task above it fails",
     )
     peer_timeout_seconds: Seconds = Field(
-        default=DEFAULT.peer_timeout.total_seconds(),
+        default=DEFAULT_OPTIONS.peer_timeout.total_seconds(),
         description="how long a peer may take when its call names no timeout",
     )
     deadline_margin_seconds: SecondsOrZero = Field(
-        default=DEFAULT.deadline_margin.total_seconds(),
+        default=DEFAULT_OPTIONS.deadline_margin.total_seconds(),
         description="how much earlier a peer's deadline is than its agent's",
     )
     lease_seconds: Seconds = Field(
-        default=DEFAULT.lease.total_seconds(), description="how long a replica owns a running task without renewing"
+        default=DEFAULT_OPTIONS.lease.total_seconds(),
+        description="how long a replica owns a running task without renewing",
     )
     renew_interval_seconds: Seconds = Field(
-        default=DEFAULT.renew_interval.total_seconds(),
+        default=DEFAULT_OPTIONS.renew_interval.total_seconds(),
         description="between renewals of a lease; at most half of the lease",
     )
     dispatch_lease_seconds: Seconds = Field(
         default=5, description="how long a replica has to send what it committed before another sends it too"
     )
     sweep_interval_seconds: Seconds = Field(
-        default=DEFAULT.sweep_interval.total_seconds(), description="between looks for what time alone makes due"
+        default=DEFAULT_OPTIONS.sweep_interval.total_seconds(),
+        description="between looks for what time alone makes due",
     )
-    sweep_batch: Count = Field(default=DEFAULT.sweep_batch, description="tasks that one look takes at most")
+    sweep_batch: Count = Field(default=DEFAULT_OPTIONS.sweep_batch, description="tasks that one look takes at most")
     settle_time_seconds: SecondsOrZero = Field(
-        default=DEFAULT.settle_time.total_seconds(),
+        default=DEFAULT_OPTIONS.settle_time.total_seconds(),
         description="after a start or an outage, how long queued responses are let in before deadlines are enforced",
     )
     response_prefetch: Count = Field(
-        default=DEFAULT.response_prefetch, description="responses that one replica takes from the broker at a time"
+        default=DEFAULT_OPTIONS.response_prefetch,
+        description="responses that one replica takes from the broker at a time",
     )
     checkpoint_retry_time_seconds: Seconds = Field(
-        default=DEFAULT.checkpoint_retry_time.total_seconds(),
+        default=DEFAULT_OPTIONS.checkpoint_retry_time.total_seconds(),
         description="how long a first checkpoint is tried before on_checkpoint_failure applies",
     )
     on_checkpoint_failure: OnCheckpointFailure = Field(
-        default=DEFAULT.on_checkpoint_failure,
+        default=DEFAULT_OPTIONS.on_checkpoint_failure,
         description="keep_in_memory: go on without the database; wait: until the database is back",
     )
     reply_retry_time_seconds: Seconds = Field(
-        default=DEFAULT.reply_retry_time.total_seconds(),
+        default=DEFAULT_OPTIONS.reply_retry_time.total_seconds(),
         description="how long a reply that nobody can receive is tried",
     )
     startup_timeout_seconds: Seconds = Field(
-        default=DEFAULT.startup_timeout.total_seconds(),
+        default=DEFAULT_OPTIONS.startup_timeout.total_seconds(),
         description="how long the broker and the database may take to answer at the start",
     )
     drain_timeout_seconds: Seconds = Field(
-        default=DEFAULT.drain_timeout.total_seconds(),
+        default=DEFAULT_OPTIONS.drain_timeout.total_seconds(),
         description="how long running segments may take to end at shutdown",
     )
     release_timeout_seconds: Seconds = Field(
-        default=DEFAULT.release_timeout.total_seconds(),
+        default=DEFAULT_OPTIONS.release_timeout.total_seconds(),
         description="how long giving tasks back may take after the drain",
     )
     ack_policy: AckPolicy = Field(
-        default=DEFAULT.ack_policy,
+        default=DEFAULT_OPTIONS.ack_policy,
         description="at_checkpoint: ack a request when its first segment ends; on_receipt: when its row is written",
     )
     begin_at_delivery: Count = Field(
-        default=DEFAULT.begin_at_delivery,
+        default=DEFAULT_OPTIONS.begin_at_delivery,
         description="from this delivery of a request on, its task is written before it runs; below delivery_limit",
     )
     tombstone_ttl_seconds: Seconds = Field(
@@ -145,7 +152,7 @@ class AgentSettings(Section):
         default=3600, description="how long a task whose state no replica can read is offered before it is parked"
     )
     incompatible_pause_seconds: Seconds = Field(
-        default=DEFAULT.incompatible_pause.total_seconds(),
+        default=DEFAULT_OPTIONS.incompatible_pause.total_seconds(),
         description="before a task whose state could not be read is offered again",
     )
     checkpoint_ttl_seconds: Seconds = Field(
@@ -179,23 +186,23 @@ class AgentSettings(Section):
         default=1_209_600, description="how long while its task is paused, and its snapshot in Redis: 14 days"
     )
     memory_max_bytes: Bytes = Field(
-        default=DEFAULT.memory_max_bytes,
+        default=DEFAULT_OPTIONS.memory_max_bytes,
         description="bytes of one task's working memory, which every changed checkpoint writes",
     )
     memory_keep: bool = Field(
-        default=DEFAULT.memory_keep,
+        default=DEFAULT_OPTIONS.memory_keep,
         description="leave the working memory of a completed task in Redis until its time is over",
     )
     isolated_stall_seconds: Seconds = Field(
-        default=DEFAULT.isolated_stall.total_seconds(),
+        default=DEFAULT_OPTIONS.isolated_stall.total_seconds(),
         description="how long a task in its own process may block its event loop before the process is killed",
     )
     on_lost_owner: OnLostOwner = Field(
-        default=DEFAULT.on_lost_owner,
+        default=DEFAULT_OPTIONS.on_lost_owner,
         description="an operation whose replica died: take_over, or fail: end it as failed, to be resumed by hand",
     )
     secret_keys: tuple[str, ...] = Field(
-        default=DEFAULT.secret_keys,
+        default=DEFAULT_OPTIONS.secret_keys,
         description="names whose values are masked in kept failures and exports, beside password, token and the like",
     )
     peer_logins: dict[str, str | tuple[str, ...]] = Field(
@@ -204,11 +211,11 @@ class AgentSettings(Section):
         "logins); {}: any",
     )
     operator_logins: tuple[str, ...] = Field(
-        default=DEFAULT.operator_logins,
+        default=DEFAULT_OPTIONS.operator_logins,
         description="broker logins that may cancel and resume any task of this agent by message",
     )
     app_version: str | None = Field(
-        default=DEFAULT.app_version,
+        default=DEFAULT_OPTIONS.app_version,
         description="version of the agent's code, written beside each checkpoint; unset: none",
     )
 
@@ -276,10 +283,10 @@ class AgentSettings(Section):
 
     def options(self) -> Options:
         """The limits and durations of this agent."""
-        return Options(**{field.name: self._option(field.name) for field in fields(Options)})
+        return Options(**{field.name: self._option_value(field.name) for field in fields(Options)})
 
-    def _option(self, name: str) -> Any:
-        if isinstance(getattr(DEFAULT, name), timedelta):
+    def _option_value(self, name: str) -> Any:
+        if isinstance(getattr(DEFAULT_OPTIONS, name), timedelta):
             return timedelta(seconds=getattr(self, f"{name}_seconds"))
         return getattr(self, name)
 

@@ -21,35 +21,35 @@ class _Overrides(BaseSettings):
     agent: dict[str, Any] = {}
 
 
-def variable(section: str, key: str) -> str:
+def variable_name(section: str, key: str) -> str:
     """The variable that overrides `key` of `section`."""
     return f"{PREFIX}{section}__{key}".upper()
 
 
-def overrides(env: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def read_overrides(env: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """The values that `env` sets, by section and key. A variable set to nothing overrides nothing.
 
     Raises:
         ConfigurationError: a variable of another section, or one without its section. Other names that happen to
             start with the prefix (Kubernetes makes some from the names of services) are left alone.
     """
-    given = {name.upper(): value for name, value in env.items() if name.upper().startswith(PREFIX)}
-    for name in given:
-        _check(name)
+    variables = {name.upper(): value for name, value in env.items() if name.upper().startswith(PREFIX)}
+    for name in variables:
+        _check_variable(name)
     source = EnvSettingsSource(_Overrides)
     # The source would read the process's own variables. Only nested names go in: the whole of a section as
     # JSON in one variable is not offered.
-    source.env_vars = {name.lower(): value for name, value in given.items() if "__" in name and value}
+    source.env_vars = {name.lower(): value for name, value in variables.items() if "__" in name and value}
     return dict(source())
 
 
-def _check(name: str) -> None:
+def _check_variable(name: str) -> None:
     section, nested, _ = name.removeprefix(PREFIX).lower().partition("__")
     if nested and section not in _Overrides.model_fields:
-        fix = f"write {variable('mesh', 'key')} or {variable('agent', 'key')}"
+        fix = f"write {variable_name('mesh', 'key')} or {variable_name('agent', 'key')}"
         raise ConfigurationError(name, "is no section", fix)
     if nested:
         return
     for owner, model in (("mesh", MeshSettings), ("agent", AgentSettings)):
         if section in model.model_fields:
-            raise ConfigurationError(name, "sets nothing", f"write {variable(owner, section)}")
+            raise ConfigurationError(name, "sets nothing", f"write {variable_name(owner, section)}")

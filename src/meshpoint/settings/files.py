@@ -11,9 +11,9 @@ from meshpoint import extras
 from meshpoint.errors import ConfigurationError
 from meshpoint.input_files import read_bounded
 
-_LARGEST = 1024 * 1024  # bytes; PyYAML needs about 10 s and 400 MB for as much
+_MAX_FILE_BYTES = 1024 * 1024  # bytes; PyYAML needs about 10 s and 400 MB for as much
 
-_REFERENCE = re.compile(
+_VARIABLE_REFERENCE = re.compile(
     r"(?P<escaped>\$\$\{)|\$\{\s*(?P<name>[A-Za-z_]\w*)\s*(?:,(?P<default>[^}]*))?\}|(?P<broken>\$\{)"
 )
 
@@ -35,13 +35,13 @@ def read(path: Path, env: Mapping[str, str]) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigurationError(str(path), "holds no mapping", "start it with the line 'mesh:' or 'agent:'")
-    kept = {str(key): value for key, value in content.items() if not str(key).startswith("x-")}
-    return {key: interpolate(value, env, f"{path}: {key}") for key, value in kept.items()}
+    sections = {str(key): value for key, value in content.items() if not str(key).startswith("x-")}
+    return {key: interpolate(value, env, f"{path}: {key}") for key, value in sections.items()}
 
 
 def _text(path: Path) -> str:
     try:
-        return read_bounded(path, _LARGEST).decode()
+        return read_bounded(path, _MAX_FILE_BYTES).decode()
     except OSError as error:
         problem = error.strerror or type(error).__name__
         problem = problem[:1].lower() + problem[1:]
@@ -60,7 +60,7 @@ def interpolate(value: Any, env: Mapping[str, str], key: str) -> Any:
     """
     match value:
         case str():
-            return _REFERENCE.sub(lambda reference: _replacement(reference, env, key), value)
+            return _VARIABLE_REFERENCE.sub(lambda reference: _resolve_reference(reference, env, key), value)
         case dict():
             return {name: interpolate(item, env, f"{key}.{name}") for name, item in value.items()}
         case list():
@@ -69,7 +69,7 @@ def interpolate(value: Any, env: Mapping[str, str], key: str) -> Any:
             return value
 
 
-def _replacement(reference: re.Match[str], env: Mapping[str, str], key: str) -> str:
+def _resolve_reference(reference: re.Match[str], env: Mapping[str, str], key: str) -> str:
     if reference["escaped"]:
         return "${"
     if reference["broken"]:

@@ -20,7 +20,7 @@ _SECTIONS = ("mesh", "agent", "agents")
 
 
 @dataclass(slots=True)
-class _Given:
+class _RawSettings:
     """What the files say: one mesh, and the agents with the label that each has in messages."""
 
     mesh: dict[str, Any] = field(default_factory=dict)
@@ -36,79 +36,79 @@ def load(paths: Sequence[Path | str], env: Mapping[str, str] = os.environ) -> Se
     Raises:
         ConfigurationError: anything that cannot work, in one line with the key and the fix.
     """
-    given = _Given()
+    raw = _RawSettings()
     for path in map(Path, paths):
-        _add(given, path, files.read(path, env), label=f"{path}: " if len(paths) > 1 else "")
-    overrides = environment.overrides(env)
-    mesh = _mesh(given, overrides.get("mesh", {}))
-    agents = _agents(given, overrides.get("agent", {}), mesh)
+        _add_file(raw, path, files.read(path, env), label=f"{path}: " if len(paths) > 1 else "")
+    overrides = environment.read_overrides(env)
+    mesh = _build_mesh(raw, overrides.get("mesh", {}))
+    agents = _build_agents(raw, overrides.get("agent", {}), mesh)
     try:
         return Settings(mesh=mesh, agents=tuple(agents))
     except ConfigurationError as error:
-        labels = {f"agents[{index}]": label for index, (label, _) in enumerate(given.agents)}
+        labels = {f"agents[{index}]": label for index, (label, _) in enumerate(raw.agents)}
         section, dot, key = error.key.partition(".")
         raise ConfigurationError(f"{labels.get(section, section)}{dot}{key}", error.problem, error.fix) from error
 
 
-def _add(given: _Given, path: Path, content: dict[str, Any], label: str) -> None:
+def _add_file(raw: _RawSettings, path: Path, content: dict[str, Any], label: str) -> None:
     for key in content:
         if key not in _SECTIONS:
-            raise problems.unknown(f"{path}: {key}", key, _SECTIONS)
+            raise problems.unknown_key(f"{path}: {key}", key, _SECTIONS)
     if "agent" in content and "agents" in content:
         raise ConfigurationError(f"{path}: agent", "stands beside agents", "keep one of them")
-    _add_mesh(given, path, content.get("mesh"))
+    _add_mesh(raw, path, content.get("mesh"))
     if isinstance(content.get("agent"), list):
         raise ConfigurationError(f"{label}agent", "holds a list", "write 'agents:' above several agents")
     if "agent" in content:
-        given.agents.append((f"{label}agent", content["agent"]))
+        raw.agents.append((f"{label}agent", content["agent"]))
     agents = content.get("agents") or []
     if not isinstance(agents, list):
         raise ConfigurationError(f"{label}agents", "is no list", "start each agent with '- name: …', or write agent:")
-    given.agents += [(f"{label}agents[{index}]", agent) for index, agent in enumerate(agents)]
+    raw.agents += [(f"{label}agents[{index}]", agent) for index, agent in enumerate(agents)]
 
 
-def _add_mesh(given: _Given, path: Path, mesh: Any) -> None:
+def _add_mesh(raw: _RawSettings, path: Path, mesh: Any) -> None:
     if mesh is None:
         return
     if not isinstance(mesh, dict):
         raise ConfigurationError(f"{path}: mesh", "holds no keys", "write 'key: value' lines below it")
     for key, value in mesh.items():
-        if key in given.mesh and given.mesh[key] != value:
+        if key in raw.mesh and raw.mesh[key] != value:
             problem = "has another value than in the files before it"
             raise ConfigurationError(f"{path}: mesh.{key}", problem, "give all files of one run the same mesh")
-    given.mesh |= mesh
+    raw.mesh |= mesh
 
 
-def _refuse_misplaced(values: Any, label: str, model: type[BaseModel], other: type[BaseModel], section: str) -> None:
+def _reject_misplaced(values: Any, label: str, model: type[BaseModel], other: type[BaseModel], section: str) -> None:
     for key in values if isinstance(values, dict) else ():
         if key in other.model_fields and key not in model.model_fields:
             raise ConfigurationError(f"{label}.{key}", f"is a key of {section}", f"move it under '{section}:'")
 
 
-def _mesh(given: _Given, overrides: dict[str, Any]) -> MeshSettings:
-    _refuse_misplaced(given.mesh, "mesh", MeshSettings, AgentSettings, "agent")
-    names = {key: environment.variable("mesh", key) for key in overrides}
-    return problems.build(MeshSettings, given.mesh | overrides, names, "mesh")
+def _build_mesh(raw: _RawSettings, overrides: dict[str, Any]) -> MeshSettings:
+    _reject_misplaced(raw.mesh, "mesh", MeshSettings, AgentSettings, "agent")
+    names = {key: environment.variable_name("mesh", key) for key in overrides}
+    return problems.build_section(MeshSettings, raw.mesh | overrides, names, "mesh")
 
 
-def _agents(given: _Given, overrides: dict[str, Any], mesh: MeshSettings) -> list[AgentSettings]:
-    names = {key: environment.variable("agent", key) for key in overrides}
-    if overrides and len(given.agents) > 1:
+def _build_agents(raw: _RawSettings, overrides: dict[str, Any], mesh: MeshSettings) -> list[AgentSettings]:
+    names = {key: environment.variable_name("agent", key) for key in overrides}
+    if overrides and len(raw.agents) > 1:
         fix = "write ${VAR} in the files instead"
-        raise ConfigurationError(next(iter(names.values())), f"cannot mean {len(given.agents)} agents", fix)
-    if overrides and not given.agents:
+        raise ConfigurationError(next(iter(names.values())), f"cannot mean {len(raw.agents)} agents", fix)
+    if overrides and not raw.agents:
         return []
     inherited = {"max_message_bytes": mesh.max_message_bytes}
-    return [_agent(label, values, inherited, overrides, names) for label, values in given.agents]
+    return [_build_agent(label, values, inherited, overrides, names) for label, values in raw.agents]
 
 
-def _agent(
+def _build_agent(
     label: str, values: Any, inherited: dict[str, Any], overrides: dict[str, Any], names: dict[str, str]
 ) -> AgentSettings:
-    _refuse_misplaced(values, label, AgentSettings, MeshSettings, "mesh")
+    _reject_misplaced(values, label, AgentSettings, MeshSettings, "mesh")
     merged = {**inherited, **values, **overrides} if isinstance(values, dict) else values
     try:
-        return problems.build(AgentSettings, merged, names, label)
+        return problems.build_section(AgentSettings, merged, names, label)
     except ConfigurationError as error:
         section, dot, key = error.key.partition(".")
         if section != "agent" or not dot:

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from meshpoint.errors import ConfigurationError
 from meshpoint.settings import urls
-from meshpoint.settings.section import DEFAULT, EMBEDDED, Bytes, Count, Seconds, Section
+from meshpoint.settings.section import DEFAULT_OPTIONS, EMBEDDED_URL, Bytes, Count, Seconds, Section
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
@@ -22,14 +22,14 @@ class MeshSettings(Section):
         default="meshpoint", description="prefix of every queue; meshes of different names never meet"
     )
     broker_url: str = Field(
-        default=EMBEDDED,
+        default=EMBEDDED_URL,
         description="amqp:// or amqps:// for RabbitMQ, sqlite:/// for one host, memory:// for tests",
     )
     publish_timeout_seconds: Seconds = Field(
         default=10, description="how long the broker may take to confirm a message"
     )
     max_message_bytes: Bytes = Field(
-        default=DEFAULT.max_message_bytes, description="bytes of the largest body that is sent or accepted"
+        default=DEFAULT_OPTIONS.max_message_bytes, description="bytes of the largest body that is sent or accepted"
     )
     delivery_limit: int = Field(
         default=20,

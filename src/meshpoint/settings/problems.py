@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
-_SIMILAR = 0.6
+_MIN_SIMILARITY = 0.6
 """How similar, from 0 to 1, a known key must be to be suggested."""
-_SHOWN = 60
+_MAX_SHOWN_CHARACTERS = 60
 
 
-def build(model: type[AnyModel], values: Any, names: Mapping[str, str], label: str) -> AnyModel:
+def build_section(model: type[AnyModel], values: Any, names: Mapping[str, str], label: str) -> AnyModel:
     """`values` as `model`. `label` is the section in messages; `names` has other names for keys set elsewhere.
 
     Raises:
@@ -33,22 +33,22 @@ def build(model: type[AnyModel], values: Any, names: Mapping[str, str], label: s
     for key in values:
         if key not in model.model_fields:
             where = names.get(str(key), f"{label}.{key}")
-            raise unknown(where, str(key), model.model_fields)
+            raise unknown_key(where, str(key), model.model_fields)
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise _translated(error, model, names, label) from cause_of(error)
+        raise _translate(error, model, names, label) from cause_of(error)
 
 
-def unknown(where: str, key: str, known: Iterable[str]) -> ConfigurationError:
+def unknown_key(where: str, key: str, known: Iterable[str]) -> ConfigurationError:
     """The refusal of `key`, with the nearest of the known keys."""
     known = sorted(known)
-    nearest = get_close_matches(key.lower(), known, n=1, cutoff=_SIMILAR)
+    nearest = get_close_matches(key.lower(), known, n=1, cutoff=_MIN_SIMILARITY)
     fix = f"did you mean {nearest[0]!r}?" if nearest else f"known keys are {', '.join(known)}"
     return ConfigurationError(where, "is not a known key", fix)
 
 
-def _translated(
+def _translate(
     error: ValidationError, model: type[BaseModel], names: Mapping[str, str], label: str
 ) -> ConfigurationError:
     if has_too_many(error):
@@ -65,10 +65,10 @@ def _translated(
 
 
 def _problem(error: ErrorDetails, key: str) -> str:
-    said = error["msg"].partition(", unable to parse")[0].replace("Input should be", "must be")
-    said = said.replace("a valid tuple", "a list").replace("a valid dictionary", "a mapping")
-    said = said[:1].lower() + said[1:]
-    given = repr(error["input"])
-    if key.endswith("_url") or len(given) > _SHOWN:
-        return said  # A URL may hold a password.
-    return f"{said}, not {given}"
+    message = error["msg"].partition(", unable to parse")[0].replace("Input should be", "must be")
+    message = message.replace("a valid tuple", "a list").replace("a valid dictionary", "a mapping")
+    message = message[:1].lower() + message[1:]
+    shown = repr(error["input"])
+    if key.endswith("_url") or len(shown) > _MAX_SHOWN_CHARACTERS:
+        return message  # A URL may hold a password.
+    return f"{message}, not {shown}"

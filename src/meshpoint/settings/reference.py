@@ -13,30 +13,30 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from meshpoint.settings.agent import AgentSettings
-from meshpoint.settings.environment import variable
+from meshpoint.settings.environment import variable_name
 from meshpoint.settings.mesh import MeshSettings
 
 _SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (("mesh", MeshSettings), ("agent", AgentSettings))
 
 
-def written(page: str) -> str:
+def render_page(page: str) -> str:
     """`page` with the table of each section between its marks."""
     for section, model in _SECTIONS:
         start, end = f"<!-- {section} -->\n", f"<!-- end of {section} -->\n"
         before, rest = page.split(start)
         _, after = rest.split(end)
-        page = before + start + table(section, model) + end + after
+        page = before + start + render_table(section, model) + end + after
     return page
 
 
-def table(section: str, model: type[BaseModel]) -> str:
+def render_table(section: str, model: type[BaseModel]) -> str:
     """The keys of one section: default, unit and meaning, and the variable that overrides each."""
     lines = ["| Key | Default | Unit | Meaning |", "|---|---|---|---|"]
     lines += [
         f"| `{key}` | {_default(field)} | {_unit(key, field)} | {field.description} |"
         for key, field in model.model_fields.items()
     ]
-    example = variable(section, next(reversed(model.model_fields)))
+    example = variable_name(section, next(reversed(model.model_fields)))
     return "\n".join([*lines, "", f"A variable such as `{example}` overrides a key.", ""])
 
 
@@ -65,4 +65,4 @@ def _unit(key: str, field: FieldInfo) -> str:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    target.write_text(written(target.read_text(encoding="utf-8")), encoding="utf-8")
+    target.write_text(render_page(target.read_text(encoding="utf-8")), encoding="utf-8")

@@ -15,8 +15,8 @@ SecondsOrZero = Annotated[float, Field(ge=0, le=TEN_YEARS, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Bytes = Annotated[int, Field(ge=1024, le=1024**4)]
 
-EMBEDDED = "sqlite:///meshpoint.db"
-DEFAULT = Options()
+EMBEDDED_URL = "sqlite:///meshpoint.db"
+DEFAULT_OPTIONS = Options()
 
 
 class Section(BaseModel):

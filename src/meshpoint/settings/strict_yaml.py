@@ -8,9 +8,9 @@ import yaml
 
 from meshpoint.errors import ConfigurationError
 
-_MOST_VALUES = 100_000  # keys count too, and each 100 characters of a text
-_MOST_DIGITS = 1000
-_TOO_MANY = f"its aliases expand to more than {_MOST_VALUES} values"
+_MAX_VALUES = 100_000  # keys count too, and each 100 characters of a text
+_MAX_DIGITS = 1000
+_TOO_MANY_VALUES = f"its aliases expand to more than {_MAX_VALUES} values"
 
 
 def parse(text: str, file: str) -> object:
@@ -20,8 +20,8 @@ def parse(text: str, file: str) -> object:
         ConfigurationError: it is not YAML, has a key twice, or exceeds a limit.
     """
     try:
-        content: object = yaml.load(text, Loader=_UniqueKeys)
-        refuse_expansion(content)
+        content: object = yaml.load(text, Loader=_UniqueKeyLoader)
+        check_expansion(content)
     except yaml.YAMLError as error:
         raise ConfigurationError(file, _yaml_problem(error), "correct the YAML there") from error
     except RecursionError as error:
@@ -31,17 +31,17 @@ def parse(text: str, file: str) -> object:
     return content
 
 
-def refuse_expansion(content: object) -> None:
+def check_expansion(content: object) -> None:
     """Refuse YAML whose aliases multiply: a few lines can expand to gigabytes.
 
     Raises:
         yaml.YAMLError: `content` has too many values after expansion, or contains itself.
     """
-    if _expanded(content, {}) > _MOST_VALUES:
-        raise yaml.YAMLError(_TOO_MANY)
+    if _expanded_size(content, {}) > _MAX_VALUES:
+        raise yaml.YAMLError(_TOO_MANY_VALUES)
 
 
-def _expanded(value: object, sizes: dict[int, int]) -> int:
+def _expanded_size(value: object, sizes: dict[int, int]) -> int:
     """The size of `value` after expanding aliases. `sizes` caches results by identity."""
     if not isinstance(value, dict | list | tuple | set):  # a pair of `!!pairs` is a tuple
         return 1 + len(value) // 100 if isinstance(value, str | bytes) else 1
@@ -51,39 +51,39 @@ def _expanded(value: object, sizes: dict[int, int]) -> int:
     if known is None:
         sizes[id(value)] = 0
         inner = chain(value, value.values()) if isinstance(value, dict) else value
-        known = sizes[id(value)] = 1 + sum(_expanded(each, sizes) for each in inner)
+        known = sizes[id(value)] = 1 + sum(_expanded_size(each, sizes) for each in inner)
     return known
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class _UniqueKeyLoader(yaml.SafeLoader):
     """Refuses a key that stands twice in one mapping; plain YAML would keep the last one in silence."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._flat: set[yaml.MappingNode] = set()
-        self._copied = 0
+        self._flattened: set[yaml.MappingNode] = set()
+        self._value_count = 0
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Called before a mapping is built, and before it is copied to where '<<' names it."""
-        if node not in self._flat:
-            self._flat.add(node)
-            _refuse_repeated_keys(node)
+        if node not in self._flattened:
+            self._flattened.add(node)
+            _reject_repeated_keys(node)
             super().flatten_mapping(node)
-        self._copied += len(node.value)
-        if self._copied > _MOST_VALUES:
-            raise yaml.YAMLError(_TOO_MANY)
+        self._value_count += len(node.value)
+        if self._value_count > _MAX_VALUES:
+            raise yaml.YAMLError(_TOO_MANY_VALUES)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """Refuse numbers too long to show in an error. Base 60 would also take quadratic time."""
-        if len(node.value) > _MOST_DIGITS:
-            raise ValueError(f"a number with more than {_MOST_DIGITS} digits")
+        if len(node.value) > _MAX_DIGITS:
+            raise ValueError(f"a number with more than {_MAX_DIGITS} digits")
         return super().construct_yaml_int(node)
 
 
-_UniqueKeys.add_constructor("tag:yaml.org,2002:int", _UniqueKeys.construct_yaml_int)
+_UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _UniqueKeyLoader.construct_yaml_int)
 
 
-def _refuse_repeated_keys(node: yaml.MappingNode) -> None:
+def _reject_repeated_keys(node: yaml.MappingNode) -> None:
     seen: set[str] = set()
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode):

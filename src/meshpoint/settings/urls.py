@@ -10,10 +10,16 @@ from meshpoint.errors import ConfigurationError
 
 _DATABASE_FIX = "use postgresql://user@host/name, or sqlite:///meshpoint.db on one host"
 _BROKER_FIX = "use amqp://user:password@host/ (RabbitMQ), or sqlite:///meshpoint.db on one host"
-_LONGEST = 4096  # characters
-_DATABASES = ("postgresql", "postgresql+asyncpg", "sqlite", "sqlite+aiosqlite")
-_BROKERS = ("amqp", "amqps", "sqlite", "memory")
-_NAMES = {"mysql": "MySQL", "mariadb": "MariaDB", "mssql": "SQL Server", "oracle": "Oracle", "redis": "Redis"}
+_MAX_URL_LENGTH = 4096  # characters
+_DATABASE_SCHEMES = ("postgresql", "postgresql+asyncpg", "sqlite", "sqlite+aiosqlite")
+_BROKER_SCHEMES = ("amqp", "amqps", "sqlite", "memory")
+_UNSUPPORTED_NAMES = {
+    "mysql": "MySQL",
+    "mariadb": "MariaDB",
+    "mssql": "SQL Server",
+    "oracle": "Oracle",
+    "redis": "Redis",
+}
 _DRIVERS = {"postgresql": extras.POSTGRESQL, "amqp": extras.RABBITMQ, "amqps": extras.RABBITMQ}
 
 
@@ -24,8 +30,8 @@ def database_url(url: str, key: str) -> str:
         ConfigurationError: neither PostgreSQL nor a SQLite file. The message never holds the URL: it may hold a
             password.
     """
-    scheme = _scheme(url, key, _DATABASES, _DATABASE_FIX)
-    return _with_absolute_file(url, key) if scheme.startswith("sqlite") else url
+    scheme = _validate_scheme(url, key, _DATABASE_SCHEMES, _DATABASE_FIX)
+    return _resolve_file(url, key) if scheme.startswith("sqlite") else url
 
 
 def broker_url(url: str, key: str) -> str:
@@ -34,10 +40,10 @@ def broker_url(url: str, key: str) -> str:
     Raises:
         ConfigurationError: no broker that Meshpoint knows.
     """
-    scheme = _scheme(url, key, _BROKERS, _BROKER_FIX)
+    scheme = _validate_scheme(url, key, _BROKER_SCHEMES, _BROKER_FIX)
     if scheme == "sqlite" and "?" in url:
         raise ConfigurationError(key, "takes no options after '?'", "write sqlite:///meshpoint.db")
-    return _with_absolute_file(url, key) if scheme == "sqlite" else url
+    return _resolve_file(url, key) if scheme == "sqlite" else url
 
 
 def require_driver(url: str, key: str) -> None:
@@ -51,15 +57,15 @@ def require_driver(url: str, key: str) -> None:
         driver.require(key)
 
 
-def _scheme(url: str, key: str, accepted: tuple[str, ...], fix: str) -> str:
+def _validate_scheme(url: str, key: str, accepted: tuple[str, ...], fix: str) -> str:
     scheme, colon, _ = url.partition("://")
     if not colon:
         raise ConfigurationError(key, "is not a URL", fix)
-    if not url.isprintable() or len(url) > _LONGEST:
-        problem = f"has unprintable characters, or more than {_LONGEST} characters"
+    if not url.isprintable() or len(url) > _MAX_URL_LENGTH:
+        problem = f"has unprintable characters, or more than {_MAX_URL_LENGTH} characters"
         raise ConfigurationError(key, problem, fix)
     if scheme not in accepted:
-        name = _NAMES.get(scheme.partition("+")[0], f"the scheme {scheme!r}")
+        name = _UNSUPPORTED_NAMES.get(scheme.partition("+")[0], f"the scheme {scheme!r}")
         raise ConfigurationError(key, f"{name} is not supported", fix)
     if not scheme.startswith(("sqlite", "memory")):
         _check_server(url, key, fix)
@@ -83,15 +89,15 @@ def _check_server(url: str, key: str, fix: str) -> None:
         raise ConfigurationError(key, f"{parts.hostname!r:.80} is not a valid host name", fix) from error
 
 
-def _with_absolute_file(url: str, key: str) -> str:
+def _resolve_file(url: str, key: str) -> str:
     scheme, _, rest = url.partition("://")
-    file, mark, query = rest.partition("?")
+    file, separator, query = rest.partition("?")
     if "%00" in file:
         raise ConfigurationError(key, "contains a NUL character", f"write {scheme}:///meshpoint.db")
     if not file.startswith("/"):
-        named = file if file and "@" not in file else "meshpoint.db"  # text before an @ may contain a password
+        example = file if file and "@" not in file else "meshpoint.db"  # text before an @ may contain a password
         problem = "takes three slashes before its file" if file else "names no file"
-        raise ConfigurationError(key, problem, f"write {scheme}:///{named}")
+        raise ConfigurationError(key, problem, f"write {scheme}:///{example}")
     if file in {"/", "/:memory:"}:
         raise ConfigurationError(key, "names no file", f"write {scheme}:///meshpoint.db")
-    return f"{scheme}:///{Path.cwd() / file[1:]}{mark}{query}"
+    return f"{scheme}:///{Path.cwd() / file[1:]}{separator}{query}"

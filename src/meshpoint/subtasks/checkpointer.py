@@ -16,45 +16,46 @@ from meshpoint.ports.checkpoint_cache import CacheUnavailable, CheckpointCache
 from meshpoint.ports.operations import Operations
 
 
-class Source(StrEnum):
+class CheckpointSource(StrEnum):
     """Where a restored checkpoint came from."""
 
     REDIS = "redis"
     SQL = "sql"
 
 
-class Fallback(StrEnum):
+class FallbackReason(StrEnum):
     """Why the copy could not serve."""
 
     MISS = "miss"  # there is none
     STALE = "stale"  # it is of another checkpoint than the last one
-    GARBAGE = "garbage"  # what stands in its place cannot be read
-    AWAY = "away"  # the cache did not answer
+    CORRUPT = "garbage"  # what stands in its place cannot be read
+    UNAVAILABLE = "away"  # the cache did not answer
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredCheckpoint:
     """An operation's last checkpoint. `fallback` is set when a copy was asked for and could not serve.
 
     A copy may lack `checkpoint_time`: the database sets it.
     """
 
     checkpoint: AgentCheckpoint
-    source: Source
-    fallback: Fallback | None = None
+    source: CheckpointSource
+    fallback: FallbackReason | None = None
 
 
 @dataclass(slots=True)
-class Counters:
-    """What a checkpointer has done. `not_copied` counts checkpoints that are durable and whose copy failed."""
+class CheckpointerCounters:
+    """What a checkpointer has done. `cache_write_failures` counts durable checkpoints whose copy failed."""
 
-    served: Counter[Source] = field(default_factory=Counter)
-    fallbacks: Counter[Fallback] = field(default_factory=Counter)
-    not_copied: int = 0
+    served: Counter[CheckpointSource] = field(default_factory=Counter)
+    fallbacks: Counter[FallbackReason] = field(default_factory=Counter)
+    cache_write_failures: int = 0
 
 
-Tell: TypeAlias = Callable[[TaskId, str, str], None]
-"""Hears of each copy that failed: a `Fallback`, "not_copied" or "not_forgotten"; and why. Must not raise or block."""
+ReportProblem: TypeAlias = Callable[[TaskId, str, str], None]
+"""Called for each copy that failed with its task, a `FallbackReason`, "not_copied" or "not_forgotten", and the cause.
+Must not raise or block."""
 
 
 class AgentCheckpointer:
@@ -65,23 +66,29 @@ class AgentCheckpointer:
     """
 
     def __init__(
-        self, store: Operations, cache: CheckpointCache | None = None, *, tell: Tell = lambda *_: None
+        self,
+        store: Operations,
+        cache: CheckpointCache | None = None,
+        *,
+        report_problem: ReportProblem = lambda *_: None,
     ) -> None:
-        self._store, self._cache, self._tell = store, cache, tell
-        self.counts = Counters()
+        self._store, self._cache, self._report_problem = store, cache, report_problem
+        self.counters = CheckpointerCounters()
 
-    async def save(self, wish: Save) -> SaveResult:
+    async def save(self, command: Save) -> SaveResult:
         """Write a checkpoint to the database, then, durable there, to the cache.
 
         Raises:
             Unavailable: the database did not answer; the copy was not touched.
         """
-        result = await self._store.save(wish)
+        result = await self._store.save(command)
         if isinstance(result, Saved):
-            await self.copy(wish.checkpoint)
+            await self.write_to_cache(command.checkpoint)
         return result
 
-    async def restore(self, operation_id: TaskId, agent: AgentName, *, seq: int | None = None) -> Restored | None:
+    async def restore(
+        self, operation_id: TaskId, agent: AgentName, *, seq: int | None = None
+    ) -> RestoredCheckpoint | None:
         """The last checkpoint of an operation; None: there is none, or it is another agent's.
 
         `seq` is its number, for a caller that has the task's row: then a copy is served without the database.
@@ -90,17 +97,17 @@ class AgentCheckpointer:
             Unavailable: the database had to be asked and did not answer.
         """
         if self._cache is None:
-            return await self._from_sql(operation_id, agent)
+            return await self._restore_from_sql(operation_id, agent)
         if seq is None:
             operation = await self._store.operation(operation_id)
             seq = operation.checkpoint if operation is not None and operation.agent == agent else None
         if not seq:
             return None
-        copy = await self._copy_of(self._cache, operation_id, agent, seq)
-        if isinstance(copy, Fallback):
-            return await self._from_sql(operation_id, agent, copy)
-        self.counts.served[Source.REDIS] += 1
-        return Restored(copy, Source.REDIS)
+        cached = await self._read_cached(self._cache, operation_id, agent, seq)
+        if isinstance(cached, FallbackReason):
+            return await self._restore_from_sql(operation_id, agent, cached)
+        self.counters.served[CheckpointSource.REDIS] += 1
+        return RestoredCheckpoint(cached, CheckpointSource.REDIS)
 
     async def forget(self, operation_id: TaskId, agent: AgentName) -> None:
         """Delete the copy of an operation that has ended well, if that is possible now."""
@@ -108,38 +115,44 @@ class AgentCheckpointer:
             if self._cache is not None:
                 await self._cache.forget(operation_id, agent)
         except CacheUnavailable as error:
-            self._tell(operation_id, "not_forgotten", str(error))
+            self._report_problem(operation_id, "not_forgotten", str(error))
 
-    async def _copy_of(
+    async def _read_cached(
         self, cache: CheckpointCache, operation_id: TaskId, agent: AgentName, seq: int
-    ) -> AgentCheckpoint | Fallback:
+    ) -> AgentCheckpoint | FallbackReason:
         try:
-            copy = await cache.get(operation_id, agent)
-            if copy is not None and copy.seq == seq:
-                return copy
-            why = (Fallback.MISS, "") if copy is None else (Fallback.STALE, f"{copy.seq} in place of {seq}")
+            cached = await cache.get(operation_id, agent)
+            if cached is not None and cached.seq == seq:
+                return cached
+            failure = (
+                (FallbackReason.MISS, "")
+                if cached is None
+                else (FallbackReason.STALE, f"{cached.seq} in place of {seq}")
+            )
         except CacheUnavailable as error:
-            why = (Fallback.AWAY, str(error))
+            failure = (FallbackReason.UNAVAILABLE, str(error))
         except CheckpointError as error:
-            why = (Fallback.GARBAGE, str(error))
-        self.counts.fallbacks[why[0]] += 1
-        self._tell(operation_id, *why)
-        return why[0]
+            failure = (FallbackReason.CORRUPT, str(error))
+        self.counters.fallbacks[failure[0]] += 1
+        self._report_problem(operation_id, *failure)
+        return failure[0]
 
-    async def _from_sql(self, operation_id: TaskId, agent: AgentName, why: Fallback | None = None) -> Restored | None:
+    async def _restore_from_sql(
+        self, operation_id: TaskId, agent: AgentName, fallback: FallbackReason | None = None
+    ) -> RestoredCheckpoint | None:
         checkpoint = await self._store.latest(operation_id, agent)
         if checkpoint is None:
             return None
-        self.counts.served[Source.SQL] += 1
-        if why is not None and why is not Fallback.AWAY:
-            await self.copy(checkpoint)
-        return Restored(checkpoint, Source.SQL, why)
+        self.counters.served[CheckpointSource.SQL] += 1
+        if fallback is not None and fallback is not FallbackReason.UNAVAILABLE:
+            await self.write_to_cache(checkpoint)
+        return RestoredCheckpoint(checkpoint, CheckpointSource.SQL, fallback)
 
-    async def copy(self, checkpoint: AgentCheckpoint) -> None:
+    async def write_to_cache(self, checkpoint: AgentCheckpoint) -> None:
         """Put a checkpoint that is durable beside the database, if that is possible now."""
         try:
             if self._cache is not None:
                 await self._cache.put(checkpoint)
         except (CacheUnavailable, CheckpointError) as error:
-            self.counts.not_copied += 1
-            self._tell(checkpoint.operation_id, "not_copied", str(error))
+            self.counters.cache_write_failures += 1
+            self._report_problem(checkpoint.operation_id, "not_copied", str(error))

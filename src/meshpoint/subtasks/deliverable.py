@@ -17,38 +17,38 @@ from pydantic import JsonValue
 
 from meshpoint.errors import ConfigurationError, SubtaskRefused
 from meshpoint.model.typed import DoesNotFit, Typed
-from meshpoint.subtasks.functions import closure_of, innermost
-from meshpoint.subtasks.secret_places import LostSecret, secret_places
+from meshpoint.subtasks.functions import closure_variables, unwrap
+from meshpoint.subtasks.secret_places import UnrecoverableSecret, find_secret_pointers
 
-_UNRESOLVED = (NameError, AttributeError, TypeError, SyntaxError, ValueError, ImportError)
-_AWAITED = (collections.abc.Awaitable, collections.abc.Coroutine, Future)
-_STREAMS = (collections.abc.Iterator, collections.abc.AsyncIterator)
+_RESOLUTION_ERRORS = (NameError, AttributeError, TypeError, SyntaxError, ValueError, ImportError)
+_AWAITABLE_TYPES = (collections.abc.Awaitable, collections.abc.Coroutine, Future)
+_ITERATOR_TYPES = (collections.abc.Iterator, collections.abc.AsyncIterator)
 
 
-class Deliverable:
+class DeliverableCodec:
     """How one function's results are kept: by its return annotation, or as plain JSON where there is none to use.
 
     As plain JSON, a tuple or a set comes back as a list, a model or dataclass as a dict, a datetime as its text.
     Whoever runs the function returns `read(write(value))`, so that the first run does not differ from later ones.
     """
 
-    _made: typing.ClassVar[WeakKeyDictionary[Callable[..., Any], Deliverable]] = WeakKeyDictionary()
+    _cache: typing.ClassVar[WeakKeyDictionary[Callable[..., Any], DeliverableCodec]] = WeakKeyDictionary()
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._declared = _returned(innermost(function))
+        self._declared = _return_type(unwrap(function))
         try:
-            self._typed = _typed(self._declared)
+            self._typed = _get_typed(self._declared)
         except (ConfigurationError, TypeError):  # pydantic cannot describe it
-            self._typed = _typed(Any)
+            self._typed = _get_typed(Any)
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> Deliverable:
+    def for_function(cls, function: Callable[..., Any]) -> DeliverableCodec:
         """The one of `function`, made once."""
-        inner = innermost(function)
+        inner = unwrap(function)
         try:
-            if inner not in cls._made:
-                cls._made[inner] = cls(inner)
-            return cls._made[inner]
+            if inner not in cls._cache:
+                cls._cache[inner] = cls(inner)
+            return cls._cache[inner]
         except TypeError:  # it cannot be referred to weakly, or has no hash
             return cls(inner)
 
@@ -59,17 +59,17 @@ class Deliverable:
             SubtaskRefused: it does not fit the annotation, has no JSON form, or would not come back from it.
         """
         try:
-            if isinstance(value, _STREAMS):
+            if isinstance(value, _ITERATOR_TYPES):
                 raise DoesNotFit("it can be read only once; return a list")
             checked = self._typed.check(value)
             written = self._typed.write(checked, round_trip=True)
-            places = tuple(secret_places(self._declared, checked, written))
+            pointers = tuple(find_secret_pointers(self._declared, checked, written))
             text = json_text(written)
             self.read(text)
-        except (DoesNotFit, LostSecret, ValueError, RecursionError) as error:
+        except (DoesNotFit, UnrecoverableSecret, ValueError, RecursionError) as error:
             kind = type(value).__name__
             raise SubtaskRefused(f"subtask {name!r} returned a {kind} which cannot be kept: {error}") from error
-        return text, places
+        return text, pointers
 
     def read(self, text: str) -> Any:
         """The value that `write` made `text` of.
@@ -85,7 +85,7 @@ def json_text(value: JsonValue) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def _returned(function: Callable[..., Any]) -> Any:
+def _return_type(function: Callable[..., Any]) -> Any:
     """What `function` gives when it is called and awaited; Any when that cannot be found out."""
     if isinstance(function, type):
         return function
@@ -94,31 +94,31 @@ def _returned(function: Callable[..., Any]) -> Any:
         # On its own: a parameter's annotation that only a type checker can resolve is no obstacle.
         stand_in = types.SimpleNamespace(__annotations__={"return": declared})
         scope = {each.__name__: each for each in getattr(function, "__type_params__", ())}
-        scope |= dict(closure_of(function))
+        scope |= dict(closure_variables(function))
         hints = typing.get_type_hints(stand_in, getattr(function, "__globals__", {}), scope, include_extras=True)
-    except _UNRESOLVED:
+    except _RESOLUTION_ERRORS:
         return Any
-    return _awaited(hints["return"])
+    return _unwrap_awaitable(hints["return"])
 
 
-def _awaited(declared: Any) -> Any:
-    if typing.get_origin(declared) in _AWAITED:
-        return _awaited(typing.get_args(declared)[-1])
-    return Any if declared in _AWAITED else declared
+def _unwrap_awaitable(declared: Any) -> Any:
+    if typing.get_origin(declared) in _AWAITABLE_TYPES:
+        return _unwrap_awaitable(typing.get_args(declared)[-1])
+    return Any if declared in _AWAITABLE_TYPES else declared
 
 
-def _typed(declared: Any) -> Typed[Any]:
+def _get_typed(declared: Any) -> Typed[Any]:
     try:
-        return _cached(declared)
+        return _build_typed_cached(declared)
     except TypeError:  # an annotation without a hash
-        return _described(declared)
+        return _build_typed(declared)
 
 
-def _described(declared: Any) -> Typed[Any]:
+def _build_typed(declared: Any) -> Typed[Any]:
     typed: Typed[Any] = Typed(declared, "subtask")
     if declared is Any:
         typed.name = "value"
     return typed
 
 
-_cached = functools.lru_cache(maxsize=256)(_described)
+_build_typed_cached = functools.lru_cache(maxsize=256)(_build_typed)

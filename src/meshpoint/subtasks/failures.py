@@ -13,29 +13,33 @@ from meshpoint.model.error_text import storable, text_of
 from meshpoint.model.secrets import masked
 
 
-def kept(error: Exception, secret_keys: Collection[str] = ()) -> str:
+def serialize_error(error: Exception, secret_keys: Collection[str] = ()) -> str:
     """`error` as text, limited in length, with `***` for its secrets: those `masked` finds, with `secret_keys`."""
     kind = type(error)
-    told = [masked(storable(each), secret_keys) if isinstance(each, str) else each for each in error.args]
-    arguments = told if all(each is None or isinstance(each, str | int | float | bool) for each in told) else None
+    masked_args = [masked(storable(each), secret_keys) if isinstance(each, str) else each for each in error.args]
+    arguments = (
+        masked_args
+        if all(each is None or isinstance(each, str | int | float | bool) for each in masked_args)
+        else None
+    )
     message = masked(text_of(error), secret_keys)
     return json.dumps({"type": f"{kind.__module__}:{kind.__qualname__}", "args": arguments, "message": message})
 
 
-def made_again(name: str, text: str) -> Exception:
+def rebuild_error(name: str, text: str) -> Exception:
     """Rebuild the error of subtask `name` that `kept` stored, with the same type if it is loaded and constructible.
 
     A record never imports anything, and calls nothing but an exception's constructor.
     """
-    known = json.loads(text)
-    module, _, qualified = known["type"].partition(":")
+    record = json.loads(text)
+    module, _, qualified = record["type"].partition(":")
     kind = _loaded_exception(module, qualified)
-    if kind is not None and known["args"] is not None:
+    if kind is not None and record["args"] is not None:
         with suppress(Exception):  # the constructor has other parameters, or the message cannot be read
-            error = kind(*known["args"])
-            if str(error) == known["message"]:
+            error = kind(*record["args"])
+            if str(error) == record["message"]:
                 return error
-    return SubtaskFailed(f"subtask {name!r} failed: {qualified}: {known['message']}")
+    return SubtaskFailed(f"subtask {name!r} failed: {qualified}: {record['message']}")
 
 
 def _loaded_exception(module: str, qualified: str) -> type[Exception] | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-def within(function: Callable[..., Any]) -> Callable[..., Any] | None:
+def unwrap_once(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """What `function` wraps: by partial, bound method, `functools.wraps` or `__call__`. None: it is the function."""
     match function:
         case functools.partial():
@@ -24,15 +24,15 @@ def within(function: Callable[..., Any]) -> Callable[..., Any] | None:
     return call if isinstance(call, types.FunctionType) else None
 
 
-def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
+def unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function that `within` leads to in the end."""
-    inner = within(function)
-    return function if inner is None else innermost(inner)
+    inner = unwrap_once(function)
+    return function if inner is None else unwrap(inner)
 
 
-def closure_of(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+def closure_variables(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     """The variables of outer functions that `function` itself uses, as far as they are assigned by now."""
-    inner = innermost(function)
+    inner = unwrap(function)
     if isinstance(inner, types.FunctionType):
         for name, cell in zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True):
             try:

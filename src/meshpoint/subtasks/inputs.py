@@ -29,9 +29,9 @@ from pydantic import AnyUrl, BaseModel, SecretBytes, SecretStr
 from meshpoint.errors import SubtaskRefused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.json_values import MAX_DEPTH
-from meshpoint.subtasks.functions import closure_of
+from meshpoint.subtasks.functions import closure_variables
 
-_AS_TEXT = (
+_TEXT_TYPES = (
     Decimal,
     Fraction,
     UUID,
@@ -44,19 +44,19 @@ _AS_TEXT = (
 )
 
 
-class _NoForm(Exception):
+class _NotCanonical(Exception):
     """There is no canonical form: what it is, and where inside the value."""
 
-    def __init__(self, what: str, where: str = "") -> None:
+    def __init__(self, what: str, path: str = "") -> None:
         super().__init__(what)
-        self.what, self.where = what, where
+        self.what, self.path = what, path
 
-    def inside(self, step: str) -> _NoForm:
+    def prefixed(self, step: str) -> _NotCanonical:
         """The same, seen from the container."""
-        return _NoForm(self.what, step + self.where)
+        return _NotCanonical(self.what, step + self.path)
 
 
-def digests(
+def input_digests(
     name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, str]:
     """One digest for each parameter that `function` gets from these arguments, and for what it finds by closure.
@@ -71,38 +71,38 @@ def digests(
     Raises:
         SubtaskRefused: an argument is no data, or holds something that is none; names it, and subtask `name`.
     """
-    found = dict(_closure(function))
-    for label, value, given in _parameters(function, args, kwargs):
+    found = dict(_closure_digests(function))
+    for label, value, explicit in _bound_arguments(function, args, kwargs):
         if isinstance(value, TaskExecutionContext):
             continue
         try:
             found[label] = _digest(value)
-        except _NoForm as problem:
-            if given:
+        except _NotCanonical as problem:
+            if explicit:
                 raise SubtaskRefused(
-                    f"subtask {name!r}: argument {label + problem.where!r} is {problem.what}, which has no canonical "
+                    f"subtask {name!r}: argument {label + problem.path!r} is {problem.what}, which has no canonical "
                     "form; pass data, or let the function reach it by closure"
                 ) from None
     return found
 
 
-def difference(recorded: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+def describe_difference(recorded: Mapping[str, str], now: Mapping[str, str]) -> str | None:
     """What differs between two `digests`, for people; None when nothing does."""
     changes = (
         ([key for key in recorded if key in now and recorded[key] != now[key]], "differs", "differ"),
         ([key for key in now if key not in recorded], "is new", "are new"),
         ([key for key in recorded if key not in now], "is gone", "are gone"),
     )
-    parts = [_told(keys, one, several) for keys, one, several in changes if keys]
+    parts = [_format_change(keys, one, several) for keys, one, several in changes if keys]
     return "; ".join(parts) or None
 
 
-def _told(keys: list[str], one: str, several: str) -> str:
+def _format_change(keys: list[str], singular: str, plural: str) -> str:
     *first, last = map(repr, keys)
-    return f"inputs {', '.join(first)} and {last} {several}" if first else f"input {last} {one}"
+    return f"inputs {', '.join(first)} and {last} {plural}" if first else f"input {last} {singular}"
 
 
-def _parameters(
+def _bound_arguments(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, bool]]:
     """Label, value, and whether the caller gave it, of each argument."""
@@ -117,7 +117,7 @@ def _parameters(
         yield from ((f"args[{index}]", value, True) for index, value in enumerate(args))
         yield from ((key, value, True) for key, value in kwargs.items())
         return
-    given = set(bound.arguments)
+    explicit = set(bound.arguments)
     bound.apply_defaults()
     for label, value in bound.arguments.items():
         match signature.parameters[label].kind:
@@ -128,14 +128,14 @@ def _parameters(
                     (f"**{key}" if key in bound.arguments else key, each, True) for key, each in value.items()
                 )
             case _:
-                yield label, value, label in given
+                yield label, value, label in explicit
 
 
-def _closure(function: Callable[..., Any]) -> Iterator[tuple[str, str]]:
-    for name, value in closure_of(function):
+def _closure_digests(function: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+    for name, value in closure_variables(function):
         try:
             yield f"closure.{name}", _digest(value)
-        except _NoForm:
+        except _NotCanonical:
             continue
 
 
@@ -147,10 +147,10 @@ def _digest(value: object) -> str:
 def _canonical(value: Any, depth: int) -> Any:
     """`value` as JSON in which every list begins with its kind, so that no two values look alike."""
     if depth > MAX_DEPTH:
-        raise _NoForm(f"nested more than {MAX_DEPTH} deep")
+        raise _NotCanonical(f"nested more than {MAX_DEPTH} deep")
     match value:
         case Enum():
-            return ["enum", type(value).__qualname__, _of_member(value, depth)]
+            return ["enum", type(value).__qualname__, _canonical_enum(value, depth)]
         case None | bool():
             return value
         case str():
@@ -160,20 +160,23 @@ def _canonical(value: Any, depth: int) -> Any:
         case float() if math.isfinite(value):
             return float(value)
         case list() | tuple():
-            return ["list", *_each(((f"[{index}]", member) for index, member in enumerate(value)), depth)]
+            return [
+                "list",
+                *_canonical_members(((f"[{index}]", member) for index, member in enumerate(value)), depth),
+            ]
         case set() | frozenset():
-            return ["set", *sorted(_each((("{…}", member) for member in value), depth), key=json.dumps)]
+            return ["set", *sorted(_canonical_members((("{…}", member) for member in value), depth), key=json.dumps)]
         case dict() | MappingProxyType():
-            return ["dict", *_pairs(value, depth)]
+            return ["dict", *_canonical_pairs(value, depth)]
         case BaseModel() | SecretStr() | SecretBytes() | pydantic.Secret():
-            return _of_model(value, depth)
+            return _canonical_model(value, depth)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return ["object", type(value).__qualname__, *_fields(fields, depth)]
-    return _scalar(value)
+        return ["object", type(value).__qualname__, *_canonical_fields(fields, depth)]
+    return _canonical_scalar(value)
 
 
-def _scalar(value: Any) -> list[Any]:
+def _canonical_scalar(value: Any) -> list[Any]:
     match value:
         case bytes() | bytearray() | memoryview():
             return ["bytes", base64.b64encode(bytes(value)).decode()]
@@ -186,45 +189,48 @@ def _scalar(value: Any) -> list[Any]:
         case timedelta():
             return ["timedelta", value.days, value.seconds, value.microseconds]
         case float():
-            raise _NoForm(str(value))
-    for kind in _AS_TEXT:
+            raise _NotCanonical(str(value))
+    for kind in _TEXT_TYPES:
         if isinstance(value, kind):
             return [kind.__name__, str(value)]
-    raise _NoForm(f"a {type(value).__name__}")
+    raise _NotCanonical(f"a {type(value).__name__}")
 
 
-def _each(members: Iterable[tuple[str, Any]], depth: int) -> list[Any]:
-    return [_inside(step, member, depth) for step, member in members]
+def _canonical_members(members: Iterable[tuple[str, Any]], depth: int) -> list[Any]:
+    return [_canonical_member(step, member, depth) for step, member in members]
 
 
-def _pairs(values: Mapping[Any, Any], depth: int) -> list[Any]:
-    pairs = [[_inside("{…}", key, depth), _inside(f"[{key!r}]", each, depth)] for key, each in values.items()]
+def _canonical_pairs(values: Mapping[Any, Any], depth: int) -> list[Any]:
+    pairs = [
+        [_canonical_member("{…}", key, depth), _canonical_member(f"[{key!r}]", each, depth)]
+        for key, each in values.items()
+    ]
     return sorted(pairs, key=lambda pair: json.dumps(pair[0]))
 
 
-def _fields(fields: Mapping[str, Any], depth: int) -> list[Any]:
-    return [[key, _inside(f".{key}", fields[key], depth)] for key in sorted(fields)]
+def _canonical_fields(fields: Mapping[str, Any], depth: int) -> list[Any]:
+    return [[key, _canonical_member(f".{key}", fields[key], depth)] for key in sorted(fields)]
 
 
-def _inside(step: str, value: Any, depth: int) -> Any:
+def _canonical_member(step: str, value: Any, depth: int) -> Any:
     try:
         return _canonical(value, depth + 1)
-    except _NoForm as problem:
-        raise problem.inside(step) from None
+    except _NotCanonical as problem:
+        raise problem.prefixed(step) from None
 
 
-def _of_model(value: Any, depth: int) -> list[Any]:
+def _canonical_model(value: Any, depth: int) -> list[Any]:
     if not isinstance(value, BaseModel):
         return ["object", type(value).__name__, _canonical(value.get_secret_value(), depth)]
     # Not `model_dump`: it masks secrets, takes sets as they come, and makes a datetime of its text.
     fields = {
         key: getattr(value, key) for key, field in type(value).model_fields.items() if not field.exclude
     } | dict(value.__pydantic_extra__ or {})
-    return ["object", type(value).__qualname__, *_fields(fields, depth)]
+    return ["object", type(value).__qualname__, *_canonical_fields(fields, depth)]
 
 
-def _of_member(member: Enum, depth: int) -> Any:
+def _canonical_enum(member: Enum, depth: int) -> Any:
     try:
         return _canonical(member.value, depth + 1)
-    except _NoForm:
+    except _NotCanonical:
         return member.name

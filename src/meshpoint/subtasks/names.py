@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-MAX_NAME = 100
+MAX_NAME_LENGTH = 100
 """Characters."""
 
 
-def is_name(name: object) -> bool:
+def is_valid_name(name: object) -> bool:
     """Whether `name` can name a subtask: it is a key in the database, and printed as it is."""
-    return isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable() and name.strip() == name
+    return isinstance(name, str) and 0 < len(name) <= MAX_NAME_LENGTH and name.isprintable() and name.strip() == name

@@ -15,22 +15,22 @@ from meshpoint.model.ids import AgentName, TaskId, new_id
 from meshpoint.model.operations import NotRevived, Refusal, Revive, Revived
 from meshpoint.ports.operations import Operations
 
-_LONGEST_ID = 248  # bytes, as on the wire
+_MAX_ID_BYTES = 248  # bytes, as on the wire
 
 
-def operation_id(text: str) -> TaskId:
+def parse_operation_id(text: str) -> TaskId:
     """`text` as the id of an operation.
 
     Raises:
         ConfigurationError: no task can have it.
     """
-    if not text or not text.isprintable() or len(text.encode(errors="replace")) > _LONGEST_ID:
-        fix = f"ids are printable and have 1 to {_LONGEST_ID} bytes; `meshpoint tasks list` shows them"
+    if not text or not text.isprintable() or len(text.encode(errors="replace")) > _MAX_ID_BYTES:
+        fix = f"ids are printable and have 1 to {_MAX_ID_BYTES} bytes; `meshpoint tasks list` shows them"
         raise ConfigurationError("operation id", f"{text!r} is none", fix)
     return TaskId(text)
 
 
-async def resume(store: Operations, id_: TaskId, *, agent: AgentName | None = None) -> Revived:
+async def resume_operation(store: Operations, id_: TaskId, *, agent: AgentName | None = None) -> Revived:
     """Make a failed or cancelled operation ready to go on from its checkpoint, in any replica of its agent.
 
     Of two callers at the same time one wins, and the other hears that it runs. Who asked for the operation has its
@@ -44,12 +44,12 @@ async def resume(store: Operations, id_: TaskId, *, agent: AgentName | None = No
     """
     result = await store.revive(Revive(task_id=id_, token=new_id(), agent=agent))
     if isinstance(result, NotRevived):
-        raise refusal_of(id_, result)
+        raise refusal_error(id_, result)
     assert isinstance(result, Revived)
     return result
 
 
-def refusal_of(id_: TaskId, refused: NotRevived) -> ResumeRefused:
+def refusal_error(id_: TaskId, refused: NotRevived) -> ResumeRefused:
     """What to raise for `refused`."""
     detail = f": {refused.detail}" if refused.detail else ""
     match refused.refusal:

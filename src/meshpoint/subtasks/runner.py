@@ -30,17 +30,17 @@ from meshpoint.model.subtasks import (
 from meshpoint.model.typed import DoesNotFit
 from meshpoint.ports.agent import Plan
 from meshpoint.ports.observer import Steps
-from meshpoint.subtasks.deliverable import Deliverable
-from meshpoint.subtasks.failures import kept, made_again
-from meshpoint.subtasks.inputs import difference, digests
-from meshpoint.subtasks.names import MAX_NAME, is_name
+from meshpoint.subtasks.deliverable import DeliverableCodec
+from meshpoint.subtasks.failures import rebuild_error, serialize_error
+from meshpoint.subtasks.inputs import describe_difference, input_digests
+from meshpoint.subtasks.names import MAX_NAME_LENGTH, is_valid_name
 from meshpoint.subtasks.versions import version_of
 
-_LEFT_WITHIN = 5.0
+_STOP_TIMEOUT = 5.0
 """Seconds that a cancelled subtask, left behind, may take to end."""
 
 
-class Ledger(Protocol):
+class SubtaskLog(Protocol):
     """Where the records of one segment's task are written."""
 
     async def open(self, operation: Operation) -> None:
@@ -59,7 +59,7 @@ class Ledger(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class OperationAttempt:
     """Which run of which attempt at the operation this is. `parameters` is the request's input."""
 
     run: Run
@@ -68,7 +68,7 @@ class Attempt:
     parameters: JsonValue
 
 
-class Over:
+class ClosedSubtasks:
     """The `SubtaskRunner` of a segment that is over: an asyncio task that it left behind runs nothing unrecorded."""
 
     def __init__(self, progress: SubtaskProgress) -> None:
@@ -78,18 +78,18 @@ class Over:
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Refuse to run."""
-        raise AgentMisbehaved(f"a task that its segment left behind began subtask {name!r}: {_AWAIT_IT}")
+        raise AgentMisbehaved(f"a task that its segment left behind began subtask {name!r}: {_AWAIT_HINT}")
 
     async def save_progress(self, subtask: str, state: object) -> None:
         """Refuse to save."""
-        raise AgentMisbehaved(f"a task that its segment left behind saved progress of {subtask!r}: {_AWAIT_IT}")
+        raise AgentMisbehaved(f"a task that its segment left behind saved progress of {subtask!r}: {_AWAIT_HINT}")
 
     def saved_progress(self, subtask: str) -> JsonValue:
         """None."""
         return None
 
 
-_AWAIT_IT = "an agent awaits what it has started before it ends or pauses"
+_AWAIT_HINT = "an agent awaits what it has started before it ends or pauses"
 
 
 class Subtasks:
@@ -104,35 +104,35 @@ class Subtasks:
         self,
         ctx: TaskExecutionContext,
         plan: Plan,
-        attempt: Attempt,
+        attempt: OperationAttempt,
         restored: AgentCheckpoint | None,
-        ledger: Ledger,
+        log: SubtaskLog,
         steps: Steps,
         now: Callable[[], datetime],
         *,
-        opened: bool,
+        is_operation: bool,
         secret_keys: Sequence[str] = (),
     ) -> None:
-        self._ctx, self._plan, self._attempt, self._ledger = ctx, plan, attempt, ledger
-        self._steps, self._now, self._opened = steps, now, opened
+        self._ctx, self._plan, self._attempt, self._log = ctx, plan, attempt, log
+        self._steps, self._now, self._is_operation = steps, now, is_operation
         self._secret_keys = secret_keys
         self._records = {record.name: record for record in restored.subtasks} if restored else {}
-        self._saved = dict(restored.saved_progress) if restored else {}
-        self._found = dict(self._saved)  # by the run before, which may have died of what it saved
+        self._saved_states = dict(restored.saved_progress) if restored else {}
+        self._restored_states = dict(self._saved_states)  # by the run before, which may have died of what it saved
         self._seq = max(attempt.seq, restored.seq if restored else 0)
-        self._asked: list[str] = []
+        self._requested: list[str] = []
         self._running: list[str] = []
-        self._counting: set[str] = set()  # whose record this run has used or made
-        self._within: set[asyncio.Task[Any]] = set()  # whoever is in a subtask now
-        self._boundary: Checkpoint = {}  # the context when a subtask last began alone, or ended
+        self._current_names: set[str] = set()  # whose record this run has used or made
+        self._executing: set[asyncio.Task[Any]] = set()  # whoever is in a subtask now
+        self._context_baseline: Checkpoint = {}  # the context when a subtask last began alone, or ended
         self._all_saved = True
-        self._writing = asyncio.Lock()
-        self.paused_in: str | None = None
+        self._write_lock = asyncio.Lock()
+        self.paused_subtask: str | None = None
 
     @property
-    def opened(self) -> bool:
+    def is_operation(self) -> bool:
         """Whether the task is an operation."""
-        return self._opened
+        return self._is_operation
 
     @property
     def retry_count(self) -> int:
@@ -142,7 +142,7 @@ class Subtasks:
     @property
     def outdated(self) -> frozenset[str]:
         """The subtasks whose records did not count: what they had asked their peers does not either."""
-        return frozenset(name for name, record in self._records.items() if self._is_again(record))
+        return frozenset(name for name, record in self._records.items() if self._is_rerun(record))
 
     @property
     def progress(self) -> SubtaskProgress:
@@ -154,33 +154,33 @@ class Subtasks:
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """The deliverable of a subtask: the recorded one if it is valid, else that of the function, now recorded."""
-        self._check(name)
-        self._asked.append(name)
-        asked = SubtaskRecord(
+        self._check_name(name)
+        self._requested.append(name)
+        requested = SubtaskRecord(
             name=name,
             status=SubtaskStatus.STARTED,
             function=version_of(function),
-            inputs=digests(name, function, args, kwargs),
+            inputs=input_digests(name, function, args, kwargs),
             retry=self._attempt.retry_count,
             generation=self._attempt.run.generation,
         )
-        form = Deliverable.of(function)
-        await self.open()
-        record = self._valid(asked)
-        if record is not None and record.error is not None and self._met_before(record):
-            self._put_back(record)
-            raise made_again(name, record.error)
+        codec = DeliverableCodec.for_function(function)
+        await self.ensure_operation()
+        record = self._find_valid(requested)
+        if record is not None and record.error is not None and self._failed_before_pause(record):
+            self._restore_context(record)
+            raise rebuild_error(name, record.error)
         if record is not None and record.completed:
             try:
-                return self._reused(record, form)
+                return self._reuse(record, codec)
             except DoesNotFit as error:
-                self._outdate(record, f"its deliverable no longer fits: {error}")
-        return await self._run(asked, form, function, args, kwargs)
+                self._invalidate_from(record, f"its deliverable no longer fits: {error}")
+        return await self._run(requested, codec, function, args, kwargs)
 
-    def _check(self, name: str) -> None:
-        if not is_name(name):
+    def _check_name(self, name: str) -> None:
+        if not is_valid_name(name):
             raise SubtaskRefused(
-                f"{name!r} is no name of a subtask: use printable text of 1 to {MAX_NAME} characters"
+                f"{name!r} is no name of a subtask: use printable text of 1 to {MAX_NAME_LENGTH} characters"
             )
         if (outer := current_subtask()) is not None:
             raise SubtaskRefused(
@@ -195,22 +195,22 @@ class Subtasks:
             and earlier.retry == self._attempt.retry_count
             and earlier.generation < self._attempt.run.generation
         )
-        if name in self._asked or in_an_earlier_handler:
+        if name in self._requested or in_an_earlier_handler:
             raise SubtaskRefused(
                 f"two subtasks of this run are called {name!r}: give each a name of its own, such as '{name}-2'"
             )
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """How many pauses of the task, and how many subtasks of this run, lie before the code that runs now."""
-        return self._ctx.pauses_passed(self._attempt.run.generation), len(self._asked)
+        return self._ctx.pauses_passed(self._attempt.run.generation), len(self._requested)
 
-    async def open(self) -> None:
+    async def ensure_operation(self) -> None:
         """Make the task an operation, if it is none yet."""
-        async with self._writing:
-            if not self._opened:
+        async with self._write_lock:
+            if not self._is_operation:
                 plan = self._plan
-                await self._ledger.open(
+                await self._log.open(
                     Operation(
                         type=plan.type,
                         parameters=self._attempt.parameters,
@@ -219,78 +219,78 @@ class Subtasks:
                         preserve=plan.preserve,
                     )
                 )
-                self._opened = True
+                self._is_operation = True
 
     # ── what is recorded ───────────────────────────────────────────────────────────────────────────
 
-    def _valid(self, asked: SubtaskRecord) -> SubtaskRecord | None:
+    def _find_valid(self, requested: SubtaskRecord) -> SubtaskRecord | None:
         """The record of a subtask if it is valid; else it, and all that were begun after it, are outdated."""
-        record = self._records.get(asked.name)
+        record = self._records.get(requested.name)
         if record is None:
-            for left in self._left():
-                self._mark(left, f"after {asked.name!r}, which is new")
+            for skipped in self._unvisited():
+                self._invalidate(skipped, f"after {requested.name!r}, which is new")
             return None
         if record.status is SubtaskStatus.OUTDATED:
             return None
-        differs = self._differs(record, asked)
-        if differs is None:
+        difference_found = self._find_difference(record, requested)
+        if difference_found is None:
             return record
-        self._outdate(record, differs)
+        self._invalidate_from(record, difference_found)
         return None
 
-    def _left(self) -> list[SubtaskRecord]:
+    def _unvisited(self) -> list[SubtaskRecord]:
         """The records of earlier attempts that this one, which runs from the top, has not come to."""
         if self._attempt.run.generation > 0 and self._ctx.calls_are_not_recorded:
             return []  # an earlier handler may have come to them
         retry = self._attempt.retry_count
-        return [each for each in self._records.values() if each.retry < retry and each.name not in self._asked]
+        return [each for each in self._records.values() if each.retry < retry and each.name not in self._requested]
 
-    def _outdate(self, record: SubtaskRecord, why: str) -> None:
-        self._mark(record, why)
+    def _invalidate_from(self, record: SubtaskRecord, reason: str) -> None:
+        self._invalidate(record, reason)
         if record.completed:
             records = list(self._records.values())
             for later in records[[each.name for each in records].index(record.name) + 1 :]:
-                self._mark(later, f"after {record.name!r}, which runs again")
+                self._invalidate(later, f"after {record.name!r}, which runs again")
 
-    def _mark(self, record: SubtaskRecord, why: str) -> None:
-        if record.name in self._counting:
+    def _invalidate(self, record: SubtaskRecord, reason: str) -> None:
+        if record.name in self._current_names:
             return
-        self._saved.pop(record.name, None)
+        self._saved_states.pop(record.name, None)
         if record.completed:
-            nothing = {"result": None, "context": None, "secrets": (), "seconds": 0.0}
-            changed = {"status": SubtaskStatus.OUTDATED, "again": why, "retry": self._attempt.retry_count}
-            self._records[record.name] = record.model_copy(update={**nothing, **changed})
+            cleared = {"result": None, "context": None, "secrets": (), "seconds": 0.0}
+            changed = {"status": SubtaskStatus.OUTDATED, "again": reason, "retry": self._attempt.retry_count}
+            self._records[record.name] = record.model_copy(update={**cleared, **changed})
 
-    def _is_again(self, record: SubtaskRecord) -> bool:
+    def _is_rerun(self, record: SubtaskRecord) -> bool:
         since = record.retry == self._attempt.retry_count or record.status is SubtaskStatus.OUTDATED
         return record.again is not None and since
 
-    def _differs(self, record: SubtaskRecord, asked: SubtaskRecord) -> str | None:
+    def _find_difference(self, record: SubtaskRecord, requested: SubtaskRecord) -> str | None:
         if record.function is None and not record.inputs:
             return None  # a migration vouches for it
-        if record.function is not None and record.function != asked.function:
+        if record.function is not None and record.function != requested.function:
             return "its function has changed"
-        differs = difference(record.inputs, asked.inputs)
-        if differs is not None and record.completed and record.retry == asked.retry:
+        difference_found = describe_difference(record.inputs, requested.inputs)
+        if difference_found is not None and record.completed and record.retry == requested.retry:
             raise SubtaskRefused(
-                f"subtask {asked.name!r}: {differs} from when it ran in this attempt; it depends on time, chance or "
-                "anything else outside the request and recorded results: pass what does not change, or make it in "
-                "a subtask of its own"
+                f"subtask {requested.name!r}: {difference_found} from when it ran in this attempt; "
+                "it depends on time, chance or anything else outside the request and recorded results: "
+                "pass what does not change, or make it in a subtask of its own"
             )
-        return differs
+        return difference_found
 
-    def _reused(self, record: SubtaskRecord, form: Deliverable) -> Any:
+    def _reuse(self, record: SubtaskRecord, codec: DeliverableCodec) -> Any:
         assert record.result is not None
-        deliverable = form.read(record.result)
-        self._counting.add(record.name)
-        self._put_back(record)
+        deliverable = codec.read(record.result)
+        self._current_names.add(record.name)
+        self._restore_context(record)
         seconds = round(record.seconds, 3)
         self._steps.note(
             Step.SUBTASK_REUSED, self._ctx.task_id, subtask=record.name, seconds=seconds, retry=record.retry
         )
         return deliverable
 
-    def _put_back(self, record: SubtaskRecord) -> None:
+    def _restore_context(self, record: SubtaskRecord) -> None:
         """Leave the context, and the calls that are recorded, as the subtask did."""
         if record.context is not None:
             change(self._ctx, json.loads(record.context))
@@ -298,7 +298,7 @@ class Subtasks:
         self._ctx.skip_calls_of(record.name)  # the last of which may bring back what the last pause kept
         rewind(self._ctx, changed)
 
-    def _met_before(self, record: SubtaskRecord) -> bool:
+    def _failed_before_pause(self, record: SubtaskRecord) -> bool:
         """Whether a function that runs again from the top had this failure behind it when it paused."""
         run, retry = self._attempt.run, self._attempt.retry_count
         runs_again = record.retry == retry and record.generation < run.generation
@@ -308,63 +308,67 @@ class Subtasks:
 
     async def _run(
         self,
-        asked: SubtaskRecord,
-        form: Deliverable,
+        requested: SubtaskRecord,
+        codec: DeliverableCodec,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        name, began = asked.name, self._now()
+        name, started_at = requested.name, self._now()
         if not self._running:
-            self._boundary = snapshot(self._ctx)
-        if (earlier := self._records.get(name)) is not None and self._is_again(earlier):
+            self._context_baseline = snapshot(self._ctx)
+        if (earlier := self._records.get(name)) is not None and self._is_rerun(earlier):
             self._steps.note(Step.SUBTASK_AGAIN, self._ctx.task_id, subtask=name, why=earlier.again)
-            asked = asked.model_copy(update={"again": earlier.again})
-        self._records[name] = asked
-        self._counting.add(name)
+            requested = requested.model_copy(update={"again": earlier.again})
+        self._records[name] = requested
+        self._current_names.add(name)
         self._running.append(name)
-        me = asyncio.current_task()
-        assert me is not None
-        self._within.add(me)
+        task = asyncio.current_task()
+        assert task is not None
+        self._executing.add(task)
         try:
-            text, places = form.write(name, await self._called(name, function, args, kwargs))
+            text, pointers = codec.write(name, await self._call(name, function, args, kwargs))
         except Exception as error:
-            self._end(asked, SubtaskStatus.FAILED, began, error=kept(error, self._secret_keys))
+            self._record_end(
+                requested, SubtaskStatus.FAILED, started_at, error=serialize_error(error, self._secret_keys)
+            )
             self._all_saved = False
             raise
         except asyncio.CancelledError:
             raise
         except BaseException:
-            self.paused_in = name
+            self.paused_subtask = name
             raise
         finally:
             self._running.remove(name)
-            self._within.discard(me)
-        self._end(asked, SubtaskStatus.COMPLETED, began, result=text, secrets=places)
-        self._saved.pop(name, None)
-        await self._save(name, progressed=True)
-        return form.read(text)
+            self._executing.discard(task)
+        self._record_end(requested, SubtaskStatus.COMPLETED, started_at, result=text, secrets=pointers)
+        self._saved_states.pop(name, None)
+        await self._save_checkpoint(name, progressed=True)
+        return codec.read(text)
 
-    def _end(self, asked: SubtaskRecord, status: SubtaskStatus, began: datetime, **known: object) -> None:
+    def _record_end(
+        self, requested: SubtaskRecord, status: SubtaskStatus, started_at: datetime, **fields: object
+    ) -> None:
         # Of those that run side by side, each is given what has changed since another of them ended.
         now = snapshot(self._ctx)
-        changed, self._boundary = changes(self._boundary, now), now
+        changed, self._context_baseline = changes(self._context_baseline, now), now
         context = json.dumps(changed) if changed else None
-        seconds = (self._now() - began).total_seconds()
-        ended = {"status": status, "seconds": seconds, "context": context, **known}
-        self._records[asked.name] = asked.model_copy(update=ended)
+        seconds = (self._now() - started_at).total_seconds()
+        ended = {"status": status, "seconds": seconds, "context": context, **fields}
+        self._records[requested.name] = requested.model_copy(update=ended)
 
-    async def stop_left(self) -> None:
+    async def cancel_running(self) -> None:
         """Cancel subtasks that the code has left running when it ended: nobody would record what they come to."""
-        if self._within:
-            for left in self._within:
-                left.cancel()
-            await asyncio.wait(self._within, timeout=_LEFT_WITHIN)
+        if self._executing:
+            for task in self._executing:
+                task.cancel()
+            await asyncio.wait(self._executing, timeout=_STOP_TIMEOUT)
 
-    async def _called(
+    async def _call(
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        ended: BaseException | None = None
+        interruption: BaseException | None = None
         with inside(name), self._steps.step(Step.SUBTASK, [self._ctx.task_id], subtask=name):
             try:
                 value = function(*args, **kwargs)
@@ -372,41 +376,41 @@ class Subtasks:
             except Exception:
                 raise
             except BaseException as signal:  # a pause, or the end of the run: no failure of the subtask
-                ended = signal
-        assert ended is not None
-        raise ended
+                interruption = signal
+        assert interruption is not None
+        raise interruption
 
     async def save_progress(self, subtask: str, state: object) -> None:
         """Keep the state of a subtask that runs."""
         if subtask not in self._running:
             raise AgentMisbehaved(f"subtask {subtask!r} has ended: its progress is its deliverable")
         text = json.dumps(check_json(state, f"saved_progress of subtask {subtask!r}"))
-        further = text != self._found.get(subtask)
-        self._saved[subtask] = text
-        await self._save(subtask, progressed=further)
+        progressed = text != self._restored_states.get(subtask)
+        self._saved_states[subtask] = text
+        await self._save_checkpoint(subtask, progressed=progressed)
 
     def saved_progress(self, subtask: str) -> JsonValue:
         """The state that was kept of it."""
-        text = self._saved.get(subtask)
+        text = self._saved_states.get(subtask)
         state: JsonValue = None if text is None else json.loads(text)
         return state
 
     # ── checkpoints ────────────────────────────────────────────────────────────────────────────────
 
-    async def _save(self, subtask: str, *, progressed: bool) -> None:
-        async with self._writing:
-            await self._ledger.save(self.so_far(), subtask, progressed=progressed)
+    async def _save_checkpoint(self, subtask: str, *, progressed: bool) -> None:
+        async with self._write_lock:
+            await self._log.save(self.next_checkpoint(), subtask, progressed=progressed)
 
     @property
-    def unsaved(self) -> bool:
+    def has_unsaved(self) -> bool:
         """Whether a pause would leave something out: that a subtask has begun, or failed, or that there are any."""
-        return self._opened and (self.paused_in is not None or self._seq == 0 or not self._all_saved)
+        return self._is_operation and (self.paused_subtask is not None or self._seq == 0 or not self._all_saved)
 
-    def last(self, reason: str, details: dict[str, JsonValue] | None) -> AgentCheckpoint:
+    def final_checkpoint(self, reason: str, details: dict[str, JsonValue] | None) -> AgentCheckpoint:
         """The checkpoint of an operation that ends without having completed."""
-        return self.so_far().model_copy(update={"failure_reason": reason, "error_details": details})
+        return self.next_checkpoint().model_copy(update={"failure_reason": reason, "error_details": details})
 
-    def so_far(self) -> AgentCheckpoint:
+    def next_checkpoint(self) -> AgentCheckpoint:
         """The next checkpoint: all that is recorded by now."""
         # Counted before it is written: if the write is given up halfway, the next one must not be taken for it.
         self._seq += 1
@@ -419,7 +423,7 @@ class Subtasks:
             subject=self._ctx.subject,
             planned=plan.subtasks,
             subtasks=tuple(self._records.values()),
-            saved_progress=dict(self._saved),
+            saved_progress=dict(self._saved_states),
             current_subtask=self.progress.current,
             agent_config={"type": plan.type, "exclusive": plan.exclusive, "preserve": plan.preserve},
             agent_version=plan.version,

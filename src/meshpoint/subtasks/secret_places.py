@@ -25,23 +25,23 @@ _UNKNOWN = ""
 """JSON that is not known, because it has another shape than the value."""
 
 
-class LostSecret(ValueError):
+class UnrecoverableSecret(ValueError):
     """A secret whose JSON is a row of stars."""
 
 
-def secret_places(declared: Any, value: Any, written: JsonValue) -> list[str]:
+def find_secret_pointers(declared: Any, value: Any, written: JsonValue) -> list[str]:
     """The secret places of `value`, as JSON pointers into `written`, which is its JSON.
 
     Raises:
-        LostSecret: a `SecretStr`, or another of pydantic's own, cannot be told from its JSON.
+        UnrecoverableSecret: a `SecretStr`, or another of pydantic's own, cannot be told from its JSON.
     """
-    return list(dict.fromkeys(_places(declared, value, written, "")))
+    return list(dict.fromkeys(_walk(declared, value, written, "")))
 
 
-def _places(declared: Any, value: Any, written: JsonValue, at: str) -> Iterator[str]:
-    declared, metadata = _plain_type(declared)
+def _walk(declared: Any, value: Any, written: JsonValue, at: str) -> Iterator[str]:
+    declared, metadata = _unwrap_type(declared)
     if isinstance(value, _WRAPPED_SECRETS):
-        _refuse_lost(value, written, at)
+        _reject_masked(value, written, at)
         yield at
     elif written is None:
         return
@@ -49,28 +49,28 @@ def _places(declared: Any, value: Any, written: JsonValue, at: str) -> Iterator[
         yield at
     elif typing.get_origin(declared) in {typing.Union, types.UnionType}:
         for arm in typing.get_args(declared):
-            yield from _places(arm, value, written, at)
+            yield from _walk(arm, value, written, at)
     elif isinstance(value, pydantic.RootModel):
-        yield from _places(_field_type(type(value).model_fields["root"]), value.root, written, at)
+        yield from _walk(_field_type(type(value).model_fields["root"]), value.root, written, at)
     elif (members := _members(declared, value)) is not None:
-        yield from _in_fields(members, value, written, at)
+        yield from _walk_fields(members, value, written, at)
     else:
-        yield from _in_container(declared, value, written, at)
+        yield from _walk_container(declared, value, written, at)
 
 
-def _in_fields(members: Mapping[str, tuple[str, Any]], value: Any, written: JsonValue, at: str) -> Iterator[str]:
+def _walk_fields(members: Mapping[str, tuple[str, Any]], value: Any, written: JsonValue, at: str) -> Iterator[str]:
     """Of a value with named members: for each its key in JSON and its type."""
     for index, (name, (key, declared)) in enumerate(members.items()):
         member = value.get(name) if isinstance(value, dict) else getattr(value, name)
         if isinstance(written, dict) and key in written:
-            yield from _places(declared, member, written[key], at + pointer(key))
+            yield from _walk(declared, member, written[key], at + pointer(key))
         elif isinstance(written, list) and isinstance(value, tuple) and index < len(written):
-            yield from _places(declared, member, written[index], at + pointer(index))
+            yield from _walk(declared, member, written[index], at + pointer(index))
         elif member is not None and _has_secret(declared, member):
             yield at
 
 
-def _in_container(declared: Any, value: Any, written: JsonValue, at: str) -> Iterator[str]:
+def _walk_container(declared: Any, value: Any, written: JsonValue, at: str) -> Iterator[str]:
     arguments = typing.get_args(declared)
     match value:
         case dict():
@@ -79,19 +79,19 @@ def _in_container(declared: Any, value: Any, written: JsonValue, at: str) -> Ite
                 yield at
             elif isinstance(written, dict) and len(value) == len(written):
                 for (key, inner), member in zip(written.items(), value.values(), strict=True):
-                    yield from _places(member_type, member, inner, at + pointer(key))
+                    yield from _walk(member_type, member, inner, at + pointer(key))
             elif any(_has_secret(member_type, member) for member in value.values()):
                 yield at
         case list() | tuple() if isinstance(written, list) and len(value) == len(written):
             for index, (member, inner) in enumerate(zip(value, written, strict=True)):
-                yield from _places(_member_type(arguments, index), member, inner, at + pointer(index))
+                yield from _walk(_member_type(arguments, index), member, inner, at + pointer(index))
         case list() | tuple() | set() | frozenset():
             if any(_has_secret(_member_type(arguments, index), member) for index, member in enumerate(value)):
                 yield at
 
 
 def _has_secret(declared: Any, value: Any) -> bool:
-    return any(True for _ in _places(declared, value, _UNKNOWN, ""))
+    return any(True for _ in _walk(declared, value, _UNKNOWN, ""))
 
 
 def _member_type(arguments: tuple[Any, ...], index: int) -> Any:
@@ -135,7 +135,7 @@ def _field_type(field: Any) -> Any:
     return functools.reduce(lambda kind, each: typing.Annotated[kind, each], field.metadata, declared)
 
 
-def _plain_type(declared: Any) -> tuple[Any, tuple[Any, ...]]:
+def _unwrap_type(declared: Any) -> tuple[Any, tuple[Any, ...]]:
     """A type without what wraps it (`Annotated`, `Required`, `type X = …`, `NewType`), and what was annotated."""
     metadata: tuple[Any, ...] = ()
     while True:
@@ -153,8 +153,8 @@ def _plain_type(declared: Any) -> tuple[Any, tuple[Any, ...]]:
             return declared, metadata
 
 
-def _refuse_lost(value: Any, written: JsonValue, at: str) -> None:
+def _reject_masked(value: Any, written: JsonValue, at: str) -> None:
     if value.get_secret_value() and written in (str(value), _UNKNOWN):
-        raise LostSecret(
+        raise UnrecoverableSecret(
             f"{at or 'the value'} is a {type(value).__name__}, whose JSON is only stars; use Annotated[str, Secret]"
         )

@@ -11,25 +11,25 @@ from meshpoint.model.secrets import pointer
 
 def values_at(pointers: Collection[str], value: JsonValue) -> list[JsonValue]:
     """What stands at those JSON pointers; one that leads nowhere gives nothing."""
-    return [inner for at, inner in _places(value, "") if at in pointers] if pointers else []
+    return [inner for at, inner in _walk(value, "") if at in pointers] if pointers else []
 
 
-def places_of(secrets: Sequence[JsonValue], value: JsonValue) -> list[str]:
+def pointers_to(secrets: Sequence[JsonValue], value: JsonValue) -> list[str]:
     """The places in `value` that equal a secret, or are a text that contains one, as JSON pointers."""
-    telling = [each for each in secrets if not isinstance(each, bool) and each not in (None, "", [], {})]
-    return [at for at, inner in _places(value, "") if any(_tells(secret, inner) for secret in telling)]
+    searchable = [each for each in secrets if not isinstance(each, bool) and each not in (None, "", [], {})]
+    return [at for at, inner in _walk(value, "") if any(_matches(secret, inner) for secret in searchable)]
 
 
-def _tells(secret: JsonValue, inner: JsonValue) -> bool:
+def _matches(secret: JsonValue, inner: JsonValue) -> bool:
     return secret == inner or (isinstance(secret, str) and isinstance(inner, str) and secret in inner)
 
 
-def _places(value: JsonValue, at: str) -> Iterator[tuple[str, JsonValue]]:
+def _walk(value: JsonValue, at: str) -> Iterator[tuple[str, JsonValue]]:
     yield at, value
     match value:
         case dict():
             for key, inner in value.items():
-                yield from _places(inner, at + pointer(key))
+                yield from _walk(inner, at + pointer(key))
         case list():
             for index, inner in enumerate(value):
-                yield from _places(inner, at + pointer(index))
+                yield from _walk(inner, at + pointer(index))

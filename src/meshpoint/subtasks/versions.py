@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 from weakref import ref
 
 from meshpoint.errors import ConfigurationError
-from meshpoint.subtasks.functions import within
+from meshpoint.subtasks.functions import unwrap_once
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_MARK = "__meshpoint_version__"
-_known: dict[int, tuple[ref[types.CodeType], str]] = {}
+_VERSION_ATTRIBUTE = "__meshpoint_version__"
+_version_cache: dict[int, tuple[ref[types.CodeType], str]] = {}
 
 
 def subtask(*, version: str) -> Callable[[F], F]:
@@ -30,15 +30,15 @@ def subtask(*, version: str) -> Callable[[F], F]:
     if not version:
         raise ConfigurationError("subtask", "the version is empty", 'write @subtask(version="1")')
 
-    def mark(function: F) -> F:
+    def decorate(function: F) -> F:
         try:
-            setattr(function, _MARK, version)
+            setattr(function, _VERSION_ATTRIBUTE, version)
         except AttributeError as error:
             problem = f"{function!r} cannot be marked with a version"
             raise ConfigurationError("subtask", problem, "write @subtask(...) above a def") from error
         return function
 
-    return mark
+    return decorate
 
 
 def version_of(function: Callable[..., Any]) -> str:
@@ -55,64 +55,64 @@ def version_of(function: Callable[..., Any]) -> str:
     is another one under another Python, or once the text is there again: the subtask runs again, which costs time but
     is never wrong. Classes, builtins and functions in C have only a `name:`.
     """
-    explicit = getattr(function, _MARK, None)
+    explicit = getattr(function, _VERSION_ATTRIBUTE, None)
     if isinstance(explicit, str):
         return f"v:{explicit}"
-    inner = within(function)
+    inner = unwrap_once(function)
     if inner is not None:
         return version_of(inner)
     code = getattr(function, "__code__", None)
     if isinstance(code, types.CodeType):
-        return _of_code(code, getattr(function, "__globals__", {}))
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"name:{named.__module__}.{named.__qualname__}"
+        return _code_version(code, getattr(function, "__globals__", {}))
+    target = function if hasattr(function, "__qualname__") else type(function)
+    return f"name:{target.__module__}.{target.__qualname__}"
 
 
-def _of_code(code: types.CodeType, module: dict[str, Any]) -> str:
+def _code_version(code: types.CodeType, module: dict[str, Any]) -> str:
     # Code objects compare by value, and two equal ones may stem from texts with other decorators: so by identity.
     key = id(code)
-    if key not in _known:
-        version = _of_source(code, module) or f"code:{_code_digest(code)}"
-        _known[key] = ref(code, lambda _: _known.pop(key, None)), version
-    return _known[key][1]
+    if key not in _version_cache:
+        version = _source_version(code, module) or f"code:{_code_digest(code)}"
+        _version_cache[key] = ref(code, lambda _: _version_cache.pop(key, None)), version
+    return _version_cache[key][1]
 
 
-def _of_source(code: types.CodeType, module: dict[str, Any]) -> str | None:
+def _source_version(code: types.CodeType, module: dict[str, Any]) -> str | None:
     try:
-        node = None if code.co_name == "<lambda>" else _node(code, module)
-        return None if node is None else f"src:{_digest(_dumped(node))}"
+        node = None if code.co_name == "<lambda>" else _find_definition(code, module)
+        return None if node is None else f"src:{_digest(_dump(node))}"
     except RecursionError:  # a sum of a thousand terms
         return None
 
 
-def _node(code: types.CodeType, module: dict[str, Any]) -> ast.AST | None:
+def _find_definition(code: types.CodeType, module: dict[str, Any]) -> ast.AST | None:
     """The definition that compiles to `code`; None when there is none, or more than one that it may be."""
     text = "".join(linecache.getlines(code.co_filename, module))  # what an earlier traceback read may still be right
-    found = _node_in(text, code)
+    found = _find_definition_in(text, code)
     if found is None:
         linecache.checkcache(code.co_filename)
-        now = "".join(linecache.getlines(code.co_filename, module))
-        found = None if now == text else _node_in(now, code)
+        current_text = "".join(linecache.getlines(code.co_filename, module))
+        found = None if current_text == text else _find_definition_in(current_text, code)
     return found
 
 
-def _node_in(text: str, code: types.CodeType) -> ast.AST | None:
-    parsed = _parsed(text, code.co_filename)
+def _find_definition_in(text: str, code: types.CodeType) -> ast.AST | None:
+    parsed = _parse(text, code.co_filename)
     if parsed is None:
         return None
     tree, compiled = parsed
     digest = _code_digest(code)
     lines = [
         each.co_firstlineno
-        for each in _codes(compiled)
+        for each in _nested_code(compiled)
         if each.co_qualname == code.co_qualname and _code_digest(each) == digest
     ]
     line = code.co_firstlineno if code.co_firstlineno in lines else lines[0] if len(lines) == 1 else None
-    return next((node for node in ast.walk(tree) if _starts(node, code.co_name) == line), None) if line else None
+    return next((node for node in ast.walk(tree) if _first_line(node, code.co_name) == line), None) if line else None
 
 
 @functools.lru_cache(maxsize=2)  # the functions of one agent mostly share a file
-def _parsed(text: str, filename: str) -> tuple[ast.Module, types.CodeType] | None:
+def _parse(text: str, filename: str) -> tuple[ast.Module, types.CodeType] | None:
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(text, filename)
@@ -121,31 +121,33 @@ def _parsed(text: str, filename: str) -> tuple[ast.Module, types.CodeType] | Non
         return None
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def _nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield constant
-            yield from _codes(constant)
+            yield from _nested_code(constant)
 
 
-def _starts(node: ast.AST, name: str) -> int | None:
+def _first_line(node: ast.AST, name: str) -> int | None:
     """The line on which code of that name begins: that of its first decorator."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
         return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return None
 
 
-def _dumped(node: Any) -> str:
+def _dump(node: Any) -> str:
     """A syntax tree as text, without docstrings and what is empty: a field that is new in a Python begins as that."""
     if isinstance(node, list):
-        return f"[{','.join(map(_dumped, node))}]"
+        return f"[{','.join(map(_dump, node))}]"
     if not isinstance(node, ast.AST):
         return f"{type(node).__name__}:{node!r}"
-    fields = {name: field for name, field in _fields(node).items() if field not in (None, []) and name != "ctx"}
-    return f"{type(node).__name__}({','.join(f'{name}={_dumped(field)}' for name, field in sorted(fields.items()))})"
+    fields = {
+        name: field for name, field in _normalized_fields(node).items() if field not in (None, []) and name != "ctx"
+    }
+    return f"{type(node).__name__}({','.join(f'{name}={_dump(field)}' for name, field in sorted(fields.items()))})"
 
 
-def _fields(node: ast.AST) -> dict[str, Any]:
+def _normalized_fields(node: ast.AST) -> dict[str, Any]:
     fields = dict(ast.iter_fields(node))
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if ast.get_docstring(node) is not None:
@@ -163,18 +165,18 @@ def _is_empty(part: ast.expr) -> bool:
 
 def _code_digest(code: types.CodeType) -> str:
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-    constants = [_constant(each) for each in code.co_consts]
+    constants = [_constant_text(each) for each in code.co_consts]
     return _digest(repr((code.co_code, constants, names, code.co_flags, code.co_argcount, code.co_kwonlyargcount)))
 
 
-def _constant(value: Any) -> str:
+def _constant_text(value: Any) -> str:
     match value:
         case types.CodeType():
             return f"code:{value.co_name}:{_code_digest(value)}"
         case tuple():
-            return f"({','.join(map(_constant, value))})"
+            return f"({','.join(map(_constant_text, value))})"
         case frozenset():  # its order depends on hashes
-            return f"{{{','.join(sorted(map(_constant, value)))}}}"
+            return f"{{{','.join(sorted(map(_constant_text, value)))}}}"
     return f"{type(value).__name__}:{value!r}"
 
 

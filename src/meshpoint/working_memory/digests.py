@@ -19,28 +19,28 @@ FORMAT = 1
 """Stands in front of each digest. Another number is another form."""
 
 _TAGS = {Kind.STRING: b"s", Kind.LIST: b"l", Kind.HASH: b"h", Kind.SET: b"m", Kind.ZSET: b"z"}
-_length = struct.Struct(">Q").pack
-_score = struct.Struct(">d").pack
+_pack_length = struct.Struct(">Q").pack
+_pack_score = struct.Struct(">d").pack
 
 
-def digest_of(item: Item) -> bytes:
+def item_digest(item: Item) -> bytes:
     """The digest of one key with all it holds."""
-    parts = [item.key.encode(), *_parts(item)]
-    framed = chain.from_iterable((_length(len(part)), part) for part in parts)
+    parts = [item.key.encode(), *_content_parts(item)]
+    framed = chain.from_iterable((_pack_length(len(part)), part) for part in parts)
     return sha256(_TAGS[item.kind] + b"".join(framed)).digest()
 
 
-def digests_of(items: Iterable[Item]) -> dict[str, bytes]:
+def item_digests(items: Iterable[Item]) -> dict[str, bytes]:
     """The digest of each key."""
-    return {item.key: digest_of(item) for item in items}
+    return {item.key: item_digest(item) for item in items}
 
 
-def digest_of_all(digests: Mapping[str, bytes]) -> str:
+def memory_digest(digests: Mapping[str, bytes]) -> str:
     """The digest of a whole memory, as `format:hex`, from those of its keys."""
-    whole = sha256()
+    hasher = sha256()
     for key, digest in sorted((key.encode(), digest) for key, digest in digests.items()):
-        whole.update(_length(len(key)) + key + digest)
-    return f"{FORMAT}:{whole.hexdigest()}"
+        hasher.update(_pack_length(len(key)) + key + digest)
+    return f"{FORMAT}:{hasher.hexdigest()}"
 
 
 def fingerprint(items: Collection[Item], digests: Mapping[str, bytes] | None = None) -> str:
@@ -48,19 +48,19 @@ def fingerprint(items: Collection[Item], digests: Mapping[str, bytes] | None = N
 
     Two memories with one fingerprint are the same, and will be. `digests` are those of the keys, if they are known.
     """
-    content = digest_of_all(digests_of(items) if digests is None else digests)
-    ends = sorted((item.key.encode(), item.expires_at) for item in items if item.expires_at is not None)
-    if not ends:
+    content = memory_digest(item_digests(items) if digests is None else digests)
+    expirations = sorted((item.key.encode(), item.expires_at) for item in items if item.expires_at is not None)
+    if not expirations:
         return content
-    times = sha256(b"".join(_length(len(key)) + key + _length(end) for key, end in ends))
-    return f"{content}@{times.hexdigest()[:16]}"
+    expiry_hash = sha256(b"".join(_pack_length(len(key)) + key + _pack_length(end) for key, end in expirations))
+    return f"{content}@{expiry_hash.hexdigest()[:16]}"
 
 
-EMPTY = fingerprint(())
+EMPTY_FINGERPRINT = fingerprint(())
 """The fingerprint of a memory without keys."""
 
 
-def _parts(item: Item) -> Iterable[bytes]:
+def _content_parts(item: Item) -> Iterable[bytes]:
     match item.kind:
         case Kind.STRING:
             return (cast(bytes, item.content),)
@@ -73,4 +73,4 @@ def _parts(item: Item) -> Iterable[bytes]:
             return sorted(cast(frozenset[bytes], item.content))
         case Kind.ZSET:
             scores = cast(Mapping[bytes, float], item.content)
-            return chain.from_iterable((member, _score(score + 0.0)) for member, score in sorted(scores.items()))
+            return chain.from_iterable((member, _pack_score(score + 0.0)) for member, score in sorted(scores.items()))

@@ -15,21 +15,25 @@ import zstandard
 
 from meshpoint.errors import ConsistencyError
 from meshpoint.model.memory import Content, Held, Item, Kind, Packed
-from meshpoint.working_memory.digests import FORMAT, digest_of_all, digests_of, fingerprint
+from meshpoint.working_memory.digests import FORMAT, fingerprint, item_digests, memory_digest
 from meshpoint.working_memory.verifier import ConsistencyVerifier
 
 CHUNK = 1024 * 1024
 """Bytes of items that make a chunk, before it is compressed; one value may be larger."""
 
-_LARGEST = 2**31 - 1
-_LARGEST_CHUNK = 512 * 1024 * 1024  # bytes, where the manifest does not say: one value of Redis
-_LARGEST_MANIFEST = 256 * 1024 * 1024  # bytes: about three million keys
-_LARGEST_WINDOW = 8 * 1024 * 1024  # bytes: level 1 writes windows of at most half a megabyte
-_READING: dict[str, Any] = {"strict_map_key": False, "max_str_len": _LARGEST, "max_bin_len": _LARGEST}
+_MAX_VALUE_BYTES = 2**31 - 1
+_MAX_CHUNK_BYTES = 512 * 1024 * 1024  # bytes, where the manifest does not say: one value of Redis
+_MAX_MANIFEST_BYTES = 256 * 1024 * 1024  # bytes: about three million keys
+_MAX_WINDOW_BYTES = 8 * 1024 * 1024  # bytes: level 1 writes windows of at most half a megabyte
+_UNPACK_OPTIONS: dict[str, Any] = {
+    "strict_map_key": False,
+    "max_str_len": _MAX_VALUE_BYTES,
+    "max_bin_len": _MAX_VALUE_BYTES,
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Unpacked:
+class VerifiedSnapshot:
     """A snapshot that is what it says it is."""
 
     items: tuple[Item, ...]
@@ -49,39 +53,39 @@ def size_of(item: Item) -> int:
             return len(item.key) + sum(map(len, members))
 
 
-def pack(held: Held, order: int) -> Packed:
+def pack(contents: Held, order: int) -> Packed:
     """What is held, as it rests."""
-    digests = digests_of(held.items)
-    chunks = list(_chunks(held.items))
-    digest = fingerprint(held.items, digests)
+    digests = item_digests(contents.items)
+    chunks = list(_split_chunks(contents.items))
+    digest = fingerprint(contents.items, digests)
     manifest = {
         "format": FORMAT,
         "digest": digest,
         "order": order,
-        "taken_at": held.now,
+        "taken_at": contents.now,
         "chunks": [[[item.key, digests[item.key]] for item in chunk] for chunk in chunks],
     }
-    plain = [_plain(chunk) for chunk in chunks]
-    manifest["sizes"] = [len(each) for each in plain]
-    return Packed(digest, order, _compressed(_plain(manifest)), tuple(map(_compressed, plain)))
+    encoded = [_encode(chunk) for chunk in chunks]
+    manifest["sizes"] = [len(each) for each in encoded]
+    return Packed(digest, order, _compress(_encode(manifest)), tuple(map(_compress, encoded)))
 
 
-def unpack(packed: Packed, what: str) -> Unpacked:
+def unpack(packed: Packed, label: str) -> VerifiedSnapshot:
     """The items of a snapshot, verified.
 
     Raises:
         ConsistencyError: it is damaged; names `what`, and the keys as far as they are known.
     """
-    manifest = _manifest(packed, what)
+    manifest = _read_manifest(packed, label)
     digests = {key: digest for chunk in manifest["chunks"] for key, digest in chunk}
-    said = (manifest["digest"], manifest["order"])
-    if said != (packed.digest, packed.order) or digest_of_all(digests) != packed.digest.partition("@")[0]:
-        raise ConsistencyError(f"{what}: what it says of itself is damaged")
-    items = tuple(_all_items(packed.chunks, manifest.get("sizes")))
-    ConsistencyVerifier(digests).verify(items, what)
+    declared = (manifest["digest"], manifest["order"])
+    if declared != (packed.digest, packed.order) or memory_digest(digests) != packed.digest.partition("@")[0]:
+        raise ConsistencyError(f"{label}: what it says of itself is damaged")
+    items = tuple(_read_items(packed.chunks, manifest.get("sizes")))
+    ConsistencyVerifier(digests).verify(items, label)
     if fingerprint(items, digests) != packed.digest:
-        raise ConsistencyError(f"{what}: the times of its keys are damaged")
-    return Unpacked(items, digests, manifest["taken_at"])
+        raise ConsistencyError(f"{label}: the times of its keys are damaged")
+    return VerifiedSnapshot(items, digests, manifest["taken_at"])
 
 
 def to_bytes(packed: Packed) -> bytes:
@@ -89,32 +93,34 @@ def to_bytes(packed: Packed) -> bytes:
     return cast(bytes, msgpack.packb([packed.order, packed.digest, packed.manifest, list(packed.chunks)]))
 
 
-def from_bytes(content: bytes, what: str) -> Packed:
+def from_bytes(content: bytes, label: str) -> Packed:
     """The snapshot that `to_bytes` made `content` of.
 
     Raises:
         ConsistencyError: it was not.
     """
     try:
-        order, digest, manifest, chunks = msgpack.unpackb(content, **_READING)
+        order, digest, manifest, chunks = msgpack.unpackb(content, **_UNPACK_OPTIONS)
         packed = Packed(digest, order, manifest, tuple(chunks))
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ConsistencyError(f"{what} cannot be read at all: {_line(error)}") from error
+        raise ConsistencyError(f"{label} cannot be read at all: {_first_line(error)}") from error
     return packed
 
 
-def _manifest(packed: Packed, what: str) -> dict[str, Any]:
+def _read_manifest(packed: Packed, label: str) -> dict[str, Any]:
     try:
-        manifest: dict[str, Any] = msgpack.unpackb(_decompressed(packed.manifest, _LARGEST_MANIFEST), **_READING)
+        manifest: dict[str, Any] = msgpack.unpackb(
+            _decompress(packed.manifest, _MAX_MANIFEST_BYTES), **_UNPACK_OPTIONS
+        )
         written = manifest["format"]
         if written == FORMAT:
             return manifest
     except (ValueError, TypeError, KeyError, zstandard.ZstdError, msgpack.UnpackException) as error:
-        raise ConsistencyError(f"{what} cannot be read at all: {_line(error)}") from error
-    raise ConsistencyError(f"{what} has the format {written}, this release knows {FORMAT}")
+        raise ConsistencyError(f"{label} cannot be read at all: {_first_line(error)}") from error
+    raise ConsistencyError(f"{label} has the format {written}, this release knows {FORMAT}")
 
 
-def _chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
+def _split_chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
     chunk: list[Item] = []
     size = 0
     for item in items:
@@ -127,46 +133,48 @@ def _chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
         yield chunk
 
 
-def _all_items(chunks: Sequence[bytes], sizes: Sequence[int] | None) -> Iterator[Item]:
+def _read_items(chunks: Sequence[bytes], sizes: Sequence[int] | None) -> Iterator[Item]:
     """Decode the items of all chunks, decompressing to little more than the manifest's `sizes`, in bytes.
 
     Damaged chunks yield no items; the manifest lists what is missing. The previous release wrote no sizes.
     """
-    largest = _LARGEST_CHUNK if sizes is None else max(sizes, default=0)
-    budget = _LARGEST if sizes is None else sum(sizes) + largest
+    largest = _MAX_CHUNK_BYTES if sizes is None else max(sizes, default=0)
+    budget = _MAX_VALUE_BYTES if sizes is None else sum(sizes) + largest
     for chunk in chunks:
         try:
-            size, found = _items(chunk, min(largest, budget))
+            size, found = _read_chunk(chunk, min(largest, budget))
         except (ValueError, TypeError, zstandard.ZstdError, msgpack.UnpackException):
             continue
         budget -= size
         yield from found
 
 
-def _items(chunk: bytes, most: int) -> tuple[int, list[Item]]:
-    plain = _decompressed(chunk, most)
-    rows = msgpack.unpackb(plain, **_READING)
-    return len(plain), [Item(key, Kind(kind), _content(Kind(kind), rest), until) for key, kind, rest, until in rows]
+def _read_chunk(chunk: bytes, max_bytes: int) -> tuple[int, list[Item]]:
+    plain = _decompress(chunk, max_bytes)
+    rows = msgpack.unpackb(plain, **_UNPACK_OPTIONS)
+    return len(plain), [
+        Item(key, Kind(kind), _decode_content(Kind(kind), rest), until) for key, kind, rest, until in rows
+    ]
 
 
-def _plain(value: object) -> bytes:
-    plain = [_resting(item) for item in value] if isinstance(value, list) else value
+def _encode(value: object) -> bytes:
+    plain = [_encode_item(item) for item in value] if isinstance(value, list) else value
     return cast(bytes, msgpack.packb(plain))
 
 
-def _compressed(plain: bytes) -> bytes:
+def _compress(plain: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=1, write_checksum=True).compress(plain)
 
 
-def _decompressed(stored: bytes, most: int) -> bytes:
+def _decompress(stored: bytes, max_bytes: int) -> bytes:
     """Decompress `stored` to at most `most` bytes: a few kilobytes of zstd can expand to gigabytes."""
     size = zstandard.frame_content_size(stored)
-    if not 0 <= size <= most:
-        raise ValueError(f"its frame has {size} bytes; the limit is {most}")
-    return zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompress(stored, allow_extra_data=False)
+    if not 0 <= size <= max_bytes:
+        raise ValueError(f"its frame has {size} bytes; the limit is {max_bytes}")
+    return zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompress(stored, allow_extra_data=False)
 
 
-def _resting(item: Item) -> list[Any]:
+def _encode_item(item: Item) -> list[Any]:
     content: Any = item.content
     match item.kind:
         case Kind.HASH | Kind.ZSET:
@@ -178,18 +186,18 @@ def _resting(item: Item) -> list[Any]:
     return [item.key, item.kind.value, content, item.expires_at]
 
 
-def _content(kind: Kind, rest: Any) -> Content:
+def _decode_content(kind: Kind, raw: Any) -> Content:
     match kind:
         case Kind.STRING:
-            return cast(bytes, rest)
+            return cast(bytes, raw)
         case Kind.LIST:
-            return tuple(rest)
+            return tuple(raw)
         case Kind.SET:
-            return frozenset(rest)
+            return frozenset(raw)
         case Kind.HASH | Kind.ZSET:
-            flat = iter(rest)
+            flat = iter(raw)
             return dict(zip(flat, flat, strict=True))
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__

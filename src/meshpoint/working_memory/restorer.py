@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshpoint.model.memory import Held, Owner
 from meshpoint.ports.working_memory import WorkingMemory
-from meshpoint.working_memory.packing import Unpacked
+from meshpoint.working_memory.packing import VerifiedSnapshot
 from meshpoint.working_memory.verifier import ConsistencyVerifier
 
 
@@ -14,7 +14,9 @@ class L1CacheRestorer:
     def __init__(self, l1: WorkingMemory) -> None:
         self._l1 = l1
 
-    async def restore(self, owner: Owner, snapshot: Unpacked, what: str, *, seen: int | None = None) -> Held:
+    async def restore_from_snapshot(
+        self, owner: Owner, snapshot: VerifiedSnapshot, label: str, *, seen: int | None = None
+    ) -> Held:
         """Put a snapshot in place of all that is there; what is there then, which is exactly it.
 
         Keys whose own time has passed since are left out.
@@ -24,8 +26,10 @@ class L1CacheRestorer:
             MemoryFenced: another run owns it by now.
             ConsistencyError: what arrived is not what was sent; names the keys.
         """
-        held = await self._l1.replace(owner, snapshot.items, seen=seen)
-        over = {item.key for item in snapshot.items if item.expires_at is not None and item.expires_at <= held.now}
-        left = {key: digest for key, digest in snapshot.digests.items() if key not in over}
-        ConsistencyVerifier(left).verify(held.items, f"the memory restored from {what}")
-        return held
+        contents = await self._l1.replace(owner, snapshot.items, seen=seen)
+        expired = {
+            item.key for item in snapshot.items if item.expires_at is not None and item.expires_at <= contents.now
+        }
+        expected = {key: digest for key, digest in snapshot.digests.items() if key not in expired}
+        ConsistencyVerifier(expected).verify(contents.items, f"the memory restored from {label}")
+        return contents

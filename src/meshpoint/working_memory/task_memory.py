@@ -13,23 +13,29 @@ from meshpoint.model.agent_memory import MemoryRecovery, MemorySource
 from meshpoint.model.memory import Answer, Command, Owner, Packed
 from meshpoint.model.subtasking import current_subtask
 from meshpoint.model.subtasks import AgentCheckpoint, MemoryWrite
-from meshpoint.ports.working_memory import SnapshotStore, Tell, WorkingMemory
-from meshpoint.working_memory.digests import EMPTY
+from meshpoint.ports.working_memory import ReportProblem, SnapshotStore, WorkingMemory
+from meshpoint.working_memory.digests import EMPTY_FINGERPRINT
 from meshpoint.working_memory.packing import to_bytes
-from meshpoint.working_memory.recovery import ABSENT, NOWHERE, DualRecoveryStrategy, Fetch, Recovered
+from meshpoint.working_memory.recovery import (
+    UNREADABLE_PREFIX,
+    UNRECOVERABLE,
+    DualRecoveryStrategy,
+    FetchSnapshot,
+    RecoveredMemory,
+)
 from meshpoint.working_memory.snapshots import L1CacheSnapshotter, Snapshot
 from meshpoint.working_memory.ttl import L1TTLManager
-from meshpoint.working_memory.write_log import MemoryWrites, Place, digest_of_commands, digest_of_keys
+from meshpoint.working_memory.write_log import MemoryWriteLog, WritePosition, commands_digest, keys_digest
 
 T = TypeVar("T")
 
-_last_read: ContextVar[Place] = ContextVar("meshpoint_last_read", default=(-1, -1, ""))
+_last_read: ContextVar[WritePosition] = ContextVar("meshpoint_last_read", default=(-1, -1, ""))
 """What the code that asks has read last, and where."""
 
 _CLEAR = (Command("CLEAR", ""),)
 
 
-class Memories:
+class MemoryServices:
     """What the memories of all tasks of one replica share.
 
     `keep` lets them outlive a completed task for a while. `found` hears of each recovery.
@@ -41,18 +47,24 @@ class Memories:
         snapshots: SnapshotStore | None,
         *,
         max_bytes: int,
-        keep: bool,
-        tell: Tell,
-        found: Callable[[str, MemoryRecovery], None],
+        keep_completed: bool,
+        report_problem: ReportProblem,
+        on_recovered: Callable[[str, MemoryRecovery], None],
     ) -> None:
-        self.l1, self.snapshots, self.keep, self.tell, self.found = l1, snapshots, keep, tell, found
-        self.recovery = DualRecoveryStrategy(l1, snapshots, tell)
-        self.snapshotter = L1CacheSnapshotter(l1, snapshots, max_bytes, tell)
-        self.ttl = L1TTLManager(l1, tell)
+        self.l1, self.snapshots, self.keep_completed, self.report_problem, self.on_recovered = (
+            l1,
+            snapshots,
+            keep_completed,
+            report_problem,
+            on_recovered,
+        )
+        self.recovery = DualRecoveryStrategy(l1, snapshots, report_problem)
+        self.snapshotter = L1CacheSnapshotter(l1, snapshots, max_bytes, report_problem)
+        self.ttl = L1TTLManager(l1, report_problem)
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class MemoryRef:
     """A memory as a checkpoint has it: its digest (None: the task has none), and that of the one in the database.
 
     `packed` is set when it differs from what the last checkpoint had, `content` when it goes to the database with
@@ -60,7 +72,7 @@ class Mark:
     """
 
     digest: str | None = None
-    in_sql: str | None = None
+    sql_digest: str | None = None
     order: int | None = None
     version: int = 0
     packed: Packed | None = None
@@ -68,20 +80,20 @@ class Mark:
     writes: tuple[MemoryWrite, ...] = ()
 
     @classmethod
-    def of(cls, checkpoint: AgentCheckpoint | None) -> Mark:
+    def from_checkpoint(cls, checkpoint: AgentCheckpoint | None) -> MemoryRef:
         """What the task's last checkpoint says."""
         if checkpoint is None:
             return cls()
         last = checkpoint.l1_snapshot_hash, checkpoint.l1_in_sql, checkpoint.seq
         return cls(*last, writes=checkpoint.memory_writes)
 
-    def on(self, checkpoint: AgentCheckpoint) -> AgentCheckpoint:
+    def apply_to(self, checkpoint: AgentCheckpoint) -> AgentCheckpoint:
         """`checkpoint` with this memory."""
         return checkpoint.model_copy(
             update={
                 "l1_snapshot_hash": self.digest,
                 "l1_snapshot": self.content,
-                "l1_in_sql": self.in_sql,
+                "l1_in_sql": self.sql_digest,
                 "memory_writes": self.writes,
             }
         )
@@ -92,76 +104,81 @@ class TaskMemory:
 
     `owner` tells the run, which has a fence once the task has a row, and `memories` where its memory is, once it has
     a home: `open_` sees to both. `lost` is called when another run has the task. A write is done once, however often
-    the code runs: see `MemoryWrites`.
+    the code runs: see `MemoryWriteLog`.
     """
 
     def __init__(
         self,
-        memories: Callable[[], Memories],
-        kept: Mark,
+        services: Callable[[], MemoryServices],
+        ref: MemoryRef,
         *,
         owner: Callable[[], Owner],
-        place: Callable[[], tuple[int, int]],
-        open_: Callable[[], Awaitable[None]],
-        from_sql: Fetch,
-        ours: Callable[[], Awaitable[bool]],
-        lost: Callable[[], NoReturn],
+        position: Callable[[], tuple[int, int]],
+        ensure_operation: Callable[[], Awaitable[None]],
+        fetch_sql: FetchSnapshot,
+        is_owner: Callable[[], Awaitable[bool]],
+        on_lost: Callable[[], NoReturn],
     ) -> None:
-        self._where, self._kept, self._writes = memories, kept, MemoryWrites(kept.writes)
-        self._owner, self._place, self._open, self._from_sql = owner, place, open_, from_sql
-        self._ours, self._lost = ours, lost
-        self._opening = asyncio.Lock()
-        self._writing = asyncio.Lock()  # a write and its note: a checkpoint has both or neither
-        self._under_way: set[asyncio.Task[Any]] = set()
-        self._recovered: Recovered | None = None
+        self._get_services, self._ref, self._write_log = services, ref, MemoryWriteLog(ref.writes)
+        self._owner, self._get_position, self._ensure_operation, self._fetch_sql = (
+            owner,
+            position,
+            ensure_operation,
+            fetch_sql,
+        )
+        self._is_owner, self._on_lost = is_owner, on_lost
+        self._recovery_lock = asyncio.Lock()
+        self._write_lock = asyncio.Lock()  # a write and its note: a checkpoint has both or neither
+        self._pending_writes: set[asyncio.Task[Any]] = set()
+        self._recovered: RecoveredMemory | None = None
         self._version = 0  # of L1, as of the last write
         self._in_doubt = False  # a write has raised since the last snapshot: it may have been done all the same
-        self._put_again = False  # the second place lacks what the last checkpoint has
+        self._snapshot_missing = False  # the second place lacks what the last checkpoint has
 
     @property
-    def _memories(self) -> Memories:
-        return self._where()
+    def _services(self) -> MemoryServices:
+        return self._get_services()
 
     @property
     def recovery(self) -> MemoryRecovery | None:
         """How the segment came by it; None: it did not need it yet."""
-        return None if self._recovered is None else self._recovered.how
+        return None if self._recovered is None else self._recovered.recovery
 
     # ── for agents ─────────────────────────────────────────────────────────────────────────────────
 
     async def execute(self, commands: Sequence[Command]) -> list[Answer]:
         """Do commands together, in order."""
-        await self._mine(self._ready())
+        await self._guard_fence(self._ensure_recovered())
         if not any(command.writes for command in commands):
-            self._note_read(digest_of_commands(commands))
-            _, answers = await self._mine(self._l1.execute(self._owner(), commands, seen=self._version))
+            self._remember_read(commands_digest(commands))
+            _, answers = await self._guard_fence(self._l1.execute(self._owner(), commands, seen=self._version))
             return answers
-        return await self._to_its_end(self._write(self._here(), commands))
+        return await self._run_to_completion(self._write(self._write_position(), commands))
 
-    def _here(self) -> Place:
-        calls, subtasks = self._whereabouts()
+    def _write_position(self) -> WritePosition:
+        calls, subtasks = self._code_position()
         *where, read = _last_read.get()
         return calls, subtasks, read if where == [calls, subtasks] else ""
 
-    def _whereabouts(self) -> tuple[int, int | str]:
-        calls, subtasks = self._place()
+    def _code_position(self) -> tuple[int, int | str]:
+        calls, subtasks = self._get_position()
         return calls, current_subtask() or subtasks
 
-    def _note_read(self, digest: str) -> None:
-        _last_read.set((*self._whereabouts(), digest))
+    def _remember_read(self, digest: str) -> None:
+        _last_read.set((*self._code_position(), digest))
 
-    async def _write(self, place: Place, commands: Sequence[Command]) -> list[Answer]:
-        async with self._writing:
-            if (answers := self._writes.done(place, commands)) is not None:
+    async def _write(self, position: WritePosition, commands: Sequence[Command]) -> list[Answer]:
+        async with self._write_lock:
+            if (answers := self._write_log.recorded_answers(position, commands)) is not None:
                 return answers
-            await self._know_version()
+            await self._resolve_doubt()
             self._in_doubt = True  # until it is answered; also of what is refused, those before it are done
             self._version, answers = await self._l1.execute(self._owner(), commands, seen=self._version)
             self._in_doubt = False
-            self._writes.note(place, commands, answers)
+            self._write_log.record(position, commands, answers)
             return answers
 
-    async def _know_version(self) -> None:
+    async def _resolve_doubt(self) -> None:
         """Find out what came of a write that nobody has heard of."""
         if self._in_doubt:
             self._version, _ = await self._l1.execute(self._owner(), (), seen=self._version)
@@ -169,111 +186,115 @@ class TaskMemory:
 
     async def keys(self) -> list[str]:
         """The keys that are there."""
-        await self._mine(self._ready())
-        keys = await self._mine(self._l1.keys(self._owner(), seen=self._version))
-        self._note_read(digest_of_keys(keys))  # code that does what is missing reads this once for all of it
+        await self._guard_fence(self._ensure_recovered())
+        keys = await self._guard_fence(self._l1.keys(self._owner(), seen=self._version))
+        self._remember_read(keys_digest(keys))  # code that does what is missing reads this once for all of it
         return keys
 
     async def clear(self) -> None:
         """Begin anew with an empty memory."""
-        await self._open()  # before the locks, which a subtask's checkpoint takes within that of the operation
-        await self._to_its_end(self._clear(self._here()))
+        await (
+            self._ensure_operation()
+        )  # before the locks, which a subtask's checkpoint takes within that of the operation
+        await self._run_to_completion(self._clear(self._write_position()))
 
     @property
     def _l1(self) -> WorkingMemory:
-        return self._memories.l1
+        return self._services.l1
 
-    async def _clear(self, place: Place) -> None:
-        async with self._writing:
-            if self._writes.done(place, _CLEAR) is None:
-                await self._begin_anew()
-                self._writes.note(place, _CLEAR, [])
+    async def _clear(self, position: WritePosition) -> None:
+        async with self._write_lock:
+            if self._write_log.recorded_answers(position, _CLEAR) is None:
+                await self._reset()
+                self._write_log.record(position, _CLEAR, [])
 
-    async def _begin_anew(self) -> None:
-        async with self._opening:
-            there = await self._l1.read(self._owner().agent_id)
+    async def _reset(self) -> None:
+        async with self._recovery_lock:
+            current = await self._l1.read(self._owner().agent_id)
             self._in_doubt = True
-            force = there.fence > self._owner().fence and await self._ours()
-            held = await self._l1.replace(self._owner(), (), seen=there.version, force=force)
+            force = current.fence > self._owner().fence and await self._is_owner()
+            contents = await self._l1.replace(self._owner(), (), seen=current.version, force=force)
             self._in_doubt = False
             if self._recovered is None:  # nobody has looked at what was there, which may be damaged everywhere
-                self._writes.forget_after(0)
-                self._kept = replace(self._kept, in_sql=None)
-                self._put_again = self._memories.l1.survives
-            how = self.recovery or MemoryRecovery(MemorySource.NONE, verified=False, behind=True)
-            self._recovered = Recovered(how, held.version, EMPTY)
-            self._version = held.version
-            self._kept = replace(self._kept, digest=self._kept.digest or EMPTY, version=-1)
+                self._write_log.discard_after(0)
+                self._ref = replace(self._ref, sql_digest=None)
+                self._snapshot_missing = self._services.l1.survives
+            recovery = self.recovery or MemoryRecovery(MemorySource.NONE, verified=False, behind=True)
+            self._recovered = RecoveredMemory(recovery, contents.version, EMPTY_FINGERPRINT)
+            self._version = contents.version
+            self._ref = replace(self._ref, digest=self._ref.digest or EMPTY_FINGERPRINT, version=-1)
 
-    async def _ready(self) -> None:
+    async def _ensure_recovered(self) -> None:
         if self._recovered is not None:
             return
-        await self._open()
-        async with self._opening:
+        await self._ensure_operation()
+        async with self._recovery_lock:
             if self._recovered is not None:
                 return
-            recovered = await self._found()
-            if recovered.how.behind:
-                self._writes.forget_after(recovered.order)
+            recovered = await self._recover_as_owner()
+            if recovered.recovery.behind:
+                self._write_log.discard_after(recovered.order)
             self._version = recovered.version
-            self._kept = replace(self._kept, digest=recovered.digest, version=recovered.version)
+            self._ref = replace(self._ref, digest=recovered.digest, version=recovered.version)
             self._recovered = recovered
-            self._put_again = self._l1.survives and not await self._memories.snapshotter.has(
+            self._snapshot_missing = self._l1.survives and not await self._services.snapshotter.has_snapshot(
                 self._owner().agent_id, recovered.digest
             )
-            self._memories.found(self._owner().agent_id, recovered.how)
+            self._services.on_recovered(self._owner().agent_id, recovered.recovery)
 
-    async def _found(self) -> Recovered:
+    async def _recover_as_owner(self) -> RecoveredMemory:
         try:
             return await self._recover()
         except MemoryFenced:
-            if not await self._ours():
+            if not await self._is_owner():
                 raise
-        await self._take_over()
+        await self._force_ownership()
         return await self._recover()
 
-    async def _take_over(self) -> None:
+    async def _force_ownership(self) -> None:
         """Own what is there, though L1 knows of a later run: one of a past that the database has lost, or of another
         task of this id.
         """
-        held = await self._l1.read(self._owner().agent_id)
-        await self._l1.replace(self._owner(), held.items, force=True)
+        contents = await self._l1.read(self._owner().agent_id)
+        await self._l1.replace(self._owner(), contents.items, force=True)
 
-    async def _recover(self) -> Recovered:
-        recovery, kept = self._memories.recovery, self._kept
-        return await recovery.recover(self._owner(), kept.digest, self._from_sql, newest=kept.order)
+    async def _recover(self) -> RecoveredMemory:
+        recovery, ref = self._services.recovery, self._ref
+        return await recovery.recover(self._owner(), ref.digest, self._fetch_sql, last_seq=ref.order)
 
-    async def _to_its_end(self, write: Coroutine[Any, Any, T]) -> T:
+    async def _run_to_completion(self, write: Coroutine[Any, Any, T]) -> T:
         # Also when the code that waits for it is cancelled: else the write may be done, and its note missing.
         writing = asyncio.create_task(write)
-        self._under_way.add(writing)
-        writing.add_done_callback(self._ended)
-        return await self._mine(asyncio.shield(writing))
+        self._pending_writes.add(writing)
+        writing.add_done_callback(self._write_done)
+        return await self._guard_fence(asyncio.shield(writing))
 
-    def _ended(self, writing: asyncio.Task[Any]) -> None:
-        self._under_way.discard(writing)
+    def _write_done(self, writing: asyncio.Task[Any]) -> None:
+        self._pending_writes.discard(writing)
         if not writing.cancelled():
             writing.exception()  # nobody may be left to hear of it
 
-    async def _mine(self, doing: Awaitable[T]) -> T:
+    async def _guard_fence(self, operation: Awaitable[T]) -> T:
         try:
-            return await doing
+            return await operation
         except MemoryFenced:
-            self._lost()
+            self._on_lost()
 
     # ── for checkpoints ────────────────────────────────────────────────────────────────────────────
 
     @property
     def changed(self) -> bool:
         """Whether it may differ from what the last checkpoint has, in the database."""
-        return (self._recovered is not None and self._written) or self._kept.digest != self._kept.in_sql
+        return (
+            self._recovered is not None and self._differs_from_checkpoint
+        ) or self._ref.digest != self._ref.sql_digest
 
     @property
-    def _written(self) -> bool:
+    def _differs_from_checkpoint(self) -> bool:
         """Whether L1 may have something else than the last checkpoint."""
-        return self._in_doubt or self._version != self._kept.version
+        return self._in_doubt or self._version != self._ref.version
 
-    async def mark(self, order: int, *, durable: bool, over: Collection[str] = ()) -> Mark:
+    async def prepare_ref(self, order: int, *, durable: bool, finished_subtasks: Collection[str] = ()) -> MemoryRef:
         """The memory for the checkpoint `order`, which commits next. `durable`: for the database as well.
 
         `over` are the subtasks that will not run again from their start.
@@ -284,103 +305,113 @@ class TaskMemory:
             MemoryLost: it was emptied, or keys of it were evicted: the last checkpoint has more.
             MemoryRefused: it is too large; names the largest keys.
         """
-        if self._recovered is None and not (durable and await self._found_for_sql()):
-            return self._kept
-        async with self._writing:
-            writes = self._writes.so_far(order, over)
-            durable = durable or not self._memories.l1.survives
-            missing = durable and self._kept.digest != self._kept.in_sql
-            if not (self._written or missing or self._put_again):
-                return replace(self._kept, writes=writes)
+        if self._recovered is None and not (durable and await self._recover_for_sql()):
+            return self._ref
+        async with self._write_lock:
+            writes = self._write_log.for_checkpoint(order, finished_subtasks)
+            durable = durable or not self._services.l1.survives
+            missing = durable and self._ref.digest != self._ref.sql_digest
+            if not (self._differs_from_checkpoint or missing or self._snapshot_missing):
+                return replace(self._ref, writes=writes)
             try:
-                snapshot = await self._snapshot(order)
+                snapshot = await self._take_snapshot(order)
             except MemoryLost:
                 raise
             except (MemoryUnavailable, MemoryFenced) as error:
-                return self._absent(order, str(error))
-            return self._mark(snapshot, writes, durable=durable)
+                return self._unreadable_ref(order, str(error))
+            return self._make_ref(snapshot, writes, durable=durable)
 
-    async def _found_for_sql(self) -> bool:
+    async def _recover_for_sql(self) -> bool:
         """Find a memory that this segment has not used, if the database has not got it yet; whether it is there."""
-        kept = self._kept
-        if kept.digest == kept.in_sql or (kept.digest == NOWHERE and kept.in_sql is None):
+        ref = self._ref
+        if ref.digest == ref.sql_digest or (ref.digest == UNRECOVERABLE and ref.sql_digest is None):
             return False
         try:
-            await self._ready()
+            await self._ensure_recovered()
         except (MemoryUnavailable, MemoryFenced, ConsistencyError) as error:
-            self._memories.tell(self._owner().agent_id, "absent", str(error))
+            self._services.report_problem(self._owner().agent_id, "absent", str(error))
             return False
         if self.recovery is not None and self.recovery.behind:
             # Nobody was told: whoever uses it next is to find it behind, too.
-            await self.left()
-            self._kept, self._recovered, self._writes = kept, None, MemoryWrites(kept.writes)
+            await self.close()
+            self._ref, self._recovered, self._write_log = ref, None, MemoryWriteLog(ref.writes)
             return False
         return True
 
-    async def _snapshot(self, order: int) -> Snapshot:
+    async def _take_snapshot(self, order: int) -> Snapshot:
         in_doubt, self._in_doubt = self._in_doubt, False
         try:
-            snapshot = await self._memories.snapshotter.take(self._owner(), order, seen=self._version)
+            snapshot = await self._services.snapshotter.snapshot_on_checkpoint(
+                self._owner(), order, seen=self._version
+            )
         except BaseException:
             self._in_doubt = in_doubt
             raise
         self._version = max(self._version, snapshot.version)
         return snapshot
 
-    def _mark(self, snapshot: Snapshot, writes: tuple[MemoryWrite, ...], *, durable: bool) -> Mark:
-        packed, kept = snapshot.packed, self._kept
-        to_sql = durable and packed.digest != kept.in_sql
-        return Mark(
+    def _make_ref(self, snapshot: Snapshot, writes: tuple[MemoryWrite, ...], *, durable: bool) -> MemoryRef:
+        packed, ref = snapshot.packed, self._ref
+        to_sql = durable and packed.digest != ref.sql_digest
+        return MemoryRef(
             digest=packed.digest,
-            in_sql=packed.digest if to_sql else kept.in_sql,
+            sql_digest=packed.digest if to_sql else ref.sql_digest,
             order=packed.order,
             version=snapshot.version,
-            packed=None if packed.digest == kept.digest and not self._put_again else packed,
+            packed=None if packed.digest == ref.digest and not self._snapshot_missing else packed,
             content=to_bytes(packed) if to_sql else None,
             writes=writes,
         )
 
-    def _absent(self, order: int, why: str) -> Mark:
-        self._memories.tell(self._owner().agent_id, "absent", why)
-        last = 0 if self._in_doubt else self._version
-        return Mark(f"{ABSENT}{last}", self._kept.in_sql, order, version=-1, writes=self._writes.so_far(order))
+    def _unreadable_ref(self, order: int, reason: str) -> MemoryRef:
+        self._services.report_problem(self._owner().agent_id, "absent", reason)
+        version = 0 if self._in_doubt else self._version
+        return MemoryRef(
+            f"{UNREADABLE_PREFIX}{version}",
+            self._ref.sql_digest,
+            order,
+            version=-1,
+            writes=self._write_log.for_checkpoint(order),
+        )
 
-    async def last(self, order: int, over: Collection[str] = ()) -> Mark:
+    async def final_ref(self, order: int, finished_subtasks: Collection[str] = ()) -> MemoryRef:
         """The memory for the checkpoint that a task leaves behind when it fails: whatever can be had of it."""
         try:
-            return await self.mark(order, durable=True, over=over)
+            return await self.prepare_ref(order, durable=True, finished_subtasks=finished_subtasks)
         except (MemoryLost, MemoryRefused) as error:
-            return self._absent(order, str(error))
+            return self._unreadable_ref(order, str(error))
 
-    async def stored(self, mark: Mark) -> None:
+    async def on_stored(self, ref: MemoryRef) -> None:
         """The checkpoint with `mark` is durable."""
-        self._kept = replace(mark, packed=None, content=None)
-        if mark.packed is not None and self._l1.survives:
-            self._put_again = True
-            self._put_again = not await self._memories.snapshotter.keep(self._owner().agent_id, mark.packed)
+        self._ref = replace(ref, packed=None, content=None)
+        if ref.packed is not None and self._l1.survives:
+            self._snapshot_missing = True
+            self._snapshot_missing = not await self._services.snapshotter.store_snapshot(
+                self._owner().agent_id, ref.packed
+            )
 
     # ── at the end of the segment ──────────────────────────────────────────────────────────────────
 
-    async def paused(self) -> None:
+    async def on_paused(self) -> None:
         """The task waits: its memory is to live longer."""
-        if self._kept.digest is not None:
-            await self._memories.ttl.extend_on_pause(self._owner())
+        if self._ref.digest is not None:
+            await self._services.ttl.extend_ttl_on_pause(self._owner())
 
-    async def completed(self) -> None:
+    async def on_completed(self) -> None:
         """The task has ended well: nobody will ask for its memory."""
-        if self._recovered is None and self._kept.digest is None:
+        if self._recovered is None and self._ref.digest is None:
             return
-        if self._memories.keep:
-            await self._memories.ttl.extend_on_pause(self._owner())
+        if self._services.keep_completed:
+            await self._services.ttl.extend_ttl_on_pause(self._owner())
             return
         try:
-            await self._memories.l1.forget(self._owner())
-            if self._memories.snapshots is not None:
-                await self._memories.snapshots.forget(self._owner().agent_id)
+            await self._services.l1.forget(self._owner())
+            if self._services.snapshots is not None:
+                await self._services.snapshots.forget(self._owner().agent_id)
         except (MemoryUnavailable, MemoryFenced) as error:
-            self._memories.tell(self._owner().agent_id, "not_forgotten", str(error))
+            self._services.report_problem(self._owner().agent_id, "not_forgotten", str(error))
 
-    async def left(self) -> None:
+    async def close(self) -> None:
         """The segment is over: what lives only in this process is not needed any more."""
-        if self._recovered is not None and not self._memories.l1.survives:
-            await self._memories.l1.forget(self._owner())
+        if self._recovered is not None and not self._services.l1.survives:
+            await self._services.l1.forget(self._owner())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshpoint.errors import MemoryFenced, MemoryUnavailable
 from meshpoint.model.memory import Owner
-from meshpoint.ports.working_memory import Tell, WorkingMemory
+from meshpoint.ports.working_memory import ReportProblem, WorkingMemory
 
 
 class L1TTLManager:
@@ -13,12 +13,12 @@ class L1TTLManager:
     A memory that runs out of its time is found in its snapshot, so a switch that failed is told and nothing more.
     """
 
-    def __init__(self, l1: WorkingMemory, tell: Tell) -> None:
-        self._l1, self._tell = l1, tell
+    def __init__(self, l1: WorkingMemory, report_problem: ReportProblem) -> None:
+        self._l1, self._report_problem = l1, report_problem
 
-    async def extend_on_pause(self, owner: Owner) -> None:
+    async def extend_ttl_on_pause(self, owner: Owner) -> None:
         """Let a memory live as long as that of a paused task. (It is at work again once a segment adopts it.)"""
         try:
             await self._l1.retain(owner, paused=True)
         except (MemoryUnavailable, MemoryFenced) as error:
-            self._tell(owner.agent_id, "not_retained", str(error))
+            self._report_problem(owner.agent_id, "not_retained", str(error))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from meshpoint.errors import ConsistencyError
 from meshpoint.model.memory import Item
-from meshpoint.working_memory.digests import digests_of
+from meshpoint.working_memory.digests import item_digests
 
 
 class ConsistencyVerifier:
@@ -16,20 +16,20 @@ class ConsistencyVerifier:
     def __init__(self, digests: Mapping[str, bytes]) -> None:
         self._digests = digests
 
-    def verify(self, items: Iterable[Item], what: str) -> None:
+    def verify(self, items: Iterable[Item], label: str) -> None:
         """Return if `items` are exactly what was kept.
 
         Raises:
             ConsistencyError: says that `what` is not, and names the keys that are missing, too many or changed.
         """
         items = tuple(items)
-        found = digests_of(items)
-        twice = {key for key, count in Counter(item.key for item in items).items() if count > 1}
-        if found == self._digests and not twice:
+        found = item_digests(items)
+        duplicates = {key for key, count in Counter(item.key for item in items).items() if count > 1}
+        if found == self._digests and not duplicates:
             return
         raise ConsistencyError(
-            f"{what} is not what was kept",
+            f"{label} is not what was kept",
             missing=sorted(self._digests.keys() - found.keys()),
-            extra=sorted(twice | (found.keys() - self._digests.keys())),
+            extra=sorted(duplicates | (found.keys() - self._digests.keys())),
             changed=sorted(key for key in found.keys() & self._digests.keys() if found[key] != self._digests[key]),
         )

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from meshpoint.model.memory import Answer, Command
 from meshpoint.model.subtasks import MemoryWrite
 
-Place: TypeAlias = tuple[int, int | str, str]
+WritePosition: TypeAlias = tuple[int, int | str, str]
 """How many pauses lie before, and how many subtasks, or in which subtask it is; and what was read there last.
 
 The last tells a write that is done again from the next one of its kind: code that takes from the memory what it has,
@@ -24,54 +24,54 @@ and fetches the rest, comes to the same command for the first time.
 """
 
 
-class MemoryWrites:
+class MemoryWriteLog:
     """The writes of one task, as the memory of this segment has them."""
 
     def __init__(self, restored: Iterable[MemoryWrite] = ()) -> None:
         self._writes = list(restored)
-        self._left = self._by_place(self._writes)
+        self._replayable = self._by_position(self._writes)
 
     @staticmethod
-    def _by_place(writes: Iterable[MemoryWrite]) -> dict[tuple[Place, str], deque[MemoryWrite]]:
-        found: dict[tuple[Place, str], deque[MemoryWrite]] = defaultdict(deque)
+    def _by_position(writes: Iterable[MemoryWrite]) -> dict[tuple[WritePosition, str], deque[MemoryWrite]]:
+        found: dict[tuple[WritePosition, str], deque[MemoryWrite]] = defaultdict(deque)
         for write in writes:
             found[((write.calls, write.subtasks, write.after), write.digest)].append(write)
         return found
 
-    def done(self, place: Place, commands: Sequence[Command]) -> list[Answer] | None:
+    def recorded_answers(self, position: WritePosition, commands: Sequence[Command]) -> list[Answer] | None:
         """What these commands were answered at this place; None: they were not done yet."""
-        left = self._left.get((place, digest_of_commands(commands)))
-        return _read(left.popleft().answers, len(commands)) if left else None
+        remaining = self._replayable.get((position, commands_digest(commands)))
+        return _decode_answers(remaining.popleft().answers, len(commands)) if remaining else None
 
-    def note(self, place: Place, commands: Sequence[Command], answers: Sequence[Answer]) -> None:
+    def record(self, position: WritePosition, commands: Sequence[Command], answers: Sequence[Answer]) -> None:
         """Remember what was just done."""
-        calls, subtasks, after = place
+        calls, subtasks, after = position
         self._writes.append(
             MemoryWrite(
-                digest=digest_of_commands(commands),
+                digest=commands_digest(commands),
                 calls=calls,
                 subtasks=subtasks,
                 after=after,
                 seq=0,
-                answers=_written(answers),
+                answers=_encode_answers(answers),
             )
         )
 
-    def so_far(self, seq: int, over: Collection[str] = ()) -> tuple[MemoryWrite, ...]:
+    def for_checkpoint(self, seq: int, finished_subtasks: Collection[str] = ()) -> tuple[MemoryWrite, ...]:
         """All of them, for the checkpoint `seq`, but for those in subtasks that are `over` and do not begin anew."""
-        self._writes = [write for write in self._writes if write.subtasks not in over]
+        self._writes = [write for write in self._writes if write.subtasks not in finished_subtasks]
         for index, write in enumerate(self._writes):
             if write.seq == 0:
                 self._writes[index] = write.model_copy(update={"seq": seq})
         return tuple(self._writes)
 
-    def forget_after(self, seq: int) -> None:
+    def discard_after(self, seq: int) -> None:
         """The memory is that of the checkpoint `seq`: what came later is not in it."""
         self._writes = [write for write in self._writes if write.seq <= seq]
-        self._left = self._by_place(self._writes)
+        self._replayable = self._by_position(self._writes)
 
 
-def digest_of_commands(commands: Sequence[Command]) -> str:
+def commands_digest(commands: Sequence[Command]) -> str:
     """A few bytes, as text, that stand for commands with their arguments."""
     digest = blake2b(digest_size=8)
     for command in commands:
@@ -81,18 +81,18 @@ def digest_of_commands(commands: Sequence[Command]) -> str:
     return digest.hexdigest()
 
 
-def digest_of_keys(keys: Iterable[str]) -> str:
+def keys_digest(keys: Iterable[str]) -> str:
     """A few bytes, as text, that stand for the keys that were found."""
     return blake2b("\n".join(sorted(keys)).encode(), digest_size=8).hexdigest()
 
 
-def _written(answers: Sequence[Answer]) -> list[int | str | None] | None:
+def _encode_answers(answers: Sequence[Answer]) -> list[int | str | None] | None:
     if all(answer == b"OK" for answer in answers):
         return None
     return [answer.decode("latin-1") if isinstance(answer, bytes) else answer for answer in answers]  # type: ignore[misc]  # no write answers with a list
 
 
-def _read(answers: list[int | str | None] | None, count: int) -> list[Answer]:
+def _decode_answers(answers: list[int | str | None] | None, count: int) -> list[Answer]:
     if answers is None:
         return [b"OK"] * count
     return [answer.encode("latin-1") if isinstance(answer, str) else answer for answer in answers]

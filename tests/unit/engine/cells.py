@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from meshpoint.adapters.inprocess.store import MemoryCheckpointStore
-from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.store import InProcessStore
+from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.engine.worker import Worker
 from meshpoint.model.checkpoint import Run
 from meshpoint.model.options import Options
@@ -91,11 +91,11 @@ def _worker(mesh: Mesh, agent: Any) -> Worker:
     return Worker(
         agent,
         broker=broker,
-        memory=FaultyStore(MemoryCheckpointStore(mesh.clock, timings=Timings())),  # type: ignore[arg-type]
+        memory=FaultyStore(InProcessStore(mesh.clock, timings=Timings())),  # type: ignore[arg-type]
         durable=FaultyStore(mesh.store),  # type: ignore[arg-type]
         lease_store=None,
         clock=mesh.clock,
         observer=mesh.events,
         options=replace(Options(), max_concurrency=0),
-        local=LocalWorkingMemory(mesh.clock),
+        local=InProcessWorkingMemory(mesh.clock),
     )

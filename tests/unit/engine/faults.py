@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshpoint.adapters.inprocess.broker import MemoryBroker
+from meshpoint.adapters.inprocess.broker import InProcessBroker
 from meshpoint.errors import BrokerUnavailable, CommitInDoubt, StoreUnavailable
 from meshpoint.model.messages import Address, Message
 from meshpoint.ports.broker import Published
@@ -84,7 +84,7 @@ class Publication:
     type: str | None = None
 
 
-class FaultyBroker(MemoryBroker):
+class FaultyBroker(InProcessBroker):
     """A memory broker that refuses publishes when the test says so."""
 
     def __init__(self, exchange: Any) -> None:

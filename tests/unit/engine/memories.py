@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.errors import ConsistencyError, MemoryLost, MemoryUnavailable
 from meshpoint.model.ids import TaskId
 from meshpoint.model.memory import Answer, Command, Held, Item, Owner, Packed
@@ -15,7 +15,7 @@ from meshpoint.model.memory import Answer, Command, Held, Item, Owner, Packed
 from .mesh import Mesh
 
 
-class FaultyMemory(LocalWorkingMemory):
+class FaultyMemory(InProcessWorkingMemory):
     """L1 that is `away`, loses keys or everything, or stands still, when the test says so."""
 
     def __init__(self, mesh: Mesh, *, survives: bool) -> None:
@@ -38,18 +38,18 @@ class FaultyMemory(LocalWorkingMemory):
     def evict(self, key: str) -> None:
         """Lose a key of every memory."""
         for agent_id, memory in self._memories.items():
-            memory.keys.do(Command("DEL", key), self._now())
+            memory.keys.execute(Command("DEL", key), self._now_ms())
             self.evicted[agent_id].add(key)
 
     def change(self, key: str, value: bytes) -> None:
         """Change a key of every memory behind the back of all."""
         for memory in self._memories.values():
-            memory.keys.do(Command("SET", key, (value,)), self._now())
+            memory.keys.execute(Command("SET", key, (value,)), self._now_ms())
 
     def values(self, task_id: str) -> dict[str, Any]:
         """What the memory of a task holds."""
         (found,) = [id_ for id_ in self._memories if id_.endswith(task_id)] or [""]
-        return {item.key: item.content for item in self._memories[found].keys.items(self._now())} if found else {}
+        return {item.key: item.content for item in self._memories[found].keys.items(self._now_ms())} if found else {}
 
     async def _had(self, name: str) -> None:
         self.done[name] += 1

@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import JsonValue
 
 from meshpoint.adapters.inprocess.clock import FakeClock
-from meshpoint.adapters.inprocess.exchange import MemoryExchange, Queue
-from meshpoint.adapters.inprocess.store import MemoryCheckpointStore
-from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.exchange import InProcessExchange, Queue
+from meshpoint.adapters.inprocess.store import InProcessStore
+from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.client import Client
 from meshpoint.engine.worker import Worker
 from meshpoint.model.checkpoint import CallSummary, TaskState, TaskSummary
@@ -42,7 +42,7 @@ class Timings:
     checkpoint_archive: bool = False
 
 
-class SharedStore(MemoryCheckpointStore):
+class SharedStore(InProcessStore):
     """The memory store in the part of a database: several replicas of one process share it."""
 
     @property
@@ -122,7 +122,7 @@ class Mesh:
     """Replicas on one exchange, one database and one clock."""
 
     def __init__(self) -> None:
-        self.exchange = MemoryExchange()
+        self.exchange = InProcessExchange()
         self.clock = FakeClock()
         self.events = Events()
         self.store = SharedStore(self.clock, timings=Timings())
@@ -156,7 +156,7 @@ class Mesh:
         await broker.open()
         store, memory = (
             FaultyStore(self.store),
-            FaultyStore(MemoryCheckpointStore(clock, timings=Timings(), ended_kept=ended_kept)),
+            FaultyStore(InProcessStore(clock, timings=Timings(), max_ended=ended_kept)),
         )
         store.away, broker.away = away == "store", away == "broker"
         worker = Worker(
@@ -169,7 +169,7 @@ class Mesh:
             observer=self.events,
             options=replace(Options(), **options),
             cache=cache,
-            local=LocalWorkingMemory(self.clock),
+            local=InProcessWorkingMemory(self.clock),
             l1=l1,
             snapshots=snapshots,
             isolation=isolation,
@@ -210,7 +210,7 @@ class Mesh:
 
     def unacked(self, agent: str) -> int:
         """Requests that some replica holds."""
-        return sum(len(consumer.held) for queue in self._request_queues(agent) for consumer in queue.consumers)
+        return sum(len(consumer.unacked) for queue in self._request_queues(agent) for consumer in queue.consumers)
 
     def waiting(self, agent: str) -> int:
         """Requests that nobody holds."""

@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from pydantic import JsonValue
 
-from meshpoint.adapters.inprocess.broker import MemoryBroker
-from meshpoint.adapters.inprocess.exchange import MemoryExchange
+from meshpoint.adapters.inprocess.broker import InProcessBroker
+from meshpoint.adapters.inprocess.exchange import InProcessExchange
 from meshpoint.model.bodies import (
     A2AMessage,
     Part,
@@ -32,9 +32,9 @@ from meshpoint.ports.broker import Delivery, Published
 class Puppet:
     """Takes what is sent to agent `name`, and acks it. Tests read `requests` and `letters`."""
 
-    def __init__(self, exchange: MemoryExchange, name: str) -> None:
+    def __init__(self, exchange: InProcessExchange, name: str) -> None:
         self.name = name
-        self._broker = MemoryBroker(exchange)
+        self._broker = InProcessBroker(exchange)
         self.requests: list[Message] = []
         self.letters: list[Message] = []
         self._changed = asyncio.Event()

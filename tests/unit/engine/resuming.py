@@ -11,7 +11,7 @@ from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.ids import TaskId
 from meshpoint.model.messages import Message
 from meshpoint.model.outcomes import Outcome
-from meshpoint.subtasks.resuming import resume
+from meshpoint.subtasks.resuming import resume_operation
 
 from .agents import Steps
 from .mesh import Mesh
@@ -29,7 +29,7 @@ async def result_of(mesh: Mesh, task_id: str) -> Outcome:
 
 async def resumed(mesh: Mesh, task_id: TaskId) -> None:
     """Resume an operation, and let the replicas have their look."""
-    await resume(mesh.store, task_id)
+    await resume_operation(mesh.store, task_id)
     await mesh.advance(2)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshpoint.adapters.inprocess.exchange import MemoryDelivery
+from meshpoint.adapters.inprocess.exchange import InProcessDelivery
 from meshpoint.model.events import Step
 from meshpoint.model.outcomes import Failed, Ok
 from meshpoint.ports.broker import Broker, Delivery
@@ -58,7 +58,7 @@ class Sabotage:
                 for subscription in running.worker._subscriptions.values():
                     self._wrap(subscription, method)
             case "delivery":
-                self._wrap(MemoryDelivery, method)
+                self._wrap(InProcessDelivery, method)
             case "observer":
                 mesh.events.hooks.append(lambda _: self._raise())
 

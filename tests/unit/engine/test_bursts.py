@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 
-from meshpoint.adapters.inprocess.exchange import MemoryDelivery
+from meshpoint.adapters.inprocess.exchange import InProcessDelivery
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.envelopes import cancel_message
 from meshpoint.model.events import Phase, Step
@@ -47,13 +47,13 @@ class Confirms:
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Confirms:
     """The confirms of the copies among the dead letters."""
-    confirms, dead_letter = Confirms(), MemoryDelivery.dead_letter
+    confirms, dead_letter = Confirms(), InProcessDelivery.dead_letter
 
-    async def held(delivery: MemoryDelivery, reason: str) -> bool:
+    async def held(delivery: InProcessDelivery, reason: str) -> bool:
         await confirms.one()
         return await dead_letter(delivery, reason)
 
-    monkeypatch.setattr(MemoryDelivery, "dead_letter", held)
+    monkeypatch.setattr(InProcessDelivery, "dead_letter", held)
     return confirms
 
 
@@ -77,7 +77,7 @@ def waiting_letters(mesh: Mesh, agent: str) -> tuple[int, int]:
     """The letters of `agent`: queued, and unacked."""
     queue = mesh.exchange.queue(responses_of(AgentName(agent)))
     assert queue is not None
-    return len(queue.ready), sum(len(consumer.held) for consumer in queue.consumers)
+    return len(queue.ready), sum(len(consumer.unacked) for consumer in queue.consumers)
 
 
 @pytest.mark.parametrize("type_", [MessageType.REQUEST, MessageType.RESPONSE, MessageType.STATUS, MessageType.CANCEL])

@@ -12,7 +12,7 @@ from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.outcomes import Failed, Ok
 from meshpoint.model.subtasks import AgentCheckpoint
 from meshpoint.ports.checkpoint_cache import CacheUnavailable
-from meshpoint.subtasks.resuming import resume
+from meshpoint.subtasks.resuming import resume_operation
 
 from .agents import Steps, in_a_row
 from .mesh import Mesh
@@ -118,7 +118,7 @@ async def test_the_checkpoint_of_a_failure_is_copied_and_serves_the_resume(mesh:
     await mesh.settle()
     (copy,) = copies.kept.values()
     assert (copy.seq, copy.failure_reason) == (2, "ValueError: it failed; password=***")
-    await resume(mesh.store, task_id)
+    await resume_operation(mesh.store, task_id)
     await mesh.advance(2)
     assert restores(mesh) == [("redis", None)]
     assert steps.ran.names == ["a"]
@@ -136,7 +136,7 @@ async def test_a_cancel_that_no_code_saw_makes_the_copy_stale(mesh: Mesh, boss: 
     await mesh.replica(in_a_row(steps, "a", "b"), cache=copies, max_attempts=1)
     await mesh.advance(17)
     assert isinstance(await boss.reply(task_id), Failed)
-    await resume(mesh.store, task_id)
+    await resume_operation(mesh.store, task_id)
     await mesh.advance(2)
     assert restores(mesh) == [("sql", "stale")]
     assert steps.ran.names == ["a", "b", "b"]

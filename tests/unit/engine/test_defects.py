@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshpoint.adapters.inprocess.exchange import MemoryDelivery
+from meshpoint.adapters.inprocess.exchange import InProcessDelivery
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.calls import Call
 from meshpoint.model.events import Step
@@ -104,16 +104,16 @@ async def test_a_letter_that_no_dead_letters_take_keeps_no_other_waiting(
     await mesh.replica(asker("asker", "peer"))
     task_id = await boss.ask("asker", 1)
     asked = await peer.request_number()
-    bury = MemoryDelivery.dead_letter
+    bury = InProcessDelivery.dead_letter
 
     async def refused(*_: Any) -> bool:
         raise ConfigurationError("mesh.broker_url", "the login may not declare the queue", "grant it that")
 
-    monkeypatch.setattr(MemoryDelivery, "dead_letter", refused)
+    monkeypatch.setattr(InProcessDelivery, "dead_letter", refused)
     await boss.cancel("asker", "no id\0")
     await peer.respond(asked, 2)
     assert await boss.reply(task_id) == Ok({"peer": 2})
-    monkeypatch.setattr(MemoryDelivery, "dead_letter", bury)
+    monkeypatch.setattr(InProcessDelivery, "dead_letter", bury)
     await mesh.advance(5)
     assert len(mesh.dead_letters("asker")) == 1
 

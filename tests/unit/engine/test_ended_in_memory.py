@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from meshpoint.adapters.inprocess.clock import FakeClock
-from meshpoint.adapters.inprocess.store import MemoryCheckpointStore
+from meshpoint.adapters.inprocess.store import InProcessStore
 from meshpoint.client import Client
 from meshpoint.model.calls import Call, Done, Paused
 from meshpoint.model.checkpoint import Begun, CancelBeforeRequest, Ended, KeepReply, Reply, TaskState
@@ -55,7 +55,7 @@ async def test_their_replies_are_not_kept(mesh: Mesh, boss: Puppet, peer: Puppet
     await mesh.settle()
     kept = tables(running)
     assert kept.tasks == kept.sending == kept.live == {}
-    assert len(kept.over) == 20
+    assert len(kept.recently_ended) == 20
     assert mesh.unacked("agent") == 0
 
 
@@ -85,7 +85,7 @@ async def test_a_requester_that_was_resumed_gets_its_answer_anew(mesh: Mesh, bos
 
 
 async def test_the_ids_are_bounded_too() -> None:
-    store = MemoryCheckpointStore(FakeClock(), timings=Timings(), ended_kept=10)
+    store = InProcessStore(FakeClock(), timings=Timings(), max_ended=10)
     for _ in range(3000):
         (begun,) = await store.begin([a_begin(a_run())])
         assert isinstance(begun, Begun)
@@ -93,28 +93,30 @@ async def test_the_ids_are_bounded_too() -> None:
         assert isinstance(ended, Ended)
         await store.mark_sent([ended.reply])
     kept = store._tables  # type: ignore[attr-defined]
-    assert len(kept.over) == 10
+    assert len(kept.recently_ended) == 10
     assert kept.tasks == {}
     assert len(kept.tombstones) < 2000
 
 
 async def test_cancels_of_unknown_tasks_are_bounded_in_number_and_age() -> None:
     clock = FakeClock()
-    store = MemoryCheckpointStore(clock, timings=Timings(), ended_kept=10)
+    store = InProcessStore(clock, timings=Timings(), max_ended=10)
     for number in range(3000):
         (found,) = await store.cancel([a_cancel(TaskId(str(number)), sender=f"sender {number}")])
         assert found == CancelBeforeRequest()
     kept = store._tables  # type: ignore[attr-defined]
-    assert list(kept.tasks) == list(kept.early) == [str(number) for number in range(2990, 3000)], "the last ones"
-    assert kept.over == kept.sending == kept.live == {}
+    assert list(kept.tasks) == list(kept.early_cancels) == [str(number) for number in range(2990, 3000)], (
+        "the last ones"
+    )
+    assert kept.recently_ended == kept.sending == kept.live == {}
     assert len(kept.tombstones) < 2000
     clock.advance(timedelta(days=2))
     assert await store.purge(AGENT, 100) == 10
-    assert kept.tasks == kept.early == {}
+    assert kept.tasks == kept.early_cancels == {}
 
 
 async def test_an_early_cancel_that_became_a_reply_is_no_longer_counted() -> None:
-    store = MemoryCheckpointStore(FakeClock(), timings=Timings(), ended_kept=1)
+    store = InProcessStore(FakeClock(), timings=Timings(), max_ended=1)
     await store.cancel([a_cancel(TaskId("a"))])
     reply = Reply(AGENT, TaskId("a"), TaskState.COMPLETED, b"done", a_requester())
     assert await store.keep_replies([KeepReply(RunId("run"), reply, None)]) == [True]
@@ -125,19 +127,19 @@ async def test_an_early_cancel_that_became_a_reply_is_no_longer_counted() -> Non
 
 
 async def test_failed_operations_are_bounded() -> None:
-    store = MemoryCheckpointStore(FakeClock(), timings=Timings(), ended_kept=1000)
+    store = InProcessStore(FakeClock(), timings=Timings(), max_ended=1000)
     for _ in range(300):
         run = await failed(store)
-        (reply,) = [row.reply_at(store.present) for row in store._tables.sending.values()]  # type: ignore[attr-defined]
+        (reply,) = [row.to_reply(store.present) for row in store._tables.sending.values()]  # type: ignore[attr-defined]
         await store.mark_sent([reply])
     kept = store._tables  # type: ignore[attr-defined]
     assert len(kept.tasks) == len(kept.resumable) == 100
     assert await store.operation(run.task_id) is not None, "the last ones can be resumed"
-    assert len(kept.over) == 200, "the requests of the others are recognised"
+    assert len(kept.recently_ended) == 200, "the requests of the others are recognised"
 
 
 async def test_archived_checkpoints_are_bounded() -> None:
-    store = MemoryCheckpointStore(FakeClock(), timings=Archiving(), ended_kept=1000)
+    store = InProcessStore(FakeClock(), timings=Archiving(), max_ended=1000)
     for _ in range(300):
         run = await operating(store)
         await saved(store, run)
@@ -165,7 +167,7 @@ async def test_a_client_keeps_open_requests_only(mesh: Mesh, peer: Puppet) -> No
             tracemalloc.stop()
         await mesh.settle()
         assert held < 50 * len(LARGE), "a hundred replies are not here any more"
-        assert client._waiting == client._agents == client._asked == {}
+        assert client._pending == client._agents == client._request_fingerprints == {}
 
 
 async def test_a_client_counts_further_replies(mesh: Mesh, peer: Puppet) -> None:
@@ -185,7 +187,7 @@ async def test_a_client_forgets_whom_nobody_waits_for(mesh: Mesh, peer: Puppet) 
         asked = await peer.request_number()
         reply.cancel()
         await mesh.settle()
-        assert client._waiting == {}
+        assert client._pending == {}
         await peer.respond(asked, 1)
         await mesh.settle()
         assert (client.duplicates, client.conflicts) == (0, 0)

@@ -106,7 +106,7 @@ async def test_a_request_is_requeued_once_and_runs_when_a_slot_is_free(
     assert boss.replies() == []
     queue = mesh.exchange.queue(requests_of(AgentName("agent")))
     assert queue is not None
-    held = [item for consumer in queue.consumers for item in consumer.held.values()]
+    held = [item for consumer in queue.consumers for item in consumer.unacked.values()]
     assert max(item.count for item in (*queue.ready, *held)) <= 2
     gate.opened.set()
     await time_passes(mesh, 1)

@@ -56,7 +56,7 @@ def unsettled(mesh: Mesh, agent: str) -> tuple[int, int]:
     """The number of responses to `agent` in its queue, and the number held by replicas."""
     queue = mesh.exchange.queue(responses_of(AgentName(agent)))
     assert queue is not None
-    return len(queue.ready), sum(len(consumer.held) for consumer in queue.consumers)
+    return len(queue.ready), sum(len(consumer.unacked) for consumer in queue.consumers)
 
 
 def claims(running: Running) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.agents.function import agent
 from meshpoint.agents.peer import Peer
 from meshpoint.model.context import TaskExecutionContext
@@ -16,7 +16,7 @@ from .puppet import Puppet
 asked = Peer("peer", int, int)
 
 
-class Surviving(LocalWorkingMemory):
+class Surviving(InProcessWorkingMemory):
     """One that outlives its replicas, as Redis does."""
 
     @property
@@ -25,12 +25,12 @@ class Surviving(LocalWorkingMemory):
 
 
 @pytest.fixture(params=["local", "surviving"])
-def l1(request: pytest.FixtureRequest, mesh: Mesh) -> LocalWorkingMemory | None:
+def l1(request: pytest.FixtureRequest, mesh: Mesh) -> InProcessWorkingMemory | None:
     return Surviving(mesh.clock) if request.param == "surviving" else None
 
 
 async def test_what_was_counted_before_a_pause_is_counted_once(
-    mesh: Mesh, boss: Puppet, l1: LocalWorkingMemory | None
+    mesh: Mesh, boss: Puppet, l1: InProcessWorkingMemory | None
 ) -> None:
     peer = await mesh.puppet("peer")
 

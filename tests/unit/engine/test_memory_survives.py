@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.agents.function import agent
 from meshpoint.agents.peer import Peer
 from meshpoint.agents.replies import Replies
@@ -734,7 +734,7 @@ async def test_the_copy_is_put_before_a_peer_is_asked(mesh: Mesh, boss: Puppet, 
 
 
 async def test_what_comes_late_undoes_nothing(mesh: Mesh) -> None:
-    memory, owner = LocalWorkingMemory(mesh.clock), Owner("agent:task", RunId("run"), 1)
+    memory, owner = InProcessWorkingMemory(mesh.clock), Owner("agent:task", RunId("run"), 1)
     old = (await memory.replace(owner, (), seen=0)).version
     new, _ = await memory.execute(owner, [Command("SET", "x", (b"new",))], seen=old)
     with pytest.raises(MemoryUnavailable):

@@ -18,7 +18,7 @@ from meshpoint.model.ids import TaskId, new_id
 from meshpoint.model.operations import OperationStatus
 from meshpoint.model.outcomes import Failed, Ok
 from meshpoint.subtasks.migrating import migrates
-from meshpoint.subtasks.resuming import resume
+from meshpoint.subtasks.resuming import resume_operation
 
 from .agents import Ran, Steps, doubler, in_a_row
 from .mesh import Mesh
@@ -167,30 +167,30 @@ async def test_precise_refusals(mesh: Mesh, boss: Puppet, which: str) -> None:
     match which:
         case "nothing":
             with pytest.raises(OperationNotFound):
-                await resume(mesh.store, TaskId(new_id()))
+                await resume_operation(mesh.store, TaskId(new_id()))
         case "a running one":
             gate = steps.gate("b")
             task_id = await boss.ask("good", 1)
             await gate.reach()
             with pytest.raises(OperationRunning):
-                await resume(mesh.store, task_id)
+                await resume_operation(mesh.store, task_id)
         case "a completed one":
             task_id = await boss.ask("good", 1)
             await boss.reply(task_id)
             await mesh.settle()
             with pytest.raises(OperationCompleted):
-                await resume(mesh.store, task_id)
+                await resume_operation(mesh.store, task_id)
         case "no subtask":
             task_id = await boss.ask("agent", "no number")
             await boss.reply(task_id)
             with pytest.raises(OperationNotFound):
-                await resume(mesh.store, task_id)  # it never had a row
+                await resume_operation(mesh.store, task_id)  # it never had a row
         case _:
             gate = steps.gate("a")
             active = await boss.ask("agent", 2)
             await gate.reach()
             with pytest.raises(OperationConflict, match=active):
-                await resume(mesh.store, failed)
+                await resume_operation(mesh.store, failed)
 
 
 async def test_an_operation_that_recorded_nothing_has_no_checkpoint(mesh: Mesh, boss: Puppet) -> None:
@@ -207,7 +207,7 @@ async def test_an_operation_that_recorded_nothing_has_no_checkpoint(mesh: Mesh, 
     assert isinstance(reply, Failed)
     assert reply.message.endswith("; no checkpoint")
     with pytest.raises(NoCheckpoint):
-        await resume(mesh.store, task_id)
+        await resume_operation(mesh.store, task_id)
 
 
 # ── versions ───────────────────────────────────────────────────────────────────────────────────────

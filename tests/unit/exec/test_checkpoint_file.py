@@ -11,9 +11,15 @@ import pytest
 
 from meshpoint.errors import ConfigurationError
 from meshpoint.exec import checkpoint_file
-from meshpoint.exec.canonical import digest_of
-from meshpoint.exec.checkpoint_file import Document, exported, plain, read, written
-from meshpoint.exec.importing import NOT_IN_FILE, WITHOUT_SECRETS, recovered
+from meshpoint.exec.canonical import json_digest
+from meshpoint.exec.checkpoint_file import (
+    CheckpointDocument,
+    build_document,
+    document_json,
+    document_text,
+    read_document,
+)
+from meshpoint.exec.importing import NOT_IN_FILE, SECRETS_REMOVED, recover_records
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.subtasks import AgentCheckpoint, SubtaskRecord, SubtaskStatus
 
@@ -41,19 +47,19 @@ CHECKPOINT = AgentCheckpoint(
 )
 
 
-def export(**options: Any) -> Document:
-    return exported(CHECKPOINT, session="rome", input_digest=digest_of(3), **options)
+def export(**options: Any) -> CheckpointDocument:
+    return build_document(CHECKPOINT, session="rome", input_digest=json_digest(3), **options)
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "kept.json"
-    path.write_text(written(export(include_outputs=True)))
+    path.write_text(document_text(export(include_outputs=True)))
     return path
 
 
 def test_without_outputs_it_says_what_was_done_and_no_more() -> None:
-    document = plain(export())
+    document = document_json(export())
     assert document == {
         "format": "meshpoint-checkpoint/1",
         "agent": "flow",
@@ -62,7 +68,7 @@ def test_without_outputs_it_says_what_was_done_and_no_more() -> None:
         "session": "rome",
         "seq": 3,
         "created_at": "2026-11-22T02:39:22.123456+00:00",
-        "input_digest": digest_of(3),
+        "input_digest": json_digest(3),
         "subtasks": [
             {"name": name, "status": status, "function": f"src:{name}", "inputs": {"n": "abc"}, "seconds": 0.25}
             for name, status in [
@@ -83,11 +89,11 @@ def test_with_outputs_secrets_stay_out(file: Path) -> None:
     text = file.read_text()
     assert "s3cret" not in text
     assert "hunter2" not in text
-    document = read(file, FLOW)
+    document = read_document(file, FLOW)
     assert document.removed == ["/subtasks/1/output/key", "/subtasks/1/output/db_password"]
     assert document.subtasks[1].output == {"user": "ada", "key": None, "db_password": None}
     assert [subtask.has_output for subtask in document.subtasks] == [True, True, True, False]
-    assert read(file, FLOW) == export(include_outputs=True)
+    assert read_document(file, FLOW) == export(include_outputs=True)
 
 
 def test_further_keys_can_be_secret() -> None:
@@ -97,36 +103,36 @@ def test_further_keys_can_be_secret() -> None:
 
 def test_secrets_in_a_context_stay_out_too() -> None:
     checkpoint = CHECKPOINT.model_copy(update={"subtasks": (record("a", context='{"flags":{"api_key":"s3cret"}}'),)})
-    document = exported(checkpoint, include_outputs=True)
+    document = build_document(checkpoint, include_outputs=True)
     assert document.removed == ["/subtasks/0/context/flags/api_key"]
-    assert document.stripped(0)
+    assert document.has_removed_secrets(0)
 
 
 def test_what_comes_back_is_what_was_recorded(file: Path) -> None:
-    found = recovered(read(file, FLOW), None)
+    found = recover_records(read_document(file, FLOW), None)
     assert found.records == [CHECKPOINT.subtasks[0]]
-    assert found.again == {"login": WITHOUT_SECRETS, "parse": "after 'login', which runs again"}
+    assert found.rerun_reasons == {"login": SECRETS_REMOVED, "parse": "after 'login', which runs again"}
 
 
 def test_the_store_gives_what_the_file_has_not() -> None:
-    found = recovered(export(), CHECKPOINT)
+    found = recover_records(export(), CHECKPOINT)
     assert found.records == list(CHECKPOINT.subtasks)
-    assert found.again == {}
-    found = recovered(export(), None)
-    assert (found.records, found.again["fetch"]) == ([record("rate", None)][:0], NOT_IN_FILE)
+    assert found.rerun_reasons == {}
+    found = recover_records(export(), None)
+    assert (found.records, found.rerun_reasons["fetch"]) == ([record("rate", None)][:0], NOT_IN_FILE)
 
 
 @pytest.mark.parametrize("change", [{"inputs": {"n": "xyz"}}, {"function": "src:other"}, {"result": None}])
 def test_a_record_of_the_store_serves_only_if_it_is_the_same(change: dict[str, Any]) -> None:
     first = record("fetch", **{"result": "1", **change})
-    found = recovered(export(), CHECKPOINT.model_copy(update={"subtasks": (first, *CHECKPOINT.subtasks[1:])}))
+    found = recover_records(export(), CHECKPOINT.model_copy(update={"subtasks": (first, *CHECKPOINT.subtasks[1:])}))
     assert found.records == []
-    assert found.again["fetch"] == NOT_IN_FILE
+    assert found.rerun_reasons["fetch"] == NOT_IN_FILE
 
 
 def test_a_failed_step_does_not_take_those_after_it_along() -> None:
     checkpoint = CHECKPOINT.model_copy(update={"subtasks": (record("a", None), record("b"))})
-    found = recovered(exported(checkpoint, include_outputs=True), None)
+    found = recover_records(build_document(checkpoint, include_outputs=True), None)
     assert [each.name for each in found.records] == ["a", "b"]
 
 
@@ -134,7 +140,7 @@ def test_white_space_order_and_number_forms_are_no_edit(file: Path) -> None:
     loaded = json.loads(file.read_text())
     loaded["subtasks"][0]["output"]["a"][0] = 2  # as some tools write 2.0
     file.write_text(json.dumps(dict(sorted(loaded.items(), reverse=True))))
-    assert read(file, FLOW).seq == 3
+    assert read_document(file, FLOW).seq == 3
 
 
 def test_a_file_cut_off_anywhere_is_refused(file: Path) -> None:
@@ -142,10 +148,10 @@ def test_a_file_cut_off_anywhere_is_refused(file: Path) -> None:
     for length in {0, 1, len(whole) - 1, *range(0, len(whole), 97)}:
         file.write_bytes(whole[:length])
         with pytest.raises(ConfigurationError, match="is not JSON, or cut off"):
-            read(file, FLOW)
+            read_document(file, FLOW)
 
 
-FIELDS = [(field,) for field in Document.model_fields if field not in {"format"}]
+FIELDS = [(field,) for field in CheckpointDocument.model_fields if field not in {"format"}]
 FIELDS += [
     ("subtasks", 0, field) for field in ("name", "status", "function", "inputs", "seconds", "output", "context")
 ]
@@ -165,14 +171,14 @@ def test_an_edited_field_is_found(file: Path, place: tuple[str | int, ...], how:
         owner[last] = "edited" if owner[last] != "edited" else None
     file.write_text(json.dumps(loaded))
     with pytest.raises(ConfigurationError, match="was edited: its digest does not match"):
-        read(file, FLOW)
+        read_document(file, FLOW)
 
 
 def test_an_added_field_is_an_edit(file: Path) -> None:
     loaded = json.loads(file.read_text())
     file.write_text(json.dumps({**loaded, "more": 1}))
     with pytest.raises(ConfigurationError, match="was edited"):
-        read(file, FLOW)
+        read_document(file, FLOW)
 
 
 @pytest.mark.parametrize(
@@ -190,29 +196,29 @@ def test_an_added_field_is_an_edit(file: Path) -> None:
 def test_other_files_are_refused(file: Path, text: str, problem: str) -> None:
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigurationError, match=problem) as refused:
-        read(file, FLOW)
+        read_document(file, FLOW)
     assert str(refused.value).count("\n") == 0
     assert str(refused.value).startswith(f"--resume-from: {file} ")
 
 
 def test_a_well_made_file_of_another_shape_is_refused(file: Path) -> None:
     rest = {key: value for key, value in json.loads(file.read_text()).items() if key != "digest"} | {"seq": "three"}
-    file.write_text(json.dumps({**rest, "digest": digest_of(rest)}))
+    file.write_text(json.dumps({**rest, "digest": json_digest(rest)}))
     with pytest.raises(ConfigurationError, match="is no checkpoint: seq: "):
-        read(file, FLOW)
+        read_document(file, FLOW)
 
 
 def test_a_checkpoint_of_another_agent_is_refused(file: Path) -> None:
     with pytest.raises(ConfigurationError, match="is a checkpoint of agent 'flow'; name one of 'other'"):
-        read(file, AgentName("other"))
+        read_document(file, AgentName("other"))
 
 
 def test_a_file_without_an_end_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_file, "_LARGEST", 1024 * 1024)
+    monkeypatch.setattr(checkpoint_file, "_MAX_BYTES", 1024 * 1024)
     with pytest.raises(ConfigurationError, match="/dev/zero cannot be read: has more than 1 MiB"):
-        read(Path("/dev/zero"), AgentName("flow"))
+        read_document(Path("/dev/zero"), AgentName("flow"))
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"nothing\.json cannot be read: No such file"):
-        read(tmp_path / "nothing.json", FLOW)
+        read_document(tmp_path / "nothing.json", FLOW)

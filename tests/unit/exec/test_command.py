@@ -16,8 +16,8 @@ import pytest
 
 from meshpoint.cli import main
 from meshpoint.exec.locks import FileLock
-from meshpoint.exec.session import Input, Wanted
-from meshpoint.exec.sessions import Sessions
+from meshpoint.exec.session import ExecInput, SessionSpec
+from meshpoint.exec.sessions import SessionStore
 from meshpoint.model.ids import AgentName
 
 FLOW = """
@@ -333,10 +333,12 @@ def test_an_end_that_its_process_could_not_tell_is_told_by_the_next(flow: Cli, f
 
 
 def test_an_attempt_that_was_killed_before_its_operation_began_begins_it(flow: Cli, folder: Path) -> None:
-    sessions = Sessions(folder / ".meshpoint")
-    wanted = Wanted(entrypoint="tested_flow:flow", agent=AgentName("flow"), input=Input(3), ttl=timedelta(days=1))
-    with sessions.new(wanted) as held:
-        held.begin()
+    sessions = SessionStore(folder / ".meshpoint")
+    wanted = SessionSpec(
+        entrypoint="tested_flow:flow", agent=AgentName("flow"), input=ExecInput(3), ttl=timedelta(days=1)
+    )
+    with sessions.create(wanted) as held:
+        held.begin_attempt()
     resumed = flow("--input", "3", "--resume")
     assert (resumed.code, resumed.json["attempt"]) == (4, 2)
     assert effects(folder) == ["fetch", "login", "rate"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshpoint.exec.report import LiveStep, Moment, StepLog
+from meshpoint.exec.report import StepLog, StepProgress, StepState
 from meshpoint.model.events import Event, Phase, Step
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
@@ -19,13 +19,13 @@ class Stage:
     """Plays the events of an attempt; each takes a second."""
 
     def __init__(self, planned: tuple[str, ...] = ("a", "b", "c")) -> None:
-        self.told: list[tuple[str, Moment]] = []
+        self.told: list[tuple[str, StepState]] = []
         self.now = 0.0
         self.log = StepLog(planned, (), self._tell, clock=lambda: self.now)
-        self.log.follow(FLOW, TASK, earlier=["old"], again={"b": "its output is not in the file"})
+        self.log.track(FLOW, TASK, previous_steps=["old"], rerun_reasons={"b": "its output is not in the file"})
 
-    def _tell(self, log: StepLog, step: LiveStep) -> None:
-        self.told.append((step.name, step.moment))
+    def _tell(self, log: StepLog, step: StepProgress) -> None:
+        self.told.append((step.name, step.state))
 
     def play(
         self, step: Step, phase: Phase, name: str, *, agent: str = FLOW, task: str = TASK, **detail: Any
@@ -42,7 +42,7 @@ class Stage:
         self.play(Step.SAVE, Phase.AFTER, name)
 
     def ended(self, outcome: Outcome | None) -> dict[str, tuple[str, float | None, str | None]]:
-        return {step.name: (step.status.value, step.seconds, step.why) for step in self.log.ended(outcome)}
+        return {step.name: (step.status.value, step.seconds, step.why) for step in self.log.finish(outcome)}
 
 
 @pytest.fixture
@@ -53,11 +53,11 @@ def stage() -> Stage:
 def test_a_step_is_completed_when_it_is_recorded(stage: Stage) -> None:
     stage.runs("a")
     stage.play(Step.SAVE, Phase.AFTER, "a")  # its own progress
-    assert stage.log.done == 0
+    assert stage.log.completed_count == 0
     stage.play(Step.SUBTASK, Phase.AFTER, "a")
-    assert stage.log.done == 0
+    assert stage.log.completed_count == 0
     stage.play(Step.SAVE, Phase.AFTER, "a")
-    assert stage.log.done == 1
+    assert stage.log.completed_count == 1
     assert stage.ended(Ok(1)) == {
         "a": ("completed", 3, None),
         "b": ("not run", None, None),
@@ -69,7 +69,7 @@ def test_a_result_that_cannot_be_recorded_fails_its_step(stage: Stage) -> None:
     stage.runs("a")
     stage.play(Step.SUBTASK, Phase.AFTER, "a")
     assert stage.ended(BROKE)["a"] == ("failed", 1, "it broke")
-    assert stage.told[-1] == ("a", Moment.FAILED)
+    assert stage.told[-1] == ("a", StepState.FAILED)
 
 
 def test_why_a_step_runs_again(stage: Stage) -> None:

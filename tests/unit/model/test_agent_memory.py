@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
 from meshpoint.adapters.inprocess.clock import FakeClock
-from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.errors import AgentFailed, AgentMisbehaved, MemoryRefused
 from meshpoint.model.agent_memory import AgentMemory, MemoryRecovery, MemorySource
 from meshpoint.model.context import TaskExecutionContext
@@ -55,7 +55,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 async def runner(clock: FakeClock) -> Runner:
-    memory = LocalWorkingMemory(clock)
+    memory = InProcessWorkingMemory(clock)
     await memory.replace(OWNER, ())
     return Runner(memory)
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from meshpoint.errors import ConfigurationError
 from meshpoint.model.typed import DoesNotFit, Typed
-from meshpoint.settings.problems import build
+from meshpoint.settings.problems import build_section
 
 _MANY = 30_000
 
@@ -49,7 +49,7 @@ def test_only_their_number_is_told(name: str) -> None:
 
 @pytest.mark.parametrize("name", _VALUES)
 def test_so_it_is_in_a_configuration(name: str) -> None:
-    told, cause = refused(ConfigurationError, lambda: build(Numbers, _VALUES[name], {}, "mesh"))
+    told, cause = refused(ConfigurationError, lambda: build_section(Numbers, _VALUES[name], {}, "mesh"))
     assert told == "mesh: 30,000 errors, too many to list; correct it"
     assert cause is None
 

@@ -14,7 +14,7 @@ from meshpoint.model.ids import AgentName, ReplicaId, RunId, TaskId
 from meshpoint.model.subtasks import AgentCheckpoint, Operation, SubtaskRecord
 from meshpoint.ports.agent import Plan
 from meshpoint.ports.observer import Steps
-from meshpoint.subtasks.runner import Attempt, Subtasks
+from meshpoint.subtasks.runner import OperationAttempt, Subtasks
 
 TASK, AGENT = TaskId("task"), AgentName("analyst")
 
@@ -103,12 +103,12 @@ class Life:
         self.runner = Subtasks(
             self.context,
             self._plan,
-            Attempt(run, self.retry, restored.seq if restored else 0, {"input": 1}),
+            OperationAttempt(run, self.retry, restored.seq if restored else 0, {"input": 1}),
             restored,
             self.book,
             Steps(self, AGENT, ReplicaId("replica")),
             lambda: datetime(2026, 1, 1, tzinfo=UTC),
-            opened=bool(self.book.operations),
+            is_operation=bool(self.book.operations),
         )
         self.context.run_subtasks_with(self.runner)
         return self.context
@@ -120,7 +120,7 @@ class Life:
 
     def resume(self, plan: Plan | None = None) -> TaskExecutionContext:
         """The next attempt, after this one has failed."""
-        last = self.runner.last("it failed", None)
+        last = self.runner.final_checkpoint("it failed", None)
         self.retry, self.generation = self.retry + 1, 0
         self._plan = plan or self._plan
         return self.begin(last)

@@ -15,7 +15,13 @@ from meshpoint.model.ids import AgentName, RunId, TaskId
 from meshpoint.model.operations import OperationStatus, OperationSummary
 from meshpoint.model.subtasks import AgentCheckpoint, Saved
 from meshpoint.ports.checkpoint_cache import CacheUnavailable
-from meshpoint.subtasks.checkpointer import AgentCheckpointer, Counters, Fallback, Restored, Source
+from meshpoint.subtasks.checkpointer import (
+    AgentCheckpointer,
+    CheckpointerCounters,
+    CheckpointSource,
+    FallbackReason,
+    RestoredCheckpoint,
+)
 
 OPERATION, AGENT = TaskId("op-1"), AgentName("travel")
 RUN = Run(OPERATION, AGENT, RunId("run-1"), fence=1)
@@ -101,15 +107,15 @@ class Scene:
         self.told: list[tuple[str, str]] = []
         self.store, self.cache = Store(self.calls), Cache(self.calls)
         parts: Any = (self.store, self.cache if cached else None)
-        self.checkpointer = AgentCheckpointer(*parts, tell=self.tell)
+        self.checkpointer = AgentCheckpointer(*parts, report_problem=self.tell)
 
     def tell(self, operation_id: TaskId, event: str, why: str) -> None:
         assert operation_id == OPERATION
         self.told.append((event, why))
 
     @property
-    def counts(self) -> Counters:
-        return self.checkpointer.counts
+    def counts(self) -> CheckpointerCounters:
+        return self.checkpointer.counters
 
 
 @pytest.fixture
@@ -124,7 +130,7 @@ async def test_a_copy_is_written_when_the_checkpoint_is_durable(scene: Scene) ->
     assert await scene.checkpointer.save(Save(RUN, a_checkpoint(1))) == Saved()
     assert scene.calls == ["save", "put"]
     assert scene.store.kept == scene.cache.copy == a_checkpoint(1)
-    assert scene.counts == Counters()
+    assert scene.counts == CheckpointerCounters()
 
 
 @pytest.mark.parametrize("refusal", [Fenced(), CancelFound(None), CancelFound(RUN)])
@@ -147,7 +153,7 @@ async def test_a_copy_that_cannot_be_written_fails_nothing(scene: Scene, error: 
     scene.cache.put_error = error
     assert await scene.checkpointer.save(Save(RUN, a_checkpoint(1))) == Saved()
     assert scene.store.kept == a_checkpoint(1)
-    assert scene.counts.not_copied == 1
+    assert scene.counts.cache_write_failures == 1
     assert scene.told == [("not_copied", str(error))]
 
 
@@ -160,7 +166,7 @@ async def test_a_cache_that_hangs_is_waited_for_with_the_checkpoint_durable(scen
 
     scene.cache.gate.set()  # its timeout
     assert await saving == Saved()
-    assert scene.counts.not_copied == 1
+    assert scene.counts.cache_write_failures == 1
 
 
 async def test_whoever_is_cancelled_while_the_cache_hangs_is_cancelled(scene: Scene) -> None:
@@ -179,9 +185,9 @@ async def test_whoever_is_cancelled_while_the_cache_hangs_is_cancelled(scene: Sc
 async def test_a_copy_of_the_last_checkpoint_serves_without_the_database(scene: Scene) -> None:
     scene.cache.copy, scene.store.away = a_checkpoint(3), True
     restored = await scene.checkpointer.restore(OPERATION, AGENT, seq=3)
-    assert restored == Restored(a_checkpoint(3), Source.REDIS)
+    assert restored == RestoredCheckpoint(a_checkpoint(3), CheckpointSource.REDIS)
     assert scene.calls == ["get"]
-    assert scene.counts.served == {Source.REDIS: 1}
+    assert scene.counts.served == {CheckpointSource.REDIS: 1}
     assert not scene.counts.fallbacks
     assert not scene.told
 
@@ -189,26 +195,26 @@ async def test_a_copy_of_the_last_checkpoint_serves_without_the_database(scene: 
 @pytest.mark.parametrize(
     ("copy", "error", "why", "told"),
     [
-        (None, None, Fallback.MISS, ""),
-        (a_checkpoint(2), None, Fallback.STALE, "2 in place of 3"),
-        (a_checkpoint(4), None, Fallback.STALE, "4 in place of 3"),
-        (None, CheckpointError("garbage"), Fallback.GARBAGE, "garbage"),
-        (None, AWAY, Fallback.AWAY, str(AWAY)),
+        (None, None, FallbackReason.MISS, ""),
+        (a_checkpoint(2), None, FallbackReason.STALE, "2 in place of 3"),
+        (a_checkpoint(4), None, FallbackReason.STALE, "4 in place of 3"),
+        (None, CheckpointError("garbage"), FallbackReason.CORRUPT, "garbage"),
+        (None, AWAY, FallbackReason.UNAVAILABLE, str(AWAY)),
     ],
 )
 async def test_the_database_serves_when_the_copy_cannot(
-    scene: Scene, copy: AgentCheckpoint | None, error: Exception | None, why: Fallback, told: str
+    scene: Scene, copy: AgentCheckpoint | None, error: Exception | None, why: FallbackReason, told: str
 ) -> None:
     scene.store.kept = a_checkpoint(3)
     scene.cache.copy, scene.cache.get_error = copy, error
 
     restored = await scene.checkpointer.restore(OPERATION, AGENT, seq=3)
 
-    assert restored == Restored(a_checkpoint(3), Source.SQL, why)
-    assert scene.counts == Counters(served={Source.SQL: 1}, fallbacks={why: 1})  # type: ignore[arg-type]
+    assert restored == RestoredCheckpoint(a_checkpoint(3), CheckpointSource.SQL, why)
+    assert scene.counts == CheckpointerCounters(served={CheckpointSource.SQL: 1}, fallbacks={why: 1})  # type: ignore[arg-type]
     assert scene.told == [(why, told)]
     assert scene.store.kept == a_checkpoint(3)
-    healed = why is not Fallback.AWAY
+    healed = why is not FallbackReason.UNAVAILABLE
     assert scene.calls == ["get", "latest", *(["put"] if healed else [])]
     assert scene.cache.copy == (a_checkpoint(3) if healed else None)
 
@@ -216,22 +222,22 @@ async def test_the_database_serves_when_the_copy_cannot(
 async def test_a_copy_that_cannot_be_written_again_fails_no_restore(scene: Scene) -> None:
     scene.store.kept, scene.cache.put_error = a_checkpoint(3), AWAY
     restored = await scene.checkpointer.restore(OPERATION, AGENT, seq=3)
-    assert restored == Restored(a_checkpoint(3), Source.SQL, Fallback.MISS)
-    assert scene.counts.not_copied == 1
+    assert restored == RestoredCheckpoint(a_checkpoint(3), CheckpointSource.SQL, FallbackReason.MISS)
+    assert scene.counts.cache_write_failures == 1
     assert scene.told == [("miss", ""), ("not_copied", str(AWAY))]
 
 
 async def test_without_a_number_the_database_is_asked_for_it_first(scene: Scene) -> None:
     scene.store.kept = scene.cache.copy = a_checkpoint(3)
     restored = await scene.checkpointer.restore(OPERATION, AGENT)
-    assert restored == Restored(a_checkpoint(3), Source.REDIS)
+    assert restored == RestoredCheckpoint(a_checkpoint(3), CheckpointSource.REDIS)
     assert scene.calls == ["operation", "get"]
 
 
 async def test_without_a_number_an_old_copy_does_not_serve(scene: Scene) -> None:
     scene.store.kept, scene.cache.copy = a_checkpoint(3), a_checkpoint(2)
     restored = await scene.checkpointer.restore(OPERATION, AGENT)
-    assert restored == Restored(a_checkpoint(3), Source.SQL, Fallback.STALE)
+    assert restored == RestoredCheckpoint(a_checkpoint(3), CheckpointSource.SQL, FallbackReason.STALE)
 
 
 @pytest.mark.parametrize(
@@ -269,10 +275,10 @@ async def test_without_a_cache_the_database_does_it_all(seq: int | None) -> None
     scene = Scene(cached=False)
     await scene.checkpointer.save(Save(RUN, a_checkpoint(3)))
     restored = await scene.checkpointer.restore(OPERATION, AGENT, seq=seq)
-    assert restored == Restored(a_checkpoint(3), Source.SQL)
+    assert restored == RestoredCheckpoint(a_checkpoint(3), CheckpointSource.SQL)
     await scene.checkpointer.forget(OPERATION, AGENT)
     assert scene.calls == ["save", "latest"]
-    assert scene.counts == Counters(served={Source.SQL: 1})  # type: ignore[arg-type]
+    assert scene.counts == CheckpointerCounters(served={CheckpointSource.SQL: 1})  # type: ignore[arg-type]
 
 
 # ── forget ─────────────────────────────────────────────────────────────────────────────────────────

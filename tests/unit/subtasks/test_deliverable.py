@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from meshpoint.errors import SubtaskRefused
 from meshpoint.model.secrets import Secret
 from meshpoint.model.typed import DoesNotFit
-from meshpoint.subtasks.deliverable import Deliverable
+from meshpoint.subtasks.deliverable import DeliverableCodec
 
 if TYPE_CHECKING:
     from somewhere import Unknown  # type: ignore[import-not-found]
@@ -46,11 +46,11 @@ class Statement:
 RATIOS = Ratios(current=Decimal("1.50"), at=datetime(2024, 5, 1, tzinfo=UTC), notes=("a",), sector="steel")
 
 
-def returning(annotation: Any) -> Deliverable:
+def returning(annotation: Any) -> DeliverableCodec:
     def step() -> None: ...
 
     step.__annotations__["return"] = annotation
-    return Deliverable(step)
+    return DeliverableCodec(step)
 
 
 def round_trip(annotation: Any, value: object) -> Any:
@@ -90,7 +90,7 @@ def test_the_text_is_exact() -> None:
     def step() -> dict[str, object]:
         raise NotImplementedError
 
-    text, secrets = Deliverable.of(step).write("x", {"b": "ä", "a": [1e16, 0.1, 10**20, "\0"]})
+    text, secrets = DeliverableCodec.for_function(step).write("x", {"b": "ä", "a": [1e16, 0.1, 10**20, "\0"]})
     assert text == '{"b":"ä","a":[1e+16,0.1,100000000000000000000,"\\u0000"]}'
     assert secrets == ()
 
@@ -121,7 +121,7 @@ def test_without_an_annotation_it_comes_back_as_plain_json() -> None:
     def step():  # type: ignore[no-untyped-def]
         ...
 
-    form = Deliverable.of(step)
+    form = DeliverableCodec.for_function(step)
     assert form.read(form.write("x", ((1, 2), {"at": RATIOS.at}))[0]) == [[1, 2], {"at": "2024-05-01T00:00:00Z"}]
     assert form.read(form.write("x", Statement({"a": 1.0}))[0]) == {"rows": {"a": 1.0}, "tags": []}
 
@@ -135,15 +135,17 @@ def test_an_annotation_that_cannot_be_used_is_none() -> None:
     def unknown() -> Table: ...  # type: ignore[empty-body]
 
     assert round_trip("Nowhere", (1,)) == [1]
-    assert Deliverable.of(unresolvable).read('{"a":1}') == {"a": 1}
+    assert DeliverableCodec.for_function(unresolvable).read('{"a":1}') == {"a": 1}
     assert round_trip(Table, {"a": 1}) == {"a": 1}
-    assert Deliverable.of(unknown).read("[1]") == [1]
+    assert DeliverableCodec.for_function(unknown).read("[1]") == [1]
 
 
 def test_a_parameter_that_cannot_be_resolved_is_no_obstacle() -> None:
     def step(filing: Unknown) -> Ratios: ...  # type: ignore[empty-body]
 
-    assert Deliverable.of(step).read(Deliverable.of(step).write("x", RATIOS)[0]) == RATIOS
+    assert (
+        DeliverableCodec.for_function(step).read(DeliverableCodec.for_function(step).write("x", RATIOS)[0]) == RATIOS
+    )
 
 
 def test_partials_methods_and_callable_objects_return_what_their_function_does() -> None:
@@ -155,9 +157,9 @@ def test_partials_methods_and_callable_objects_return_what_their_function_does()
             return RATIOS
 
     for function in (Parser().parse, partial(Parser().parse), Parser(), Ratios):
-        form = Deliverable.of(function)
+        form = DeliverableCodec.for_function(function)
         assert form.read(form.write("x", RATIOS)[0]) == RATIOS
-    assert Deliverable.of(Parser().parse) is Deliverable.of(Parser().parse)
+    assert DeliverableCodec.for_function(Parser().parse) is DeliverableCodec.for_function(Parser().parse)
 
 
 # ── what is refused ────────────────────────────────────────────────────────────────────────────────

@@ -26,12 +26,12 @@ from meshpoint.errors import SubtaskRefused
 from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.ids import TaskId
 from meshpoint.model.json_values import MAX_DEPTH, check_json
-from meshpoint.subtasks.inputs import difference, digests
+from meshpoint.subtasks.inputs import describe_difference, input_digests
 
 
 def of(value: object) -> str:
     """The digest of one argument."""
-    return digests("x", lambda value: None, (value,), {})["value"]
+    return input_digests("x", lambda value: None, (value,), {})["value"]
 
 
 class HttpClient:
@@ -74,14 +74,14 @@ def step(filing: str, year: int = 2024, *notes: str, deep: bool = False, **more:
 
 
 def given_(*args: Any, **kwargs: Any) -> dict[str, str]:
-    return digests("x", step, args, kwargs)
+    return input_digests("x", step, args, kwargs)
 
 
 def test_position_name_default_and_partial_are_one_spelling() -> None:
     spelled = given_("10-K", 2024)
     assert spelled == given_("10-K") == given_(year=2024, filing="10-K") == given_("10-K", deep=False)
-    assert spelled == digests("x", functools.partial(step, "10-K"), (), {"year": 2024})
-    assert spelled == digests("x", functools.partial(functools.partial(step, year=2024), filing="10-K"), (), {})
+    assert spelled == input_digests("x", functools.partial(step, "10-K"), (), {"year": 2024})
+    assert spelled == input_digests("x", functools.partial(functools.partial(step, year=2024), filing="10-K"), (), {})
     assert set(spelled) == {"filing", "year", "deep"}
 
 
@@ -93,8 +93,8 @@ def test_each_further_argument_has_a_digest_of_its_own() -> None:
 def test_a_keyword_called_like_a_positional_parameter_does_not_hide_it() -> None:
     def both(a: int, /, **more: int) -> None: ...
 
-    assert digests("x", both, (1,), {"a": 2}) != digests("x", both, (3,), {"a": 2})
-    assert digests("x", both, (1,), {"a": 2}) != digests("x", both, (1,), {"a": 3})
+    assert input_digests("x", both, (1,), {"a": 2}) != input_digests("x", both, (3,), {"a": 2})
+    assert input_digests("x", both, (1,), {"a": 2}) != input_digests("x", both, (1,), {"a": 3})
 
 
 def test_the_task_itself_and_self_are_no_inputs() -> None:
@@ -102,8 +102,8 @@ def test_the_task_itself_and_self_are_no_inputs() -> None:
         def parse(self, ctx: TaskExecutionContext, filing: str) -> None: ...
 
     ctx = TaskExecutionContext(TaskId("t-1"))
-    assert set(digests("x", Analyst().parse, (ctx, "10-K"), {})) == {"filing"}
-    assert set(digests("x", Analyst().parse, (), {"ctx": ctx, "filing": "10-K"})) == {"filing"}
+    assert set(input_digests("x", Analyst().parse, (ctx, "10-K"), {})) == {"filing"}
+    assert set(input_digests("x", Analyst().parse, (), {"ctx": ctx, "filing": "10-K"})) == {"filing"}
 
 
 def test_functions_without_a_signature_of_their_own_are_digested_by_place() -> None:
@@ -117,8 +117,8 @@ def test_functions_without_a_signature_of_their_own_are_digested_by_place() -> N
     @with_session
     def load(session: str, row: int) -> None: ...
 
-    assert set(digests("x", load, (1,), {})) == {"args[0]"}
-    assert digests("x", max, (1, 2), {}) == {"args[0]": of(1), "args[1]": of(2)}
+    assert set(input_digests("x", load, (1,), {})) == {"args[0]"}
+    assert input_digests("x", max, (1, 2), {}) == {"args[0]": of(1), "args[1]": of(2)}
 
 
 # ── what is no data ────────────────────────────────────────────────────────────────────────────────
@@ -140,7 +140,7 @@ def test_functions_without_a_signature_of_their_own_are_digested_by_place() -> N
 )
 def test_an_argument_that_is_no_data_is_refused_by_its_place(value: object, what: str) -> None:
     with pytest.raises(SubtaskRefused, match=f"subtask 'x': argument {what}, which has no canonical form; pass data"):
-        digests("x", lambda value: None, (value,), {})
+        input_digests("x", lambda value: None, (value,), {})
 
 
 def test_what_holds_itself_is_refused() -> None:
@@ -162,15 +162,15 @@ def test_what_a_deliverable_may_hold_an_argument_may_hold() -> None:
 
 def test_a_partial_may_not_bring_what_is_no_data() -> None:
     with pytest.raises(SubtaskRefused, match="argument 'filing' is a HttpClient"):
-        digests("x", functools.partial(step, HttpClient()), (), {})
+        input_digests("x", functools.partial(step, HttpClient()), (), {})
 
 
 def test_a_default_that_is_no_data_is_left_out() -> None:
     def fetch(url: str, client: HttpClient = HttpClient()) -> None: ...  # noqa: B008
 
-    assert set(digests("x", fetch, ("u",), {})) == {"url"}
+    assert set(input_digests("x", fetch, ("u",), {})) == {"url"}
     with pytest.raises(SubtaskRefused, match="argument 'client'"):
-        digests("x", fetch, ("u", HttpClient()), {})
+        input_digests("x", fetch, ("u", HttpClient()), {})
 
 
 def test_a_closure_counts_as_far_as_it_is_data() -> None:
@@ -183,9 +183,13 @@ def test_a_closure_counts_as_far_as_it_is_data() -> None:
         return inner
 
     one, two = make(1, HttpClient()), make(2, HttpClient())
-    assert set(digests("x", one, (), {})) == {"closure.factor"}
-    assert digests("x", one, (), {}) == digests("x", make(1, HttpClient()), (), {}) != digests("x", two, (), {})
-    assert digests("x", functools.partial(one), (), {}) == digests("x", one, (), {})
+    assert set(input_digests("x", one, (), {})) == {"closure.factor"}
+    assert (
+        input_digests("x", one, (), {})
+        == input_digests("x", make(1, HttpClient()), (), {})
+        != input_digests("x", two, (), {})
+    )
+    assert input_digests("x", functools.partial(one), (), {}) == input_digests("x", one, (), {})
 
 
 # ── which values are equal ─────────────────────────────────────────────────────────────────────────
@@ -239,9 +243,9 @@ def test_json_values_have_one_digest_exactly_if_they_have_one_canonical_text(a: 
 
 def test_another_process_with_other_hashes_finds_the_same_digests() -> None:
     script = (
-        "from meshpoint.subtasks.inputs import digests\n"
+        "from meshpoint.subtasks.inputs import input_digests\n"
         "words = set('abcdefghij') | {('x', frozenset('yz')), b'1', 1, None}\n"
-        "print(digests('x', lambda a, b: None, (words, {'k': words}), {}))"
+        "print(input_digests('x', lambda a, b: None, (words, {'k': words}), {}))"
     )
 
     def found(seed: str) -> str:
@@ -251,7 +255,7 @@ def test_another_process_with_other_hashes_finds_the_same_digests() -> None:
         ).stdout
 
     words = {*"abcdefghij", ("x", frozenset("yz")), b"1", 1, None}
-    assert found("1") == f"{digests('x', lambda a, b: None, (words, {'k': words}), {})}\n"
+    assert found("1") == f"{input_digests('x', lambda a, b: None, (words, {'k': words}), {})}\n"
 
 
 def test_the_digests_of_this_release_stay() -> None:
@@ -280,4 +284,4 @@ def test_the_digests_of_this_release_stay() -> None:
     ],
 )
 def test_a_difference_is_told_by_name(recorded: dict[str, str], now: dict[str, str], told: str | None) -> None:
-    assert difference(recorded, now) == told
+    assert describe_difference(recorded, now) == told

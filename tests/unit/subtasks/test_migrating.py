@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshpoint.errors import ConfigurationError, IncompatibleState
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.subtasks import AgentCheckpoint, Migration, SubtaskRecord, SubtaskStatus
-from meshpoint.subtasks.migrating import checked, migrated, migrates
+from meshpoint.subtasks.migrating import migrate_checkpoint, migrates, validate_migrations
 
 Change = Callable[[dict[str, Any]], Any]
 
@@ -58,7 +58,7 @@ BEFORE = AgentCheckpoint(
 
 def through(change: Change, before: AgentCheckpoint = BEFORE) -> AgentCheckpoint:
     """`before`, migrated by that change from 1.0 to 1.1."""
-    return migrated(before, "1.1", [migrates("1.0", "1.1")(change)])
+    return migrate_checkpoint(before, "1.1", [migrates("1.0", "1.1")(change)])
 
 
 def unchanged(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -127,9 +127,9 @@ def test_the_stored_checkpoint_is_not_changed() -> None:
 
 def test_a_checkpoint_of_this_version_or_of_none_is_itself() -> None:
     unversioned = BEFORE.model_copy(update={"agent_version": None})
-    assert migrated(BEFORE, "1.0", []) is BEFORE
-    assert migrated(unversioned, "1.1", []) is unversioned
-    assert migrated(BEFORE, None, []) is BEFORE
+    assert migrate_checkpoint(BEFORE, "1.0", []) is BEFORE
+    assert migrate_checkpoint(unversioned, "1.1", []) is unversioned
+    assert migrate_checkpoint(BEFORE, None, []) is BEFORE
 
 
 def test_a_renamed_subtask_takes_its_record_along_and_any_inputs() -> None:
@@ -228,7 +228,7 @@ def noting(*links: tuple[str, str]) -> tuple[list[Migration], list[str]]:
 
 def test_a_chain_is_applied_in_its_order() -> None:
     migrations, applied = noting(("1.1", "1.2"), ("1.2", "2"), ("1.0", "1.1"))
-    assert migrated(BEFORE, "2", migrations).agent_version == "2"
+    assert migrate_checkpoint(BEFORE, "2", migrations).agent_version == "2"
     assert applied == ["1.0 -> 1.1", "1.1 -> 1.2", "1.2 -> 2"]
 
 
@@ -236,7 +236,7 @@ def test_the_shortest_way_is_taken_and_of_equal_ones_the_first() -> None:
     migrations, applied = noting(
         ("1.0", "a"), ("a", "b"), ("b", "2"), ("1.0", "d"), ("1.0", "c"), ("c", "2"), ("d", "2")
     )
-    migrated(BEFORE, "2", migrations)
+    migrate_checkpoint(BEFORE, "2", migrations)
     assert applied == ["1.0 -> d", "d -> 2"]
 
 
@@ -257,7 +257,7 @@ def test_the_shortest_way_is_taken_and_of_equal_ones_the_first() -> None:
 def test_a_missing_link_is_named(links: list[tuple[str, str]], to: str, problem: str) -> None:
     migrations, applied = noting(*links)
     with pytest.raises(IncompatibleState, match=f"agent 'analyst': no migration leads from 1.0 to {to}; {problem}$"):
-        migrated(BEFORE, to, migrations)
+        migrate_checkpoint(BEFORE, to, migrations)
     assert applied == []
 
 
@@ -311,8 +311,8 @@ def test_a_faulty_migration_is_named_with_its_fault(change: Change, problem: str
 
 def test_migrations_that_fit_together_are_kept_in_order() -> None:
     migrations, _ = noting(("1", "2"), ("2", "3"), ("1", "3"))
-    assert checked(migrations) == tuple(migrations)
-    assert checked([]) == ()
+    assert validate_migrations(migrations) == tuple(migrations)
+    assert validate_migrations([]) == ()
 
 
 @pytest.mark.parametrize(
@@ -325,12 +325,12 @@ def test_migrations_that_fit_together_are_kept_in_order() -> None:
 )
 def test_migrations_that_do_not_fit_together_are_refused(links: list[tuple[str, str]], problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
-        checked(noting(*links)[0])
+        validate_migrations(noting(*links)[0])
 
 
 def test_a_function_without_its_versions_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="'rename' is no migration; write @migrates"):
-        checked([rename])  # type: ignore[list-item]
+        validate_migrations([rename])  # type: ignore[list-item]
 
 
 def test_a_migration_can_be_called_like_its_function() -> None:
@@ -353,7 +353,7 @@ def test_any_sound_change_gives_a_checkpoint_that_says_the_same(listed: list[str
         seen.append(checkpoint)
         return checkpoint
 
-    again = migrated(after, "1.2", [migrates("1.1", "1.2")(look)])
+    again = migrate_checkpoint(after, "1.2", [migrates("1.1", "1.2")(look)])
     assert seen[0]["completed_subtasks"] == done
     assert seen[0]["pending_subtasks"] == waiting
     assert seen[0]["interim_results"] == results

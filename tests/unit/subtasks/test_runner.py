@@ -75,7 +75,7 @@ async def test_what_is_recorded_does_not_run_again(how: str) -> None:
 async def test_the_task_becomes_an_operation_once() -> None:
     plan = Plan(version="1", type="analysis", exclusive=True, preserve=True)
     life = Life(plan)
-    assert not life.runner.opened
+    assert not life.runner.is_operation
     life.ctx.subject = "ACME"
     await life.ctx.subtask("a", doubled, 1)
     await life.ctx.subtask("b", doubled, 1)
@@ -106,13 +106,13 @@ async def test_each_checkpoint_has_a_number_of_its_own() -> None:
     ctx = life.again()
     await ctx.subtask("c", doubled, 1)
     assert [each.seq for each in life.book.saved] == [1, 2, 3]
-    assert life.runner.last("why", {"type": "ValueError"}).seq == 4
+    assert life.runner.final_checkpoint("why", {"type": "ValueError"}).seq == 4
 
 
 async def test_the_last_checkpoint_has_the_reason() -> None:
     life = Life()
     await life.ctx.subtask("a", doubled, 1)
-    last = life.runner.last("out of paper", {"type": "ValueError"})
+    last = life.runner.final_checkpoint("out of paper", {"type": "ValueError"})
     assert (last.failure_reason, last.error_details) == ("out of paper", {"type": "ValueError"})
     assert life.statuses(last) == {"a": "completed"}
     assert life.book.saved[-1].failure_reason is None
@@ -313,7 +313,7 @@ async def test_a_name_that_cannot_be_one_is_refused(name: Any) -> None:
     life = Life()
     with pytest.raises(SubtaskRefused, match="is no name of a subtask"):
         await life.ctx.subtask(name, doubled, 1)
-    assert not life.runner.opened
+    assert not life.runner.is_operation
 
 
 @pytest.mark.parametrize("name", ["a", "10k parsing", "ß/…", "x" * 100])
@@ -363,7 +363,7 @@ async def test_an_argument_without_a_form_is_refused_before_anything_runs() -> N
     with pytest.raises(SubtaskRefused, match=r"subtask 'step': argument \"given\['client'\]\" is a object"):
         await life.ctx.subtask("step", step, {"client": object()})
     assert visits.names == []
-    assert not life.runner.opened
+    assert not life.runner.is_operation
 
 
 @pytest.mark.parametrize("value", [object(), float("nan"), iter([1])], ids=["an object", "nan", "an iterator"])
@@ -376,7 +376,7 @@ async def test_a_deliverable_that_cannot_be_kept_is_refused_and_not_marked_as_do
     with pytest.raises(SubtaskRefused, match=r"subtask 'step' returned a .* which cannot be kept"):
         await life.ctx.subtask("step", step)
     assert life.book.saved == []
-    last = life.runner.last("why", None)
+    last = life.runner.final_checkpoint("why", None)
     assert life.statuses(last) == {"step": "failed"}
     assert life.record("step", last).result is None
     assert life.runner.progress.completed == ()
@@ -398,8 +398,8 @@ async def test_an_exception_passes_as_it_is_and_the_subtask_is_failed() -> None:
     life = Life()
     with pytest.raises(KeyError, match="price"):
         await life.ctx.subtask("step", step)
-    assert life.statuses(life.runner.last("why", None)) == {"step": "failed"}
-    assert life.runner.paused_in is None
+    assert life.statuses(life.runner.final_checkpoint("why", None)) == {"step": "failed"}
+    assert life.runner.paused_subtask is None
     (told,) = [event for event in life.events if (event.step, event.phase) == (Step.SUBTASK, Phase.FAILED)]
     assert told.detail["error"] == "KeyError: 'price'"
 
@@ -432,7 +432,7 @@ async def test_an_input_that_depends_on_time_or_chance_is_refused_by_its_name(ch
     await life.ctx.subtask("step", step, 1, at=chance())
     with pytest.raises(SubtaskRefused, match=r"subtask 'step': input 'at' differs .* depends on time, chance"):
         await life.again().subtask("step", step, 1, at=chance())
-    assert life.statuses(life.runner.last("why", None)) == {"step": "completed"}
+    assert life.statuses(life.runner.final_checkpoint("why", None)) == {"step": "completed"}
 
 
 async def test_chance_in_a_subtask_of_its_own_is_fine() -> None:
@@ -526,9 +526,9 @@ async def test_an_error_that_was_caught_comes_again_when_a_function_runs_again_a
         await life.ctx.subtask("plain", failing, "plain")
     with pytest.raises(Local):
         await life.ctx.subtask("local", failing, "local")
-    assert life.runner.unsaved
-    life.book.saved.append(life.runner.so_far())
-    assert not life.runner.unsaved
+    assert life.runner.has_unsaved
+    life.book.saved.append(life.runner.next_checkpoint())
+    assert not life.runner.has_unsaved
     ctx = life.again(paused=True)
     with pytest.raises(ConnectionError, match=r"refused, password=\*\*\*"):
         await ctx.subtask("plain", failing, "plain")

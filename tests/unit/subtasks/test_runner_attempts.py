@@ -202,7 +202,7 @@ async def test_reused_records_say_when_they_ran() -> None:
 async def test_a_migration_vouches_for_a_result() -> None:
     flow = Flow()
     await flow.run("a", "b")
-    last = flow.life.runner.last("why", None)
+    last = flow.life.runner.final_checkpoint("why", None)
     vouched = [each.model_copy(update={"function": None, "inputs": {}}) for each in last.subtasks]
     flow.life.retry += 1
     flow.life.begin(last.model_copy(update={"subtasks": tuple(vouched)}))

@@ -312,7 +312,7 @@ async def test_code_that_is_given_up_is_no_pause() -> None:
     await reached.wait()
     given_up.cancel()
     assert await cancelled(given_up)
-    assert life.runner.paused_in is None
+    assert life.runner.paused_subtask is None
     await life.ctx.subtask("next", one, 2)
     assert life.statuses() == {"slow": "started", "next": "completed"}
 
@@ -342,7 +342,7 @@ async def test_a_ledger_that_stops_the_run_before_its_first_subtask() -> None:
 
     assert await cancelled(asyncio.create_task(life.ctx.subtask("step", step)))
     assert visits.names == []
-    assert not life.runner.opened
+    assert not life.runner.is_operation
 
 
 async def test_a_subtask_that_is_stopped_has_not_failed() -> None:
@@ -352,5 +352,5 @@ async def test_a_subtask_that_is_stopped_has_not_failed() -> None:
         raise asyncio.CancelledError
 
     assert await cancelled(asyncio.create_task(life.ctx.subtask("step", step)))
-    assert life.statuses(life.runner.last("why", None)) == {"step": "started"}
+    assert life.statuses(life.runner.final_checkpoint("why", None)) == {"step": "started"}
     assert not [event for event in life.events if event.step is Step.SUBTASK and event.phase == "failed"]

@@ -8,13 +8,13 @@ from itertools import permutations
 import pytest
 
 from meshpoint.model.memory import Item, Kind
-from meshpoint.working_memory.digests import EMPTY, digest_of, digest_of_all, digests_of
+from meshpoint.working_memory.digests import EMPTY_FINGERPRINT, item_digest, item_digests, memory_digest
 
 from .items import ITEMS
 
 
 def test_the_order_of_keys_does_not_matter() -> None:
-    assert len({digest_of_all(digests_of(order)) for order in permutations(ITEMS)}) == 1
+    assert len({memory_digest(item_digests(order)) for order in permutations(ITEMS)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_the_order_of_keys_does_not_matter() -> None:
     ],
 )
 def test_nor_does_that_within_a_key(kind: Kind, one: object, other: object) -> None:
-    assert digest_of(Item("k", kind, one)) == digest_of(Item("k", kind, other))  # type: ignore[arg-type]
+    assert item_digest(Item("k", kind, one)) == item_digest(Item("k", kind, other))  # type: ignore[arg-type]
 
 
 DIFFERENT = [
@@ -52,20 +52,22 @@ DIFFERENT = [
 
 
 def test_everything_else_does() -> None:
-    digests = {digest_of_all(digests_of([item])) for item in DIFFERENT}
+    digests = {memory_digest(item_digests([item])) for item in DIFFERENT}
     assert len(digests) == len(DIFFERENT)
-    assert EMPTY not in digests
+    assert EMPTY_FINGERPRINT not in digests
 
 
 def test_when_a_key_ends_does_not() -> None:
     (item, *_) = ITEMS
-    assert digest_of(item) == digest_of(replace(item, expires_at=None)) == digest_of(replace(item, expires_at=9))
+    assert (
+        item_digest(item) == item_digest(replace(item, expires_at=None)) == item_digest(replace(item, expires_at=9))
+    )
 
 
 def test_a_known_digest() -> None:
     """Digests rest in databases: another one of the same content would make every memory look changed."""
-    assert digest_of_all(digests_of(ITEMS)) == KNOWN
-    assert EMPTY.startswith("1:")
+    assert memory_digest(item_digests(ITEMS)) == KNOWN
+    assert EMPTY_FINGERPRINT.startswith("1:")
 
 
 KNOWN = "1:acb4de630c9ad52a87cd53d9999e2a39f5e3255d44d0cd05f359c66ea084b277"

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from meshpoint.adapters.inprocess.clock import FakeClock
-from meshpoint.adapters.inprocess.working_memory import LocalWorkingMemory
+from meshpoint.adapters.inprocess.working_memory import InProcessWorkingMemory
 from meshpoint.errors import ConsistencyError, MemoryFenced, MemoryUnavailable, StoreUnavailable
 from meshpoint.model.agent_memory import MemorySource
 from meshpoint.model.checkpoint import L1Snapshot
 from meshpoint.model.memory import Command, Held, Item, Kind, Owner, Packed
 from meshpoint.working_memory import recovery
 from meshpoint.working_memory.packing import pack, to_bytes, unpack
-from meshpoint.working_memory.recovery import ABSENT, DualRecoveryStrategy, Recovered
+from meshpoint.working_memory.recovery import UNREADABLE_PREFIX, DualRecoveryStrategy, RecoveredMemory
 
 from .items import AGENT_ID, ITEMS, held, owner
 
@@ -29,7 +29,7 @@ START = datetime(1970, 1, 1, 0, 0, 1, tzinfo=UTC)
 """One second after the epoch: one before the first of `ITEMS` ends."""
 
 
-class L1(LocalWorkingMemory):
+class L1(InProcessWorkingMemory):
     """One that outlives its process, is written to under its readers' hands, loses keys, and counts."""
 
     def __init__(self, clock: FakeClock) -> None:
@@ -106,7 +106,7 @@ class Places:
             raise self.row
         return self.row
 
-    async def recover(self, expected: str | None, by: Owner = NEXT) -> Recovered:
+    async def recover(self, expected: str | None, by: Owner = NEXT) -> RecoveredMemory:
         return await self.strategy.recover(by, expected, self.fetch)
 
     async def keep_in_l1(self, *items: Item, by: Owner = EARLIER) -> Held:
@@ -114,7 +114,7 @@ class Places:
 
     async def items(self) -> tuple[Item, ...]:
         """What L1 holds, whoever has it."""
-        return (await LocalWorkingMemory.read(self.l1, AGENT_ID)).items
+        return (await InProcessWorkingMemory.read(self.l1, AGENT_ID)).items
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ async def test_a_task_without_memory_begins_with_an_empty_one_whatever_lies_abou
     await places.keep_in_l1(*ITEMS)
     places.strategy = places.over(places.l1, Unused())
     found = await places.recover(None)
-    how = found.how
+    how = found.recovery
     assert (how.source, how.keys, how.verified, how.behind) == (MemorySource.NONE, 0, True, False)
     assert await places.items() == ()
     assert places.fetches == 0
@@ -159,7 +159,7 @@ async def test_what_is_whole_in_l1_serves_and_nothing_else_is_asked(places: Plac
     before = await places.keep_in_l1(*ITEMS)
     places.strategy = places.over(places.l1, Unused())
     found = await places.recover(WHOLE.digest)
-    how = found.how
+    how = found.recovery
     assert (how.source, how.keys, how.verified, how.behind) == (MemorySource.L1, len(ITEMS), True, False)
     assert (how.problems, found.version, found.digest) == ((), before.version, WHOLE.digest)
     assert places.fetches == 0
@@ -187,7 +187,7 @@ async def test_where_l1_has_something_else_the_next_place_serves(
         places.second.has = WHOLE
     places.row = row(WHOLE)
     found = await places.recover(WHOLE.digest)
-    how = found.how
+    how = found.recovery
     assert (how.source, how.keys, how.verified, how.behind) == (source, len(ITEMS), True, False)
     assert (found.digest, found.order) == (WHOLE.digest, WHOLE.order)
     assert await places.items() == ITEMS
@@ -205,7 +205,7 @@ async def test_whoever_recovers_it_is_its_owner_and_knows_its_version(places: Pl
     places.second.has = WHOLE if source is MemorySource.SNAPSHOT else None
     places.row = row(WHOLE) if source is MemorySource.SQL else None
     found = await places.recover(WHOLE.digest)
-    assert found.how.source is source
+    assert found.recovery.source is source
     version, _ = await places.l1.execute(NEXT, [Command("GET", "text")], seen=found.version)
     assert version == found.version
     with pytest.raises(MemoryFenced):
@@ -214,16 +214,16 @@ async def test_whoever_recovers_it_is_its_owner_and_knows_its_version(places: Pl
 
 async def test_without_a_second_place_the_database_is_next(places: Places) -> None:
     places.strategy, places.row = places.over(places.l1, None), row(WHOLE)
-    assert (await places.recover(WHOLE.digest)).how.source is MemorySource.SQL
+    assert (await places.recover(WHOLE.digest)).recovery.source is MemorySource.SQL
     assert await places.items() == ITEMS
 
 
 async def test_what_ends_with_its_process_is_not_looked_at(places: Places) -> None:
     """A task that comes back to the replica that once had it has gone on elsewhere since."""
-    local = LocalWorkingMemory(places.clock)
+    local = InProcessWorkingMemory(places.clock)
     await local.replace(EARLIER, ITEMS)
     places.strategy, places.row = places.over(local, None), row(WHOLE)
-    assert (await places.recover(WHOLE.digest)).how.source is MemorySource.SQL
+    assert (await places.recover(WHOLE.digest)).recovery.source is MemorySource.SQL
 
 
 async def test_served_counts_the_sources_of_what_was_recovered(places: Places) -> None:
@@ -253,8 +253,8 @@ async def test_served_counts_the_sources_of_what_was_recovered(places: Places) -
 async def test_an_absent_memory_is_that_of_its_version_and_nobody_can_verify_it(places: Places) -> None:
     version = (await places.keep_in_l1(*ITEMS)).version
     places.second.has = OLDER
-    found = await places.recover(f"{ABSENT}{version}")
-    how = found.how
+    found = await places.recover(f"{UNREADABLE_PREFIX}{version}")
+    how = found.recovery
     assert (how.source, how.keys, how.verified, how.behind) == (MemorySource.L1, len(ITEMS), False, False)
     assert found.digest == WHOLE.digest
     assert places.second.gets == 0
@@ -273,8 +273,8 @@ async def test_an_absent_memory_that_is_not_of_its_version_is_behind(places: Pla
         case _:
             version = 0
     places.second.has = OLDER
-    found = await places.recover(f"{ABSENT}{version}")
-    how = found.how
+    found = await places.recover(f"{UNREADABLE_PREFIX}{version}")
+    how = found.recovery
     assert (how.source, how.verified, how.behind) == (MemorySource.SNAPSHOT, False, True)
     assert (found.order, await places.items()) == (OLDER.order, (text("older"),))
 
@@ -288,7 +288,7 @@ async def test_of_two_that_are_behind_the_newer_serves(places: Places, newer: Me
     await places.keep_in_l1(text("of a run that died"))
     places.second.has, places.row = in_redis, row(in_sql)
     found = await places.recover(WHOLE.digest)
-    how = found.how
+    how = found.recovery
     assert (how.source, how.keys, how.verified, how.behind) == (newer, 1, False, True)
     assert (found.order, found.digest) == (OLDER.order, OLDER.digest)
     assert await places.items() == (text("older"),)
@@ -308,7 +308,7 @@ async def test_where_the_newest_is_damaged_an_older_one_that_is_whole_serves(
     else:
         places.second.has, places.row = OLDER, row(flipped(WHOLE))
     found = await places.recover(WHOLE.digest)
-    how = found.how
+    how = found.recovery
     assert how.source in {MemorySource.SNAPSHOT, MemorySource.SQL} - {damaged}
     assert (how.verified, how.behind, found.order) == (False, True, OLDER.order)
     assert await places.items() == (text("older"),)
@@ -321,7 +321,7 @@ async def test_where_the_newest_is_damaged_an_older_one_that_is_whole_serves(
 async def test_nothing_at_all_is_an_empty_memory_that_says_so(places: Places) -> None:
     await places.keep_in_l1(text("of a run that died"))
     found = await places.recover(WHOLE.digest)
-    how = found.how
+    how = found.recovery
     assert (how.source, how.keys, how.verified, how.behind) == (MemorySource.NONE, 0, False, True)
     assert await places.items() == ()
     assert [what for _, what, _ in places.told] == ["nothing_found"]
@@ -345,7 +345,7 @@ SECONDS: dict[str, Packed | Exception] = {
 @pytest.mark.parametrize("second", SECONDS)
 async def test_a_damaged_snapshot_is_passed_over_and_named(places: Places, second: str) -> None:
     places.second.has, places.row = SECONDS[second], row(WHOLE)
-    how = (await places.recover(WHOLE.digest)).how
+    how = (await places.recover(WHOLE.digest)).recovery
     assert (how.source, how.verified, how.behind) == (MemorySource.SQL, True, False)
     (problem,) = how.problems
     assert "'text'" in problem
@@ -374,7 +374,7 @@ async def test_what_arrives_damaged_in_l1_is_taken_from_the_next_place_or_refuse
     places.l1.garbled = ["garbled"] * times
     places.second.has, places.row = WHOLE, row(WHOLE)
     if times == 1:
-        how = (await places.recover(WHOLE.digest)).how
+        how = (await places.recover(WHOLE.digest)).recovery
         assert (how.source, how.verified) == (MemorySource.SQL, True)
         assert "extra: 'garbled'" in how.problems[0]
         assert await places.items() == ITEMS
@@ -392,7 +392,7 @@ async def test_l1_that_changes_while_it_is_looked_at_is_looked_at_again(places: 
     await places.keep_in_l1(*ITEMS)
     places.l1.restless, places.l1.reads = times, 0
     found = await places.recover(WHOLE.digest)
-    assert (found.how.source, found.how.verified) == (MemorySource.L1, True)
+    assert (found.recovery.source, found.recovery.verified) == (MemorySource.L1, True)
     assert places.l1.reads == times + 1
     assert found.version == (await places.l1.read(AGENT_ID)).version
 
@@ -409,7 +409,7 @@ async def test_l1_that_changes_all_the_time_cannot_be_had_now(places: Places) ->
 
 @pytest.mark.parametrize(
     "expected",
-    [WHOLE.digest, OLDER.digest, "1:of nothing", f"{ABSENT}0", None],
+    [WHOLE.digest, OLDER.digest, "1:of nothing", f"{UNREADABLE_PREFIX}0", None],
     ids=["in L1", "in the second place", "nowhere", "absent", "none"],
 )
 async def test_a_run_that_lost_the_task_is_fenced_whatever_it_looks_for(places: Places, expected: str | None) -> None:
@@ -434,7 +434,7 @@ async def test_l1_that_does_not_answer_is_no_reason_to_look_elsewhere(places: Pl
 
 async def test_a_second_place_that_is_away_is_passed_over_and_named(places: Places) -> None:
     places.second.has, places.row = MemoryUnavailable("the second place is away"), row(WHOLE)
-    how = (await places.recover(WHOLE.digest)).how
+    how = (await places.recover(WHOLE.digest)).recovery
     assert (how.source, how.verified, how.behind) == (MemorySource.SQL, True, False)
     assert how.problems == ("the second place is away",)
 
@@ -465,7 +465,7 @@ async def test_keys_whose_own_time_has_ended_meanwhile_are_left_out(
     places.clock.advance(timedelta(seconds=1))
     found = await places.recover(packed.digest)
     left = pack(held(*ITEMS[1:], later), 5)
-    how = found.how
+    how = found.recovery
     assert (how.source, how.keys, how.verified, how.behind) == (source, len(ITEMS), True, False)
     assert (found.digest, found.order) == (left.digest, 5)
     assert await places.items() == (*ITEMS[1:], later), "the other one keeps the rest of its time"
@@ -487,7 +487,7 @@ async def test_a_large_snapshot_is_read_beside_the_event_loop(
     places.second.has = packed if source is MemorySource.SNAPSHOT else None
     places.row = row(packed)
     found = await places.recover(packed.digest)
-    assert (found.how.source, found.how.keys, found.how.verified) == (source, 100, True)
+    assert (found.recovery.source, found.recovery.keys, found.recovery.verified) == (source, 100, True)
     assert await places.items() == large
     assert threads
     assert threading.current_thread() not in threads
@@ -506,5 +506,5 @@ async def test_a_large_memory_in_l1_is_looked_at_beside_the_event_loop(
 
     monkeypatch.setattr(recovery, "fingerprint", noting)
     found = await places.recover(pack(held(*many), 5).digest)
-    assert (found.how.source, found.how.keys, found.how.verified) == (MemorySource.L1, 1_000, True)
+    assert (found.recovery.source, found.recovery.keys, found.recovery.verified) == (MemorySource.L1, 1_000, True)
     assert threads[0] is not threading.current_thread()

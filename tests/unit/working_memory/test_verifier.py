@@ -8,12 +8,12 @@ import pytest
 
 from meshpoint.errors import ConsistencyError
 from meshpoint.model.memory import Item, Kind
-from meshpoint.working_memory.digests import digests_of
+from meshpoint.working_memory.digests import item_digests
 from meshpoint.working_memory.verifier import ConsistencyVerifier
 
 from .items import ITEMS
 
-verifier = ConsistencyVerifier(digests_of(ITEMS))
+verifier = ConsistencyVerifier(item_digests(ITEMS))
 
 
 def test_exactly_what_was_kept_passes() -> None:

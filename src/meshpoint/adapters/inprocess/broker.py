@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from meshpoint.adapters.inprocess.exchange import Consumer, MemoryExchange, Queue
+from meshpoint.adapters.inprocess.exchange import Consumer, InProcessExchange, Queue
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import Address, Message, is_sendable
 from meshpoint.ports.broker import OnDelivery, Published
 
 
-class MemoryBroker:
-    """A `Broker` over a `MemoryExchange`; gives the loop a turn in each call, as a real one would."""
+class InProcessBroker:
+    """A `Broker` over a `InProcessExchange`; gives the loop a turn in each call, as a real one would."""
 
-    def __init__(self, exchange: MemoryExchange) -> None:
+    def __init__(self, exchange: InProcessExchange) -> None:
         self._exchange = exchange
         self._consumers: list[Consumer] = []
         self._open = False
@@ -54,47 +54,47 @@ class MemoryBroker:
             _cancel(consumer)
         self.lose_connection()
         self._consumers.clear()
-        self._exchange.leave(self)
+        self._exchange.detach(self)
         await asyncio.sleep(0)
 
     def lose_connection(self) -> None:
         """For tests: as if the connection broke and came back; what is unsettled is delivered again."""
-        self._exchange.lose(self._consumers)
+        self._exchange.requeue_unacked(self._consumers)
 
     async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
         """Make the queues of `agent`, and the private one of `replica`, exist."""
-        await self._reach()
+        await self._require_open()
         self._exchange.declare(agent, replica, self, shards)
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
         """Append each message to its queue, if the queue exists and has room."""
-        await self._reach()
+        await self._require_open()
         return [self._publish(address, message) for address, message in messages]
 
     async def broadcast(self, agent: AgentName, message: Message) -> None:
         """Append `message` to the private queues of `agent`."""
-        await self._reach()
+        await self._require_open()
         for queue in self._exchange.private_queues(agent):
             if self._exchange.has_room(queue):
                 self._exchange.put(queue, message)
 
-    async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> MemorySubscription:
+    async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> InProcessSubscription:
         """Deliver messages of `address` until cancelled.
 
         Raises:
             ConfigurationError: nobody declared `address`.
         """
-        await self._reach()
+        await self._require_open()
         consumer = Consumer(self._queue(address), prefetch, on_delivery)
-        self._consumers = [each for each in self._consumers if each.held or not each.cancelled]
+        self._consumers = [each for each in self._consumers if each.unacked or not each.cancelled]
         self._consumers.append(consumer)
         consumer.queue.consumers.append(consumer)
-        self._exchange.serve(consumer.queue)
-        return MemorySubscription(self._exchange, consumer)
+        self._exchange.deliver_ready(consumer.queue)
+        return InProcessSubscription(self._exchange, consumer)
 
     async def depth(self, address: Address) -> int | None:
         """Messages that no consumer holds; None when there is no such queue."""
-        await self._reach()
+        await self._require_open()
         queue = self._exchange.queue(address)
         return None if queue is None else len(queue.ready)
 
@@ -115,22 +115,22 @@ class MemoryBroker:
             raise ConfigurationError("broker", f"there is no queue {address!r}", "declare its agent first")
         return queue
 
-    async def _reach(self) -> None:
+    async def _require_open(self) -> None:
         if not self._open:
             raise BrokerUnavailable("the memory broker is not open")
         await asyncio.sleep(0)
 
 
-class MemorySubscription:
+class InProcessSubscription:
     """A running consumer."""
 
-    def __init__(self, exchange: MemoryExchange, consumer: Consumer) -> None:
+    def __init__(self, exchange: InProcessExchange, consumer: Consumer) -> None:
         self._exchange, self._consumer = exchange, consumer
 
     async def resize(self, prefetch: int) -> None:
         """Let up to `prefetch` deliveries be unsettled at a time."""
         self._consumer.prefetch = prefetch
-        self._exchange.serve(self._consumer.queue)
+        self._exchange.deliver_ready(self._consumer.queue)
 
     async def cancel(self) -> None:
         """Take no more deliveries; those unsettled can still be settled."""

@@ -12,7 +12,7 @@ class FakeClock:
     def __init__(self, start: datetime = datetime(2026, 1, 1, tzinfo=UTC)) -> None:
         self._now = self._start = start
         self._sleepers: dict[asyncio.Future[None], datetime] = {}
-        self._someone_sleeps = asyncio.Condition()
+        self._sleeper_added = asyncio.Condition()
 
     def now(self) -> datetime:
         """The instant it was moved to."""
@@ -30,8 +30,8 @@ class FakeClock:
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sleepers[woken] = self._now + duration
         try:
-            async with self._someone_sleeps:
-                self._someone_sleeps.notify_all()
+            async with self._sleeper_added:
+                self._sleeper_added.notify_all()
             await woken
         finally:
             del self._sleepers[woken]
@@ -43,7 +43,7 @@ class FakeClock:
             if due <= self._now and not woken.done():
                 woken.set_result(None)
 
-    async def sleepers(self, count: int = 1) -> None:
+    async def wait_for_sleepers(self, count: int = 1) -> None:
         """Return when at least `count` tasks sleep on this clock, so that an `advance` cannot come too early."""
-        async with self._someone_sleeps:
-            await self._someone_sleeps.wait_for(lambda: sum(not woken.done() for woken in self._sleepers) >= count)
+        async with self._sleeper_added:
+            await self._sleeper_added.wait_for(lambda: sum(not woken.done() for woken in self._sleepers) >= count)

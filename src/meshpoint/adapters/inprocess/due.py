@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from itertools import repeat
 
-from meshpoint.adapters.inprocess.joins import go_on
-from meshpoint.adapters.inprocess.outbox import sends_due
-from meshpoint.adapters.inprocess.rows import CallRow, Tables, TaskRow, keep_alive_at
+from meshpoint.adapters.inprocess.joins import continue_task
+from meshpoint.adapters.inprocess.outbox import count_due_sends
+from meshpoint.adapters.inprocess.rows import CallRow, Tables, TaskRow, next_keep_alive_at
 from meshpoint.model.checkpoint import (
     SUSPECT_FROM,
     AllArrived,
@@ -31,7 +31,7 @@ log = logging.getLogger("meshpoint.store")
 
 
 @contextmanager
-def _alone(row: TaskRow) -> Iterator[None]:
+def _skip_damaged(row: TaskRow) -> Iterator[None]:
     """Log what is wrong with one row, so that the others are worked on."""
     try:
         yield
@@ -39,7 +39,7 @@ def _alone(row: TaskRow) -> Iterator[None]:
         log.exception("task %s: a row of it is damaged", row.task_id)
 
 
-class MemoryDueWork:
+class InProcessDueWork:
     """`meshpoint.ports.task_store.DueWork` in memory."""
 
     def __init__(self, tables: Tables) -> None:
@@ -47,23 +47,25 @@ class MemoryDueWork:
 
     async def due(self, replica: Replica, limit: int) -> Due:
         """Count the work of each kind that is due."""
-        now, mine = self._tables.clock.now(), [row for row in self._live() if row.agent == replica.agent]
-        readable = [row for row in mine if row.readable_by(replica)]
-        asleep = [row for row in mine if row.state in {TaskState.WAITING, TaskState.READY}]
+        now, own_rows = self._tables.clock.now(), [row for row in self._live() if row.agent == replica.agent]
+        readable = [row for row in own_rows if row.readable_by(replica)]
+        asleep = [row for row in own_rows if row.state in {TaskState.WAITING, TaskState.READY}]
         sending = [row for row in self._tables.sending.values() if row.agent == replica.agent]
         return Due(
-            ready=len(self._due(TaskState.READY, limit, readable)),
-            lapsed=len(self._due(TaskState.RUNNING, limit, readable)),
-            expired=len(self._due(TaskState.WAITING, limit, mine)),
+            ready=len(self._due_rows(TaskState.READY, limit, readable)),
+            lapsed=len(self._due_rows(TaskState.RUNNING, limit, readable)),
+            expired=len(self._due_rows(TaskState.WAITING, limit, own_rows)),
             keep_alives=min(limit, sum(bool(row.keep_alive_at and row.keep_alive_at <= now) for row in asleep)),
-            unsent=min(limit, sum(map(sends_due, sending, repeat(now)))),
+            unsent=min(limit, sum(map(count_due_sends, sending, repeat(now)))),
         )
 
     async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
         """Close calls and joins past their deadline, and take the tasks that may go on."""
         results: list[Expired] = []
-        for row in self._due(TaskState.WAITING, limit, [row for row in self._live() if row.agent == replica.agent]):
-            with _alone(row):
+        for row in self._due_rows(
+            TaskState.WAITING, limit, [row for row in self._live() if row.agent == replica.agent]
+        ):
+            with _skip_damaged(row):
                 expired = self._expire(row, replica, slots)
                 slots -= isinstance(expired.then, AllArrived)
                 results.append(expired)
@@ -72,26 +74,28 @@ class MemoryDueWork:
     async def take(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
         """Ready tasks, oldest first, now running here."""
         readable = [row for row in self._live() if row.readable_by(replica)]
-        due = self._due(TaskState.READY, limit, [row for row in readable if suspects or row.rescues < SUSPECT_FROM])
+        due = self._due_rows(
+            TaskState.READY, limit, [row for row in readable if suspects or row.rescues < SUSPECT_FROM]
+        )
         owned: list[Resumable] = []
         for row in due:
             suspect = row.rescues >= SUSPECT_FROM
             if not suspect or suspects > 0:
-                with _alone(row):
-                    owned.append(self._tables.own(row, replica, RunId(new_id())))
+                with _skip_damaged(row):
+                    owned.append(self._tables.assign_owner(row, replica, RunId(new_id())))
             suspects -= suspect
         return owned
 
     async def take_over(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
         """Running tasks whose lease has expired, now running here."""
         readable, owned = [row for row in self._live() if row.readable_by(replica)], list[Resumable]()
-        for row in self._due(TaskState.RUNNING, limit, readable):
+        for row in self._due_rows(TaskState.RUNNING, limit, readable):
             row.rescues += 1
             row.attempt += not replica.isolates
             if row.rescues < SUSPECT_FROM or suspects > 0:
                 suspects -= row.rescues >= SUSPECT_FROM
-                with _alone(row):
-                    owned.append(self._tables.own(row, replica, RunId(new_id())))
+                with _skip_damaged(row):
+                    owned.append(self._tables.assign_owner(row, replica, RunId(new_id())))
             else:
                 row.state, row.owner, row.run_id = TaskState.READY, None, RunId(new_id())
                 row.due_at = self._tables.clock.now()
@@ -101,7 +105,7 @@ class MemoryDueWork:
     async def owned(self, run: Run) -> Resumable | None:
         """The task owned by exactly this run."""
         row = self._tables.live.get(run.task_id)
-        return row.resumable() if row is not None and row.state is TaskState.RUNNING and row.run == run else None
+        return row.to_resumable() if row is not None and row.state is TaskState.RUNNING and row.run == run else None
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
         """Extend leases; the runs that lost theirs."""
@@ -116,36 +120,36 @@ class MemoryDueWork:
 
     async def keep_alives(self, replica: Replica, limit: int) -> list[KeepAlive]:
         """Waiting tasks whose requester is due to hear of them."""
-        now, notes = self._tables.clock.now(), list[KeepAlive]()
+        now, keep_alives = self._tables.clock.now(), list[KeepAlive]()
         for row in self._live():
             asleep = row.agent == replica.agent and row.state in {TaskState.WAITING, TaskState.READY}
-            if len(notes) < limit and asleep and row.keep_alive_at and row.keep_alive_at <= now:
-                with _alone(row):
-                    row.keep_alive_at = max(keep_alive_at(row.requester, now) or now, now + timedelta(seconds=1))
-                    notes.append(KeepAlive(row.agent, row.task_id, row.requester))
-        return notes
+            if len(keep_alives) < limit and asleep and row.keep_alive_at and row.keep_alive_at <= now:
+                with _skip_damaged(row):
+                    row.keep_alive_at = max(next_keep_alive_at(row.requester, now) or now, now + timedelta(seconds=1))
+                    keep_alives.append(KeepAlive(row.agent, row.task_id, row.requester))
+        return keep_alives
 
     async def purge(self, agent: AgentName, limit: int) -> int:
         """Delete the tombstones that have had their time."""
-        tables, now, kept, deleted = self._tables, self._tables.clock.now(), list[TaskRow](), 0
+        tables, now, skipped, deleted = self._tables, self._tables.clock.now(), list[TaskRow](), 0
         while tables.tombstones and tables.tombstones[0][0] <= now and deleted < limit:
             due_at, task_id = heapq.heappop(tables.tombstones)
             row = tables.tasks.get(task_id)
             if row is None or not row.state.ended or row.due_at != due_at:
                 continue
             if row.unsent or row.agent != agent:
-                kept.append(row)
+                skipped.append(row)
             else:
                 tables.remove(row)
                 deleted += 1
-        for row in kept:
+        for row in skipped:
             heapq.heappush(tables.tombstones, (row.due_at, row.task_id))
         return deleted
 
     def _live(self) -> Iterable[TaskRow]:
         return self._tables.live.values()
 
-    def _due(self, state: TaskState, limit: int, rows: Iterable[TaskRow]) -> list[TaskRow]:
+    def _due_rows(self, state: TaskState, limit: int, rows: Iterable[TaskRow]) -> list[TaskRow]:
         now = self._tables.clock.now()
         due = [(row.wake_at, row.task_id, row) for row in rows if row.state is state and row.wake_at <= now]
         return [row for _, _, row in heapq.nsmallest(limit, due)]
@@ -153,16 +157,16 @@ class MemoryDueWork:
     def _expire(self, row: TaskRow, replica: Replica, slots: int) -> Expired:
         now = self._tables.clock.now()
         join_expired = row.join_deadline is not None and row.join_deadline <= now
-        late = [call for call in row.pending if join_expired or call.due_at <= now]
+        late = [call for call in row.pending_calls if join_expired or call.due_at <= now]
         for call in late:
             self._time_out(call, now, "the join's deadline passed" if join_expired else "no answer in time")
             row.completed += 1
         timed_out = tuple(call.sub_task_id for call in late)
-        notices = tuple(row.notice(call) for call in late)
-        if not row.met:
+        notices = tuple(row.to_cancel_notice(call) for call in late)
+        if not row.is_join_met:
             self._tables.put(row)
             return Expired(row.task_id, timed_out, StillWaiting(row.task_id, timed_out[-1]), notices)
-        then = go_on(self._tables, row, late[-1], replica, run_id=RunId(new_id()), slots=slots)
+        then = continue_task(self._tables, row, late[-1], replica, run_id=RunId(new_id()), slots=slots)
         return Expired(row.task_id, timed_out, then, notices)
 
     def _time_out(self, call: CallRow, now: datetime, message: str) -> None:

@@ -33,10 +33,10 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, order=True)
-class Item:
+class QueuedMessage:
     """A message in a queue. Given back, it returns to the place that `place` tells."""
 
-    place: int
+    position: int
     message: Message = field(compare=False)
     count: int = field(default=0, compare=False)
 
@@ -48,13 +48,13 @@ class Consumer:
     queue: Queue
     prefetch: int
     on_delivery: OnDelivery
-    held: dict[int, Item] = field(default_factory=dict)
+    unacked: dict[int, QueuedMessage] = field(default_factory=dict)
     cancelled: bool = False
 
     @property
     def has_room(self) -> bool:
         """Whether it takes one more."""
-        return len(self.held) < self.prefetch
+        return len(self.unacked) < self.prefetch
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,7 @@ class Queue:
     address: Address
     agent: AgentName
     private: bool = False
-    ready: list[Item] = field(default_factory=list)
+    ready: list[QueuedMessage] = field(default_factory=list)
     consumers: deque[Consumer] = field(default_factory=deque)
     users: set[object] = field(default_factory=set)
 
@@ -77,7 +77,7 @@ class Queue:
         return None
 
 
-class MemoryExchange:
+class InProcessExchange:
     """What a broker's server would hold; it lasts as long as the object.
 
     A message given back for the `delivery_limit`-th time goes to the dead letters. A private queue disappears
@@ -100,7 +100,7 @@ class MemoryExchange:
         self._private_max_length = private_max_length
         self._dead_letters_max_length = dead_letters_max_length
         self._queues: dict[Address, Queue] = {}
-        self._places = count()
+        self._positions = count()
 
     def declare(self, agent: AgentName, replica: ReplicaId | None, user: object, shards: int = 1) -> None:
         """Make the queues of `agent` exist; `user` is the broker that asks."""
@@ -130,48 +130,48 @@ class MemoryExchange:
             dropped = heapq.heappop(queue.ready).message
             _log.warning("%s is full: dropped its oldest message %s", queue.address, dropped.message_id)
         copy = replace(message, headers=dict(message.headers))
-        heapq.heappush(queue.ready, Item(next(self._places), copy))
-        self.serve(queue)
+        heapq.heappush(queue.ready, QueuedMessage(next(self._positions), copy))
+        self.deliver_ready(queue)
 
-    def serve(self, queue: Queue) -> None:
+    def deliver_ready(self, queue: Queue) -> None:
         """Give ready messages to consumers with room."""
         while queue.ready and (consumer := queue.next_consumer()):
             item = heapq.heappop(queue.ready)
             item.count += 1
-            consumer.held[item.place] = item
-            asyncio.get_running_loop().call_soon(self._hand_over, consumer, item, item.count)
+            consumer.unacked[item.position] = item
+            asyncio.get_running_loop().call_soon(self._deliver, consumer, item, item.count)
 
-    def settle(self, consumer: Consumer, place: int, count: int) -> Item | None:
+    def settle(self, consumer: Consumer, position: int, count: int) -> QueuedMessage | None:
         """Take the item out of the consumer's hands; None if it is not, or no longer, there."""
-        item = consumer.held.get(place)
+        item = consumer.unacked.get(position)
         if item is None or item.count != count:
             return None
-        del consumer.held[place]
-        self.serve(consumer.queue)
+        del consumer.unacked[position]
+        self.deliver_ready(consumer.queue)
         return item
 
-    def give_back(self, queue: Queue, item: Item) -> None:
+    def requeue(self, queue: Queue, item: QueuedMessage) -> None:
         """Put an item back in its place, or among the dead letters when it came too often."""
         if item.count >= self._delivery_limit:
-            self.bury(queue, item.message, "delivery limit")
+            self.dead_letter(queue, item.message, "delivery limit")
         else:
             heapq.heappush(queue.ready, item)
-            self.serve(queue)
+            self.deliver_ready(queue)
 
-    def bury(self, queue: Queue, message: Message, reason: str) -> None:
+    def dead_letter(self, queue: Queue, message: Message, reason: str) -> None:
         """Put `message` among the dead letters of the queue's agent."""
         headers = {**message.headers, Header.DEAD_REASON.value: bounded_reason(reason)}
         self.put(self._queues[dead_letters_of(queue.agent)], replace(message, headers=headers))
 
-    def lose(self, consumers: Sequence[Consumer]) -> None:
+    def requeue_unacked(self, consumers: Sequence[Consumer]) -> None:
         """Take everything these consumers hold away from them, then give it back."""
-        lost = [(consumer.queue, item) for consumer in consumers for item in consumer.held.values()]
+        lost = [(consumer.queue, item) for consumer in consumers for item in consumer.unacked.values()]
         for consumer in consumers:
-            consumer.held.clear()
+            consumer.unacked.clear()
         for queue, item in lost:
-            self.give_back(queue, item)
+            self.requeue(queue, item)
 
-    def leave(self, user: object) -> None:
+    def detach(self, user: object) -> None:
         """A broker was closed: private queues that nobody else uses begin to expire."""
         for queue in self._queues.values():
             if user in queue.users:
@@ -182,26 +182,26 @@ class MemoryExchange:
         if not queue.users and not queue.consumers and self._queues.get(queue.address) is queue:
             del self._queues[queue.address]
 
-    def _hand_over(self, consumer: Consumer, item: Item, count: int) -> None:
-        if consumer.held.get(item.place) is not item or item.count != count:
+    def _deliver(self, consumer: Consumer, item: QueuedMessage, count: int) -> None:
+        if consumer.unacked.get(item.position) is not item or item.count != count:
             return  # lost on the way
         if consumer.cancelled:
-            del consumer.held[item.place]
-            self.give_back(consumer.queue, item)
+            del consumer.unacked[item.position]
+            self.requeue(consumer.queue, item)
             return
-        delivery = MemoryDelivery(self, consumer, item)
+        delivery = InProcessDelivery(self, consumer, item)
         try:
             consumer.on_delivery(delivery)
         except Exception:
             _log.exception("on_delivery failed; the message stays unsettled: %s", item.message.message_id)
 
 
-class MemoryDelivery:
+class InProcessDelivery:
     """One message handed to one consumer."""
 
-    def __init__(self, exchange: MemoryExchange, consumer: Consumer, item: Item) -> None:
+    def __init__(self, exchange: InProcessExchange, consumer: Consumer, item: QueuedMessage) -> None:
         self._exchange, self._consumer = exchange, consumer
-        self._place = item.place
+        self._position = item.position
         self.message = replace(item.message, headers=dict(item.message.headers))
         self.address = consumer.queue.address
         self.count = item.count
@@ -210,8 +210,8 @@ class MemoryDelivery:
     @property
     def lost(self) -> bool:
         """Whether its connection was lost, so the message was requeued."""
-        held = self._consumer.held.get(self._place)
-        return not self._settled and not (held is not None and held.count == self.count)
+        unacked = self._consumer.unacked.get(self._position)
+        return not self._settled and not (unacked is not None and unacked.count == self.count)
 
     async def ack(self) -> bool:
         """Settle it: done."""
@@ -221,16 +221,16 @@ class MemoryDelivery:
         """Give it back for another consumer; raises its count."""
         item = self._settle()
         if item is not None:
-            self._exchange.give_back(self._consumer.queue, item)
+            self._exchange.requeue(self._consumer.queue, item)
         return item is not None
 
     async def dead_letter(self, reason: str) -> bool:
         """Move it to its agent's dead letters."""
         item = self._settle()
         if item is not None:
-            self._exchange.bury(self._consumer.queue, item.message, reason)
+            self._exchange.dead_letter(self._consumer.queue, item.message, reason)
         return item is not None
 
-    def _settle(self) -> Item | None:
+    def _settle(self) -> QueuedMessage | None:
         self._settled = True
-        return self._exchange.settle(self._consumer, self._place, self.count)
+        return self._exchange.settle(self._consumer, self._position, self.count)

@@ -17,24 +17,24 @@ from meshpoint.model.ids import RunId
 from meshpoint.model.outcomes import FailureKind
 
 
-def go_on(
+def continue_task(
     tables: Tables, row: TaskRow, last: CallRow, replica: Replica, *, run_id: RunId, slots: int
 ) -> AllArrived | MadeReady:
     """Close the calls the join no longer needs, and give the task to `replica` if it can run it now."""
     now = tables.clock.now()
-    closed = row.pending
+    closed = row.pending_calls
     for call in closed:
         call.close(FailureKind.CANCELLED, "no longer needed: the join is met", now + tables.timings.dispatch_lease)
         row.completed += 1
-    cancels = tuple(row.notice(call) for call in closed)
+    cancels = tuple(row.to_cancel_notice(call) for call in closed)
     if slots > 0 and row.readable_by(replica):
-        return AllArrived(row.task_id, last.sub_task_id, tables.own(row, replica, run_id), cancels)
+        return AllArrived(row.task_id, last.sub_task_id, tables.assign_owner(row, replica, run_id), cancels)
     row.state, row.due_at, row.run_id = TaskState.READY, now, run_id
     tables.put(row)
     return MadeReady(row.task_id, last.sub_task_id, cancels)
 
 
-def answer_again(
+def repeated_result(
     row: TaskRow, call: CallRow, claim: Claim, replica: Replica
 ) -> StillWaiting | MadeReady | AllArrived:
     """The result of a claim that is repeated because its answer was lost.
@@ -42,11 +42,11 @@ def answer_again(
     What it gave away is given again to the same replica only, and only while no other run has had the task.
     """
     if row.run_id == claim.id and row.state is TaskState.READY:
-        return MadeReady(row.task_id, call.sub_task_id, _cancels(row))
+        return MadeReady(row.task_id, call.sub_task_id, _cancel_notices(row))
     if row.run_id == claim.id and row.state is TaskState.RUNNING and row.owner == replica.id:
-        return AllArrived(row.task_id, call.sub_task_id, row.resumable(), _cancels(row))
+        return AllArrived(row.task_id, call.sub_task_id, row.to_resumable(), _cancel_notices(row))
     return StillWaiting(row.task_id, call.sub_task_id)
 
 
-def _cancels(row: TaskRow) -> tuple[CancelNotice, ...]:
-    return tuple(row.notice(call) for call in row.current if call.state is CallState.CANCELLING)
+def _cancel_notices(row: TaskRow) -> tuple[CancelNotice, ...]:
+    return tuple(row.to_cancel_notice(call) for call in row.current_calls if call.state is CallState.CANCELLING)

@@ -8,23 +8,29 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from meshpoint.adapters.inprocess.redis_collections import COMMANDS, OK
-from meshpoint.adapters.inprocess.redis_numbers import Refused, float_sum, unsigned, whole, whole_sum
+from meshpoint.adapters.inprocess.redis_numbers import (
+    CommandRefused,
+    add_int64,
+    add_long_doubles,
+    normalize_zero,
+    parse_int64,
+)
 from meshpoint.errors import MemoryRefused
 from meshpoint.model.memory import Answer, Command, Content, Item, Kind
 
 
 def _scores(scores: Mapping[bytes, float] | None = None) -> dict[bytes, float]:
-    return {member: unsigned(score) for member, score in (scores or {}).items()}
+    return {member: normalize_zero(score) for member, score in (scores or {}).items()}
 
 
-_MADE: Mapping[Kind, Callable[..., Any]] = {
+_FROM_CONTENT: Mapping[Kind, Callable[..., Any]] = {
     Kind.STRING: bytes,
     Kind.LIST: deque,
     Kind.HASH: dict,
     Kind.SET: set,
     Kind.ZSET: _scores,
 }
-_COPIED: Mapping[Kind, Callable[[Any], Content]] = {
+_TO_CONTENT: Mapping[Kind, Callable[[Any], Content]] = {
     Kind.STRING: bytes,
     Kind.LIST: tuple,
     Kind.HASH: dict,
@@ -45,92 +51,92 @@ class Keyspace:
 
     def __init__(self, items: Sequence[Item] = ()) -> None:
         self._entries = {
-            item.key: _Entry(item.kind, _MADE[item.kind](item.content), item.expires_at)
+            item.key: _Entry(item.kind, _FROM_CONTENT[item.kind](item.content), item.expires_at)
             for item in items
             if item.content or item.kind is Kind.STRING
         }
 
     def keys(self, now: int) -> list[str]:
         """The keys that are there."""
-        self._expire(list(self._entries), now)
+        self._remove_expired(list(self._entries), now)
         return list(self._entries)
 
     def items(self, now: int) -> tuple[Item, ...]:
         """A copy of all that is there."""
-        self._expire(list(self._entries), now)
+        self._remove_expired(list(self._entries), now)
         return tuple(
-            Item(key, entry.kind, _COPIED[entry.kind](entry.content), entry.expires_at)
+            Item(key, entry.kind, _TO_CONTENT[entry.kind](entry.content), entry.expires_at)
             for key, entry in self._entries.items()
         )
 
-    def do(self, command: Command, now: int) -> Answer:
+    def execute(self, command: Command, now: int) -> Answer:
         """Do one command: all of it, or nothing.
 
         Raises:
             MemoryRefused: it does not fit what the key holds, or its arguments; names the key.
         """
-        self._expire([command.key], now)
+        self._remove_expired([command.key], now)
         try:
-            return self._do(command, now)
-        except Refused as problem:
+            return self._execute(command, now)
+        except CommandRefused as problem:
             raise MemoryRefused(f"memory key {command.key!r}: {command.name}: {problem}") from problem
 
-    def _do(self, command: Command, now: int) -> Answer:
+    def _execute(self, command: Command, now: int) -> Answer:
         if found := COMMANDS.get(command.name):
-            _count(command, found.least, found.most)
+            _check_arity(command, found.min_args, found.max_args)
             content = self._content(command.key, found.kind)
-            answer = found.do(content, *command.args)
+            answer = found.function(content, *command.args)
             if command.writes:
-                self._keep(command.key, found.kind, content)
+                self._store(command.key, found.kind, content)
             return answer
         key, args = command.key, command.args
-        _count(command, *([1, 1] if command.name in _WITH_VALUE else [0, 0]))
+        _check_arity(command, *([1, 1] if command.name in _ONE_ARGUMENT else [0, 0]))
         match command.name:
             case "GET":
-                return cast(bytes, self._content(key, Kind.STRING)) if self._is_there(key) else None
+                return cast(bytes, self._content(key, Kind.STRING)) if self._exists(key) else None
             case "SET":
                 self._entries[key] = _Entry(Kind.STRING, args[0])
                 return OK
             case "INCRBY":
-                number = whole_sum(whole(self._number(key)), whole(args[0]))
-                self._keep(key, Kind.STRING, b"%d" % number)
+                number = add_int64(parse_int64(self._number(key)), parse_int64(args[0]))
+                self._store(key, Kind.STRING, b"%d" % number)
                 return number
             case "INCRBYFLOAT":
-                text = float_sum(self._number(key), args[0])
-                self._keep(key, Kind.STRING, text)
+                text = add_long_doubles(self._number(key), args[0])
+                self._store(key, Kind.STRING, text)
                 return text
             case "TYPE":
-                return self._entries[key].kind.encode() if self._is_there(key) else b"none"
+                return self._entries[key].kind.encode() if self._exists(key) else b"none"
             case "DEL":
                 return int(self._entries.pop(key, None) is not None)
             case "PTTL":
-                return self._left(key, now)
+                return self._ttl(key, now)
             case "PEXPIRE":
-                return self._expire_at(key, whole_sum(now, whole(args[0])))
+                return self._expire_at(key, add_int64(now, parse_int64(args[0])))
             case "PERSIST":
                 return self._persist(key)
             case _:
-                raise Refused("there is no such command")
+                raise CommandRefused("there is no such command")
 
     # ── values ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _is_there(self, key: str) -> bool:
+    def _exists(self, key: str) -> bool:
         return key in self._entries
 
     def _content(self, key: str, kind: Kind) -> Any:
         """What the key holds; empty, and not kept, where there is none."""
         entry = self._entries.get(key)
         if entry is None:
-            return _MADE[kind]()
+            return _FROM_CONTENT[kind]()
         if entry.kind is not kind:
-            raise Refused(f"it holds a {entry.kind}, and this is for a {kind}")
+            raise CommandRefused(f"it holds a {entry.kind}, and this is for a {kind}")
         return entry.content
 
     def _number(self, key: str) -> bytes:
         content = self._content(key, Kind.STRING)
-        return cast(bytes, content) if self._is_there(key) else b"0"
+        return cast(bytes, content) if self._exists(key) else b"0"
 
-    def _keep(self, key: str, kind: Kind, content: Any) -> None:
+    def _store(self, key: str, kind: Kind, content: Any) -> None:
         """Let the key hold `content`, and keep its own time; an empty collection is no key."""
         if not content and kind is not Kind.STRING:
             self._entries.pop(key, None)
@@ -141,13 +147,13 @@ class Keyspace:
 
     # ── own times ──────────────────────────────────────────────────────────────────────────────────
 
-    def _expire(self, keys: Sequence[str], now: int) -> None:
+    def _remove_expired(self, keys: Sequence[str], now: int) -> None:
         for key in keys:
             entry = self._entries.get(key)
             if entry is not None and entry.expires_at is not None and entry.expires_at <= now:
                 del self._entries[key]
 
-    def _left(self, key: str, now: int) -> int:
+    def _ttl(self, key: str, now: int) -> int:
         if (entry := self._entries.get(key)) is None:
             return -2
         return -1 if entry.expires_at is None else entry.expires_at - now
@@ -166,9 +172,9 @@ class Keyspace:
         return 1
 
 
-_WITH_VALUE = frozenset({"SET", "INCRBY", "INCRBYFLOAT", "PEXPIRE"})
+_ONE_ARGUMENT = frozenset({"SET", "INCRBY", "INCRBYFLOAT", "PEXPIRE"})
 
 
-def _count(command: Command, least: float, most: float) -> None:
-    if not least <= len(command.args) <= most:
-        raise Refused(f"it does not take {len(command.args)} arguments")
+def _check_arity(command: Command, min_args: float, max_args: float) -> None:
+    if not min_args <= len(command.args) <= max_args:
+        raise CommandRefused(f"it does not take {len(command.args)} arguments")

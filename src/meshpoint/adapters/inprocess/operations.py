@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 
-from meshpoint.adapters.inprocess.rows import OperationRow, Tables, TaskRow, keep_alive_at, without_memory
+from meshpoint.adapters.inprocess.rows import OperationRow, Tables, TaskRow, next_keep_alive_at, without_memory
 from meshpoint.model.calls import ALL
 from meshpoint.model.checkpoint import (
     SUSPECT_FROM,
@@ -40,10 +40,10 @@ from meshpoint.model.operations import (
 from meshpoint.model.requesters import same_input
 from meshpoint.model.subtasks import AgentCheckpoint, Saved, last_of_each
 
-_PENDING = {TaskState.READY, TaskState.PARKED}
+_PENDING_STATES = {TaskState.READY, TaskState.PARKED}
 
 
-class MemoryOperations:
+class InProcessOperations:
     """`meshpoint.ports.operations.Operations` in memory."""
 
     def __init__(self, tables: Tables) -> None:
@@ -53,75 +53,77 @@ class MemoryOperations:
         """The key that authenticates copies. It is lost with the process, as the tasks are."""
         return self._tables.copy_key
 
-    async def track(self, wish: Track) -> BeginResult:
+    async def track(self, command: Track) -> BeginResult:
         """Make a running task an operation."""
-        row = self._owned(wish.run)
+        row = self._owned_row(command.run)
         if row is None:
             return Fenced()
         if row.operation is None:
             if row.cancel_requested:
-                return CancelFound(wish.run)
-            row.operation = OperationRow(wish.operation, self._tables.clock.now(), wish.operation.preserve)
+                return CancelFound(command.run)
+            row.operation = OperationRow(command.operation, self._tables.clock.now(), command.operation.preserve)
             self._tables.put(row)
-        return Begun(wish.run)
+        return Begun(command.run)
 
-    async def save(self, wish: Save) -> SaveResult:
+    async def save(self, command: Save) -> SaveResult:
         """Write a checkpoint within a segment."""
-        row = self._owned(wish.run)
+        row = self._owned_row(command.run)
         if row is None or row.operation is None:
             return Fenced()
-        if wish.checkpoint.seq > row.operation.seq:
+        if command.checkpoint.seq > row.operation.seq:
             if row.cancel_requested:
-                return CancelFound(wish.run)
-            row.attempt = 1 if wish.progressed else row.attempt
-            row.rescues = min(row.rescues, SUSPECT_FROM) if wish.progressed else row.rescues
-            save(self._tables, row.operation, wish.checkpoint, wish.checkpoint.seq)
+                return CancelFound(command.run)
+            row.attempt = 1 if command.progressed else row.attempt
+            row.rescues = min(row.rescues, SUSPECT_FROM) if command.progressed else row.rescues
+            save_checkpoint(self._tables, row.operation, command.checkpoint, command.checkpoint.seq)
             self._tables.put(row)
         return Saved()
 
-    def _owned(self, run: Run) -> TaskRow | None:
+    def _owned_row(self, run: Run) -> TaskRow | None:
         row = self._tables.live.get(run.task_id)
         owned = row is not None and row.state is TaskState.RUNNING and row.fence == run.fence
         return row if owned else None
 
     async def latest(self, task_id: TaskId, agent: AgentName | None = None) -> AgentCheckpoint | None:
         """The operation's last checkpoint."""
-        found = self._kept(task_id)[-1:]
-        return next((_read(each) for each in found if agent in {None, each.agent}), None)
+        found = self._checkpoints(task_id)[-1:]
+        return next((_copy_checkpoint(each) for each in found if agent in {None, each.agent}), None)
 
     async def l1_snapshot(self, task_id: TaskId, agent: AgentName | None = None) -> L1Snapshot | None:
         """The working memory that was written last with one of its checkpoints."""
-        for each in reversed(self._kept(task_id)):
+        for each in reversed(self._checkpoints(task_id)):
             if each.l1_snapshot is not None and agent in {None, each.agent}:
                 return L1Snapshot(each.seq, each.l1_snapshot_hash or "", each.l1_snapshot)
         return None
 
     async def history(self, task_id: TaskId) -> list[AgentCheckpoint]:
         """Its checkpoints, oldest first."""
-        return [_read(each) for each in self._kept(task_id) or self._tables.archive.get(task_id, [])]
+        return [
+            _copy_checkpoint(each) for each in self._checkpoints(task_id) or self._tables.archive.get(task_id, [])
+        ]
 
-    def _kept(self, task_id: TaskId) -> list[AgentCheckpoint]:
+    def _checkpoints(self, task_id: TaskId) -> list[AgentCheckpoint]:
         row = self._tables.tasks.get(task_id)
         return [] if row is None or row.operation is None else row.operation.checkpoints
 
-    async def revive(self, wish: Revive) -> ReviveResult:
+    async def revive(self, command: Revive) -> ReviveResult:
         """Make an ended task ready again."""
-        tables, row = self._tables, self._tables.tasks.get(wish.task_id)
-        if row is None or wish.agent not in {None, row.agent}:
+        tables, row = self._tables, self._tables.tasks.get(command.task_id)
+        if row is None or command.agent not in {None, row.agent}:
             return NotRevived(Refusal.NOT_FOUND)
-        if (refused := _not_asked_for(wish, row)) is not None:
-            return refused
-        if row.run_id == wish.token or (wish.order is not None and wish.order == row.resume_token):
+        if (refusal := _requester_refusal(command, row)) is not None:
+            return refusal
+        if row.run_id == command.token or (command.order is not None and command.order == row.resume_token):
             return Revived(row.task_id, row.agent, row.retry_count, again=True)
-        if wish.adopt and not row.state.ended:
-            row.requester, row.resume_token = wish.requester, wish.order or row.resume_token
-            row.digest = row.digest or wish.digest
-            row.keep_alive_at = keep_alive_at(row.requester, tables.clock.now())
+        if command.adopt and not row.state.ended:
+            row.requester, row.resume_token = command.requester, command.order or row.resume_token
+            row.digest = row.digest or command.digest
+            row.keep_alive_at = next_keep_alive_at(row.requester, tables.clock.now())
             return Adopted()
-        refused = _refused(wish, row) or _other_active(row, tables.live.values())
-        if refused is not None:
-            return refused
-        _begin_again(row, wish)
+        refusal = _refusal(command, row) or _other_active(row, tables.live.values())
+        if refusal is not None:
+            return refusal
+        _restart(row, command)
         row.due_at = tables.clock.now()
         tables.put(row)
         return Revived(row.task_id, row.agent, row.retry_count)
@@ -155,7 +157,7 @@ class MemoryOperations:
         return sorted(found, key=lambda each: (each.created_at, each.id), reverse=True)[:limit]
 
 
-def close(
+def close_operation(
     tables: Tables, row: TaskRow, state: TaskState, reason: str | None, checkpoint: AgentCheckpoint | None = None
 ) -> None:
     """Do with the checkpoints of an operation, if the task is one, what its end as `state` asks for."""
@@ -165,51 +167,51 @@ def close(
     if state is TaskState.COMPLETED:
         if not operation.preserve:
             if tables.timings.checkpoint_archive and operation.checkpoints:
-                tables.store_away(row, operation.checkpoints)
+                tables.archive_checkpoints(row, operation.checkpoints)
             operation.checkpoints = []
     elif checkpoint is not None:
-        save(tables, operation, checkpoint, max(checkpoint.seq, operation.seq + 1))
+        save_checkpoint(tables, operation, checkpoint, max(checkpoint.seq, operation.seq + 1))
     elif operation.checkpoints:
         why = {"failure_reason": reason, "error_details": None, "retry_count": row.retry_count}
         last = without_memory(operation.checkpoints[-1])
-        save(tables, operation, last.model_copy(update=why), operation.seq + 1)
+        save_checkpoint(tables, operation, last.model_copy(update=why), operation.seq + 1)
 
 
-def _read(checkpoint: AgentCheckpoint) -> AgentCheckpoint:
+def _copy_checkpoint(checkpoint: AgentCheckpoint) -> AgentCheckpoint:
     return deepcopy(without_memory(checkpoint))
 
 
-def save(tables: Tables, operation: OperationRow, checkpoint: AgentCheckpoint, seq: int) -> None:
+def save_checkpoint(tables: Tables, operation: OperationRow, checkpoint: AgentCheckpoint, seq: int) -> None:
     """Write a checkpoint of an operation as `seq`."""
-    operation.save(checkpoint, seq, tables.clock.now(), tables.timings.checkpoint_history)
+    operation.save_checkpoint(checkpoint, seq, tables.clock.now(), tables.timings.checkpoint_history)
 
 
-def _not_asked_for(wish: Revive, row: TaskRow) -> NotRevived | None:
+def _requester_refusal(command: Revive, row: TaskRow) -> NotRevived | None:
     """Why a requester that asks again has no say, or none any more; None: it has, or the wish is by hand."""
-    if wish.order is None:
+    if command.order is None:
         return None
-    if not row.early and row.requester.app_id not in {None, wish.requester.app_id}:
+    if not row.is_early_cancel and row.requester.app_id not in {None, command.requester.app_id}:
         return NotRevived(Refusal.NOT_FOUND, ASKED_BY_ANOTHER)
-    if not same_input(row.digest, wish.digest):
+    if not same_input(row.digest, command.digest):
         return NotRevived(Refusal.NOT_FOUND, ASKED_FOR_OTHERWISE)
-    if row.resume_token is not None and wish.order < row.resume_token:
+    if row.resume_token is not None and command.order < row.resume_token:
         return NotRevived(Refusal.RUNNING, "asked again since")
     return None
 
 
-def _refused(wish: Revive, row: TaskRow) -> NotRevived | None:
-    if not (row.state.ended or wish.abandoned):
-        return NotRevived(Refusal.RUNNING, _whereabouts(row))
+def _refusal(command: Revive, row: TaskRow) -> NotRevived | None:
+    if not (row.state.ended or command.abandoned):
+        return NotRevived(Refusal.RUNNING, _describe_state(row))
     if row.state is TaskState.COMPLETED:
         return NotRevived(Refusal.COMPLETED)
-    if not (wish.without_checkpoint or (row.operation is not None and row.operation.seq)):
+    if not (command.without_checkpoint or (row.operation is not None and row.operation.seq)):
         return NotRevived(Refusal.NO_CHECKPOINT)
-    if row.request is None and wish.request is None:
+    if row.request is None and command.request is None:
         return NotRevived(Refusal.NO_CHECKPOINT, "its request was not kept")
     return None
 
 
-def _whereabouts(row: TaskRow) -> str:
+def _describe_state(row: TaskRow) -> str:
     if row.state is TaskState.RUNNING:
         return f"running, owned by {row.owner} until {row.due_at.isoformat()}"
     return "pending" if row.state is TaskState.READY else row.state.value
@@ -223,24 +225,24 @@ def _other_active(row: TaskRow, live: Iterable[TaskRow]) -> NotRevived | None:
     return NotRevived(Refusal.OTHER_ACTIVE, ids[0]) if ids else None
 
 
-def _begin_again(row: TaskRow, wish: Revive) -> None:
+def _restart(row: TaskRow, command: Revive) -> None:
     row.state, row.generation, row.fence, row.attempt, row.owner = TaskState.READY, 0, row.fence + 1, 0, None
     row.rescues = 0
-    row.run_id, row.resume_token = RunId(wish.token), wish.order or row.resume_token
+    row.run_id, row.resume_token = RunId(command.token), command.order or row.resume_token
     row.retry_count += 1
-    row.requester = _requester(wish, row)
-    if wish.request is not None:
-        row.request, row.digest = wish.request, wish.digest
+    row.requester = _requester(command, row)
+    if command.request is not None:
+        row.request, row.digest = command.request, command.digest
     row.context, row.body, row.state_format = "{}", b"", ""
     row.cancel_requested, row.incompatible_since, row.keep_alive_at, row.dead_reason = False, None, None, None
     row.join, row.join_deadline, row.expected, row.completed, row.succeeded = ALL, None, 0, 0, 0
-    row.set_cancels_apart()
+    row.detach_cancels()
     row.reply, row.reply_sent, row.ended_at, row.send_at, row.sends = b"", False, None, None, 1
 
 
-def _requester(wish: Revive, row: TaskRow) -> Requester:
-    if wish.requester != NOBODY:
-        return wish.requester
+def _requester(command: Revive, row: TaskRow) -> Requester:
+    if command.requester != NOBODY:
+        return command.requester
     waits = row.requester.reply_to is not None and not row.reply_sent
     # No reply is expected, but the task still belongs to its requester.
     return replace(row.requester, deadline=None) if waits else Requester(app_id=row.requester.app_id)
@@ -255,7 +257,7 @@ def _summary(row: TaskRow, operation: OperationRow) -> OperationSummary:
         id=row.task_id,
         agent=row.agent,
         type=operation.operation.type,
-        status=OperationStatus.PENDING if row.state in _PENDING else OperationStatus(row.state.value),
+        status=OperationStatus.PENDING if row.state in _PENDING_STATES else OperationStatus(row.state.value),
         phase=None if progress is None else progress.current,
         subject=operation.operation.subject,
         parameters=deepcopy(operation.operation.parameters),

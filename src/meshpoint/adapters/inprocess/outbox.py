@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import assert_never
 
-from meshpoint.adapters.inprocess.rows import MAX_BACK_OFF, CallRow, Tables, TaskRow
+from meshpoint.adapters.inprocess.rows import MAX_BACKOFF, CallRow, Tables, TaskRow
 from meshpoint.model.checkpoint import (
     CallState,
     CallSummary,
@@ -22,7 +22,7 @@ from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.outcomes import Failed, decode_outcome
 
 
-class MemoryOutbox:
+class InProcessOutbox:
     """`meshpoint.ports.task_store.Outbox` in memory."""
 
     def __init__(self, tables: Tables) -> None:
@@ -34,36 +34,36 @@ class MemoryOutbox:
         sends: list[Send] = []
         for row in self._tables.sending.values():
             if row.agent == agent and len(sends) < limit:
-                sends += _offers(row, now, lease, limit - len(sends))
+                sends += _lease_sends(row, now, lease, limit - len(sends))
         return sends
 
-    async def keep_replies(self, wishes: Sequence[KeepReply]) -> list[bool]:
+    async def keep_replies(self, replies: Sequence[KeepReply]) -> list[bool]:
         """Keep replies for tasks without a row."""
-        return [self._keep(wish) for wish in wishes]
+        return [self._store_reply(command) for command in replies]
 
-    def _keep(self, wish: KeepReply) -> bool:
-        reply, tables = wish.reply, self._tables
+    def _store_reply(self, command: KeepReply) -> bool:
+        reply, tables = command.reply, self._tables
         row = tables.tasks.get(reply.task_id)
-        if row is None or (row.early and not wish.again):
-            tables.keep_reply(wish)
+        if row is None or (row.is_early_cancel and not command.again):
+            tables.store_reply(command)
             return True
-        if wish.again and row.state.ended and row.agent == reply.agent:
+        if command.again and row.state.ended and row.agent == reply.agent:
             if row.reply_sent or row.requester.reply_to != reply.requester.reply_to:
-                tables.reply_again(row, reply.requester)
+                tables.make_reply_due(row, reply.requester)
             return True
-        return row.state.ended and (row.run_id, row.fence) == (wish.run_id, 0)
+        return row.state.ended and (row.run_id, row.fence) == (command.run_id, 0)
 
     async def mark_sent(self, sent: Sequence[Send]) -> None:
         """The broker confirmed them."""
         for send in sent:
             row = self._tables.tasks.get(send.task_id)
             if row is not None:
-                _mark(row, send, self._tables.clock.now())
+                _confirm(row, send, self._tables.clock.now())
                 self._tables.put(row)
-                self._tables.forget_if_over(row)
+                self._tables.forget_if_finished(row)
 
 
-class MemoryCatalog:
+class InProcessCatalog:
     """`meshpoint.ports.task_store.Catalog` in memory."""
 
     def __init__(self, tables: Tables) -> None:
@@ -87,36 +87,36 @@ class MemoryCatalog:
         return None if row is None else (_summary(row), [_call_summary(call) for call in row.calls.values()])
 
 
-def sends_due(row: TaskRow, now: datetime) -> int:
+def count_due_sends(row: TaskRow, now: datetime) -> int:
     """Count the requests, cancels and replies of `row` that are due."""
-    calls = sum(_call_due(call, now) for call in row.calls.values())
-    return calls + _reply_due(row, now)
+    calls = sum(_is_call_due(call, now) for call in row.calls.values())
+    return calls + _is_reply_due(row, now)
 
 
-def _call_due(call: CallRow, now: datetime) -> bool:
+def _is_call_due(call: CallRow, now: datetime) -> bool:
     # A request past its deadline is not sent: it is about to expire.
     expired = call.state is CallState.PENDING and call.due_at <= now
     return call.unsent and not expired and call.send_at <= now
 
 
-def _reply_due(row: TaskRow, now: datetime) -> bool:
+def _is_reply_due(row: TaskRow, now: datetime) -> bool:
     return row.state.ended and not row.reply_sent and row.send_at is not None and row.send_at <= now
 
 
-def _offers(row: TaskRow, now: datetime, lease: timedelta, limit: int) -> list[Send]:
-    offers: list[Send] = []
+def _lease_sends(row: TaskRow, now: datetime, lease: timedelta, limit: int) -> list[Send]:
+    sends: list[Send] = []
     for call in row.calls.values():
-        if _call_due(call, now) and len(offers) < limit:
+        if _is_call_due(call, now) and len(sends) < limit:
             call.postpone(now, lease)
-            offers.append(row.dispatch(call) if call.state is CallState.PENDING else row.notice(call))
-    if _reply_due(row, now) and len(offers) < limit:
-        row.send_at = now + lease * min(2**row.sends, MAX_BACK_OFF)
+            sends.append(row.to_dispatch(call) if call.state is CallState.PENDING else row.to_cancel_notice(call))
+    if _is_reply_due(row, now) and len(sends) < limit:
+        row.send_at = now + lease * min(2**row.sends, MAX_BACKOFF)
         row.sends += 1
-        offers.append(row.reply_at(now))
-    return offers
+        sends.append(row.to_reply(now))
+    return sends
 
 
-def _mark(row: TaskRow, send: Send, now: datetime) -> None:
+def _confirm(row: TaskRow, send: Send, now: datetime) -> None:
     match send:
         case Reply():
             same = row.fence == send.fence and row.requester.reply_to == send.requester.reply_to
@@ -128,12 +128,12 @@ def _mark(row: TaskRow, send: Send, now: datetime) -> None:
         case CancelNotice(sub_task_id=sub_task_id):
             call = row.calls.get(sub_task_id)
             if call is not None and call.state is CallState.CANCELLING:
-                _settle_cancel(row, call)
+                _confirm_cancel(row, call)
         case _:
             assert_never(send)
 
 
-def _settle_cancel(row: TaskRow, call: CallRow) -> None:
+def _confirm_cancel(row: TaskRow, call: CallRow) -> None:
     if row.state.ended or call.generation < row.generation:
         del row.calls[call.sub_task_id]
     else:

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TypeAlias
 
-from meshpoint.adapters.inprocess.redis_numbers import Refused, real, real_text, score_sum, unsigned, whole, whole_sum
+from meshpoint.adapters.inprocess.redis_numbers import (
+    CommandRefused,
+    add_int64,
+    add_scores,
+    format_float,
+    normalize_zero,
+    parse_float,
+    parse_int64,
+)
 from meshpoint.model.memory import Answer, Kind
 
 List: TypeAlias = deque[bytes]
@@ -56,13 +64,13 @@ def _lrange(values: List, start: bytes, stop: bytes) -> list[bytes]:
 
 
 def _lindex(values: List, index: bytes) -> bytes | None:
-    place = whole(index)
-    return values[place] if -len(values) <= place < len(values) else None
+    position = parse_int64(index)
+    return values[position] if -len(values) <= position < len(values) else None
 
 
 def _slice(start: bytes, stop: bytes, size: int) -> tuple[int, int]:
     """Redis' bounds, of which both are included and negative ones count from the end, as Python's for a slice."""
-    first, last = whole(start), whole(stop)
+    first, last = parse_int64(start), parse_int64(stop)
     first = max(first + size if first < 0 else first, 0)
     last = min(last + size if last < 0 else last, size - 1)
     return (first, last + 1) if first <= last else (0, 0)
@@ -73,7 +81,7 @@ def _slice(start: bytes, stop: bytes, size: int) -> tuple[int, int]:
 
 def _hset(fields: Hash, *pairs: bytes) -> int:
     before = len(fields)
-    fields.update(_paired(pairs))
+    fields.update(_to_pairs(pairs))
     return len(fields) - before
 
 
@@ -85,12 +93,12 @@ def _hgetall(fields: Hash) -> list[bytes]:
     return list(chain.from_iterable(fields.items()))
 
 
-def _hdel(fields: Hash, *gone: bytes) -> int:
-    return sum(fields.pop(field, None) is not None for field in gone)
+def _hdel(fields: Hash, *removed: bytes) -> int:
+    return sum(fields.pop(field, None) is not None for field in removed)
 
 
 def _hincrby(fields: Hash, field: bytes, by: bytes) -> int:
-    number = whole_sum(whole(fields.get(field, b"0")), whole(by))
+    number = add_int64(parse_int64(fields.get(field, b"0")), parse_int64(by))
     fields[field] = b"%d" % number
     return number
 
@@ -108,9 +116,9 @@ def _sadd(members: Set, *new: bytes) -> int:
     return len(members) - before
 
 
-def _srem(members: Set, *gone: bytes) -> int:
+def _srem(members: Set, *removed: bytes) -> int:
     before = len(members)
-    members.difference_update(gone)
+    members.difference_update(removed)
     return before - len(members)
 
 
@@ -123,58 +131,58 @@ def _smembers(members: Set) -> list[bytes]:
 
 def _zadd(scores: SortedSet, *pairs: bytes) -> int:
     before = len(scores)
-    for score, member in [(real(score), member) for score, member in _paired(pairs)]:  # all of them, or none
-        _score(scores, member, score)
+    for score, member in [(parse_float(score), member) for score, member in _to_pairs(pairs)]:  # all of them, or none
+        _set_score(scores, member, score)
     return len(scores) - before
 
 
 def _zincrby(scores: SortedSet, by: bytes, member: bytes) -> bytes:
-    score = score_sum(scores.get(member, 0.0), real(by))
-    _score(scores, member, score)
-    return real_text(score)
+    score = add_scores(scores.get(member, 0.0), parse_float(by))
+    _set_score(scores, member, score)
+    return format_float(score)
 
 
-def _score(scores: SortedSet, member: bytes, score: float) -> None:
-    scores[member] = unsigned(score)
+def _set_score(scores: SortedSet, member: bytes, score: float) -> None:
+    scores[member] = normalize_zero(score)
 
 
-def _zrem(scores: SortedSet, *gone: bytes) -> int:
-    return sum(scores.pop(member, None) is not None for member in gone)
+def _zrem(scores: SortedSet, *removed: bytes) -> int:
+    return sum(scores.pop(member, None) is not None for member in removed)
 
 
 def _zscore(scores: SortedSet, member: bytes) -> bytes | None:
     score = scores.get(member)
-    return None if score is None else real_text(score)
+    return None if score is None else format_float(score)
 
 
 def _zrange(scores: SortedSet, start: bytes, stop: bytes, with_scores: bytes) -> list[bytes]:
-    _check(with_scores)
+    _require_withscores(with_scores)
     first, after = _slice(start, stop, len(scores))
-    return _flat(_ranked(scores)[first:after])
+    return _flatten(_ranked(scores)[first:after])
 
 
 def _zrangebyscore(scores: SortedSet, low: bytes, high: bytes, with_scores: bytes) -> list[bytes]:
-    _check(with_scores)
-    lowest, highest = real(low), real(high)
-    return _flat((score, member) for score, member in _ranked(scores) if lowest <= score <= highest)
+    _require_withscores(with_scores)
+    lowest, highest = parse_float(low), parse_float(high)
+    return _flatten((score, member) for score, member in _ranked(scores) if lowest <= score <= highest)
 
 
-def _check(with_scores: bytes) -> None:
+def _require_withscores(with_scores: bytes) -> None:
     if with_scores.upper() != b"WITHSCORES":
-        raise Refused("it is always asked for WITHSCORES")
+        raise CommandRefused("it is always asked for WITHSCORES")
 
 
 def _ranked(scores: SortedSet) -> list[tuple[float, bytes]]:
     return sorted((score, member) for member, score in scores.items())
 
 
-def _flat(ranked: Iterable[tuple[float, bytes]]) -> list[bytes]:
-    return [part for score, member in ranked for part in (member, real_text(score))]
+def _flatten(ranked: Iterable[tuple[float, bytes]]) -> list[bytes]:
+    return [part for score, member in ranked for part in (member, format_float(score))]
 
 
-def _paired(parts: tuple[bytes, ...]) -> Iterable[tuple[bytes, bytes]]:
+def _to_pairs(parts: tuple[bytes, ...]) -> Iterable[tuple[bytes, bytes]]:
     if len(parts) % 2:
-        raise Refused("it takes pairs")
+        raise CommandRefused("it takes pairs")
     return zip(parts[::2], parts[1::2], strict=True)
 
 
@@ -186,45 +194,45 @@ class CollectionCommand:
     """What a command does to a key of this kind, and how many arguments it takes at least and at most."""
 
     kind: Kind
-    do: Callable[..., Answer]
-    least: int = 0
-    most: float = 0
+    function: Callable[..., Answer]
+    min_args: int = 0
+    max_args: float = 0
 
 
-def _of(kind: Kind, do: Callable[..., Answer], arguments: int = 0) -> CollectionCommand:
-    return CollectionCommand(kind, do, arguments, arguments)
+def _fixed_arity(kind: Kind, function: Callable[..., Answer], arguments: int = 0) -> CollectionCommand:
+    return CollectionCommand(kind, function, arguments, arguments)
 
 
-def _many(kind: Kind, do: Callable[..., Answer]) -> CollectionCommand:
-    return CollectionCommand(kind, do, 1, float("inf"))
+def _variadic(kind: Kind, function: Callable[..., Answer]) -> CollectionCommand:
+    return CollectionCommand(kind, function, 1, float("inf"))
 
 
 COMMANDS = {
-    "RPUSH": _many(Kind.LIST, _rpush),
-    "LPUSH": _many(Kind.LIST, _lpush),
-    "RPOP": _of(Kind.LIST, _rpop),
-    "LPOP": _of(Kind.LIST, _lpop),
-    "LTRIM": _of(Kind.LIST, _ltrim, 2),
-    "LRANGE": _of(Kind.LIST, _lrange, 2),
-    "LINDEX": _of(Kind.LIST, _lindex, 1),
-    "LLEN": _of(Kind.LIST, len),
-    "HSET": _many(Kind.HASH, _hset),
-    "HGET": _of(Kind.HASH, _hget, 1),
-    "HGETALL": _of(Kind.HASH, _hgetall),
-    "HDEL": _many(Kind.HASH, _hdel),
-    "HINCRBY": _of(Kind.HASH, _hincrby, 2),
-    "HEXISTS": _of(Kind.HASH, _contains, 1),
-    "HLEN": _of(Kind.HASH, len),
-    "SADD": _many(Kind.SET, _sadd),
-    "SREM": _many(Kind.SET, _srem),
-    "SMEMBERS": _of(Kind.SET, _smembers),
-    "SISMEMBER": _of(Kind.SET, _contains, 1),
-    "SCARD": _of(Kind.SET, len),
-    "ZADD": _many(Kind.ZSET, _zadd),
-    "ZREM": _many(Kind.ZSET, _zrem),
-    "ZINCRBY": _of(Kind.ZSET, _zincrby, 2),
-    "ZSCORE": _of(Kind.ZSET, _zscore, 1),
-    "ZRANGE": _of(Kind.ZSET, _zrange, 3),
-    "ZRANGEBYSCORE": _of(Kind.ZSET, _zrangebyscore, 3),
-    "ZCARD": _of(Kind.ZSET, len),
+    "RPUSH": _variadic(Kind.LIST, _rpush),
+    "LPUSH": _variadic(Kind.LIST, _lpush),
+    "RPOP": _fixed_arity(Kind.LIST, _rpop),
+    "LPOP": _fixed_arity(Kind.LIST, _lpop),
+    "LTRIM": _fixed_arity(Kind.LIST, _ltrim, 2),
+    "LRANGE": _fixed_arity(Kind.LIST, _lrange, 2),
+    "LINDEX": _fixed_arity(Kind.LIST, _lindex, 1),
+    "LLEN": _fixed_arity(Kind.LIST, len),
+    "HSET": _variadic(Kind.HASH, _hset),
+    "HGET": _fixed_arity(Kind.HASH, _hget, 1),
+    "HGETALL": _fixed_arity(Kind.HASH, _hgetall),
+    "HDEL": _variadic(Kind.HASH, _hdel),
+    "HINCRBY": _fixed_arity(Kind.HASH, _hincrby, 2),
+    "HEXISTS": _fixed_arity(Kind.HASH, _contains, 1),
+    "HLEN": _fixed_arity(Kind.HASH, len),
+    "SADD": _variadic(Kind.SET, _sadd),
+    "SREM": _variadic(Kind.SET, _srem),
+    "SMEMBERS": _fixed_arity(Kind.SET, _smembers),
+    "SISMEMBER": _fixed_arity(Kind.SET, _contains, 1),
+    "SCARD": _fixed_arity(Kind.SET, len),
+    "ZADD": _variadic(Kind.ZSET, _zadd),
+    "ZREM": _variadic(Kind.ZSET, _zrem),
+    "ZINCRBY": _fixed_arity(Kind.ZSET, _zincrby, 2),
+    "ZSCORE": _fixed_arity(Kind.ZSET, _zscore, 1),
+    "ZRANGE": _fixed_arity(Kind.ZSET, _zrange, 3),
+    "ZRANGEBYSCORE": _fixed_arity(Kind.ZSET, _zrangebyscore, 3),
+    "ZCARD": _fixed_arity(Kind.ZSET, len),
 }

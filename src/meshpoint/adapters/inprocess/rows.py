@@ -31,14 +31,14 @@ from meshpoint.ports.task_store import StoreTimings
 
 FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC)
 
-MAX_BACK_OFF = 64
+MAX_BACKOFF = 64
 """A send is tried again after the dispatch lease, then after twice, four times... and at most so many leases."""
 
 
 KEEP_ALIVES_PER_TIMEOUT = 3
 
 
-def keep_alive_at(requester: Requester, now: datetime) -> datetime | None:
+def next_keep_alive_at(requester: Requester, now: datetime) -> datetime | None:
     """When `requester` is to hear next of its task that waits."""
     idle = requester.idle_timeout
     return None if idle is None else now + idle / KEEP_ALIVES_PER_TIMEOUT
@@ -72,7 +72,7 @@ class CallRow:
 
     def postpone(self, now: datetime, lease: timedelta) -> None:
         """Lease the next send to the caller: twice as long each time."""
-        self.send_at = now + lease * min(2**self.sends, MAX_BACK_OFF)
+        self.send_at = now + lease * min(2**self.sends, MAX_BACKOFF)
         self.sends += 1
 
     def close(self, kind: FailureKind, message: str, send_at: datetime) -> None:
@@ -92,12 +92,12 @@ class OperationRow:
     children: list[Child] = field(default_factory=list)
     checkpoints: list[AgentCheckpoint] = field(default_factory=list)
 
-    def save(self, checkpoint: AgentCheckpoint, seq: int, now: datetime, history: int) -> None:
+    def save_checkpoint(self, checkpoint: AgentCheckpoint, seq: int, now: datetime, history: int) -> None:
         """Add a checkpoint, and drop those that are too old; only the last working memory is kept, with its own."""
-        kept = checkpoint.model_copy(update={"seq": seq, "checkpoint_time": now}, deep=True)
-        if kept.l1_snapshot is not None:
+        stored = checkpoint.model_copy(update={"seq": seq, "checkpoint_time": now}, deep=True)
+        if stored.l1_snapshot is not None:
             self.checkpoints = [without_memory(each) for each in self.checkpoints]
-        everything = [*self.checkpoints, kept]
+        everything = [*self.checkpoints, stored]
         too_old = max(len(everything) - history, 0)
         with_memory = [each for each in everything[:too_old] if each.l1_snapshot is not None]
         self.checkpoints, self.seq = with_memory + everything[too_old:], seq
@@ -157,17 +157,17 @@ class TaskRow:
     retry_count: int = 0
 
     @property
-    def early(self) -> bool:
+    def is_early_cancel(self) -> bool:
         """Whether this is the tombstone of a cancel that came before its request; its requester is the canceller."""
         return self.state is TaskState.CANCELLED and self.fence == 0 and self.requester.reply_to is None
 
     @property
-    def current(self) -> list[CallRow]:
+    def current_calls(self) -> list[CallRow]:
         """The calls of this generation, in call order."""
         return [call for call in self.calls.values() if call.generation == self.generation]
 
     @property
-    def pending(self) -> list[CallRow]:
+    def pending_calls(self) -> list[CallRow]:
         """The calls without an outcome, in call order."""
         return [call for call in self.calls.values() if call.state is CallState.PENDING]
 
@@ -176,7 +176,7 @@ class TaskRow:
         """When this task is next due."""
         if self.state is not TaskState.WAITING:
             return self.due_at
-        deadlines = [call.due_at for call in self.pending]
+        deadlines = [call.due_at for call in self.pending_calls]
         return min([*deadlines, self.join_deadline] if self.join_deadline else deadlines, default=self.due_at)
 
     @property
@@ -193,28 +193,28 @@ class TaskRow:
         """Whether `replica` may run the task: before its first pause there is no state to read."""
         return self.agent == replica.agent and (self.generation == 0 or self.state_format in replica.formats)
 
-    def record(self, call: CallRow, outcome: Outcome, claim_id: RunId | None) -> None:
+    def record_outcome(self, call: CallRow, outcome: Outcome, claim_id: RunId | None) -> None:
         """Give `call` its outcome and count it."""
         call.outcome, call.claim_id, call.state = encode_outcome(outcome), claim_id, CallState.DONE
         self.completed += 1
         self.succeeded += not isinstance(outcome, Failed)
 
     @property
-    def met(self) -> bool:
+    def is_join_met(self) -> bool:
         """Whether the outcomes that are there meet the join."""
         return self.join.met(total=self.expected, completed=self.completed, succeeded=self.succeeded)
 
-    def forget_done_calls(self) -> None:
+    def delete_done_calls(self) -> None:
         """Drop the calls that nobody needs any more; a cancel that is still to be sent stays."""
         self.calls = {key: call for key, call in self.calls.items() if call.state is CallState.CANCELLING}
 
-    def set_cancels_apart(self) -> None:
+    def detach_cancels(self) -> None:
         """Keep only the cancels that are still to be sent, as those of no pause."""
         self.calls = {key: call for key, call in self.calls.items() if call.state is CallState.CANCELLING}
         for call in self.calls.values():
             call.generation = -1
 
-    def dispatch(self, call: CallRow) -> Dispatch:
+    def to_dispatch(self, call: CallRow) -> Dispatch:
         """The request of `call`, to be sent."""
         return Dispatch(
             self.agent,
@@ -228,26 +228,32 @@ class TaskRow:
             call.sends,
         )
 
-    def notice(self, call: CallRow) -> CancelNotice:
+    def to_cancel_notice(self, call: CallRow) -> CancelNotice:
         """The cancel of `call`, to be sent."""
         return CancelNotice(self.agent, self.task_id, call.sub_task_id, call.peer)
 
-    def known(self, reply: Reply | None) -> Known:
+    def to_existing_task(self, reply: Reply | None) -> Known:
         """The task as a repeated request sees it."""
         requester = self.requester.app_id
         return Known(
-            self.task_id, self.agent, self.state, reply, requester=requester, digest=self.digest, early=self.early
+            self.task_id,
+            self.agent,
+            self.state,
+            reply,
+            requester=requester,
+            digest=self.digest,
+            early=self.is_early_cancel,
         )
 
-    def reply_at(self, now: datetime) -> Reply:
+    def to_reply(self, now: datetime) -> Reply:
         """The reply of an ended task."""
         age = now - self.ended_at if self.ended_at else timedelta()
         return Reply(self.agent, self.task_id, self.state, self.reply, self.requester, age, fence=self.fence)
 
-    def resumable(self) -> Resumable:
+    def to_resumable(self) -> Resumable:
         """The task as its new owner reads it."""
         outcomes = tuple(
-            (c.call_id, c.peer, decode_outcome(c.outcome)) for c in self.current if c.outcome is not None
+            (c.call_id, c.peer, decode_outcome(c.outcome)) for c in self.current_calls if c.outcome is not None
         )
         context: Checkpoint = json.loads(self.context)
         return Resumable(
@@ -268,11 +274,11 @@ class TaskRow:
         )
 
 
-_FEW = 1_000
+_MAX_STALE_ENTRIES = 1_000
 """Stale tombstone entries allowed before a clean-up."""
 
 
-_MOST_RESUMABLE = 100
+_MAX_RESUMABLE = 100
 """Failed operations, and archived ones, that a process keeps with their checkpoints."""
 
 
@@ -282,15 +288,15 @@ class Tables:
     A tombstone whose end was moved, or which is none any more, stands there once more or in vain.
 
     With `ended_kept`, a task is forgotten when its outcome is confirmed. Only the requesters and input digests of the
-    last ones are kept, in `over`. As many early cancels are kept, and `_MOST_RESUMABLE` failed operations. The oldest
+    last ones are kept, in `over`. As many early cancels are kept, and `_MAX_RESUMABLE` failed operations. The oldest
     are forgotten first: the request of a forgotten cancel runs, and a forgotten operation cannot be resumed.
     """
 
-    def __init__(self, clock: Clock, timings: StoreTimings, ended_kept: int | None = None) -> None:
-        self.clock, self.timings, self._ended_kept = clock, timings, ended_kept
-        self.early: dict[TaskId, TaskRow] = {}
+    def __init__(self, clock: Clock, timings: StoreTimings, max_ended: int | None = None) -> None:
+        self.clock, self.timings, self._max_ended = clock, timings, max_ended
+        self.early_cancels: dict[TaskId, TaskRow] = {}
         self.resumable: dict[TaskId, TaskRow] = {}
-        self.over: dict[TaskId, Known] = {}
+        self.recently_ended: dict[TaskId, Known] = {}
         self.tasks: dict[TaskId, TaskRow] = {}
         self.live: dict[TaskId, TaskRow] = {}
         self.sending: dict[TaskId, TaskRow] = {}
@@ -304,65 +310,69 @@ class Tables:
         for index, belongs in (
             (self.live, not row.state.ended),
             (self.sending, row.unsent),
-            (self.early, row.early),
-            (self.resumable, row.state.ended and _resumable(row)),
+            (self.early_cancels, row.is_early_cancel),
+            (self.resumable, row.state.ended and _is_resumable(row)),
         ):
             if belongs:
                 index[row.task_id] = row
             else:
                 index.pop(row.task_id, None)
-        if self._ended_kept is not None:
-            self._forget_oldest(self.early, self._ended_kept)
-            self._forget_oldest(self.resumable, _MOST_RESUMABLE)
+        if self._max_ended is not None:
+            self._forget_oldest(self.early_cancels, self._max_ended)
+            self._forget_oldest(self.resumable, _MAX_RESUMABLE)
 
     def remove(self, row: TaskRow) -> None:
         """Delete a row that nobody needs."""
-        for index in (self.tasks, self.live, self.sending, self.early, self.resumable):
+        for index in (self.tasks, self.live, self.sending, self.early_cancels, self.resumable):
             index.pop(row.task_id, None)
-        if len(self.tombstones) > 2 * len(self.tasks) + _FEW:
+        if len(self.tombstones) > 2 * len(self.tasks) + _MAX_STALE_ENTRIES:
             self.tombstones = [each for each in self.tombstones if each[1] in self.tasks]
             heapq.heapify(self.tombstones)
 
-    def store_away(self, row: TaskRow, checkpoints: list[AgentCheckpoint]) -> None:
+    def archive_checkpoints(self, row: TaskRow, checkpoints: list[AgentCheckpoint]) -> None:
         """Put the checkpoints of a completed operation into the archive."""
         self.archive[row.task_id] = checkpoints
-        if self._ended_kept is not None and len(self.archive) > _MOST_RESUMABLE:
+        if self._max_ended is not None and len(self.archive) > _MAX_RESUMABLE:
             del self.archive[next(iter(self.archive))]
 
-    def forget_if_over(self, row: TaskRow) -> None:
+    def forget_if_finished(self, row: TaskRow) -> None:
         """Forget a task that needs no further work."""
-        if self._ended_kept is not None and row.state.ended and not (row.unsent or row.early or _resumable(row)):
+        if (
+            self._max_ended is not None
+            and row.state.ended
+            and not (row.unsent or row.is_early_cancel or _is_resumable(row))
+        ):
             self._forget(row)
 
-    def _forget_oldest(self, index: dict[TaskId, TaskRow], most: int) -> None:
-        if len(index) > most and (oldest := next((row for row in index.values() if not row.unsent), None)):
+    def _forget_oldest(self, index: dict[TaskId, TaskRow], limit: int) -> None:
+        if len(index) > limit and (oldest := next((row for row in index.values() if not row.unsent), None)):
             self._forget(oldest)
 
     def _forget(self, row: TaskRow) -> None:
-        assert self._ended_kept is not None
+        assert self._max_ended is not None
         self.remove(row)
-        if not row.early:
-            self.over[row.task_id] = row.known(None)
-        if len(self.over) > self._ended_kept:
-            del self.over[next(iter(self.over))]
+        if not row.is_early_cancel:
+            self.recently_ended[row.task_id] = row.to_existing_task(None)
+        if len(self.recently_ended) > self._max_ended:
+            del self.recently_ended[next(iter(self.recently_ended))]
 
-    def known(self, task_id: TaskId) -> Known | None:
+    def find_existing(self, task_id: TaskId) -> Known | None:
         """The task as far as it is known, or `None`."""
         row = self.tasks.get(task_id)
         if row is None:
-            return self.over.get(task_id)
-        return row.known(row.reply_at(self.clock.now()) if row.state.ended else None)
+            return self.recently_ended.get(task_id)
+        return row.to_existing_task(row.to_reply(self.clock.now()) if row.state.ended else None)
 
-    def own(self, row: TaskRow, replica: Replica, run_id: RunId) -> Resumable:
+    def assign_owner(self, row: TaskRow, replica: Replica, run_id: RunId) -> Resumable:
         """Make `replica` the owner of `row`: whoever had it before is fenced from now on."""
         row.state, row.owner, row.run_id = TaskState.RUNNING, replica.id, run_id
         row.fence += 1
         row.attempt = max(row.attempt, 1)
         row.due_at = self.clock.now() + replica.lease
         self.put(row)
-        return row.resumable()
+        return row.to_resumable()
 
-    def entomb(
+    def write_tombstone(
         self, row: TaskRow, state: TaskState, run_id: RunId, reply: bytes, dead_reason: str | None = None
     ) -> None:
         """End the task: only its reply, and cancels still to be sent, remain until it expires."""
@@ -371,26 +381,26 @@ class Tables:
         row.due_at = self.expiry(row)
         row.reply_sent, row.send_at = row.requester.reply_to is None, now + self.timings.dispatch_lease
         row.context, row.body, row.dead_reason = "{}", b"", dead_reason
-        row.request = row.request if dead_reason or _resumable(row) else None
+        row.request = row.request if dead_reason or _is_resumable(row) else None
         row.completed = row.succeeded = row.expected = 0
-        row.forget_done_calls()
+        row.delete_done_calls()
         heapq.heappush(self.tombstones, (row.due_at, row.task_id))
         self.put(row)
 
-    def keep_reply(self, wish: KeepReply) -> None:
+    def store_reply(self, command: KeepReply) -> None:
         """Insert a tombstone with a due reply, for a task without a row."""
-        now, reply = self.clock.now(), wish.reply
-        row = TaskRow(reply.task_id, reply.agent, wish.run_id, reply.requester, reply.state, now, now)
-        row.fence, row.reply, row.ended_at, row.digest = 0, reply.body, now, wish.digest
+        now, reply = self.clock.now(), command.reply
+        row = TaskRow(reply.task_id, reply.agent, command.run_id, reply.requester, reply.state, now, now)
+        row.fence, row.reply, row.ended_at, row.digest = 0, reply.body, now, command.digest
         row.send_at = now + self.timings.dispatch_lease
-        row.due_at = self.expiry(row) if wish.keep is None else now + wish.keep
+        row.due_at = self.expiry(row) if command.keep is None else now + command.keep
         heapq.heappush(self.tombstones, (row.due_at, row.task_id))
         self.put(row)
 
-    def reply_again(self, row: TaskRow, requester: Requester) -> None:
+    def make_reply_due(self, row: TaskRow, requester: Requester) -> None:
         """Make the reply of an ended task due again, for `requester`."""
-        known = row.requester
-        row.requester = replace(requester, deadline=known.deadline, idle_timeout=known.idle_timeout)
+        previous = row.requester
+        row.requester = replace(requester, deadline=previous.deadline, idle_timeout=previous.idle_timeout)
         row.reply_sent, row.sends, row.send_at = False, 1, self.clock.now() + self.timings.dispatch_lease
         self.put(row)
 
@@ -401,8 +411,8 @@ class Tables:
         tombstone = max(row.ended_at, row.requester.deadline or row.ended_at) + self.timings.tombstone_ttl
         if row.operation is not None and row.operation.preserve:
             return FAR_FUTURE
-        return max(tombstone, row.ended_at + self.timings.checkpoint_ttl) if _resumable(row) else tombstone
+        return max(tombstone, row.ended_at + self.timings.checkpoint_ttl) if _is_resumable(row) else tombstone
 
 
-def _resumable(row: TaskRow) -> bool:
+def _is_resumable(row: TaskRow) -> bool:
     return row.operation is not None and row.state is not TaskState.COMPLETED

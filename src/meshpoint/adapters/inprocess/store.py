@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from meshpoint.adapters.inprocess.due import MemoryDueWork
-from meshpoint.adapters.inprocess.operations import MemoryOperations
-from meshpoint.adapters.inprocess.outbox import MemoryCatalog, MemoryOutbox
+from meshpoint.adapters.inprocess.due import InProcessDueWork
+from meshpoint.adapters.inprocess.operations import InProcessOperations
+from meshpoint.adapters.inprocess.outbox import InProcessCatalog, InProcessOutbox
 from meshpoint.adapters.inprocess.rows import Tables
-from meshpoint.adapters.inprocess.transitions import MemoryTransitions
+from meshpoint.adapters.inprocess.transitions import InProcessTransitions
 from meshpoint.ports.clock import Clock
 from meshpoint.ports.task_store import StoreTimings
 
 
-class MemoryCheckpointStore(MemoryTransitions, MemoryDueWork, MemoryOutbox, MemoryCatalog, MemoryOperations):
+class InProcessStore(InProcessTransitions, InProcessDueWork, InProcessOutbox, InProcessCatalog, InProcessOperations):
     """A `meshpoint.ports.task_store.CheckpointStore` whose tasks end with the process.
 
     No method awaits anything: each runs to its end before another task of the event loop can look, so none can
@@ -24,8 +24,8 @@ class MemoryCheckpointStore(MemoryTransitions, MemoryDueWork, MemoryOutbox, Memo
     and not answered again.
     """
 
-    def __init__(self, clock: Clock, *, timings: StoreTimings, ended_kept: int | None = None) -> None:
-        super().__init__(Tables(clock, timings, ended_kept))
+    def __init__(self, clock: Clock, *, timings: StoreTimings, max_ended: int | None = None) -> None:
+        super().__init__(Tables(clock, timings, max_ended))
 
     @property
     def durable(self) -> bool:

@@ -11,9 +11,9 @@ from dataclasses import replace
 from datetime import datetime
 from typing import assert_never
 
-from meshpoint.adapters.inprocess.joins import answer_again, go_on
-from meshpoint.adapters.inprocess.operations import close, save
-from meshpoint.adapters.inprocess.rows import CallRow, OperationRow, Tables, TaskRow, keep_alive_at
+from meshpoint.adapters.inprocess.joins import continue_task, repeated_result
+from meshpoint.adapters.inprocess.operations import close_operation, save_checkpoint
+from meshpoint.adapters.inprocess.rows import CallRow, OperationRow, Tables, TaskRow, next_keep_alive_at
 from meshpoint.errors import AgentMisbehaved
 from meshpoint.model.checkpoint import (
     MOST_OF_A_ROW,
@@ -61,7 +61,7 @@ from meshpoint.model.outcomes import FailureKind
 from meshpoint.model.requesters import binds, same_requester, with_canceller
 
 
-class MemoryTransitions:
+class InProcessTransitions:
     """`meshpoint.ports.task_store.Transitions` in memory."""
 
     def __init__(self, tables: Tables) -> None:
@@ -69,7 +69,7 @@ class MemoryTransitions:
 
     async def lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, Known]:
         """The rows that exist, by id."""
-        found = [self._tables.known(task_id) for task_id in task_ids]
+        found = [self._tables.find_existing(task_id) for task_id in task_ids]
         return {known.task_id: known for known in found if known is not None}
 
     async def begin(self, begins: Sequence[Begin]) -> list[BeginResult]:
@@ -84,7 +84,7 @@ class MemoryTransitions:
         """Record outcomes, and take the tasks whose join they meet."""
         arrivals: list[Arrival] = []
         for claim in claims:
-            arrival = self._claim(claim, replica, slots)
+            arrival = self._claim_response(claim, replica, slots)
             slots -= isinstance(arrival, AllArrived)
             arrivals.append(arrival)
         return arrivals
@@ -105,7 +105,7 @@ class MemoryTransitions:
         """The requests of calls, as sent."""
         rows = [(self._tables.tasks.get(task_id), sub_task_id) for task_id, sub_task_id in calls]
         found = [(row, None if row is None else row.calls.get(sub_task_id)) for row, sub_task_id in rows]
-        return [None if row is None or call is None else row.dispatch(call) for row, call in found]
+        return [None if row is None or call is None else row.to_dispatch(call) for row, call in found]
 
     async def progress(self, updates: Sequence[Progress]) -> list[ProgressNoted | None]:
         """Extend idle deadlines."""
@@ -113,13 +113,13 @@ class MemoryTransitions:
 
     def _begin(self, begin: Begin) -> BeginResult:
         tables, run = self._tables, begin.run
-        row = self._row_for(run, begin.requester)
+        row = self._row_of_run(run, begin.requester)
         if row is not None:
             if _is_cancelled(row, run, begin.requester):
                 return CancelFound(None)
-            itself = (row.run_id, row.fence, row.generation) == (run.id, 1, 0)
+            is_repeat = (row.run_id, row.fence, row.generation) == (run.id, 1, 0)
             queued = row.state is TaskState.READY and row.attempt == 0
-            return Begun(row.run, queued) if itself and (queued or row.state is TaskState.RUNNING) else Fenced()
+            return Begun(row.run, queued) if is_repeat and (queued or row.state is TaskState.RUNNING) else Fenced()
         now = tables.clock.now()
         row = TaskRow(
             run.task_id, run.agent, run.id, begin.requester, TaskState.RUNNING, now, now + begin.replica.lease
@@ -133,10 +133,10 @@ class MemoryTransitions:
         tables.put(row)
         return Begun(row.run, begin.queued)
 
-    def _row_for(self, run: Run, requester: Requester) -> TaskRow | None:
+    def _row_of_run(self, run: Run, requester: Requester) -> TaskRow | None:
         """The task's row, ignoring an early cancel that does not apply to this first run."""
         row = self._tables.tasks.get(run.task_id)
-        if row is None or run.fence > 0 or not row.early:
+        if row is None or run.fence > 0 or not row.is_early_cancel:
             return row
         if row.agent == run.agent and binds(row.requester.app_id, requester.app_id):
             return row
@@ -144,10 +144,10 @@ class MemoryTransitions:
 
     def _pause(self, pause: Pause) -> PauseResult:
         tables, run, now = self._tables, pause.run, self._tables.clock.now()
-        row = self._row_for(run, pause.requester)
-        refused = _refuse_pause(row, pause)
-        if refused is not None:
-            return refused
+        row = self._row_of_run(run, pause.requester)
+        early_result = _check_pause(row, pause)
+        if early_result is not None:
+            return early_result
         if pause.requester.deadline is not None and pause.requester.deadline <= now:
             return PastDeadline()
         context = json.dumps(pause.context)
@@ -160,9 +160,9 @@ class MemoryTransitions:
         if row.operation is not None:
             row.operation.children += pause.children
             if pause.checkpoint is not None and pause.checkpoint.seq > row.operation.seq:
-                save(tables, row.operation, pause.checkpoint, pause.checkpoint.seq)
+                save_checkpoint(tables, row.operation, pause.checkpoint, pause.checkpoint.seq)
         tables.put(row)
-        return _committed(row)
+        return _committed_pause(row)
 
     def _write_checkpoint(self, row: TaskRow, pause: Pause, context: str, now: datetime) -> None:
         row.run_id, row.owner = pause.run.id, None
@@ -172,16 +172,16 @@ class MemoryTransitions:
         row.state, row.join, row.dead_reason = TaskState.WAITING, pause.join, None
         row.join_deadline = now + pause.join.deadline if pause.join.deadline else None
         row.expected, row.completed, row.succeeded = len(pause.calls), 0, 0
-        row.keep_alive_at = keep_alive_at(row.requester, now)
-        row.forget_done_calls()
+        row.keep_alive_at = next_keep_alive_at(row.requester, now)
+        row.delete_done_calls()
         for planned in pause.calls:
-            call = row.calls[planned.sub_task_id] = self._call(planned, row, now)
+            call = row.calls[planned.sub_task_id] = self._call_row(planned, row, now)
             if planned.outcome is not None:
-                row.record(call, planned.outcome, None)
-        if row.met:
+                row.record_outcome(call, planned.outcome, None)
+        if row.is_join_met:
             row.state = TaskState.READY  # failures alone meet a join only when no call is left
 
-    def _call(self, planned: PlannedCall, row: TaskRow, now: datetime) -> CallRow:
+    def _call_row(self, planned: PlannedCall, row: TaskRow, now: datetime) -> CallRow:
         deadline = min(now + planned.timeout, row.requester.deadline or now + planned.timeout)
         idle = planned.idle_timeout
         return CallRow(
@@ -197,7 +197,7 @@ class MemoryTransitions:
             idle_timeout=idle,
         )
 
-    def _claim(self, claim: Claim, replica: Replica, slots: int) -> Arrival:
+    def _claim_response(self, claim: Claim, replica: Replica, slots: int) -> Arrival:
         task_id, sub_task_id = claim.task_id, claim.sub_task_id
         row = self._tables.tasks.get(task_id)
         call = row.calls.get(sub_task_id) if row else None
@@ -207,26 +207,26 @@ class MemoryTransitions:
             return WrongSender(task_id, sub_task_id, call.peer)
         if call.state is not CallState.PENDING:
             return (
-                answer_again(row, call, claim, replica)
+                repeated_result(row, call, claim, replica)
                 if call.claim_id == claim.id
                 else Duplicate(task_id, sub_task_id)
             )
-        row.record(call, claim.outcome, claim.id)
-        if not row.met:
+        row.record_outcome(call, claim.outcome, claim.id)
+        if not row.is_join_met:
             self._tables.put(row)
             return StillWaiting(task_id, sub_task_id)
-        return go_on(self._tables, row, call, replica, run_id=claim.id, slots=slots)
+        return continue_task(self._tables, row, call, replica, run_id=claim.id, slots=slots)
 
     def _end(self, end: End) -> EndResult:
         row, run = self._tables.tasks.get(end.run.task_id), end.run
         if row is None or row.fence != run.fence:
             return Fenced()
         if row.state is TaskState.RUNNING:
-            close(self._tables, row, end.state, end.reason or end.dead_reason, end.checkpoint)
-            self._tables.entomb(row, end.state, run.id, end.reply, end.dead_reason)
+            close_operation(self._tables, row, end.state, end.reason or end.dead_reason, end.checkpoint)
+            self._tables.write_tombstone(row, end.state, run.id, end.reply, end.dead_reason)
         elif not row.state.ended or row.run_id != run.id:
             return Fenced()
-        return Ended(row.reply_at(self._tables.clock.now()))
+        return Ended(row.to_reply(self._tables.clock.now()))
 
     def _release(self, release: Release) -> bool:
         row, run, now = self._tables.live.get(release.run.task_id), release.run, self._tables.clock.now()
@@ -250,32 +250,32 @@ class MemoryTransitions:
             canceller = Requester(app_id=cancel.sender)
             row = TaskRow(cancel.task_id, cancel.agent, cancel.run_id, canceller, TaskState.CANCELLED, now, now)
             row.fence = 0  # no run ever owned it
-            tables.entomb(row, TaskState.CANCELLED, cancel.run_id, cancel.reply)
+            tables.write_tombstone(row, TaskState.CANCELLED, cancel.run_id, cancel.reply)
             return CancelBeforeRequest()
         if row.agent != cancel.agent:  # this agent has no such task
             return CancelBeforeRequest()
-        if row.early:
-            return _cancel_again(row, cancel, now)
+        if row.is_early_cancel:
+            return _repeat_cancel(row, cancel, now)
         if cancel.sender not in {None, cancel.agent} and not same_requester(row.requester.app_id, cancel.sender):
             if row.state is TaskState.CANCELLED:
-                return CancelTooLate(row.reply_at(now))
+                return CancelTooLate(row.to_reply(now))
             requested = row.state is TaskState.RUNNING and row.cancel_requested
             return CancelRequested(row.owner) if requested else CancelRefused()
         if cancel.parent is not None and row.requester.parent_task_id not in {None, cancel.parent}:
             return CancelStale()
         match row.state:
             case TaskState.COMPLETED | TaskState.FAILED | TaskState.CANCELLED:
-                return CancelTooLate(row.reply_at(now))
+                return CancelTooLate(row.to_reply(now))
             case TaskState.RUNNING:
                 row.cancel_requested = True
                 return CancelRequested(row.owner)
             case TaskState.WAITING | TaskState.READY | TaskState.PARKED:
-                closed = row.pending
+                closed = row.pending_calls
                 for call in closed:
                     call.close(FailureKind.CANCELLED, "the task was cancelled", now + tables.timings.dispatch_lease)
-                close(tables, row, TaskState.CANCELLED, "cancelled on request")
-                tables.entomb(row, TaskState.CANCELLED, cancel.run_id, cancel.reply)
-                return CancelledNow(row.reply_at(now), tuple(row.notice(call) for call in closed))
+                close_operation(tables, row, TaskState.CANCELLED, "cancelled on request")
+                tables.write_tombstone(row, TaskState.CANCELLED, cancel.run_id, cancel.reply)
+                return CancelledNow(row.to_reply(now), tuple(row.to_cancel_notice(call) for call in closed))
         assert_never(row.state)
 
     def _progress(self, update: Progress) -> ProgressNoted | None:
@@ -290,7 +290,7 @@ class MemoryTransitions:
         return ProgressNoted(row.task_id, row.requester)
 
 
-def _refuse_pause(row: TaskRow | None, pause: Pause) -> PauseResult | None:
+def _check_pause(row: TaskRow | None, pause: Pause) -> PauseResult | None:
     """Why `pause` may not be written over `row`, or what it has committed already."""
     run = pause.run
     if row is None:
@@ -298,8 +298,8 @@ def _refuse_pause(row: TaskRow | None, pause: Pause) -> PauseResult | None:
     if _is_cancelled(row, run, pause.requester):
         return CancelFound(None)
     if row.state in {TaskState.WAITING, TaskState.READY}:
-        itself = (row.run_id, row.fence, row.generation) == (run.id, max(run.fence, 1), run.generation + 1)
-        return _committed(row) if itself else Fenced()
+        is_repeat = (row.run_id, row.fence, row.generation) == (run.id, max(run.fence, 1), run.generation + 1)
+        return _committed_pause(row) if is_repeat else Fenced()
     if row.state is not TaskState.RUNNING or row.fence != run.fence:
         return Fenced()
     if row.operation is None and pause.checkpoint is not None:  # which only an operation has
@@ -312,18 +312,18 @@ def _is_cancelled(row: TaskRow, run: Run, requester: Requester) -> bool:
     if row.state is not TaskState.CANCELLED:
         return False
     same = row.agent == run.agent and same_requester(row.requester.app_id, requester.app_id)
-    return run.fence > 0 or row.early or same
+    return run.fence > 0 or row.is_early_cancel or same
 
 
-def _cancel_again(row: TaskRow, cancel: Cancel, now: datetime) -> CancelResult:
+def _repeat_cancel(row: TaskRow, cancel: Cancel, now: datetime) -> CancelResult:
     """Record another cancel that comes before the request."""
-    before = row.requester.app_id
-    row.requester = replace(row.requester, app_id=with_canceller(before, cancel.sender))
-    if row.requester.app_id != before or row.run_id == cancel.run_id:  # its broadcast may be unsent
+    previous = row.requester.app_id
+    row.requester = replace(row.requester, app_id=with_canceller(previous, cancel.sender))
+    if row.requester.app_id != previous or row.run_id == cancel.run_id:  # its broadcast may be unsent
         return CancelBeforeRequest()
-    return CancelTooLate(row.reply_at(now))
+    return CancelTooLate(row.to_reply(now))
 
 
-def _committed(row: TaskRow) -> Committed:
-    unsent = [call for call in row.pending if call.dispatched_at is None]
-    return Committed(row.state, tuple(replace(row.dispatch(call), attempt=1) for call in unsent))
+def _committed_pause(row: TaskRow) -> Committed:
+    unsent = [call for call in row.pending_calls if call.dispatched_at is None]
+    return Committed(row.state, tuple(replace(row.to_dispatch(call), attempt=1) for call in unsent))

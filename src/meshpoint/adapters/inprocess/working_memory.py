@@ -25,7 +25,7 @@ class _Memory:
     keys: Keyspace
 
 
-class LocalWorkingMemory:
+class InProcessWorkingMemory:
     """A `meshpoint.ports.working_memory.WorkingMemory` that ends with the process.
 
     No method awaits anything: each runs to its end before another task of the event loop can look. A memory stays
@@ -53,19 +53,19 @@ class LocalWorkingMemory:
             MemoryLost: it has no owner, or an earlier one, or is older than `seen`.
             MemoryRefused: a command does not fit what its key holds. Those before it are done.
         """
-        memory, now = self._owned(owner, seen), self._now()
+        memory, now = self._require_owned(owner, seen), self._now_ms()
         if any(command.writes for command in commands):
-            _unchanged(owner, memory, seen or memory.version)
+            _require_unchanged(owner, memory, seen or memory.version)
             memory.version = next(self._versions)
-        return memory.version, [memory.keys.do(command, now) for command in commands]
+        return memory.version, [memory.keys.execute(command, now) for command in commands]
 
     async def keys(self, owner: Owner, *, seen: int = 0) -> list[str]:
         """The keys that are there. Raises as `execute`."""
-        return self._owned(owner, seen).keys.keys(self._now())
+        return self._require_owned(owner, seen).keys.keys(self._now_ms())
 
     async def read(self, agent_id: str) -> Held:
         """A copy of all that is there."""
-        memory, now = self._memories.get(agent_id), self._now()
+        memory, now = self._memories.get(agent_id), self._now_ms()
         if memory is None:
             return Held((), 0, now)
         return Held(memory.keys.items(now), memory.version, now, memory.run_id, memory.fence)
@@ -76,7 +76,7 @@ class LocalWorkingMemory:
         Raises:
             MemoryFenced: its owner has a higher fence.
         """
-        memory = self._not_fenced(owner)
+        memory = self._unless_fenced(owner)
         if memory is None or memory.version != version:
             return False
         memory.run_id, memory.fence = owner.run_id, owner.fence
@@ -90,9 +90,9 @@ class LocalWorkingMemory:
         Raises:
             MemoryFenced: its owner has a higher fence.
         """
-        there = self._memories.get(owner.agent_id) if force else self._not_fenced(owner)
-        if there is not None and there.run_id == owner.run_id and seen is not None:
-            _unchanged(owner, there, seen)
+        existing = self._memories.get(owner.agent_id) if force else self._unless_fenced(owner)
+        if existing is not None and existing.run_id == owner.run_id and seen is not None:
+            _require_unchanged(owner, existing, seen)
         version = next(self._versions)
         self._memories[owner.agent_id] = _Memory(owner.run_id, owner.fence, version, Keyspace(items))
         return await self.read(owner.agent_id)
@@ -109,32 +109,32 @@ class LocalWorkingMemory:
     async def close(self) -> None:
         """Nothing to release; memories stay until the object goes."""
 
-    def _owned(self, owner: Owner, seen: int) -> _Memory:
+    def _require_owned(self, owner: Owner, seen: int) -> _Memory:
         memory = self._memories.get(owner.agent_id)
         if memory is None or (memory.run_id != owner.run_id and memory.fence < owner.fence):
             raise MemoryLost(f"working memory {owner.agent_id}: nothing is there")
         if memory.run_id != owner.run_id or memory.fence > owner.fence:
-            raise _fenced(owner, memory)
+            raise _fenced_error(owner, memory)
         if memory.version < seen:
             raise MemoryLost(f"working memory {owner.agent_id}: it is older than it was")
         return memory
 
-    def _not_fenced(self, owner: Owner) -> _Memory | None:
+    def _unless_fenced(self, owner: Owner) -> _Memory | None:
         memory = self._memories.get(owner.agent_id)
         if memory is not None and memory.fence > owner.fence:
-            raise _fenced(owner, memory)
+            raise _fenced_error(owner, memory)
         return memory
 
-    def _now(self) -> int:
+    def _now_ms(self) -> int:
         return (self._clock.now() - _EPOCH) // _MILLISECOND
 
 
-def _unchanged(owner: Owner, memory: _Memory, seen: int) -> None:
+def _require_unchanged(owner: Owner, memory: _Memory, seen: int) -> None:
     if memory.version != seen:
         raise MemoryUnavailable(f"working memory {owner.agent_id}: it has changed since it was looked at")
 
 
-def _fenced(owner: Owner, memory: _Memory) -> MemoryFenced:
+def _fenced_error(owner: Owner, memory: _Memory) -> MemoryFenced:
     return MemoryFenced(
         f"working memory {owner.agent_id}: run {memory.run_id} with fence {memory.fence} has it, "
         f"not run {owner.run_id} with fence {owner.fence}"

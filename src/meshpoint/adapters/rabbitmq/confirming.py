@@ -7,26 +7,32 @@ from dataclasses import dataclass
 
 from aiormq.exceptions import ChannelInvalidStateError
 
-from meshpoint.adapters.rabbitmq.connection import WiredChannel
+from meshpoint.adapters.rabbitmq.connection import OpenChannel
 from meshpoint.adapters.rabbitmq.content import decode
-from meshpoint.adapters.rabbitmq.frames import Confirms, Returned, body_room, published, short_string
+from meshpoint.adapters.rabbitmq.frames import (
+    ConfirmHandler,
+    ReturnedMessage,
+    encode_publish,
+    max_frame_payload,
+    short_string,
+)
 from meshpoint.ports.broker import Published
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class OutboundMessage:
     """One message, encoded for the wire."""
 
-    key: bytes
+    routing_key: bytes
     message_id: str | None
     properties: bytes
     body: bytes
 
 
 @dataclass(slots=True)
-class _Open:
-    parcel: Parcel
-    word: asyncio.Future[Published]
+class _Unconfirmed:
+    message: OutboundMessage
+    confirmation: asyncio.Future[Published]
     returned: bool = False
 
 
@@ -36,67 +42,75 @@ class ConfirmingChannel:
     The broker returns an unroutable message before it confirms it, in publishing order.
     """
 
-    def __init__(self, wired: WiredChannel, exchange: str) -> None:
-        self.wired = wired
-        self._number = wired.channel.number
+    def __init__(self, opened: OpenChannel, exchange: str) -> None:
+        self.opened = opened
+        self._number = opened.channel.number
         self._exchange = short_string(exchange)
-        self.room = body_room(wired.channel.connection.connection_tune.frame_max or 0)
-        self._sent = 0
-        self._open: dict[int, _Open] = {}
-        self._closed_by: BaseException | None = None
-        self._shut = False
-        self._confirms = Confirms(self._confirmed, self._returned)
-        wired.wire.take(self._number, self._confirms)
-        wired.channel.closing.add_done_callback(self._closed)
+        self.max_payload = max_frame_payload(opened.channel.connection.connection_tune.frame_max or 0)
+        self._last_tag = 0
+        self._unconfirmed: dict[int, _Unconfirmed] = {}
+        self._close_error: BaseException | None = None
+        self._stopped = False
+        self._confirm_handler = ConfirmHandler(self._on_confirm, self._on_return)
+        opened.transport.route(self._number, self._confirm_handler)
+        opened.channel.closing.add_done_callback(self._on_closed)
 
     @property
     def usable(self) -> bool:
         """Whether the channel is open, as far as this process knows."""
-        return self._closed_by is None and not (self._shut or self._confirms.closed) and self.wired.usable
-
-    def shut(self) -> None:
-        """Stop sending; the channel is about to be closed."""
-        self._shut = True
-
-    def send(self, parcel: Parcel) -> asyncio.Future[Published]:
-        """Send `parcel`. The future gets the broker's answer, or the exception that closed the channel."""
-        word: asyncio.Future[Published] = asyncio.get_running_loop().create_future()
-        if not self.usable:
-            word.set_exception(self._closed_by or ChannelInvalidStateError("the channel is closed"))
-            return word
-        self._sent += 1
-        self._open[self._sent] = _Open(parcel, word)
-        self.wired.wire.write(
-            published(self._number, self._exchange, parcel.key, parcel.properties, parcel.body, self.room)
+        return (
+            self._close_error is None and not (self._stopped or self._confirm_handler.closed) and self.opened.usable
         )
-        return word
 
-    def _confirmed(self, delivery_tag: int, multiple: bool, accepted: bool) -> None:
+    def stop_sending(self) -> None:
+        """Stop sending; the channel is about to be closed."""
+        self._stopped = True
+
+    def send(self, message: OutboundMessage) -> asyncio.Future[Published]:
+        """Send `parcel`. The future gets the broker's answer, or the exception that closed the channel."""
+        confirmation: asyncio.Future[Published] = asyncio.get_running_loop().create_future()
+        if not self.usable:
+            confirmation.set_exception(self._close_error or ChannelInvalidStateError("the channel is closed"))
+            return confirmation
+        self._last_tag += 1
+        self._unconfirmed[self._last_tag] = _Unconfirmed(message, confirmation)
+        self.opened.transport.write(
+            encode_publish(
+                self._number, self._exchange, message.routing_key, message.properties, message.body, self.max_payload
+            )
+        )
+        return confirmation
+
+    def _on_confirm(self, delivery_tag: int, multiple: bool, accepted: bool) -> None:
         if multiple:
-            tags = [tag for tag in self._open if tag <= delivery_tag]
+            tags = [tag for tag in self._unconfirmed if tag <= delivery_tag]
         else:
-            tags = [delivery_tag] if delivery_tag in self._open else []
+            tags = [delivery_tag] if delivery_tag in self._unconfirmed else []
         for tag in tags:
-            one = self._open.pop(tag)
-            if not one.word.done():
-                sent = Published.UNROUTABLE if one.returned else Published.ACCEPTED
-                one.word.set_result(sent if accepted else Published.OVERLOADED)
+            entry = self._unconfirmed.pop(tag)
+            if not entry.confirmation.done():
+                sent = Published.UNROUTABLE if entry.returned else Published.ACCEPTED
+                entry.confirmation.set_result(sent if accepted else Published.OVERLOADED)
 
-    def _returned(self, returned: Returned) -> None:
+    def _on_return(self, returned: ReturnedMessage) -> None:
         message_id = decode(returned.header).message_id
-        for one in self._open.values():
-            parcel = one.parcel
-            if not one.returned and parcel.message_id == message_id and parcel.key[1:] == returned.routing_key:
-                one.returned = True
+        for entry in self._unconfirmed.values():
+            message = entry.message
+            if (
+                not entry.returned
+                and message.message_id == message_id
+                and message.routing_key[1:] == returned.routing_key
+            ):
+                entry.returned = True
                 return
 
-    def _closed(self, closing: asyncio.Future[object]) -> None:
+    def _on_closed(self, closing: asyncio.Future[object]) -> None:
         error = asyncio.CancelledError() if closing.cancelled() else closing.exception()
-        self._closed_by = error or ChannelInvalidStateError("the channel was closed")
-        if isinstance(self._closed_by, asyncio.CancelledError):
-            self._closed_by = ChannelInvalidStateError("the channel was closed")
-        for one in self._open.values():
-            if not one.word.done():
-                one.word.set_exception(self._closed_by)
-                one.word.exception()  # mark it as retrieved: the caller may have given up
-        self._open.clear()
+        self._close_error = error or ChannelInvalidStateError("the channel was closed")
+        if isinstance(self._close_error, asyncio.CancelledError):
+            self._close_error = ChannelInvalidStateError("the channel was closed")
+        for entry in self._unconfirmed.values():
+            if not entry.confirmation.done():
+                entry.confirmation.set_exception(self._close_error)
+                entry.confirmation.exception()  # mark it as retrieved: the caller may have given up
+        self._unconfirmed.clear()

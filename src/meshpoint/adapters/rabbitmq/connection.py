@@ -18,7 +18,7 @@ import aiormq
 from aiormq.exceptions import AMQPConnectionError, AMQPError, ChannelInvalidStateError, InvalidFrameError
 from yarl import URL
 
-from meshpoint.adapters.rabbitmq.wire import Wire
+from meshpoint.adapters.rabbitmq.wire import FrameTransport
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.outage import Outage
 
@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 _HEARTBEAT = "30"
 """Seconds. A silent network is noticed after about three; an agent may block its event loop for two."""
 
-_OPENING, _FAREWELL, _ABORTED = 10.0, 5.0, 0.5
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+_OPEN_TIMEOUT, _CLOSE_TIMEOUT, _ABORT_TIMEOUT = 10.0, 5.0, 0.5
+_MIN_BACKOFF, _MAX_BACKOFF = 0.1, 5.0
 
 MakeConnection = Callable[[URL], aio_pika.Connection]
 """Returns an aio-pika connection, not yet connected and not robust: robust ones hide that deliveries were lost."""
 
 
 @contextmanager
-def translated(doing: str) -> Iterator[None]:
+def translate_errors(action: str) -> Iterator[None]:
     """Turn what a lost connection raises into `BrokerUnavailable`.
 
     aiormq ends the waiters of a closed channel with `CancelledError`, although nobody cancelled them, and
@@ -45,72 +45,72 @@ def translated(doing: str) -> Iterator[None]:
     try:
         yield
     except (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, StopAsyncIteration) as error:
-        raise BrokerUnavailable(f"{doing}: {_words(error)}") from error
+        raise BrokerUnavailable(f"{action}: {_describe_error(error)}") from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise BrokerUnavailable(f"{doing}: the channel was closed") from error
+        raise BrokerUnavailable(f"{action}: the channel was closed") from error
     except Exception as error:
         if type(error) is not Exception:
             raise
-        raise BrokerUnavailable(f"{doing}: the connection was closed") from error
+        raise BrokerUnavailable(f"{action}: the connection was closed") from error
 
 
-def _words(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     if isinstance(error, TimeoutError) and not str(error):
         return "no answer in time"
     return str(error) or type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)
-class Wired:
+class OpenConnection:
     """An open connection: the aio-pika object, its aiormq connection, and the wire underneath."""
 
     connection: aio_pika.Connection
     underlay: aiormq.Connection
-    wire: Wire
+    transport: FrameTransport
 
     @property
     def is_opened(self) -> bool:
         """Whether the connection is open, as far as this process knows."""
         return self.underlay.is_opened
 
-    async def open_channel(self, timeout: float = _OPENING, *, confirms: bool = False) -> WiredChannel:
+    async def open_channel(self, timeout: float = _OPEN_TIMEOUT, *, confirms: bool = False) -> OpenChannel:
         """A new aiormq channel.
 
         Raises:
             BrokerUnavailable: the connection is lost.
         """
-        with translated("opening a channel"):
+        with translate_errors("opening a channel"):
             try:
                 channel = await self.underlay.channel(publisher_confirms=confirms, timeout=timeout)
             except RuntimeError as error:  # closed meanwhile
                 raise BrokerUnavailable(f"opening a channel: {error}") from error
         assert isinstance(channel, aiormq.Channel)
-        return WiredChannel(channel, self.wire)
+        return OpenChannel(channel, self.transport)
 
     async def close(self) -> None:
         """Close it, ignoring errors if it is already lost. If the broker does not answer, drop the connection."""
         closing = asyncio.create_task(self.connection.close(BrokerUnavailable("closed")))
-        closing.add_done_callback(_failure)
+        closing.add_done_callback(_retrieve_exception)
         try:
-            await asyncio.wait({closing}, timeout=_FAREWELL)
+            await asyncio.wait({closing}, timeout=_CLOSE_TIMEOUT)
         finally:
             if not closing.done():  # cancelled halfway, the library would leave its tasks behind
-                self.wire.abort()
-                await asyncio.wait({closing}, timeout=_ABORTED)
+                self.transport.abort()
+                await asyncio.wait({closing}, timeout=_ABORT_TIMEOUT)
             while not closing.done():  # the library waits for tasks that were cancelled with the event loop
                 closing.cancel()
-                await asyncio.wait({closing}, timeout=_ABORTED)
+                await asyncio.wait({closing}, timeout=_ABORT_TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True)
-class WiredChannel:
+class OpenChannel:
     """An aiormq channel and the wire that bypasses the library."""
 
     channel: aiormq.Channel
-    wire: Wire
+    transport: FrameTransport
 
     @property
     def usable(self) -> bool:
@@ -118,30 +118,30 @@ class WiredChannel:
         return not self.channel.is_closed and self.channel.connection.is_opened
 
 
-async def connect(url: str | URL, make: MakeConnection | None = None) -> Wired:
+async def connect(url: str | URL, make_connection: MakeConnection | None = None) -> OpenConnection:
     """Connect to `url` such that no message content can close the connection.
 
     A message that the library could not decode arrives with its readable properties and the header
     `x-dead-reason`.
     """
-    wire = Wire()
-    connection = (make or aio_pika.Connection)(URL(url))
-    connection.kwargs["transport_factory"] = wire
+    transport = FrameTransport()
+    connection = (make_connection or aio_pika.Connection)(URL(url))
+    connection.kwargs["transport_factory"] = transport
     opening = asyncio.create_task(connection.connect())
     try:
         await asyncio.shield(opening)
         underlay = connection.transport and connection.transport.connection
         assert isinstance(underlay, aiormq.Connection)
-        return Wired(connection, underlay, wire)
+        return OpenConnection(connection, underlay, transport)
     except InvalidFrameError as error:  # the library expected another frame and drops the broker's reason
         await connection.close()
-        raise AMQPConnectionError(wire.farewell or str(error)) from error
+        raise AMQPConnectionError(transport.close_reason or str(error)) from error
     except asyncio.CancelledError:
         # The library, cancelled just after the handshake, would leave an open connection behind.
-        if not wire.abort():
+        if not transport.abort():
             opening.cancel()
         opening.add_done_callback(lambda opened: opened.cancelled() or opened.exception())
-        await asyncio.wait({opening}, timeout=_FAREWELL)
+        await asyncio.wait({opening}, timeout=_CLOSE_TIMEOUT)
         opening.cancel()
         await connection.close()
         raise
@@ -150,32 +150,34 @@ async def connect(url: str | URL, make: MakeConnection | None = None) -> Wired:
         raise
 
 
-class Link:
+class Connection:
     """A connection that is made again, with growing pauses, as long as the link is not closed.
 
     Whoever finds it lost may also ask at once; attempts are shared.
     """
 
-    def __init__(self, url: str, purpose: str, timeout: timedelta, make: MakeConnection | None = None) -> None:
+    def __init__(
+        self, url: str, purpose: str, timeout: timedelta, make_connection: MakeConnection | None = None
+    ) -> None:
         address = URL(url)
         _check_certificates(address)
         defaults = {"heartbeat": _HEARTBEAT, "name": f"meshpoint {purpose}"}
         self._url = address.update_query({**defaults, **address.query})
-        self._make = make
+        self._make_connection = make_connection
         self._purpose = purpose
         self._outage = Outage(monotonic)
         self._timeout = timeout.total_seconds()
-        self._attempt: asyncio.Task[Wired] | None = None
-        self._keeper: asyncio.Task[None] | None = None
-        self._farewells: set[asyncio.Task[None]] = set()
-        self._declaring = asyncio.Lock()
-        self._topology: tuple[Wired, aio_pika.abc.AbstractChannel] | None = None
+        self._connecting: asyncio.Task[OpenConnection] | None = None
+        self._reconnect_task: asyncio.Task[None] | None = None
+        self._closing_tasks: set[asyncio.Task[None]] = set()
+        self._declare_lock = asyncio.Lock()
+        self._open_topology_channel: tuple[OpenConnection, aio_pika.abc.AbstractChannel] | None = None
         self._closed = False
 
     @property
     def up(self) -> bool:
         """Whether the connection stands, as far as is known here."""
-        return self._attempt is not None and self._attempt.done() and not _over(self._attempt)
+        return self._connecting is not None and self._connecting.done() and not _is_lost(self._connecting)
 
     async def open(self) -> None:
         """Connect, and stay connected from then on.
@@ -184,11 +186,11 @@ class Link:
             BrokerUnavailable: the first attempt failed; nothing is tried any more.
         """
         self._closed = False
-        await self.connection()
-        if self._keeper is None:
-            self._keeper = asyncio.create_task(self._keep())
+        await self.ensure_connected()
+        if self._reconnect_task is None:
+            self._reconnect_task = asyncio.create_task(self._keep_connected())
 
-    async def connection(self) -> Wired:
+    async def ensure_connected(self) -> OpenConnection:
         """The open connection.
 
         Raises:
@@ -196,13 +198,13 @@ class Link:
         """
         if self._closed:
             raise BrokerUnavailable("the broker is closed")
-        if self._attempt is not None and _over(self._attempt):
-            self._forget()
-        if self._attempt is None:
-            self._attempt = asyncio.create_task(self._connect(self._url))
-            self._attempt.add_done_callback(_over)  # whoever asked may have gone: the failure is seen here
-        with translated("connecting"):
-            return await asyncio.shield(self._attempt)
+        if self._connecting is not None and _is_lost(self._connecting):
+            self._discard_attempt()
+        if self._connecting is None:
+            self._connecting = asyncio.create_task(self._connect(self._url))
+            self._connecting.add_done_callback(_is_lost)  # whoever asked may have gone: the failure is seen here
+        with translate_errors("connecting"):
+            return await asyncio.shield(self._connecting)
 
     @asynccontextmanager
     async def channel(self) -> AsyncIterator[aiormq.Channel]:
@@ -219,104 +221,104 @@ class Link:
 
         It stays open: aio-pika keeps memory for each closed channel until the connection closes (as of 10.2.1).
         """
-        async with self._declaring:
-            wired = await self.connection()
-            connection, channel = self._topology or (None, None)
-            if channel is None or connection is not wired or channel.is_closed:
-                channel = await self._open_topology(wired)
-                self._topology = wired, channel
+        async with self._declare_lock:
+            opened = await self.ensure_connected()
+            connection, channel = self._open_topology_channel or (None, None)
+            if channel is None or connection is not opened or channel.is_closed:
+                channel = await self._create_topology_channel(opened)
+                self._open_topology_channel = opened, channel
             try:
-                with translated("declaring"):
+                with translate_errors("declaring"):
                     async with asyncio.timeout(self._timeout):
                         yield channel
             except BaseException:  # after any error, the next user gets a new channel
-                self._topology = None
-                self._part(_close_topology(channel))
+                self._open_topology_channel = None
+                self._run_in_background(_close_topology_channel(channel))
                 raise
 
-    async def _open_topology(self, wired: Wired) -> aio_pika.abc.AbstractChannel:
-        with translated("opening a channel"):
+    async def _create_topology_channel(self, opened: OpenConnection) -> aio_pika.abc.AbstractChannel:
+        with translate_errors("opening a channel"):
             try:
-                channel = wired.connection.channel(publisher_confirms=False)
+                channel = opened.connection.channel(publisher_confirms=False)
                 async with asyncio.timeout(self._timeout):
                     await channel.initialize()
             except RuntimeError as error:  # closed meanwhile
                 raise BrokerUnavailable(f"opening a channel: {error}") from error
         return channel
 
-    async def open_channel(self, *, confirms: bool = False) -> WiredChannel:
+    async def open_channel(self, *, confirms: bool = False) -> OpenChannel:
         """A new aiormq channel on the open connection.
 
         Raises:
             BrokerUnavailable: there is no connection now.
         """
-        return await (await self.connection()).open_channel(self._timeout, confirms=confirms)
+        return await (await self.ensure_connected()).open_channel(self._timeout, confirms=confirms)
 
-    async def apart(self) -> Wired:
+    async def open_separate(self) -> OpenConnection:
         """Open an additional connection for risky messages, whose name ends in "apart"; the caller closes it.
 
         Raises:
             BrokerUnavailable: the connection could not be opened.
         """
-        with translated("connecting"):
+        with translate_errors("connecting"):
             return await self._connect(self._url.update_query(name=f"{self._url.query['name']} apart"))
 
     @property
-    def present(self) -> Wired | None:
+    def current(self) -> OpenConnection | None:
         """The current connection, or `None` if it is known to be down."""
-        return self._attempt.result() if self._attempt is not None and self.up else None
+        return self._connecting.result() if self._connecting is not None and self.up else None
 
-    def drop(self, silent: Wired | None) -> None:
+    def drop(self, unresponsive: OpenConnection | None) -> None:
         """Replace the unresponsive connection `silent`, closing it in the background. No-op unless it is current."""
-        if silent is None or silent is not self.present:
+        if unresponsive is None or unresponsive is not self.current:
             return
-        self._forget()
-        if self._keeper is not None:
-            self._keeper.cancel()
-            self._keeper = asyncio.create_task(self._keep())
+        self._discard_attempt()
+        if self._reconnect_task is not None:
+            self._reconnect_task.cancel()
+            self._reconnect_task = asyncio.create_task(self._keep_connected())
 
-    def leave(self, channel: aiormq.Channel) -> None:
+    def close_in_background(self, channel: aiormq.Channel) -> None:
         """Close a channel aside."""
-        self._part(close_quietly(channel))
+        self._run_in_background(close_quietly(channel))
 
     async def close(self) -> None:
         """Disconnect for good."""
         self._closed = True
-        if self._keeper is not None:
-            self._keeper.cancel()
-            self._keeper = None
-        self._forget()
-        await asyncio.gather(*self._farewells)
+        if self._reconnect_task is not None:
+            self._reconnect_task.cancel()
+            self._reconnect_task = None
+        self._discard_attempt()
+        await asyncio.gather(*self._closing_tasks)
 
-    def _forget(self) -> None:
-        attempt, self._attempt = self._attempt, None
+    def _discard_attempt(self) -> None:
+        attempt, self._connecting = self._connecting, None
         if attempt is not None:
-            self._part(_close_result(attempt))
+            self._run_in_background(_close_attempt(attempt))
 
-    def _part(self, farewell: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(farewell)
-        self._farewells.add(task)
-        task.add_done_callback(self._farewells.discard)
+    def _run_in_background(self, closing: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(closing)
+        self._closing_tasks.add(task)
+        task.add_done_callback(self._closing_tasks.discard)
 
-    async def _connect(self, url: URL) -> Wired:
+    async def _connect(self, url: URL) -> OpenConnection:
         async with asyncio.timeout(self._timeout):
-            return await connect(url, self._make)
+            return await connect(url, self._make_connection)
 
-    async def _keep(self) -> None:
-        pauses = growing_pauses()
+    async def _keep_connected(self) -> None:
+        delays = backoff_delays()
         while True:
             try:
-                wired = await self.connection()
+                opened = await self.ensure_connected()
             except BrokerUnavailable as error:
                 if (seconds := self._outage.failed()) is not None:
                     log.warning("%s: unavailable for %.0f s: %s", self._purpose, seconds, error)
-                await asyncio.sleep(next(pauses))
+                await asyncio.sleep(next(delays))
             else:
                 seconds, reported = self._outage.over()
                 if reported:
                     log.warning("%s: reconnected after %.0f s", self._purpose, seconds)
-                pauses = growing_pauses()
-                await asyncio.wait([wired.underlay.closing])
+                delays = backoff_delays()
+                await asyncio.wait([opened.underlay.closing])
 
 
 def _check_certificates(url: URL) -> None:
@@ -328,41 +330,41 @@ def _check_certificates(url: URL) -> None:
         raise ConfigurationError("mesh.broker_url", problem, "write cafile=, with the path of a PEM file") from error
 
 
-def growing_pauses() -> Iterator[float]:
+def backoff_delays() -> Iterator[float]:
     """Seconds to wait before each attempt, so that a broker that comes back is not run over."""
-    pause = _FIRST_PAUSE
+    delay = _MIN_BACKOFF
     while True:
-        yield pause * random.uniform(0.5, 1.0)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        yield delay * random.uniform(0.5, 1.0)
+        delay = min(2 * delay, _MAX_BACKOFF)
 
 
-def _over(attempt: asyncio.Task[Wired]) -> bool:
+def _is_lost(attempt: asyncio.Task[OpenConnection]) -> bool:
     if not attempt.done():
         return False
     return attempt.cancelled() or attempt.exception() is not None or not attempt.result().is_opened
 
 
-async def _close_result(attempt: asyncio.Task[Wired]) -> None:
+async def _close_attempt(attempt: asyncio.Task[OpenConnection]) -> None:
     if not attempt.done():
         attempt.cancel()
-    with suppress(Exception), translated("closing"):  # callers waiting for the connection already got the error
+    with suppress(Exception), translate_errors("closing"):  # callers waiting for the connection already got the error
         await (await attempt).close()
 
 
-async def _close_topology(channel: aio_pika.abc.AbstractChannel) -> None:
-    await _closed(channel.close())
+async def _close_topology_channel(channel: aio_pika.abc.AbstractChannel) -> None:
+    await _wait_closed(channel.close())
 
 
 async def close_quietly(channel: aiormq.Channel) -> None:
     """Close it after sending queued frames, ignoring errors if it is already lost."""
     if not channel.is_closed:
-        await _closed(channel.close(BrokerUnavailable("closed")))
+        await _wait_closed(channel.close(BrokerUnavailable("closed")))
 
 
 _CLOSING = set[asyncio.Future[object]]()
 
 
-async def _closed(closing: Awaitable[object]) -> None:
+async def _wait_closed(closing: Awaitable[object]) -> None:
     """Wait a while for the broker to close a channel.
 
     A slow broker closes it later. If cancelled, the library would close the channel once more, and for that RabbitMQ
@@ -371,10 +373,10 @@ async def _closed(closing: Awaitable[object]) -> None:
     task = asyncio.ensure_future(closing)
     _CLOSING.add(task)
     task.add_done_callback(_CLOSING.discard)
-    task.add_done_callback(_failure)
-    await asyncio.wait({task}, timeout=_FAREWELL)
+    task.add_done_callback(_retrieve_exception)
+    await asyncio.wait({task}, timeout=_CLOSE_TIMEOUT)
 
 
-def _failure(task: asyncio.Future[Any]) -> BaseException | None:
+def _retrieve_exception(task: asyncio.Future[Any]) -> BaseException | None:
     """The failure of a task that has ended, which then is not reported as unseen."""
     return None if task.cancelled() else task.exception()

@@ -12,13 +12,13 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import TypeAlias
 
-_FIXED = 12
+_FIXED_BYTES = 12
 """Bytes before the property flags: class, weight, size of the body."""
-_DEEPEST = 16
+_MAX_NESTING = 16
 """Maximum nesting of tables and arrays inside a header. RabbitMQ's own headers use three levels."""
 _LAST_32_BIT_SECOND = 0xFFFFFFFF
 """Larger timestamps are read as milliseconds, which many clients write."""
-_LONGEST_EXCERPT = 40
+_MAX_EXCERPT = 40
 
 Scalar: TypeAlias = str | int | float
 
@@ -96,7 +96,7 @@ class Content:
         self.defect: str | None = None
 
 
-class _Broken(Exception):
+class _MalformedContent(Exception):
     """The position of the next value in this part is unknown."""
 
 
@@ -110,77 +110,81 @@ def decode(payload: bytes) -> Content:
     content = Content()
     try:
         _Reader(payload, content).read()
-    except (_Broken, struct.error, IndexError) as error:
-        _note(content, str(error) if isinstance(error, _Broken) else "the content header is cut off")
+    except (_MalformedContent, struct.error, IndexError) as error:
+        _record_defect(
+            content, str(error) if isinstance(error, _MalformedContent) else "the content header is cut off"
+        )
     return content
 
 
-def _note(content: Content, defect: str) -> None:
+def _record_defect(content: Content, defect: str) -> None:
     if content.defect is None:
         content.defect = defect
 
 
 class _Reader:
-    __slots__ = ("_at", "_content", "_data")
+    __slots__ = ("_content", "_data", "_offset")
 
     def __init__(self, data: bytes, content: Content) -> None:
-        self._data, self._at, self._content = data, _FIXED, content
+        self._data, self._offset, self._content = data, _FIXED_BYTES, content
 
     def read(self) -> None:
-        (flags,) = _u16(self._data, self._at)
-        self._at += 2
+        (flags,) = _u16(self._data, self._offset)
+        self._offset += 2
         if flags & (_CONTINUED | _UNUSED):
-            raise _Broken("the content header has properties that AMQP 0-9-1 does not know")
+            raise _MalformedContent("the content header has properties that AMQP 0-9-1 does not know")
         self._short_strings(flags, _SHORT_STRINGS_BEFORE_HEADERS)
         if flags & _HEADERS:
             self._headers()
         for flag, name in _OCTETS:
             if flags & flag:
-                setattr(self._content, name, self._data[self._at])
-                self._at += 1
+                setattr(self._content, name, self._data[self._offset])
+                self._offset += 1
         self._short_strings(flags, _SHORT_STRINGS)
         if flags & _TIMESTAMP:
             self._timestamp()
         self._short_strings(flags, _LAST_SHORT_STRINGS)
 
     def _short_strings(self, flags: int, names: tuple[tuple[int, str], ...]) -> None:
-        data, at, content = self._data, self._at, self._content
+        data, at, content = self._data, self._offset, self._content
         for flag, name in names:
             if flags & flag:
                 start = at + 1
                 at = start + data[at]
                 if at > len(data):
-                    raise _Broken(f"property {name}: is cut off")
+                    raise _MalformedContent(f"property {name}: is cut off")
                 setattr(content, name, self._text(data[start:at], f"property {name}"))
-        self._at = at
+        self._offset = at
 
     def _text(self, raw: bytes, where: str) -> str:
         try:
             return raw.decode()
         except UnicodeDecodeError:
             text = raw.decode("utf-8", "backslashreplace")
-            _note(self._content, f"{where}: is not UTF-8: {text[:_LONGEST_EXCERPT]!r}")
+            _record_defect(self._content, f"{where}: is not UTF-8: {text[:_MAX_EXCERPT]!r}")
             return text
 
     def _timestamp(self) -> None:
-        (seconds,) = _u64(self._data, self._at)
-        self._at += 8
+        (seconds,) = _u64(self._data, self._offset)
+        self._offset += 8
         try:
             exact = seconds / 1000 if seconds > _LAST_32_BIT_SECOND else seconds
             self._content.timestamp = datetime.fromtimestamp(exact, UTC)
         except (ValueError, OverflowError, OSError):
-            _note(self._content, f"property timestamp: {seconds} is out of range")
+            _record_defect(self._content, f"property timestamp: {seconds} is out of range")
 
     def _headers(self) -> None:
-        (size,) = _u32(self._data, self._at)
-        at, end = self._at + 4, self._at + 4 + size
+        (size,) = _u32(self._data, self._offset)
+        at, end = self._offset + 4, self._offset + 4 + size
         if end > len(self._data):
-            raise _Broken("headers: are cut off")
-        self._at = end
+            raise _MalformedContent("headers: are cut off")
+        self._offset = end
         try:
             self._table(at, end)
-        except (_Broken, struct.error, IndexError) as error:
-            _note(self._content, f"headers: {error if isinstance(error, _Broken) else 'are cut off'}")
+        except (_MalformedContent, struct.error, IndexError) as error:
+            _record_defect(
+                self._content, f"headers: {error if isinstance(error, _MalformedContent) else 'are cut off'}"
+            )
 
     def _table(self, at: int, end: int) -> None:
         data, headers = self._data, self._content.headers
@@ -188,7 +192,7 @@ class _Reader:
             start = at + 1
             at = start + data[at]
             if at >= end:
-                raise _Broken("a name is cut off")
+                raise _MalformedContent("a name is cut off")
             name = self._text(data[start:at], "headers: a name")
             kind = data[at]
             at += 1
@@ -196,20 +200,20 @@ class _Reader:
                 start = at + 4
                 at = start + _u32(data, at)[0]
                 if at > end:
-                    raise _Broken(f"{name[:_LONGEST_EXCERPT]!r}: is cut off")
+                    raise _MalformedContent(f"{name[:_MAX_EXCERPT]!r}: is cut off")
                 try:
                     headers[name] = data[start:at].decode()
                 except UnicodeDecodeError:  # bytes, which AMQP allows here
                     headers.pop(name, None)
                 continue
-            value, at = _value(data, kind, at, end, _DEEPEST)
+            value, at = _value(data, kind, at, end, _MAX_NESTING)
             if value is None:
                 headers.pop(name, None)
             else:
                 headers[name] = value
 
 
-def _value(data: bytes, kind: int, at: int, end: int, deepest: int) -> tuple[Scalar | None, int]:
+def _value(data: bytes, kind: int, at: int, end: int, max_depth: int) -> tuple[Scalar | None, int]:
     """Return the value at `at` (`None` unless it is a string or a number) and the offset of the next entry."""
     value: Scalar | None = None
     if (number := _NUMBERS.get(kind)) is not None:
@@ -225,20 +229,20 @@ def _value(data: bytes, kind: int, at: int, end: int, deepest: int) -> tuple[Sca
     elif kind in {_TABLE, _ARRAY}:
         inner_end = at + 4 + _u32(data, at)[0]
         if inner_end <= end:
-            _check_nested(data, at + 4, inner_end, deepest - 1, named=kind == _TABLE)
+            _check_nested(data, at + 4, inner_end, max_depth - 1, named=kind == _TABLE)
         at = inner_end
     elif kind not in {_VOID, _NOTHING}:
-        raise _Broken(f"a value of unknown type {bytes([kind])!r}")
+        raise _MalformedContent(f"a value of unknown type {bytes([kind])!r}")
     if at > end:
-        raise _Broken("a value is cut off")
+        raise _MalformedContent("a value is cut off")
     return value, at
 
 
-def _check_nested(data: bytes, at: int, end: int, deepest: int, *, named: bool) -> None:
-    if deepest < 0:
-        raise _Broken(f"are nested more than {_DEEPEST} levels deep")
+def _check_nested(data: bytes, at: int, end: int, max_depth: int, *, named: bool) -> None:
+    if max_depth < 0:
+        raise _MalformedContent(f"are nested more than {_MAX_NESTING} levels deep")
     while at < end:
         if named:
             at += 1 + data[at]
         kind = data[at]
-        _, at = _value(data, kind, at + 1, end, deepest)
+        _, at = _value(data, kind, at + 1, end, max_depth)

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from meshpoint.adapters.rabbitmq.consumer import Intake
+from meshpoint.adapters.rabbitmq.consumer import Consumer
 from meshpoint.adapters.rabbitmq.content import Content
-from meshpoint.adapters.rabbitmq.frames import Arrived
+from meshpoint.adapters.rabbitmq.frames import RawDelivery
 from meshpoint.model.messages import Address, Message
 
-Bury = Callable[[Address, Arrived, Content, str], Awaitable[bool]]
+DeadLetterMessage = Callable[[Address, RawDelivery, Content, str], Awaitable[bool]]
 """Copies a message to its agent's dead-letter queue; returns `False` if no copy can ever be made."""
 
 
 class RabbitDelivery:
     """A `Delivery` that can be settled once, on the channel that brought it."""
 
-    __slots__ = ("_address", "_arrived", "_bury", "_content", "_count", "_intake", "_message", "_settled")
+    __slots__ = ("_address", "_consumer", "_content", "_count", "_dead_letter", "_message", "_raw", "_settled")
 
     def __init__(
         self,
         message: Message,
-        arrived: Arrived,
+        raw: RawDelivery,
         content: Content,
         address: Address,
-        intake: Intake,
-        bury: Bury,
+        consumer: Consumer,
+        dead_letter: DeadLetterMessage,
         count: int,
     ) -> None:
         self._message = message
-        self._arrived = arrived
+        self._raw = raw
         self._content = content
         self._address = address
-        self._intake = intake
-        self._bury = bury
+        self._consumer = consumer
+        self._dead_letter = dead_letter
         self._count = count
         self._settled = False
 
@@ -53,35 +53,35 @@ class RabbitDelivery:
     @property
     def lost(self) -> bool:
         """Whether its channel was lost, so the broker requeued the message."""
-        return self._intake.lost and not self._settled
+        return self._consumer.lost and not self._settled
 
     async def ack(self) -> bool:
         """Settle it: done. The word is on the wire a moment later."""
-        if not self._begin_to_settle():
+        if not self._start_settling():
             return False
-        self._intake.ack(self._arrived.delivery_tag)
+        self._consumer.ack(self._raw.delivery_tag)
         return True
 
     async def requeue(self) -> bool:
         """Give it back for another consumer; raises its count."""
-        if not self._begin_to_settle():
+        if not self._start_settling():
             return False
-        self._intake.give_back(self._arrived.delivery_tag)
+        self._consumer.nack(self._raw.delivery_tag)
         return True
 
     async def dead_letter(self, reason: str) -> bool:
         """Move it to its agent's dead letters. A crash between copy and ack leaves it in both places."""
-        if self._settled or self._intake.lost:
+        if self._settled or self._consumer.lost:
             return False
-        if await self._bury(self._address, self._arrived, self._content, reason):
+        if await self._dead_letter(self._address, self._raw, self._content, reason):
             return await self.ack()
-        if not self._begin_to_settle():
+        if not self._start_settling():
             return False
-        self._intake.give_back(self._arrived.delivery_tag, requeue=False)
+        self._consumer.nack(self._raw.delivery_tag, requeue=False)
         return True
 
-    def _begin_to_settle(self) -> bool:
-        if self._settled or self._intake.lost:
+    def _start_settling(self) -> bool:
+        if self._settled or self._consumer.lost:
             return False
         self._settled = True
         return True

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import datetime
 
 from meshpoint.adapters.rabbitmq.content import Content
-from meshpoint.adapters.rabbitmq.frames import Arrived, short_string
+from meshpoint.adapters.rabbitmq.frames import RawDelivery, short_string
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.messages import (
     Address,
@@ -19,20 +19,20 @@ from meshpoint.model.messages import (
     bounded_reason,
 )
 
-_COUNT = "x-delivery-count"
+_DELIVERY_COUNT = "x-delivery-count"
 _FIRST_DEATH = "x-first-death-reason"
-_OF_THE_BROKER = ("x-delivery-count", "x-acquired-count", "x-first-death-", "x-last-death-", "x-death")
-_HIGHEST_COUNT = 1_000_000
-_ODD_TYPE = "x-dead-type"
-_ODD_KEY = "x-dead-routing-key"
-_DROPPED = "x-dead-headers-dropped"
-_LONGEST_ID = 255
+_BROKER_HEADER_PREFIXES = ("x-delivery-count", "x-acquired-count", "x-first-death-", "x-last-death-", "x-death")
+_MAX_COUNT = 1_000_000
+_UNKNOWN_TYPE = "x-dead-type"
+_RAW_ROUTING_KEY = "x-dead-routing-key"
+_DROPPED_HEADERS = "x-dead-headers-dropped"
+_MAX_ID_BYTES = 255
 
 _u32, _u64, _i64, _double = (struct.Struct(format).pack for format in (">I", ">Q", ">q", ">d"))
 _OCTET_PERSISTENT = b"\x02"
 
 
-class Unsendable(ValueError):
+class UnencodableMessage(ValueError):
     """AMQP cannot carry this message."""
 
 
@@ -45,7 +45,7 @@ def to_properties(message: Message, user_id: str | None) -> bytes:
     try:
         return _properties(
             content_type="application/json",
-            headers=_table(message.headers),
+            headers=_encode_headers(message.headers),
             correlation_id=message.correlation_id,
             reply_to=message.reply_to,
             message_id=message.message_id,
@@ -55,10 +55,10 @@ def to_properties(message: Message, user_id: str | None) -> bytes:
             app_id=message.app_id,
         )
     except (ValueError, TypeError, OverflowError, struct.error, OSError) as error:
-        raise Unsendable(str(error)) from error
+        raise UnencodableMessage(str(error)) from error
 
 
-def to_dead_letter(arrived: Arrived, content: Content, reason: str, user_id: str | None, room: int) -> bytes:
+def to_dead_letter(raw: RawDelivery, content: Content, reason: str, user_id: str | None, max_bytes: int) -> bytes:
     """Encode the properties of a dead-letter copy of `arrived`, in at most `room` bytes.
 
     Accepts any delivery. If the headers do not fit, the largest are dropped.
@@ -66,29 +66,29 @@ def to_dead_letter(arrived: Arrived, content: Content, reason: str, user_id: str
     headers = _headers(content)
     headers[Header.DEAD_REASON.value] = bounded_reason(reason)
     if content.defect is not None:
-        headers[_ODD_KEY] = arrived.routing_key.decode("utf-8", "backslashreplace")
-    entries = {key: entry for key, value in headers.items() if (entry := _entry(key, value)) is not None}
-    kept = _fitting(entries, room)
+        headers[_RAW_ROUTING_KEY] = raw.routing_key.decode("utf-8", "backslashreplace")
+    entries = {key: entry for key, value in headers.items() if (entry := _encode_header(key, value)) is not None}
+    fitting = _drop_largest_headers(entries, max_bytes)
     return _properties(
-        content_type=_short(content.content_type),
-        headers=b"".join(kept.values()),
-        correlation_id=_short(content.correlation_id),
-        reply_to=_short(content.reply_to),
-        message_id=_short(content.message_id),
+        content_type=_truncate(content.content_type),
+        headers=b"".join(fitting.values()),
+        correlation_id=_truncate(content.correlation_id),
+        reply_to=_truncate(content.reply_to),
+        message_id=_truncate(content.message_id),
         timestamp=content.timestamp,
-        message_type=_short(content.message_type),
+        message_type=_truncate(content.message_type),
         user_id=user_id,
-        app_id=_short(content.app_id),
+        app_id=_truncate(content.app_id),
     )
 
 
-def bare_dead_letter(reason: str, user_id: str | None) -> bytes:
+def minimal_dead_letter(reason: str, user_id: str | None) -> bytes:
     """Encode minimal properties for a message whose own properties cannot be copied."""
-    entry = _entry(Header.DEAD_REASON.value, bounded_reason(reason))
+    entry = _encode_header(Header.DEAD_REASON.value, bounded_reason(reason))
     return _properties(headers=entry or b"", user_id=user_id)
 
 
-def to_message(arrived: Arrived, content: Content) -> Message:
+def to_message(raw: RawDelivery, content: Content) -> Message:
     """What was sent.
 
     Raises:
@@ -102,7 +102,7 @@ def to_message(arrived: Arrived, content: Content) -> Message:
         raise PoisonMessage(f"property type: {content.message_type!r} is not known") from error
     return Message(
         type=kind,
-        body=arrived.body,
+        body=raw.body,
         message_id=_required(content.message_id, "message_id"),
         correlation_id=_required(content.correlation_id, "correlation_id"),
         app_id=_required(content.app_id, "app_id"),
@@ -113,19 +113,19 @@ def to_message(arrived: Arrived, content: Content) -> Message:
     )
 
 
-def to_dead_message(arrived: Arrived, content: Content) -> Message:
+def from_dead_letter(raw: RawDelivery, content: Content) -> Message:
     """Decode a dead letter as far as possible; `x-dead-type` keeps an unknown type."""
     headers = _headers(content)
     try:
         kind = MessageType(content.message_type or "")
     except ValueError:
         kind = MessageType.REQUEST
-        headers[_ODD_TYPE] = content.message_type or ""
+        headers[_UNKNOWN_TYPE] = content.message_type or ""
     if content.defect is not None:
         headers.setdefault(Header.DEAD_REASON.value, content.defect)
     return Message(
         type=kind,
-        body=arrived.body,
+        body=raw.body,
         message_id=content.message_id or "",
         correlation_id=content.correlation_id or "",
         app_id=content.app_id or "",
@@ -136,18 +136,18 @@ def to_dead_message(arrived: Arrived, content: Content) -> Message:
     )
 
 
-def quorum_count(content: Content) -> int | None:
+def quorum_delivery_count(content: Content) -> int | None:
     """Delivery count of a quorum queue, including this delivery; `None` if the queue does not count.
 
     Only meaningful for a redelivered message: on a first delivery the header comes from the sender.
     """
-    again = content.headers.get(_COUNT)
-    return 1 + again if isinstance(again, int) and 0 < again < _HIGHEST_COUNT else None
+    redeliveries = content.headers.get(_DELIVERY_COUNT)
+    return 1 + redeliveries if isinstance(redeliveries, int) and 0 < redeliveries < _MAX_COUNT else None
 
 
 def _headers(content: Content) -> dict[str, HeaderValue]:
     table = content.headers
-    headers: dict[str, HeaderValue] = {k: v for k, v in table.items() if not k.startswith(_OF_THE_BROKER)}
+    headers: dict[str, HeaderValue] = {k: v for k, v in table.items() if not k.startswith(_BROKER_HEADER_PREFIXES)}
     if _FIRST_DEATH in table:
         headers.setdefault(Header.DEAD_REASON.value, bounded_reason(f"broker: {table[_FIRST_DEATH]}"))
     return headers
@@ -194,11 +194,11 @@ def _properties(
     return b"".join(parts)
 
 
-def _table(headers: Mapping[str, HeaderValue]) -> bytes:
-    return b"".join([short_string(str(key)) + _value(value) for key, value in headers.items()])
+def _encode_headers(headers: Mapping[str, HeaderValue]) -> bytes:
+    return b"".join([short_string(str(key)) + _encode_value(value) for key, value in headers.items()])
 
 
-def _value(value: HeaderValue) -> bytes:
+def _encode_value(value: HeaderValue) -> bytes:
     if isinstance(value, str):
         raw = value.encode()
         return b"S" + _u32(len(raw)) + raw
@@ -213,19 +213,19 @@ def _value(value: HeaderValue) -> bytes:
     raise TypeError(f"a header cannot be a {type(value).__name__}")
 
 
-def _entry(key: str, value: HeaderValue) -> bytes | None:
+def _encode_header(key: str, value: HeaderValue) -> bytes | None:
     """Encode one header of a dead letter; `None` if it cannot be encoded."""
     try:
-        return short_string(key) + _value(value)
+        return short_string(key) + _encode_value(value)
     except (ValueError, struct.error):
         return None
 
 
-def _fitting(entries: dict[str, bytes], room: int) -> dict[str, bytes]:
+def _drop_largest_headers(entries: dict[str, bytes], max_bytes: int) -> dict[str, bytes]:
     """As many of `entries` as fit with the other properties, always including the reason."""
-    left = room - 12 - 2 - 4 - 1 - 8 - 7 * (1 + _LONGEST_ID) - 64
+    available = max_bytes - 12 - 2 - 4 - 1 - 8 - 7 * (1 + _MAX_ID_BYTES) - 64
     total = sum(map(len, entries.values()))
-    if total <= left:
+    if total <= available:
         return entries
     dropped = 0
     for key in sorted(entries, key=lambda each: len(entries[each]), reverse=True):
@@ -233,14 +233,14 @@ def _fitting(entries: dict[str, bytes], room: int) -> dict[str, bytes]:
             continue
         total -= len(entries.pop(key))
         dropped += 1
-        if total <= left:
+        if total <= available:
             break
-    entries[_DROPPED] = _entry(_DROPPED, dropped) or b""
+    entries[_DROPPED_HEADERS] = _encode_header(_DROPPED_HEADERS, dropped) or b""
     return entries
 
 
-def _short(text: str | None) -> str | None:
+def _truncate(text: str | None) -> str | None:
     """Cut `text` to 255 bytes: escaping makes undecodable text longer than the original."""
-    if text is None or len(text) <= _LONGEST_ID // 4:
+    if text is None or len(text) <= _MAX_ID_BYTES // 4:
         return text
-    return text.encode("utf-8", "backslashreplace")[:_LONGEST_ID].decode("utf-8", "ignore")
+    return text.encode("utf-8", "backslashreplace")[:_MAX_ID_BYTES].decode("utf-8", "ignore")

@@ -18,26 +18,26 @@ from meshpoint.adapters.rabbitmq.content import body_size, decode
 log = logging.getLogger(__name__)
 
 METHOD, HEADER, BODY = 1, 2, 3
-_END = b"\xce"
+_FRAME_END = b"\xce"
 _HEARTBEAT = b"\x08\x00\x00\x00\x00\x00\x00\xce"
-_HEARTBEAT_EVERY = 5.0
+_HEARTBEAT_INTERVAL = 5.0
 _FRAME_OVERHEAD = 8
-_SMALLEST_FRAME_MAX = 4096
-_LARGEST_FRAME_MAX = 131072
+_MIN_FRAME_MAX = 4096
+_MAX_FRAME_MAX = 131072
 
 _DELIVER, _RETURN, _ACK, _NACK = (struct.pack(">HH", 60, method) for method in (60, 50, 80, 120))
 _CHANNEL_CLOSE, _CHANNEL_CLOSE_OK = (struct.pack(">HH", 20, method) for method in (40, 41))
-_LAST = {_CHANNEL_CLOSE, _CHANNEL_CLOSE_OK}
+_CHANNEL_CLOSE_METHODS = {_CHANNEL_CLOSE, _CHANNEL_CLOSE_OK}
 """The broker sends nothing more on the channel after these."""
 _CONNECTION_CLOSE = struct.pack(">HH", 10, 50)
-_start = struct.Struct(">BHI")
+_frame_start = struct.Struct(">BHI")
 _content_start = struct.Struct(">HHQ")
 _tag = struct.Struct(">Q")
-_settled = struct.Struct(">BHIHHQBB")
+_settle_frame = struct.Struct(">BHIHHQBB")
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class RawDelivery:
     """A delivered message; its header is the undecoded payload of the content header frame."""
 
     consumer_tag: bytes
@@ -49,22 +49,22 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class ReturnedMessage:
     """A message that the broker returned as unroutable."""
 
     routing_key: bytes
     header: bytes
 
 
-class Confirmed(Protocol):
+class OnConfirm(Protocol):
     """Receives the broker's confirms and returns."""
 
     def __call__(self, delivery_tag: int, multiple: bool, accepted: bool) -> None: ...
 
 
-def body_room(frame_max: int) -> int:
+def max_frame_payload(frame_max: int) -> int:
     """Payload bytes that fit into one frame; `frame_max` is the negotiated limit, 0 means none."""
-    return max(_SMALLEST_FRAME_MAX, min(frame_max or _LARGEST_FRAME_MAX, _LARGEST_FRAME_MAX)) - _FRAME_OVERHEAD
+    return max(_MIN_FRAME_MAX, min(frame_max or _MAX_FRAME_MAX, _MAX_FRAME_MAX)) - _FRAME_OVERHEAD
 
 
 def short_string(text: str) -> bytes:
@@ -79,37 +79,39 @@ def short_string(text: str) -> bytes:
     return bytes([len(raw)]) + raw
 
 
-def published(channel: int, exchange: bytes, key: bytes, properties: bytes, body: bytes, room: int) -> bytes:
+def encode_publish(
+    channel: int, exchange: bytes, routing_key: bytes, properties: bytes, body: bytes, max_payload: int
+) -> bytes:
     """Encode one mandatory `basic.publish`; `exchange` and `key` include their length prefixes."""
-    size = 7 + len(exchange) + len(key)
+    size = 7 + len(exchange) + len(routing_key)
     parts = [
-        _start.pack(METHOD, channel, size),
+        _frame_start.pack(METHOD, channel, size),
         b"\x00\x3c\x00\x28\x00\x00",
         exchange,
-        key,
+        routing_key,
         b"\x01\xce",
-        _start.pack(HEADER, channel, 12 + len(properties)),
+        _frame_start.pack(HEADER, channel, 12 + len(properties)),
         _content_start.pack(60, 0, len(body)),
         properties,
-        _END,
+        _FRAME_END,
     ]
-    for at in range(0, len(body), room):
-        chunk = body[at : at + room]
-        parts += (_start.pack(BODY, channel, len(chunk)), chunk, _END)
+    for at in range(0, len(body), max_payload):
+        chunk = body[at : at + max_payload]
+        parts += (_frame_start.pack(BODY, channel, len(chunk)), chunk, _FRAME_END)
     return b"".join(parts)
 
 
-def acked(channel: int, delivery_tag: int, multiple: bool) -> bytes:
+def encode_ack(channel: int, delivery_tag: int, multiple: bool) -> bytes:
     """Encode a `basic.ack`."""
-    return _settled.pack(METHOD, channel, 13, 60, 80, delivery_tag, multiple, 0xCE)
+    return _settle_frame.pack(METHOD, channel, 13, 60, 80, delivery_tag, multiple, 0xCE)
 
 
-def nacked(channel: int, delivery_tag: int, requeue: bool) -> bytes:
+def encode_nack(channel: int, delivery_tag: int, requeue: bool) -> bytes:
     """Encode a `basic.nack` for one delivery."""
-    return _settled.pack(METHOD, channel, 13, 60, 120, delivery_tag, 2 * requeue, 0xCE)
+    return _settle_frame.pack(METHOD, channel, 13, 60, 120, delivery_tag, 2 * requeue, 0xCE)
 
 
-class FrameTaker(Protocol):
+class FrameHandler(Protocol):
     """Handles a channel's frames; returns `False` to leave a frame to the library.
 
     `closed` is set when the broker has closed the channel. Writing another frame after the library's reply would
@@ -122,12 +124,12 @@ class FrameTaker(Protocol):
     def __call__(self, kind: int, payload: bytes) -> bool: ...
 
 
-class Deliveries:
+class DeliveryHandler:
     """Assembles delivered messages on one channel and passes on each complete one."""
 
-    def __init__(self, take: Callable[[Arrived], None]) -> None:
-        self._take = take
-        self._content = _Incoming()
+    def __init__(self, on_delivery: Callable[[RawDelivery], None]) -> None:
+        self._on_delivery = on_delivery
+        self._assembler = _ContentAssembler()
         self._method = b""
         self.closed = False
 
@@ -140,17 +142,17 @@ class Deliveries:
             return True
         if not self._method:
             return False
-        if self._content.complete(kind, payload):
+        if self._assembler.add(kind, payload):
             method, self._method = self._method, b""
-            self._take(self._arrived(method, *self._content.taken()))
+            self._on_delivery(self._parse(method, *self._assembler.pop()))
         return True
 
     @staticmethod
-    def _arrived(method: bytes, header: bytes, body: bytes) -> Arrived:
+    def _parse(method: bytes, header: bytes, body: bytes) -> RawDelivery:
         at = 5 + method[4]
         redelivered = method[at + 8] & 1 == 1
         key = at + 10 + method[at + 9]
-        return Arrived(
+        return RawDelivery(
             method[5:at],
             _tag.unpack_from(method, at)[0],
             redelivered,
@@ -160,12 +162,12 @@ class Deliveries:
         )
 
 
-class Confirms:
+class ConfirmHandler:
     """Handles confirms and returned messages on one channel."""
 
-    def __init__(self, confirmed: Confirmed, returned: Callable[[Returned], None]) -> None:
-        self._confirmed, self._returned = confirmed, returned
-        self._content = _Incoming()
+    def __init__(self, on_confirm: OnConfirm, on_return: Callable[[ReturnedMessage], None]) -> None:
+        self._on_confirm, self._on_return = on_confirm, on_return
+        self._assembler = _ContentAssembler()
         self._method = b""
         self.closed = False
 
@@ -173,7 +175,7 @@ class Confirms:
         if kind == METHOD:
             which = payload[:4]
             if which in {_ACK, _NACK}:
-                self._confirmed(_tag.unpack_from(payload, 4)[0], payload[12] & 1 == 1, which == _ACK)
+                self._on_confirm(_tag.unpack_from(payload, 4)[0], payload[12] & 1 == 1, which == _ACK)
                 return True
             if which != _RETURN:
                 self.closed = self.closed or which == _CHANNEL_CLOSE
@@ -182,17 +184,17 @@ class Confirms:
             return True
         if not self._method:
             return False
-        if self._content.complete(kind, payload):
+        if self._assembler.add(kind, payload):
             method, self._method = self._method, b""
-            header, _ = self._content.taken()
+            header, _ = self._assembler.pop()
             at = 6  # after the reply code: the reply text, the exchange, the routing key
             for _ in range(2):
                 at += 1 + method[at]
-            self._returned(Returned(method[at + 1 : at + 1 + method[at]], header))
+            self._on_return(ReturnedMessage(method[at + 1 : at + 1 + method[at]], header))
         return True
 
 
-class Farewell:
+class CloseHandler:
     """Reads why the broker closes the connection, and leaves every frame to the library."""
 
     closed = False
@@ -204,25 +206,25 @@ class Farewell:
         return False
 
 
-class _Incoming:
+class _ContentAssembler:
     """Collects the content header and body frames of one message."""
 
-    __slots__ = ("_header", "_missing", "_parts")
+    __slots__ = ("_header", "_parts", "_remaining")
 
     def __init__(self) -> None:
         self._header = b""
-        self._missing = 0
+        self._remaining = 0
         self._parts: list[bytes] = []
 
-    def complete(self, kind: int, payload: bytes) -> bool:
+    def add(self, kind: int, payload: bytes) -> bool:
         if kind == HEADER:
-            self._header, self._parts, self._missing = payload, [], body_size(payload)
+            self._header, self._parts, self._remaining = payload, [], body_size(payload)
         else:
             self._parts.append(payload)
-            self._missing -= len(payload)
-        return self._missing <= 0
+            self._remaining -= len(payload)
+        return self._remaining <= 0
 
-    def taken(self) -> tuple[bytes, bytes]:
+    def pop(self) -> tuple[bytes, bytes]:
         header, parts = self._header, self._parts
         self._header, self._parts = b"", []
         return header, parts[0] if len(parts) == 1 else b"".join(parts)
@@ -238,69 +240,69 @@ class FrameReader(asyncio.StreamReaderProtocol):
     def __init__(self, reader: asyncio.StreamReader, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(reader, loop=loop)
         self._library, self._time = reader, loop.time
-        self._takers: dict[int, FrameTaker] = {}
-        self._rest = b""
-        self._raw = False
-        self._fed_at = 0.0
+        self._handlers: dict[int, FrameHandler] = {}
+        self._buffer = b""
+        self._passthrough = False
+        self._last_fed_at = 0.0
 
-    def take(self, channel: int, taker: FrameTaker) -> None:
+    def route(self, channel: int, handler: FrameHandler) -> None:
         """Route the frames of `channel` to `taker` until the broker has closed it.
 
         Also when the library has given the channel up: it would queue a few frames more and then stop reading.
         """
-        self._takers[channel] = taker
+        self._handlers[channel] = handler
 
     def data_received(self, data: bytes) -> None:
         """Process received bytes."""
-        if self._raw:
+        if self._passthrough:
             self._library.feed_data(data)
             return
-        if self._rest:
-            data = self._rest + data
+        if self._buffer:
+            data = self._buffer + data
         at, end = 0, len(data)
         while end - at >= _FRAME_OVERHEAD:
-            kind, channel, size = _start.unpack_from(data, at)
+            kind, channel, size = _frame_start.unpack_from(data, at)
             if kind == ord("A"):  # "AMQP": the broker speaks a different protocol version
-                self._raw = True
+                self._passthrough = True
                 break
             stop = at + size + _FRAME_OVERHEAD
             if stop > end:
                 break
-            if data[stop - 1] != _END[0]:  # the library reports it and closes the connection
-                self._raw = True
+            if data[stop - 1] != _FRAME_END[0]:  # the library reports it and closes the connection
+                self._passthrough = True
                 break
-            taker = self._takers.get(channel)
-            if taker is None or not self._taken(taker, kind, data[at + 7 : stop - 1]):
+            handler = self._handlers.get(channel)
+            if handler is None or not self._handle(handler, kind, data[at + 7 : stop - 1]):
                 self._feed(kind, data[at:stop])
-                if kind == METHOD and data[at + 7 : at + 11] in _LAST:
-                    self._takers.pop(channel, None)
+                if kind == METHOD and data[at + 7 : at + 11] in _CHANNEL_CLOSE_METHODS:
+                    self._handlers.pop(channel, None)
             at = stop
-        self._rest = data[at:]
-        if self._raw:
-            self._library.feed_data(self._rest)
-        elif at and self._time() - self._fed_at > _HEARTBEAT_EVERY:
+        self._buffer = data[at:]
+        if self._passthrough:
+            self._library.feed_data(self._buffer)
+        elif at and self._time() - self._last_fed_at > _HEARTBEAT_INTERVAL:
             self._feed(0, _HEARTBEAT)
 
-    def _taken(self, taker: FrameTaker, kind: int, payload: bytes) -> bool:
+    def _handle(self, handler: FrameHandler, kind: int, payload: bytes) -> bool:
         try:
-            return taker(kind, payload)
+            return handler(kind, payload)
         except Exception:  # a defect in our own code must not close the connection that all agents share
             log.exception("a frame could not be handled")
             return True
 
     def _feed(self, kind: int, frame: bytes) -> None:
-        self._fed_at = self._time()
-        self._library.feed_data(readable(frame) if kind == HEADER else frame)
+        self._last_fed_at = self._time()
+        self._library.feed_data(make_decodable(frame) if kind == HEADER else frame)
 
 
-def readable(frame: bytes) -> bytes:
+def make_decodable(frame: bytes) -> bytes:
     """Return the frame unchanged, or a re-encoded one with readable properties if the library cannot decode it.
 
     The nesting that the library can decode varies with the depth of the stack, so `decode` judges that.
     """
     payload = frame[7:-1]
     content = decode(payload)
-    if content.defect is not None or not _is_readable(payload):
+    if content.defect is not None or not _is_decodable(payload):
         properties = Basic.Properties(
             message_id=content.message_id and content.message_id[:60],
             correlation_id=content.correlation_id and content.correlation_id[:60],
@@ -308,12 +310,12 @@ def readable(frame: bytes) -> bytes:
             app_id=content.app_id and content.app_id[:60],
             headers={"x-dead-reason": f"undecodable: {content.defect or 'unknown to the library'}"},
         )
-        _, channel, _ = _start.unpack_from(frame)
+        _, channel, _ = _frame_start.unpack_from(frame)
         return pamqp.frame.marshal(ContentHeader(0, body_size(payload), properties), channel)
     return frame
 
 
-def _is_readable(payload: bytes) -> bool:
+def _is_decodable(payload: bytes) -> bool:
     try:
         ContentHeader().unmarshal(payload)
     except Exception:

@@ -22,22 +22,22 @@ from aiormq.exceptions import (
     ConnectionUnexpectedFrame,
 )
 
-from meshpoint.adapters.rabbitmq.confirming import ConfirmingChannel, Parcel
-from meshpoint.adapters.rabbitmq.connection import Link, Wired, close_quietly, translated
-from meshpoint.adapters.rabbitmq.frames import body_room
+from meshpoint.adapters.rabbitmq.confirming import ConfirmingChannel, OutboundMessage
+from meshpoint.adapters.rabbitmq.connection import Connection, OpenConnection, close_quietly, translate_errors
+from meshpoint.adapters.rabbitmq.frames import max_frame_payload
 from meshpoint.adapters.rabbitmq.topology import Topology, declare_exchange
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.ports.broker import Published
 
 log = logging.getLogger(__name__)
 
-_LONGEST_PROBE = 2.0
+_MAX_PROBE_TIMEOUT = 2.0
 """Seconds to wait for a broker that did not confirm."""
 
 _TOO_LARGE = re.compile(r"message size \d+ is larger than (?:configured )?max size (\d+)")
 """RabbitMQ's error for a body above `max_message_size`, the only place where clients can learn that limit."""
 
-_FAULTS = (
+_MESSAGE_ERRORS = (
     ChannelPreconditionFailed,
     ConnectionInternalError,
     ConnectionFrameError,
@@ -47,38 +47,38 @@ _FAULTS = (
 )
 """Errors with which a broker refuses a message; any other error is an outage."""
 
-_TRIES = 3
+_MAX_ATTEMPTS = 3
 """Internal errors in a row that a message must cause on its own before it is blamed: the broker itself may be
 failing."""
 
-_PAUSE = 0.5
+_RETRY_DELAY = 0.5
 """Seconds before the second try; doubled before the last one."""
 
-_AGAIN = 3
+_MAX_BATCH_ATTEMPTS = 3
 """Joint retries of messages that shared a channel with a bad one, before they are sent one by one."""
 
-Word = Published | BaseException
+PublishResult = Published | BaseException
 
 
 class Publisher:
     """Publishes on a channel of its own, which it opens again when it is lost."""
 
     def __init__(
-        self, link: Link, topology: Topology, timeout: timedelta, restore: Callable[[], Awaitable[None]]
+        self, connection: Connection, topology: Topology, timeout: timedelta, redeclare: Callable[[], Awaitable[None]]
     ) -> None:
-        self._link = link
+        self._connection = connection
         self._topology = topology
-        self._restore = restore
-        self._probe_timeout = min(timeout.total_seconds() / 4, _LONGEST_PROBE)
+        self._redeclare = redeclare
+        self._probe_timeout = min(timeout.total_seconds() / 4, _MAX_PROBE_TIMEOUT)
         self._timeout = timeout.total_seconds() - 2 * self._probe_timeout
         self._channel: ConfirmingChannel | None = None
-        self._opening = asyncio.Lock()
-        self._apart = asyncio.Lock()
-        self._connection: object = None
-        self.max_body: int | None = None
-        self.room = body_room(0)
+        self._open_lock = asyncio.Lock()
+        self._separate_lock = asyncio.Lock()
+        self._last_connection: object = None
+        self.max_body_bytes: int | None = None
+        self.max_payload = max_frame_payload(0)
 
-    async def publish(self, parcels: Sequence[Parcel]) -> list[Published]:
+    async def publish(self, messages: Sequence[OutboundMessage]) -> list[Published]:
         """Send `parcels` and wait for the broker's word on each, in their order.
 
         A message that the broker does not confirm while it answers otherwise counts as refused for now: a queue
@@ -88,53 +88,65 @@ class Publisher:
             BrokerUnavailable: at least one is in doubt; all may be sent again.
             ConfigurationError: the broker knows this login under another name than messages carry.
         """
-        words: dict[int, Published] = {}
-        left = dict(enumerate(parcels))
-        with translated("publishing"):
-            for _ in range(_AGAIN):
-                await self._ready()
-                words |= {place: Published.REJECTED for place, parcel in left.items() if not self._fits(parcel)}
-                left = {place: parcel for place, parcel in left.items() if place not in words}
-                if not left:
+        results: dict[int, Published] = {}
+        remaining = dict(enumerate(messages))
+        with translate_errors("publishing"):
+            for _ in range(_MAX_BATCH_ATTEMPTS):
+                await self._ensure_channel()
+                results |= {
+                    place: Published.REJECTED for place, parcel in remaining.items() if not self._fits(parcel)
+                }
+                remaining = {place: parcel for place, parcel in remaining.items() if place not in results}
+                if not remaining:
                     break
-                said = await self._send(list(left.values()))
-                words |= {place: word for place, word in zip(left, said, strict=True) if isinstance(word, Published)}
-                left, known = await self._again(left, said)
-                if not known:
+                batch_results = await self._send_batch(list(remaining.values()))
+                results |= {
+                    place: word
+                    for place, word in zip(remaining, batch_results, strict=True)
+                    if isinstance(word, Published)
+                }
+                remaining, limit_learned = await self._plan_resend(remaining, batch_results)
+                if not limit_learned:
                     break
-            if left:
-                words |= zip(left, await self._send_apart(list(left.values())), strict=True)
-        return [words[place] for place in range(len(parcels))]
+            if remaining:
+                results |= zip(remaining, await self._send_separately(list(remaining.values())), strict=True)
+        return [results[index] for index in range(len(messages))]
 
     async def close(self) -> None:
         """Close the channel."""
         if self._channel is not None:
-            self._channel.shut()
-            await close_quietly(self._channel.wired.channel)
+            self._channel.stop_sending()
+            await close_quietly(self._channel.opened.channel)
 
-    def _fits(self, parcel: Parcel) -> bool:
-        limit = self.max_body
-        return len(parcel.properties) + 12 <= self.room and (limit is None or len(parcel.body) <= limit)
+    def _fits(self, message: OutboundMessage) -> bool:
+        limit = self.max_body_bytes
+        return len(message.properties) + 12 <= self.max_payload and (limit is None or len(message.body) <= limit)
 
-    async def _again(self, left: dict[int, Parcel], said: Sequence[Word]) -> tuple[dict[int, Parcel], bool]:
+    async def _plan_resend(
+        self, remaining: dict[int, OutboundMessage], batch_results: Sequence[PublishResult]
+    ) -> tuple[dict[int, OutboundMessage], bool]:
         """Return the messages to resend, and whether the cause is fixed so that they can be resent together.
 
         Raises:
             Exception: the channel was lost for a reason unrelated to its messages.
         """
-        lost = {place: word for place, word in zip(left, said, strict=True) if not isinstance(word, Published)}
-        again = {place: left[place] for place in lost}
+        lost = {
+            place: word
+            for place, word in zip(remaining, batch_results, strict=True)
+            if not isinstance(word, Published)
+        }
+        resend = {index: remaining[index] for index in lost}
         for error in {type(error): error for error in lost.values()}.values():  # usually one
             if isinstance(error, ChannelNotFoundEntity):
                 log.warning("the exchange is gone and is declared again: %s", error)
-                await self._restore()
-            elif isinstance(error, _FAULTS):
-                return again, self._learn(error)
+                await self._redeclare()
+            elif isinstance(error, _MESSAGE_ERRORS):
+                return resend, self._learn_limit(error)
             else:
                 raise error
-        return again, True
+        return resend, True
 
-    def _learn(self, error: BaseException) -> bool:
+    def _learn_limit(self, error: BaseException) -> bool:
         """Learn a limit from `error`; `False` if it contains none."""
         text = str(error)
         if isinstance(error, ChannelPreconditionFailed) and "user_id" in text:
@@ -147,107 +159,107 @@ class Publisher:
         if found is None:
             log.warning("the broker closed a channel because of one message: %s", text)
             return False
-        self.max_body = int(found[1])
-        log.warning("the broker accepts bodies of at most %d bytes", self.max_body)
+        self.max_body_bytes = int(found[1])
+        log.warning("the broker accepts bodies of at most %d bytes", self.max_body_bytes)
         return True
 
-    async def _send(self, parcels: Sequence[Parcel]) -> list[Word]:
+    async def _send_batch(self, messages: Sequence[OutboundMessage]) -> list[PublishResult]:
         end = asyncio.get_running_loop().time() + self._timeout
-        channel = await self._ready()
-        sent = [channel.send(parcel) for parcel in parcels]
-        if not await _answered(sent, end):
-            await self._leave(channel, sent)
-        return [_word(future) for future in sent]
+        channel = await self._ensure_channel()
+        sent = [channel.send(parcel) for parcel in messages]
+        if not await _wait_for_all(sent, end):
+            await self._abandon_channel(channel, sent)
+        return [_result_of(future) for future in sent]
 
-    async def _send_apart(self, parcels: Sequence[Parcel]) -> list[Published]:
+    async def _send_separately(self, messages: Sequence[OutboundMessage]) -> list[Published]:
         """Send messages one by one on a separate connection, to find the message that closed a channel."""
-        words: list[Published] = []
+        results: list[Published] = []
         blamed = 0
-        async with self._apart:
-            wired = await self._link.apart()
+        async with self._separate_lock:
+            opened = await self._connection.open_separate()
             try:
-                channel = await self._confirming(wired)
-                for parcel in parcels:
-                    for tried in range(1, _TRIES + 1):
-                        if not wired.is_opened:
-                            await wired.close()
-                            wired = await self._link.apart()
+                channel = await self._open_confirming(opened)
+                for message in messages:
+                    for attempt in range(1, _MAX_ATTEMPTS + 1):
+                        if not opened.is_opened:
+                            await opened.close()
+                            opened = await self._connection.open_separate()
                         if not channel.usable:
-                            channel = await self._confirming(wired)
-                        word = await self._alone(channel, parcel)
-                        if not isinstance(word, ConnectionInternalError) or tried == _TRIES:
+                            channel = await self._open_confirming(opened)
+                        result = await self._send_one(channel, message)
+                        if not isinstance(result, ConnectionInternalError) or attempt == _MAX_ATTEMPTS:
                             break
-                        await asyncio.sleep(tried * _PAUSE)
-                    blamed += isinstance(word, ConnectionInternalError)
+                        await asyncio.sleep(attempt * _RETRY_DELAY)
+                    blamed += isinstance(result, ConnectionInternalError)
                     if blamed > 1:  # several messages failed, so the cause is the broker
-                        raise BrokerUnavailable(f"publishing: {word}")
-                    words.append(self._verdict(parcel, word))
+                        raise BrokerUnavailable(f"publishing: {result}")
+                    results.append(self._to_published(message, result))
             finally:
-                await wired.close()
-        return words
+                await opened.close()
+        return results
 
-    async def _alone(self, channel: ConfirmingChannel, parcel: Parcel) -> Word:
-        future = channel.send(parcel)
-        await _answered([future], asyncio.get_running_loop().time() + self._timeout)
-        return _word(future)
+    async def _send_one(self, channel: ConfirmingChannel, message: OutboundMessage) -> PublishResult:
+        future = channel.send(message)
+        await _wait_for_all([future], asyncio.get_running_loop().time() + self._timeout)
+        return _result_of(future)
 
-    def _verdict(self, parcel: Parcel, word: Word) -> Published:
-        if isinstance(word, Published):
-            return word
-        if not isinstance(word, _FAULTS):
-            raise word
-        self._learn(word)
-        log.error("the broker refuses message %s: %s", parcel.message_id, word)
+    def _to_published(self, message: OutboundMessage, result: PublishResult) -> Published:
+        if isinstance(result, Published):
+            return result
+        if not isinstance(result, _MESSAGE_ERRORS):
+            raise result
+        self._learn_limit(result)
+        log.error("the broker refuses message %s: %s", message.message_id, result)
         return Published.REJECTED
 
-    async def _confirming(self, wired: Wired) -> ConfirmingChannel:
-        return ConfirmingChannel(await wired.open_channel(self._timeout, confirms=True), self._topology.exchange)
+    async def _open_confirming(self, opened: OpenConnection) -> ConfirmingChannel:
+        return ConfirmingChannel(await opened.open_channel(self._timeout, confirms=True), self._topology.exchange)
 
-    def _usable(self) -> ConfirmingChannel | None:
+    def _usable_channel(self) -> ConfirmingChannel | None:
         """The channel, as long as nothing is known to be wrong with it."""
         channel = self._channel
         return channel if channel and channel.usable else None
 
-    async def _ready(self) -> ConfirmingChannel:
-        if (channel := self._usable()) is not None:
+    async def _ensure_channel(self) -> ConfirmingChannel:
+        if (channel := self._usable_channel()) is not None:
             return channel
-        async with asyncio.timeout(self._timeout), self._opening:
-            if (channel := self._usable()) is None:
-                await declare_exchange(self._link, self._topology)
-                opened = await self._link.open_channel(confirms=True)
+        async with asyncio.timeout(self._timeout), self._open_lock:
+            if (channel := self._usable_channel()) is None:
+                await declare_exchange(self._connection, self._topology)
+                opened = await self._connection.open_channel(confirms=True)
                 channel = self._channel = ConfirmingChannel(opened, self._topology.exchange)
-                self.room = channel.room
-                if opened.channel.connection is not self._connection:  # maybe another node, other settings
-                    self._connection, self.max_body = opened.channel.connection, None
+                self.max_payload = channel.max_payload
+                if opened.channel.connection is not self._last_connection:  # maybe another node, other settings
+                    self._last_connection, self.max_body_bytes = opened.channel.connection, None
             return channel
 
-    async def _leave(self, channel: ConfirmingChannel, sent: Sequence[asyncio.Future[Published]]) -> None:
+    async def _abandon_channel(self, channel: ConfirmingChannel, sent: Sequence[asyncio.Future[Published]]) -> None:
         """Give up `channel`, on which a message was not confirmed; its connection too if the broker is silent."""
-        asked = self._link.present
-        answers = await self._answers()
-        if answers:  # a broker that was slow as a whole confirms them now
-            await _answered(sent, asyncio.get_running_loop().time() + self._probe_timeout)
+        connection = self._connection.current
+        responds = await self._probe()
+        if responds:  # a broker that was slow as a whole confirms them now
+            await _wait_for_all(sent, asyncio.get_running_loop().time() + self._probe_timeout)
         if self._channel is channel:
             self._channel = None
-            channel.shut()
-            self._link.leave(channel.wired.channel)
-        if not answers:
-            self._link.drop(asked)  # no-op if another message has replaced it already
+            channel.stop_sending()
+            self._connection.close_in_background(channel.opened.channel)
+        if not responds:
+            self._connection.drop(connection)  # no-op if another message has replaced it already
             raise BrokerUnavailable("publishing: the broker does not answer")
 
-    async def _answers(self) -> bool:
+    async def _probe(self) -> bool:
         """Whether the broker opens a channel. It does not while it holds back this connection."""
         try:
-            with translated("probing"):
+            with translate_errors("probing"):
                 async with asyncio.timeout(self._probe_timeout):
-                    opened = await self._link.open_channel()
+                    opened = await self._connection.open_channel()
         except BrokerUnavailable:
             return False
         await close_quietly(opened.channel)
         return True
 
 
-async def _answered(sent: Sequence[asyncio.Future[Published]], end: float) -> bool:
+async def _wait_for_all(sent: Sequence[asyncio.Future[Published]], end: float) -> bool:
     """Wait until `end` for all answers; `True` if all arrived."""
     now = asyncio.get_running_loop().time
     for future in sent:
@@ -258,7 +270,7 @@ async def _answered(sent: Sequence[asyncio.Future[Published]], end: float) -> bo
     return True
 
 
-def _word(future: asyncio.Future[Published]) -> Word:
+def _result_of(future: asyncio.Future[Published]) -> PublishResult:
     """The broker's answer; an unconfirmed message counts as refused for now."""
     if not future.done():
         return Published.OVERLOADED

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from meshpoint.adapters.rabbitmq.frames import Arrived
+from meshpoint.adapters.rabbitmq.frames import RawDelivery
 
-_REMEMBERED = 1000
+_MAX_COUNTS = 1000
 
 
-class Redelivered:
+class RedeliveryCounter:
     """Counts deliveries by message content, for the last thousand redelivered messages."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[tuple[int, int], int] = OrderedDict()
 
-    def count(self, arrived: Arrived) -> int:
+    def count(self, raw: RawDelivery) -> int:
         """Delivery count of a redelivered message, including this delivery."""
-        key = hash(arrived.header), hash(arrived.body)
+        key = hash(raw.header), hash(raw.body)
         count = self._counts.pop(key, 1) + 1
         self._counts[key] = count
-        if len(self._counts) > _REMEMBERED:
+        if len(self._counts) > _MAX_COUNTS:
             self._counts.popitem(last=False)
         return count

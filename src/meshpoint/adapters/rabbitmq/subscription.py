@@ -10,13 +10,13 @@ from time import monotonic
 
 from aiormq.exceptions import ChannelNotFoundEntity
 
-from meshpoint.adapters.rabbitmq.connection import Link, growing_pauses, translated
-from meshpoint.adapters.rabbitmq.consumer import Intake
+from meshpoint.adapters.rabbitmq.connection import Connection, backoff_delays, translate_errors
+from meshpoint.adapters.rabbitmq.consumer import Consumer
 from meshpoint.adapters.rabbitmq.content import Content, decode
-from meshpoint.adapters.rabbitmq.delivery import Bury, RabbitDelivery
-from meshpoint.adapters.rabbitmq.envelope import quorum_count, to_dead_message, to_message
-from meshpoint.adapters.rabbitmq.frames import Arrived
-from meshpoint.adapters.rabbitmq.redelivered import Redelivered
+from meshpoint.adapters.rabbitmq.delivery import DeadLetterMessage, RabbitDelivery
+from meshpoint.adapters.rabbitmq.envelope import from_dead_letter, quorum_delivery_count, to_message
+from meshpoint.adapters.rabbitmq.frames import RawDelivery
+from meshpoint.adapters.rabbitmq.redelivered import RedeliveryCounter
 from meshpoint.errors import BrokerUnavailable, ConfigurationError, PoisonMessage
 from meshpoint.model.messages import Address, bounded_reason, is_dead_letters, is_private
 from meshpoint.model.outage import Outage
@@ -30,33 +30,33 @@ class RabbitSubscription:
 
     def __init__(
         self,
-        link: Link,
+        connection: Connection,
         queue: str,
         address: Address,
         on_delivery: OnDelivery,
         *,
         prefetch: int,
         timeout: float,
-        restore: Callable[[bool], Awaitable[None]],
-        bury: Bury,
+        ensure_declared: Callable[[bool], Awaitable[None]],
+        dead_letter: DeadLetterMessage,
         delivery_limit: int,
     ) -> None:
-        self._link = link
+        self._connection = connection
         self._queue = queue
         self.address = address
         self._on_delivery = on_delivery
-        self._limit = prefetch
+        self._prefetch = prefetch
         self._timeout = timeout
-        self._restore = restore
-        self._bury = bury
+        self._ensure_declared = ensure_declared
+        self._dead_letter = dead_letter
         self._delivery_limit = delivery_limit
         self._private = is_private(address)
-        self._read = to_dead_message if is_dead_letters(address) else to_message
-        self._redelivered = Redelivered()
+        self._decode = from_dead_letter if is_dead_letters(address) else to_message
+        self._redelivery_counter = RedeliveryCounter()
         self._wake = asyncio.Event()
-        self._intake: Intake | None = None
-        self._keeper: asyncio.Task[None] | None = None
-        self._buryings: set[asyncio.Task[None]] = set()
+        self._consumer: Consumer | None = None
+        self._attach_task: asyncio.Task[None] | None = None
+        self._dead_letter_tasks: set[asyncio.Task[None]] = set()
         self._adjustments: set[asyncio.Task[None]] = set()
         self._cancelled = False
         self._outage = Outage(monotonic)
@@ -69,97 +69,97 @@ class RabbitSubscription:
             BrokerUnavailable: the broker does not answer.
         """
         try:
-            await self._restore(False)
+            await self._ensure_declared(False)
             await self._attach()
         except BaseException as error:
-            if self._intake is not None:  # its deliveries would never be settled
-                self._link.leave(self._intake.channel)
+            if self._consumer is not None:  # its deliveries would never be settled
+                self._connection.close_in_background(self._consumer.channel)
             if isinstance(error, BrokerUnavailable) and isinstance(error.__cause__, ChannelNotFoundEntity):
                 raise ConfigurationError(
                     "mesh.broker_url", f"there is no queue {self._queue!r}", "declare its agent first"
                 ) from error
             raise
-        self._keeper = asyncio.create_task(self._keep())
+        self._attach_task = asyncio.create_task(self._keep_attached())
 
     @property
     def attached(self) -> bool:
         """Whether it takes what it should: attached to its queue, or cancelled."""
-        return self._cancelled or (self._intake is not None and not self._intake.lost)
+        return self._cancelled or (self._consumer is not None and not self._consumer.lost)
 
     @property
-    def taking(self) -> bool:
+    def is_consuming(self) -> bool:
         """Whether it is attached to its queue and has not been cancelled."""
         return self.attached and not self._cancelled
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether it is cancelled and all it took is settled."""
-        return self._keeper is not None and self._keeper.done()
+        return self._attach_task is not None and self._attach_task.done()
 
     async def resize(self, prefetch: int) -> None:
         """Let up to `prefetch` deliveries be unsettled at a time; 0 takes none."""
         if self._cancelled:
             return
-        self._limit = prefetch
-        await self._adjust_apart()
+        self._prefetch = prefetch
+        await self._adjust_shielded()
 
     async def cancel(self) -> None:
         """Take no more deliveries; those unsettled can still be settled, then the channel closes."""
         self._cancelled = True  # from here on, a resize changes nothing
-        self._limit = 0
+        self._prefetch = 0
         try:
-            await self._adjust_apart()
+            await self._adjust_shielded()
         finally:
             self._wake.set()
 
     async def close(self) -> None:
         """Give unsettled deliveries back. What was settled before is on the wire when this returns."""
         self._cancelled = True
-        for task in (self._keeper, *self._buryings):
+        for task in (self._attach_task, *self._dead_letter_tasks):
             if task is not None:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
-        if self._intake is not None:
-            await self._intake.close()
+        if self._consumer is not None:
+            await self._consumer.close()
 
-    async def _keep(self) -> None:
+    async def _keep_attached(self) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._cancelled and (self._intake is None or self._intake.lost or self._intake.idle):
+            if self._cancelled and (self._consumer is None or self._consumer.lost or self._consumer.idle):
                 break
             with suppress(BrokerUnavailable):  # gives the intake up, which wakes this loop
-                await (self._reattach() if self._intake is None or self._intake.lost else self._adjust())
-        if self._intake is not None:
-            await self._intake.close()
+                await (self._reattach() if self._consumer is None or self._consumer.lost else self._adjust())
+        if self._consumer is not None:
+            await self._consumer.close()
 
     async def _reattach(self) -> None:
         log.warning("lost the consumer of %s", self._queue)
-        pauses = growing_pauses()
-        missing = self._intake is not None and self._intake.cancelled_by_broker
+        delays = backoff_delays()
+        missing = self._consumer is not None and self._consumer.cancelled_by_broker
         while not self._cancelled:
-            if self._intake is not None:
-                await self._intake.close()
+            if self._consumer is not None:
+                await self._consumer.close()
             try:
-                await self._restore(missing)
+                await self._ensure_declared(missing)
                 await self._attach()
             except Exception as error:  # whatever it is, a consumer that stays away is worse
                 if (seconds := self._outage.failed()) is not None:
                     log.warning("cannot consume %s yet, for %.0f s: %r", self._queue, seconds, error)
                 missing = isinstance(error.__cause__, ChannelNotFoundEntity)
-                await asyncio.sleep(next(pauses))
+                await asyncio.sleep(next(delays))
             else:
                 seconds, _ = self._outage.over()
                 log.info("consuming %s again after %.0f s", self._queue, seconds)
                 return
 
     async def _attach(self) -> None:
-        intake = Intake(await self._link.open_channel(), self._queue, self._receive, self._wake.set)
-        self._intake = intake
+        consumer = Consumer(await self._connection.open_channel(), self._queue, self._receive, self._wake.set)
+        self._consumer = consumer
         await self._adjust()
 
-    async def _adjust_apart(self) -> None:
+    async def _adjust_shielded(self) -> None:
         """Adjust to the limit, also if the caller is cancelled meanwhile. Ends with the connection at the latest.
 
         The library closes the channel of a cancelled call, which would requeue the requests of all running code.
@@ -171,63 +171,65 @@ class RabbitSubscription:
             await asyncio.shield(adjustment)
 
     async def _adjust(self) -> None:
-        intake = self._intake
-        if intake is None or intake.lost:
+        consumer = self._consumer
+        if consumer is None or consumer.lost:
             return
         try:
-            with translated(f"consuming {self._queue}"):
+            with translate_errors(f"consuming {self._queue}"):
                 async with asyncio.timeout(self._timeout):
-                    await intake.adjust(self._limit)
+                    await consumer.adjust(self._prefetch)
         except BaseException:
-            intake.give_up()
+            consumer.give_up()
             raise
 
-    def _receive(self, arrived: Arrived) -> None:
-        intake = self._intake
-        if intake is None:
+    def _receive(self, raw: RawDelivery) -> None:
+        consumer = self._consumer
+        if consumer is None:
             return
-        content = decode(arrived.header)
+        content = decode(raw.header)
         try:
-            message = self._read(arrived, content)
-            count = self._count(arrived, content)
+            message = self._decode(raw, content)
+            count = self._delivery_count(raw, content)
             if count > self._delivery_limit and self._private:
                 raise PoisonMessage(f"delivery limit: this is delivery {count}")
         except PoisonMessage as error:
-            self._set_aside(arrived, content, intake, str(error))
+            self._start_dead_lettering(raw, content, consumer, str(error))
             return
         except Exception as error:  # our own defect
-            self._set_aside(arrived, content, intake, f"internal error: {error!r}")
+            self._start_dead_lettering(raw, content, consumer, f"internal error: {error!r}")
             return
-        delivery = RabbitDelivery(message, arrived, content, self.address, intake, self._bury, count)
+        delivery = RabbitDelivery(message, raw, content, self.address, consumer, self._dead_letter, count)
         try:
             self._on_delivery(delivery)
         except Exception as error:  # a defect in the receiver must not close the connection that all agents share
             log.exception("message %s could not be passed to its consumer", message.message_id)
-            self._set_aside(arrived, content, intake, f"internal error: {type(error).__name__}: {error}")
+            self._start_dead_lettering(raw, content, consumer, f"internal error: {type(error).__name__}: {error}")
 
-    def _count(self, arrived: Arrived, content: Content) -> int:
-        if not arrived.redelivered:  # on a first delivery, any count in the headers comes from the sender
+    def _delivery_count(self, raw: RawDelivery, content: Content) -> int:
+        if not raw.redelivered:  # on a first delivery, any count in the headers comes from the sender
             return 1
-        counted = None if self._private else quorum_count(content)
-        return self._redelivered.count(arrived) if counted is None else counted
+        counted = None if self._private else quorum_delivery_count(content)
+        return self._redelivery_counter.count(raw) if counted is None else counted
 
-    def _set_aside(self, arrived: Arrived, content: Content, intake: Intake, reason: str) -> None:
+    def _start_dead_lettering(self, raw: RawDelivery, content: Content, consumer: Consumer, reason: str) -> None:
         log.warning("unreadable message in %s: %s", self._queue, bounded_reason(reason))
-        burying = asyncio.create_task(self._bury_unreadable(arrived, content, intake, reason))
-        self._buryings.add(burying)
-        burying.add_done_callback(self._buryings.discard)
+        task = asyncio.create_task(self._dead_letter_unreadable(raw, content, consumer, reason))
+        self._dead_letter_tasks.add(task)
+        task.add_done_callback(self._dead_letter_tasks.discard)
 
-    async def _bury_unreadable(self, arrived: Arrived, content: Content, intake: Intake, reason: str) -> None:
-        pauses = growing_pauses()
-        while not intake.lost:
+    async def _dead_letter_unreadable(
+        self, raw: RawDelivery, content: Content, consumer: Consumer, reason: str
+    ) -> None:
+        delays = backoff_delays()
+        while not consumer.lost:
             try:
-                copied = await self._bury(self.address, arrived, content, reason)
+                copied = await self._dead_letter(self.address, raw, content, reason)
             except (BrokerUnavailable, ConfigurationError) as error:
                 log.warning("cannot dead-letter a message of %s yet: %s", self._queue, error)
-                await asyncio.sleep(next(pauses))
+                await asyncio.sleep(next(delays))
                 continue
             if copied:
-                intake.ack(arrived.delivery_tag)
+                consumer.ack(raw.delivery_tag)
             else:
-                intake.give_back(arrived.delivery_tag, requeue=False)
+                consumer.nack(raw.delivery_tag, requeue=False)
             return

@@ -17,7 +17,7 @@ from aio_pika.abc import AbstractQueue
 from aiormq.exceptions import ChannelAccessRefused, ChannelNotFoundEntity, ChannelPreconditionFailed
 from pamqp.common import FieldTable
 
-from meshpoint.adapters.rabbitmq.connection import Link, translated
+from meshpoint.adapters.rabbitmq.connection import Connection, translate_errors
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
 from meshpoint.model.messages import Address, dead_letters_of, nested_of, private_of, responses_of, shard_of
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 MAX_LENGTH = 100_000
 """Maximum messages in a new queue; a full queue refuses more."""
-_DEAD_LETTERS = 10_000
+_MAX_DEAD_LETTERS = 10_000
 """Maximum dead letters in a new queue, or fewer if the other queues are shorter; the oldest are dropped."""
 _RESPONSES_PER_REQUEST = 10
 """Factor for the response queue: one task can wait for many responses."""
@@ -46,7 +46,7 @@ class Topology:
         """The one exchange of the namespace."""
         return f"{self.namespace}.mesh"
 
-    def queue(self, address: Address) -> str:
+    def queue_name(self, address: Address) -> str:
         """The queue of `address`."""
         return f"{self.namespace}.{address}"
 
@@ -58,13 +58,16 @@ class Topology:
     def queues(self, agent: AgentName, shards: int = 1) -> dict[Address, FieldTable]:
         """The shared queues of `agent` with their arguments; the dead letters first, as the others need them."""
         return {
-            dead_letters_of(agent): {"x-queue-type": "quorum", **self._dead_letters()},
-            responses_of(agent): {**self._consumed(agent), **self._bounded(_RESPONSES_PER_REQUEST)},
-            **{shard_of(agent, number): {**self._consumed(agent), **self._bounded()} for number in range(shards)},
-            nested_of(agent): {**self._consumed(agent), **self._bounded()},
+            dead_letters_of(agent): {"x-queue-type": "quorum", **self._dead_letter_arguments()},
+            responses_of(agent): {**self._quorum_arguments(agent), **self._limit_arguments(_RESPONSES_PER_REQUEST)},
+            **{
+                shard_of(agent, number): {**self._quorum_arguments(agent), **self._limit_arguments()}
+                for number in range(shards)
+            },
+            nested_of(agent): {**self._quorum_arguments(agent), **self._limit_arguments()},
         }
 
-    def private_queue(self) -> FieldTable:
+    def private_queue_arguments(self) -> FieldTable:
         """The arguments of a private queue.
 
         Classic, because each incarnation declares its own: a quorum queue declared just before the broker is killed
@@ -74,10 +77,10 @@ class Topology:
         return {
             "x-queue-type": "classic",
             "x-expires": int(self.private_ttl.total_seconds() * 1000),
-            **self._bounded(),
+            **self._limit_arguments(),
         }
 
-    def _consumed(self, agent: AgentName) -> FieldTable:
+    def _quorum_arguments(self, agent: AgentName) -> FieldTable:
         # A dead letter is moved only once the dead-letter queue has it, which RabbitMQ does only for queues
         # that refuse what is too much.
         return {
@@ -89,29 +92,29 @@ class Topology:
             "x-overflow": "reject-publish",
         }
 
-    def _bounded(self, times: int = 1) -> FieldTable:
-        return {"x-max-length": times * self.max_length, "x-overflow": "reject-publish"} if self.max_length else {}
+    def _limit_arguments(self, factor: int = 1) -> FieldTable:
+        return {"x-max-length": factor * self.max_length, "x-overflow": "reject-publish"} if self.max_length else {}
 
-    def _dead_letters(self) -> FieldTable:
-        limit = min(self.max_length or 0, _DEAD_LETTERS)
+    def _dead_letter_arguments(self) -> FieldTable:
+        limit = min(self.max_length or 0, _MAX_DEAD_LETTERS)
         return {"x-max-length": limit, "x-overflow": "drop-head"} if limit else {}
 
 
-async def declare_exchange(link: Link, topology: Topology) -> None:
+async def declare_exchange(connection: Connection, topology: Topology) -> None:
     """Make the exchange exist. One that is there is only looked at, which needs no right to configure it."""
     try:
-        async with link.topology_channel() as channel:
-            with translated("looking for the exchange"):
+        async with connection.topology_channel() as channel:
+            with translate_errors("looking for the exchange"):
                 await channel.declare_exchange(topology.exchange, passive=True)
     except BrokerUnavailable as error:
         if not isinstance(error.__cause__, ChannelNotFoundEntity):
             raise
-        await _create_exchange(link, topology)
+        await _create_exchange(connection, topology)
 
 
-async def _create_exchange(link: Link, topology: Topology) -> None:
-    async with link.topology_channel() as channel:
-        with translated("declaring the exchange"):
+async def _create_exchange(connection: Connection, topology: Topology) -> None:
+    async with connection.topology_channel() as channel:
+        with translate_errors("declaring the exchange"):
             try:
                 await channel.declare_exchange(topology.exchange, durable=True)
             except ChannelAccessRefused as error:
@@ -122,14 +125,14 @@ async def _create_exchange(link: Link, topology: Topology) -> None:
                 ) from error
 
 
-class Declaring:
+class QueueDeclarer:
     """Declares queues; warns once about each existing queue that has different arguments."""
 
-    def __init__(self, link: Link, topology: Topology) -> None:
-        self._link, self._topology = link, topology
-        self._as_they_are: set[str] = set()
+    def __init__(self, connection: Connection, topology: Topology) -> None:
+        self._connection, self._topology = connection, topology
+        self._with_existing_arguments: set[str] = set()
 
-    async def agent(self, agent: AgentName, shards: int) -> None:
+    async def declare_agent(self, agent: AgentName, shards: int) -> None:
         """Declare the shared queues of `agent`, including its request shards.
 
         Raises:
@@ -138,7 +141,7 @@ class Declaring:
         for address, arguments in self._topology.queues(agent, shards).items():
             await self._declare(address, arguments, address)
 
-    async def private(self, agent: AgentName, replica: ReplicaId) -> None:
+    async def declare_private(self, agent: AgentName, replica: ReplicaId) -> None:
         """Declare the private queue of `replica` and bind it to its agent's broadcasts.
 
         Raises:
@@ -146,7 +149,7 @@ class Declaring:
         """
         address = private_of(agent, replica)
         keys = address, self._topology.broadcast_key(agent)
-        await self._declare(address, self._topology.private_queue(), *keys)
+        await self._declare(address, self._topology.private_queue_arguments(), *keys)
 
     async def bind(self, address: Address) -> None:
         """Bind the queue of `address` under its address, even if another process declared it.
@@ -154,40 +157,40 @@ class Declaring:
         Raises:
             BrokerUnavailable: the queue does not exist, or the login may not bind it.
         """
-        async with self._link.topology_channel() as channel:
-            with translated(f"binding {address}"):
-                queue = await channel.declare_queue(self._topology.queue(address), passive=True)
+        async with self._connection.topology_channel() as channel:
+            with translate_errors(f"binding {address}"):
+                queue = await channel.declare_queue(self._topology.queue_name(address), passive=True)
                 await queue.bind(self._topology.exchange, address)
 
     async def _declare(self, address: Address, arguments: FieldTable, *keys: str) -> None:
-        name = self._topology.queue(address)
-        if name in self._as_they_are and await self._use(name, *keys):
+        name = self._topology.queue_name(address)
+        if name in self._with_existing_arguments and await self._bind_existing(name, *keys):
             return
-        async with self._link.topology_channel() as channel:
-            with translated(f"declaring {name}"):
+        async with self._connection.topology_channel() as channel:
+            with translate_errors(f"declaring {name}"):
                 try:
                     queue = await channel.declare_queue(name, durable=True, arguments=arguments)
                     await self._bind(queue, *keys)
                     return
                 except (ChannelPreconditionFailed, ChannelAccessRefused) as error:
                     refused = error
-        if not await self._use(name, *keys):
+        if not await self._bind_existing(name, *keys):
             if isinstance(refused, ChannelPreconditionFailed):
                 problem = f"the broker refuses the queue {name!r}: {refused}"
                 raise ConfigurationError("mesh.broker_url", problem, "change its limits or policies") from refused
-            raise _not_allowed(name) from refused
-        if name not in self._as_they_are:
+            raise _access_refused(name) from refused
+        if name not in self._with_existing_arguments:
             log.warning("the queue %s keeps its existing arguments, not the configured ones: %s", name, refused)
-            self._as_they_are.add(name)
+            self._with_existing_arguments.add(name)
 
-    async def _use(self, name: str, *keys: str) -> bool:
+    async def _bind_existing(self, name: str, *keys: str) -> bool:
         """Bind the existing queue `name`; `False` if it does not exist."""
-        async with self._link.topology_channel() as channel:
-            with translated(f"looking for {name}"):
+        async with self._connection.topology_channel() as channel:
+            with translate_errors(f"looking for {name}"):
                 try:
                     queue = await channel.declare_queue(name, passive=True)
                 except (ChannelNotFoundEntity, ChannelAccessRefused):
-                    self._as_they_are.discard(name)
+                    self._with_existing_arguments.discard(name)
                     return False
                 await self._bind(queue, *keys)
         return True
@@ -197,10 +200,10 @@ class Declaring:
             try:
                 await queue.bind(self._topology.exchange, key)
             except ChannelAccessRefused as error:
-                raise _not_allowed(queue.name) from error
+                raise _access_refused(queue.name) from error
 
 
-def _not_allowed(name: str) -> ConfigurationError:
+def _access_refused(name: str) -> ConfigurationError:
     return ConfigurationError(
         "mesh.broker_url",
         f"the login may not declare or bind the queue {name!r}",

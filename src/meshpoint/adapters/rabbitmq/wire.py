@@ -14,21 +14,21 @@ from aiormq import SSLContextProvider, TransportFactory
 from aiormq.exceptions import AMQPConnectionError
 from yarl import URL
 
-from meshpoint.adapters.rabbitmq.frames import Farewell, FrameReader, FrameTaker
+from meshpoint.adapters.rabbitmq.frames import CloseHandler, FrameHandler, FrameReader
 
 
-class Wire(TransportFactory):
+class FrameTransport(TransportFactory):
     """Both directions of one connection. The library creates it on connecting and uses it for all I/O."""
 
     def __init__(self) -> None:
         self._frames: FrameReader | None = None
-        self._writer: _GatheringWriter | None = None
-        self._farewell = Farewell()
+        self._writer: _BatchingWriter | None = None
+        self._close_handler = CloseHandler()
 
     @property
-    def farewell(self) -> str:
+    def close_reason(self) -> str:
         """Why the broker has closed the connection, in its own words; empty if it has not."""
-        return self._farewell.reason
+        return self._close_handler.reason
 
     async def create(self, url: URL, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Like `asyncio.open_connection`, with a reader that splits frames and a writer that batches them."""
@@ -41,14 +41,14 @@ class Wire(TransportFactory):
             transport, _ = await loop.create_connection(lambda: frames, url.host or "", url.port or 0, ssl=context)
         except OSError as error:
             raise AMQPConnectionError(*error.args) from error
-        frames.take(0, self._farewell)
-        self._writer = _GatheringWriter(transport, frames, reader, loop)
+        frames.route(0, self._close_handler)
+        self._writer = _BatchingWriter(transport, frames, reader, loop)
         return reader, self._writer
 
-    def take(self, channel: int, taker: FrameTaker) -> None:
+    def route(self, channel: int, handler: FrameHandler) -> None:
         """Route the frames of `channel` to `taker` until the broker has closed it."""
         if self._frames is not None:
-            self._frames.take(channel, taker)
+            self._frames.route(channel, handler)
 
     def write(self, frames: bytes) -> None:
         """Send `frames` with all other writes of this loop iteration. They are lost if the connection is lost."""
@@ -63,7 +63,7 @@ class Wire(TransportFactory):
         return True
 
 
-class _GatheringWriter(asyncio.StreamWriter):
+class _BatchingWriter(asyncio.StreamWriter):
     def __init__(
         self,
         transport: asyncio.WriteTransport,
@@ -72,27 +72,27 @@ class _GatheringWriter(asyncio.StreamWriter):
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         super().__init__(transport, protocol, reader, loop)
-        self._later = loop.call_soon
-        self._gathered: list[bytes | bytearray | memoryview] = []
+        self._call_soon = loop.call_soon
+        self._chunks: list[bytes | bytearray | memoryview] = []
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if not self._gathered:
-            self._later(self._send)
-        self._gathered.append(data)
+        if not self._chunks:
+            self._call_soon(self._flush)
+        self._chunks.append(data)
 
     async def drain(self) -> None:
-        self._send()
+        self._flush()
         await super().drain()
 
     def write_eof(self) -> None:
-        self._send()
+        self._flush()
         super().write_eof()
 
     def close(self) -> None:
-        self._send()
+        self._flush()
         super().close()
 
-    def _send(self) -> None:
-        gathered, self._gathered = self._gathered, []
-        if gathered and not self.transport.is_closing():  # one that closes has lost the rest too
-            super().write(b"".join(gathered))
+    def _flush(self) -> None:
+        chunks, self._chunks = self._chunks, []
+        if chunks and not self.transport.is_closing():  # one that closes has lost the rest too
+            super().write(b"".join(chunks))

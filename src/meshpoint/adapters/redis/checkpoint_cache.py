@@ -12,16 +12,16 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from meshpoint.adapters.redis.connection import RedisConnection
-from meshpoint.adapters.redis.copies import decoded, encoded
+from meshpoint.adapters.redis.copies import decode_checkpoint, encode_checkpoint
 from meshpoint.adapters.redis.seal import Seal, Secret
 from meshpoint.errors import CheckpointError
 from meshpoint.model.ids import AgentName, TaskId
 from meshpoint.model.subtasks import AgentCheckpoint
 from meshpoint.ports.checkpoint_cache import CacheUnavailable
 
-_CONNECTIONS = 4
+_MAX_CONNECTIONS = 4
 
-LARGEST = 16 * 1024 * 1024
+MAX_COPY_BYTES = 16 * 1024 * 1024
 """Maximum size of a copy, in bytes. Larger checkpoints are stored only in the database; larger values are ignored."""
 
 
@@ -30,7 +30,7 @@ class RedisCheckpointCache:
 
     `secret` returns the key that authenticates copies; a copy written without it is never used.
     A request takes `timeout` at most. After one that failed, Redis is not asked for `retry_after`; then one request
-    tries, while the others are still refused. `clock` counts seconds; `time_limit` bounds a request. For one event
+    tries, while the others are still refused. `clock` counts seconds; `make_timeout` bounds a request. For one event
     loop.
 
     Raises:
@@ -47,7 +47,7 @@ class RedisCheckpointCache:
         timeout: timedelta = timedelta(milliseconds=500),
         retry_after: timedelta = timedelta(seconds=5),
         clock: Callable[[], float] = time.monotonic,
-        time_limit: Callable[[float], asyncio.Timeout] = asyncio.timeout,
+        make_timeout: Callable[[float], asyncio.Timeout] = asyncio.timeout,
     ) -> None:
         self._connection = RedisConnection(
             url,
@@ -56,8 +56,8 @@ class RedisCheckpointCache:
             timeout=timeout,
             retry_after=retry_after,
             clock=clock,
-            connections=_CONNECTIONS,
-            time_limit=time_limit,
+            connections=_MAX_CONNECTIONS,
+            make_timeout=make_timeout,
         )
         self._namespace = namespace
         self._seal = Seal(secret, CacheUnavailable)
@@ -70,22 +70,24 @@ class RedisCheckpointCache:
             CheckpointError: the checkpoint exceeds `LARGEST`.
         """
         key = self._key(checkpoint.operation_id, checkpoint.agent)
-        self._connection.refuse_while_away(key)
-        copy = await self._seal.sealed(key, await encoded(checkpoint))
-        if len(copy) > LARGEST:
-            raise CheckpointError(f"{key}: {len(copy):,} bytes exceed the limit of {LARGEST:,} for copies")
-        await self._ask(key, lambda redis: redis.set(key, copy, px=self._ttl))
+        self._connection.raise_if_unavailable(key)
+        copy = await self._seal.seal(key, await encode_checkpoint(checkpoint))
+        if len(copy) > MAX_COPY_BYTES:
+            raise CheckpointError(f"{key}: {len(copy):,} bytes exceed the limit of {MAX_COPY_BYTES:,} for copies")
+        await self._execute(key, lambda redis: redis.set(key, copy, px=self._ttl))
 
     async def get(self, operation_id: TaskId, agent: AgentName) -> AgentCheckpoint | None:
         """The copy, or `None` if the key is missing or empty."""
         key = self._key(operation_id, agent)
-        stored = await self._ask(key, lambda redis: redis.getrange(key, 0, LARGEST))  # one byte over the limit
+        stored = await self._execute(
+            key, lambda redis: redis.getrange(key, 0, MAX_COPY_BYTES)
+        )  # one byte over the limit
         if not stored:
             return None
-        if len(stored) > LARGEST:
-            raise CheckpointError(f"{key}: larger than {LARGEST:,} bytes, so not written by Meshpoint")
+        if len(stored) > MAX_COPY_BYTES:
+            raise CheckpointError(f"{key}: larger than {MAX_COPY_BYTES:,} bytes, so not written by Meshpoint")
         try:
-            checkpoint = await decoded(await self._seal.opened(key, stored))
+            checkpoint = await decode_checkpoint(await self._seal.unseal(key, stored))
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}") from error
         if (checkpoint.operation_id, checkpoint.agent) != (operation_id, agent):
@@ -95,7 +97,7 @@ class RedisCheckpointCache:
     async def forget(self, operation_id: TaskId, agent: AgentName) -> None:
         """Delete the copy."""
         key = self._key(operation_id, agent)
-        await self._ask(key, lambda redis: redis.unlink(key))
+        await self._execute(key, lambda redis: redis.unlink(key))
 
     async def close(self) -> None:
         """Release every connection."""
@@ -104,7 +106,7 @@ class RedisCheckpointCache:
     def _key(self, operation_id: TaskId, agent: AgentName) -> str:
         return f"{self._namespace}:checkpoint:{operation_id}:{agent}"
 
-    async def _ask(self, key: str, request: Callable[[Redis], Awaitable[Any]]) -> Any:
+    async def _execute(self, key: str, request: Callable[[Redis], Awaitable[Any]]) -> Any:
         """What Redis answers to `request`.
 
         Raises:
@@ -112,6 +114,6 @@ class RedisCheckpointCache:
             CheckpointError: the key holds a list, a hash or the like.
         """
         try:
-            return await self._connection.ask(key, request)
+            return await self._connection.execute(key, request)
         except ResponseError as error:
             raise CheckpointError(f"{key}: it is no string") from error

@@ -6,14 +6,14 @@ import zstandard
 
 from meshpoint.errors import CheckpointError
 from meshpoint.model.subtasks import AgentCheckpoint
-from meshpoint.own_threads import in_own_thread
+from meshpoint.own_threads import run_in_own_thread
 
 _PLAIN, _ZSTD = b"\x00", b"\x01"
-_COMPRESS_FROM = 1024
-_THREAD_FROM = 256 * 1024
+_MIN_COMPRESS_BYTES = 1024
+_MIN_THREAD_BYTES = 256 * 1024
 
 
-async def encoded(checkpoint: AgentCheckpoint) -> bytes:
+async def encode_checkpoint(checkpoint: AgentCheckpoint) -> bytes:
     """`checkpoint` as it rests.
 
     Raises:
@@ -22,22 +22,24 @@ async def encoded(checkpoint: AgentCheckpoint) -> bytes:
     try:
         content = checkpoint.model_dump_json().encode()
     except ValueError as error:
-        raise CheckpointError(f"checkpoint {checkpoint.seq} of {checkpoint.operation_id}: {_line(error)}") from error
-    return _pack(content) if len(content) < _THREAD_FROM else await in_own_thread(_pack, content)
+        raise CheckpointError(
+            f"checkpoint {checkpoint.seq} of {checkpoint.operation_id}: {_first_line(error)}"
+        ) from error
+    return _pack(content) if len(content) < _MIN_THREAD_BYTES else await run_in_own_thread(_pack, content)
 
 
-async def decoded(stored: bytes) -> AgentCheckpoint:
+async def decode_checkpoint(stored: bytes) -> AgentCheckpoint:
     """Decode authenticated bytes: decompressing anything else could exhaust memory.
 
     Raises:
         CheckpointError: it is no checkpoint that this release can read.
     """
-    return _unpack(stored) if len(stored) < _THREAD_FROM else await in_own_thread(_unpack, stored)
+    return _unpack(stored) if len(stored) < _MIN_THREAD_BYTES else await run_in_own_thread(_unpack, stored)
 
 
 def _pack(content: bytes) -> bytes:
     body = _PLAIN + content
-    if len(content) >= _COMPRESS_FROM:
+    if len(content) >= _MIN_COMPRESS_BYTES:
         body = min(body, _ZSTD + zstandard.compress(content, level=1), key=len)
     return body
 
@@ -49,8 +51,8 @@ def _unpack(stored: bytes) -> AgentCheckpoint:
     try:
         return AgentCheckpoint.model_validate_json(content if marker == _PLAIN else zstandard.decompress(content))
     except (ValueError, zstandard.ZstdError) as error:
-        raise CheckpointError(f"its content is no checkpoint: {_line(error)}") from error
+        raise CheckpointError(f"its content is no checkpoint: {_first_line(error)}") from error
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]

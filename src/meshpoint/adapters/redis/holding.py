@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from meshpoint.adapters.redis.script_calls import Reply
+from meshpoint.adapters.redis.script_calls import ScriptReply
 from meshpoint.model.ids import RunId
 from meshpoint.model.memory import Content, Held, Item, Kind
 
 
-def held(replies: Sequence[Reply]) -> Held | None:
+def parse_contents(replies: Sequence[ScriptReply]) -> Held | None:
     """What a memory holds, from the replies for its keys in order.
 
     None: somebody wrote between them, or they are not for all keys. A key whose own time ended before the last reply
@@ -27,7 +27,7 @@ def held(replies: Sequence[Reply]) -> Held | None:
         return None
     items, lost, large = [], [], []
     for key, score, kind, *content in entries:
-        name, ends = name_of(key), float(score)
+        name, ends = decode_name(key), float(score)
         if ends <= now:
             continue
         if kind == b"large":
@@ -36,12 +36,12 @@ def held(replies: Sequence[Reply]) -> Held | None:
             lost.append(name)
         else:
             expires_at = None if ends == float("inf") else int(ends)
-            items.append(Item(name, Kind(kind.decode()), _CONTENT[kind](content[0]), expires_at))
-    run = RunId(name_of(run_id))
+            items.append(Item(name, Kind(kind.decode()), _CONTENT_FROM_REPLY[kind](content[0]), expires_at))
+    run = RunId(decode_name(run_id))
     return Held(tuple(items), version, now, run, int(fence), tuple(lost), tuple(large))
 
 
-def name_of(key: bytes) -> str:
+def decode_name(key: bytes) -> str:
     """A key's name; what is no text is still told."""
     return key.decode(errors="backslashreplace")
 
@@ -55,7 +55,7 @@ def _scores(flat: Sequence[bytes]) -> dict[bytes, float]:
     return {member: float(score) + 0.0 for member, score in _pairs(flat).items()}
 
 
-_CONTENT: Mapping[bytes, Callable[[Any], Content]] = {
+_CONTENT_FROM_REPLY: Mapping[bytes, Callable[[Any], Content]] = {
     b"string": bytes,
     b"list": tuple,
     b"hash": _pairs,

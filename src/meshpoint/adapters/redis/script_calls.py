@@ -13,7 +13,7 @@ from meshpoint.adapters.redis.connection import RedisConnection
 from meshpoint.adapters.redis.scripts import Script
 from meshpoint.errors import MemoryUnavailable
 
-Reply: TypeAlias = list[Any]
+ScriptReply: TypeAlias = list[Any]
 """What a script answers: a word in bytes, and what belongs to it."""
 
 PIPELINE_BYTES = 4 * 2**20
@@ -21,7 +21,7 @@ PIPELINE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ScriptCall:
     """A script with its keys and arguments; all of them in one slot of a cluster."""
 
     script: Script
@@ -34,7 +34,9 @@ class Call:
         return sum(len(arg) if isinstance(arg, bytes) else 8 for arg in self.args)
 
 
-async def run(connection: RedisConnection, what: str, calls: Sequence[Call], *, known: bool = True) -> list[Reply]:
+async def run_scripts(
+    connection: RedisConnection, subject: str, calls: Sequence[ScriptCall], *, by_digest: bool = True
+) -> list[ScriptReply]:
     """Do `calls` in one round trip; what each answered. With `known`, only the digests of the scripts are sent.
 
     Raises:
@@ -42,27 +44,27 @@ async def run(connection: RedisConnection, what: str, calls: Sequence[Call], *, 
         MemoryUnavailable: Redis did not answer, or not as expected; any call may be done.
     """
     try:
-        return await connection.ask(what, lambda redis: _send(redis, calls, known))
+        return await connection.execute(subject, lambda redis: _send(redis, calls, by_digest))
     except NoScriptError:
         raise
     except ResponseError as error:
-        raise MemoryUnavailable(f"Redis, {what}: {error}") from error
+        raise MemoryUnavailable(f"Redis, {subject}: {error}") from error
 
 
-async def repeat(connection: RedisConnection, what: str, calls: Sequence[Call]) -> list[Reply]:
+async def run_idempotent(connection: RedisConnection, subject: str, calls: Sequence[ScriptCall]) -> list[ScriptReply]:
     """As `run`, for calls that may be done twice as well as once, or for a single call."""
     try:
-        return await run(connection, what, calls)
+        return await run_scripts(connection, subject, calls)
     except NoScriptError:
-        return await run(connection, what, calls, known=False)
+        return await run_scripts(connection, subject, calls, by_digest=False)
 
 
-async def _send(redis: Redis, calls: Sequence[Call], known: bool) -> list[Reply]:
+async def _send(redis: Redis, calls: Sequence[ScriptCall], by_digest: bool) -> list[ScriptReply]:
     async with redis.pipeline(transaction=False) as pipeline:
         for call in calls:
-            script = ("EVALSHA", call.script.sha) if known else ("EVAL", call.script.text)
+            script = ("EVALSHA", call.script.sha) if by_digest else ("EVAL", call.script.text)
             pipeline.execute_command(*script, len(call.keys), *call.keys, *call.args)
-        replies: list[Reply] = await pipeline.execute(raise_on_error=False)
+        replies: list[ScriptReply] = await pipeline.execute(raise_on_error=False)
     for reply in replies:
         if isinstance(reply, Exception):
             raise reply

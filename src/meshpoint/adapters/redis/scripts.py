@@ -23,12 +23,12 @@ def _script(*parts: str) -> Script:
     return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-BLOCK = 4000
+MAX_COMMAND_ARGS = 4000
 """Arguments of one command: Lua hands on 8000 at most. It is even, so that pairs stay together."""
 
-_OPENED = (
+_READ_HEAD = (
     f"""
-local BLOCK = {BLOCK}
+local BLOCK = {MAX_COMMAND_ARGS}
 """
     + """
 local function clock()
@@ -70,7 +70,7 @@ end
 """
 )
 
-_OWNED = """
+_CHECK_OWNER = """
 -- Nothing, if the memory is that of `run`, which has seen the version `seen`; else what to answer.
 local function refused(run, top, seen)
   local state, found, fence, version = opened()
@@ -449,29 +449,29 @@ if type(length) == 'table' or length == 0 or length > tonumber(ARGV[1]) then ret
 return {'ok', redis.call('HGET', KEYS[1], 'digest')}
 """
 
-EXECUTE = _script(_OPENED, _OWNED, _EXECUTE)
+EXECUTE = _script(_READ_HEAD, _CHECK_OWNER, _EXECUTE)
 """Do the owner's commands, and keep the books: the index, the times to live, the version."""
 
-LIST_KEYS = _script(_OPENED, _OWNED, _LIST_KEYS)
+LIST_KEYS = _script(_READ_HEAD, _CHECK_OWNER, _LIST_KEYS)
 """The keys that are there, and whether some are lost."""
 
-READ = _script(_OPENED, _READ)
+READ = _script(_READ_HEAD, _READ)
 """The head, and the contents of the keys with some ranks in the index, as MessagePack: read in a fraction of the time
 that thousands of answers in the protocol's own form take."""
 
-ADOPT = _script(_OPENED, _TOUCH, _ADOPT)
+ADOPT = _script(_READ_HEAD, _TOUCH, _ADOPT)
 """Change the owner if the version is still the one that was read."""
 
-RETAIN = _script(_OPENED, _TOUCH, _RETAIN)
+RETAIN = _script(_READ_HEAD, _TOUCH, _RETAIN)
 """Let the owner's memory live for a time from now on."""
 
-FORGET = _script(_OPENED, _UNLINK, _FORGET)
+FORGET = _script(_READ_HEAD, _UNLINK, _FORGET)
 """Delete the owner's memory."""
 
 STAGE = _script(_STAGE)
 """Put values, which come as MessagePack, beside the memory, for a while."""
 
-SWAP = _script(_OPENED, _UNLINK, _SWAP)
+SWAP = _script(_READ_HEAD, _UNLINK, _SWAP)
 """Put what was staged, if it is complete, in the place of the memory, and change the owner."""
 
 APPEND_CHUNKS = _script(_APPEND_CHUNKS)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from meshpoint.errors import CheckpointError, Unavailable
 
-SIZE = 32
+CODE_BYTES = 32
 """Bytes of an authentication code."""
 
 Secret: TypeAlias = Callable[[], Awaitable[bytes]]
@@ -26,7 +26,7 @@ class Seal:
         self._secret, self._unavailable = secret, unavailable
         self._key: bytes | None = None
 
-    async def sealed(self, name: str, content: bytes) -> bytes:
+    async def seal(self, name: str, content: bytes) -> bytes:
         """Prefix `content` with its authentication code.
 
         Raises:
@@ -34,27 +34,27 @@ class Seal:
         """
         return await self._code(name, content) + content
 
-    async def opened(self, name: str, stored: bytes) -> bytes:
+    async def unseal(self, name: str, stored: bytes) -> bytes:
         """Verify and return the content that `sealed` wrote under `name`.
 
         Raises:
             CheckpointError: it was written without the key or under another name, or was changed.
             Unavailable: the database that has the key does not answer.
         """
-        code, content = stored[:SIZE], stored[SIZE:]
+        code, content = stored[:CODE_BYTES], stored[CODE_BYTES:]
         if not hmac.compare_digest(code, await self._code(name, content)):
             raise CheckpointError("its authentication code does not match its content")
         return content
 
     async def _code(self, name: str, content: bytes) -> bytes:
         if self._key is None:
-            self._key = await self._asked(name)
-        code = blake2b(key=self._key, digest_size=SIZE)
+            self._key = await self._load_key(name)
+        code = blake2b(key=self._key, digest_size=CODE_BYTES)
         code.update(f"{len(name)}:{name}".encode())
         code.update(content)
         return code.digest()
 
-    async def _asked(self, name: str) -> bytes:
+    async def _load_key(self, name: str) -> bytes:
         try:
             return await self._secret()
         except Unavailable as error:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import msgpack
 
-from meshpoint.adapters.redis.scripts import BLOCK
+from meshpoint.adapters.redis.scripts import MAX_COMMAND_ARGS
 from meshpoint.model.memory import Item, Kind
 
 STEP_BYTES = 256 * 1024
@@ -17,7 +17,7 @@ STEP_BYTES = 256 * 1024
 
 STEP_KEYS = 500
 
-_UNIT = {Kind.HASH: 2, Kind.ZSET: 2}
+_ELEMENTS_PER_ENTRY = {Kind.HASH: 2, Kind.ZSET: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +33,33 @@ class _Part:
         return [self.item.key, self.item.kind.value, ends, self.staged, self.elements]
 
 
-def steps(items: Sequence[Item]) -> Iterator[bytes]:
+def encode_steps(items: Sequence[Item]) -> Iterator[bytes]:
     """The argument for the script that stages, step by step."""
     args: list[list[Any]] = []
     keys = count = size = 0
     for part in (part for item in items for part in _parts(item)):
         weight = sum(map(len, part.elements))
-        if keys and (keys == STEP_KEYS or count + len(part.elements) > BLOCK or size + weight > STEP_BYTES):
-            yield _packed(args)
+        if keys and (
+            keys == STEP_KEYS or count + len(part.elements) > MAX_COMMAND_ARGS or size + weight > STEP_BYTES
+        ):
+            yield _pack(args)
             args, keys, count, size = [], 0, 0, 0
         args.append(part.args())
         keys, count, size = keys + 1, count + len(part.elements), size + weight
     if args:
-        yield _packed(args)
+        yield _pack(args)
 
 
-def _packed(args: list[list[Any]]) -> bytes:
+def _pack(args: list[list[Any]]) -> bytes:
     return cast(bytes, msgpack.packb(args, use_bin_type=False))  # Redis' Lua reads no other
 
 
-def stays(item: Item) -> bool:
+def is_storable(item: Item) -> bool:
     """Whether Redis can have it: it has something in it, or is a string."""
     return item.kind is Kind.STRING or bool(item.content)
 
 
-def weight_of(item: Item) -> int:
+def max_read_bytes(item: Item) -> int:
     """Upper bound, in bytes, on the size that the read scripts count for an item."""
     name = len(item.key.encode()) + 64
     return name + (
@@ -66,14 +68,14 @@ def weight_of(item: Item) -> int:
 
 
 def _parts(item: Item) -> Iterator[_Part]:
-    unit = _UNIT.get(item.kind, 1)
+    unit = _ELEMENTS_PER_ENTRY.get(item.kind, 1)
     flat = _elements(item)
     elements: list[bytes] = []
     size = staged = 0
     while element := list(islice(flat, unit)):
         elements += element
         size += sum(map(len, element))
-        if len(elements) >= BLOCK or size >= STEP_BYTES:
+        if len(elements) >= MAX_COMMAND_ARGS or size >= STEP_BYTES:
             yield _Part(item, staged, elements)
             staged += len(elements) // unit
             elements, size = [], 0

@@ -13,53 +13,53 @@ from redis.exceptions import NoScriptError
 
 from meshpoint.adapters.redis import script_calls
 from meshpoint.adapters.redis.connection import RedisConnection
-from meshpoint.adapters.redis.holding import held, name_of
-from meshpoint.adapters.redis.outcomes import check, fenced, opened, refuse_damaged
-from meshpoint.adapters.redis.script_calls import Call, Reply
+from meshpoint.adapters.redis.holding import decode_name, parse_contents
+from meshpoint.adapters.redis.outcomes import fenced_error, raise_for_reply, raise_if_damaged, unpack_reply
+from meshpoint.adapters.redis.script_calls import ScriptCall, ScriptReply
 from meshpoint.adapters.redis.scripts import ADOPT, EXECUTE, FORGET, LIST_KEYS, READ, RETAIN, STAGE, SWAP
-from meshpoint.adapters.redis.staging import stays, steps, weight_of
+from meshpoint.adapters.redis.staging import encode_steps, is_storable, max_read_bytes
 from meshpoint.errors import MemoryRefused, MemoryUnavailable
 from meshpoint.model.ids import new_id
 from meshpoint.model.memory import READS, WRITES, Answer, Command, Held, Item, Owner
 
-READ_KEYS = 500
+READ_BATCH_KEYS = 500
 """Keys that one call of a script looks at, so that a large memory does not stop the server for others."""
 
-READ_TRIES = 3
+READ_ATTEMPTS = 3
 """How often a memory is read in parts. If somebody wrote between them each time, it is read in one."""
 
-LARGEST = 129 * 2**20
+MAX_MEMORY_BYTES = 129 * 2**20
 """Maximum bytes of a memory that are read, counting eight extra bytes per element."""
 
-_CONNECTIONS = 16
-_STAGED = timedelta(hours=1)
+_MAX_CONNECTIONS = 16
+_STAGING_TTL = timedelta(hours=1)
 _MILLISECOND = timedelta(milliseconds=1)
 
-_Ranks: TypeAlias = tuple[int, int]  # the first and the last, as Redis counts: from 0, and -1 is the last one
+_RankRange: TypeAlias = tuple[int, int]  # the first and the last, as Redis counts: from 0, and -1 is the last one
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class _MemoryKeys:
     """The keys in Redis of one memory. The braces keep all of them in one slot of a cluster."""
 
     agent_id: str
     prefix: str
 
     @classmethod
-    def of(cls, namespace: str, agent_id: str) -> _Names:
+    def for_memory(cls, namespace: str, agent_id: str) -> _MemoryKeys:
         return cls(agent_id, f"{namespace}:L1:{{{agent_id}}}:")
 
     @property
-    def books(self) -> tuple[bytes, bytes]:
+    def head_and_index(self) -> tuple[bytes, bytes]:
         """The head and the index."""
         return f"{self.prefix}head".encode(), f"{self.prefix}index".encode()
 
     @property
-    def working(self) -> bytes:
+    def value_prefix(self) -> bytes:
         """What comes before the name of a key."""
         return f"{self.prefix}working:".encode()
 
-    def staged(self, owner: Owner) -> bytes:
+    def new_staging_prefix(self, owner: Owner) -> bytes:
         """What comes before all that is staged; never the same twice."""
         return f"{self.prefix}restore:{owner.run_id}:{new_id()}:".encode()
 
@@ -77,7 +77,7 @@ class RedisWorkingMemory:
 
     At most `largest` bytes of a memory are read at once, counting eight extra bytes per element.
     A request takes `timeout` at most. After one that failed, Redis is not asked for `retry_after`. `clock` counts
-    seconds; `time_limit` bounds a request. For one event loop.
+    seconds; `make_timeout` bounds a request. For one event loop.
 
     Raises:
         ConfigurationError: `url` is none of a Redis.
@@ -88,13 +88,13 @@ class RedisWorkingMemory:
         url: str,
         *,
         namespace: str,
-        largest: int = LARGEST,
-        active: timedelta = timedelta(hours=24),
-        paused: timedelta = timedelta(days=14),
+        max_bytes: int = MAX_MEMORY_BYTES,
+        active_ttl: timedelta = timedelta(hours=24),
+        paused_ttl: timedelta = timedelta(days=14),
         timeout: timedelta = timedelta(seconds=5),
         retry_after: timedelta = timedelta(seconds=5),
         clock: Callable[[], float] = time.monotonic,
-        time_limit: Callable[[float], asyncio.Timeout] = asyncio.timeout,
+        make_timeout: Callable[[float], asyncio.Timeout] = asyncio.timeout,
     ) -> None:
         self._connection = RedisConnection(
             url,
@@ -103,12 +103,12 @@ class RedisWorkingMemory:
             timeout=timeout,
             retry_after=retry_after,
             clock=clock,
-            connections=_CONNECTIONS,
-            time_limit=time_limit,
+            connections=_MAX_CONNECTIONS,
+            make_timeout=make_timeout,
         )
         self._namespace = namespace
-        self._largest = largest
-        self.active, self.paused = active, paused
+        self._max_bytes = max_bytes
+        self.active_ttl, self.paused_ttl = active_ttl, paused_ttl
 
     @property
     def survives(self) -> bool:
@@ -117,7 +117,7 @@ class RedisWorkingMemory:
 
     async def open(self) -> None:
         """Check that Redis answers and takes writes."""
-        await self._connection.check(_Names.of(self._namespace, new_id()).books[0])
+        await self._connection.check(_MemoryKeys.for_memory(self._namespace, new_id()).head_and_index[0])
 
     async def execute(self, owner: Owner, commands: Sequence[Command], *, seen: int = 0) -> tuple[int, list[Answer]]:
         """Do commands in one round trip; the version then, and what each answered.
@@ -130,49 +130,59 @@ class RedisWorkingMemory:
                 Earlier commands took effect.
             MemoryUnavailable: it is not known whether they are done.
         """
-        names = self._names(owner.agent_id)
+        names = self._memory_keys(owner.agent_id)
         for command in commands:
             if command.name not in READS | WRITES:
                 raise MemoryRefused(f"memory key {command.key!r}: {command.name} is no command of a working memory")
             if not command.key:
                 raise MemoryRefused(f"memory key '': {command.name} needs a key")
-        places = {key: place for place, key in enumerate(dict.fromkeys(each.key for each in commands), start=3)}
+        positions = {key: place for place, key in enumerate(dict.fromkeys(each.key for each in commands), start=3)}
         writes = b"w" if any(command.writes for command in commands) else b"r"
-        life = self.active // _MILLISECOND
-        args: list[bytes | int] = [*_claim(owner), seen, life, len(names.working) + 1, writes, self._largest]
+        ttl = self.active_ttl // _MILLISECOND
+        args: list[bytes | int] = [
+            *_owner_args(owner),
+            seen,
+            ttl,
+            len(names.value_prefix) + 1,
+            writes,
+            self._max_bytes,
+        ]
         for command in commands:
             mode = b"w" if command.writes else b"r"
-            args += [command.name.encode(), places[command.key], mode, len(command.args), *command.args]
-        keys = (*names.books, *[names.working + key.encode() for key in places])
-        [reply] = await self._repeat(names, [Call(EXECUTE, keys, tuple(args))])
-        check(owner, reply)
+            args += [command.name.encode(), positions[command.key], mode, len(command.args), *command.args]
+        keys = (*names.head_and_index, *[names.value_prefix + key.encode() for key in positions])
+        [reply] = await self._run_idempotent(names, [ScriptCall(EXECUTE, keys, tuple(args))])
+        raise_for_reply(owner, reply)
         _, version, answers = reply
-        return version, [_whole(command, answer) for command, answer in zip(commands, answers, strict=True)]
+        return version, [_exact_integer(command, answer) for command, answer in zip(commands, answers, strict=True)]
 
     async def keys(self, owner: Owner, *, seen: int = 0) -> list[str]:
         """The keys that are there. Raises as `execute`; MemoryLost also if any key was evicted."""
-        names = self._names(owner.agent_id)
-        args = (*_claim(owner), seen, names.working, self._largest)
-        [reply] = await self._repeat(names, [Call(LIST_KEYS, names.books, args)])
-        check(owner, reply)
-        return [name_of(key) for key in reply[1] if key]
+        names = self._memory_keys(owner.agent_id)
+        args = (*_owner_args(owner), seen, names.value_prefix, self._max_bytes)
+        [reply] = await self._run_idempotent(names, [ScriptCall(LIST_KEYS, names.head_and_index, args)])
+        raise_for_reply(owner, reply)
+        return [decode_name(key) for key in reply[1] if key]
 
     async def read(self, agent_id: str) -> Held:
         """All that is there at one instant: one round trip, or two for more than 500 keys."""
-        return await self._whole(self._names(agent_id), self._largest)
+        return await self._read_all(self._memory_keys(agent_id), self._max_bytes)
 
-    async def _whole(self, names: _Names, limit: int) -> Held:
-        for _ in range(READ_TRIES):
-            replies = await self._read(names, 0, READ_KEYS - 1, limit)
-            if parts := list(_ranks(replies[0][5], after=READ_KEYS)):
+    async def _read_all(self, names: _MemoryKeys, limit: int) -> Held:
+        for _ in range(READ_ATTEMPTS):
+            replies = await self._read(names, 0, READ_BATCH_KEYS - 1, limit)
+            if parts := list(_ranks(replies[0][5], after=READ_BATCH_KEYS)):
                 each = limit // len(parts)
-                replies += map(opened, await self._repeat(names, [_reading(names, *part, each) for part in parts]))
-            found = held(replies)
+                replies += map(
+                    unpack_reply,
+                    await self._run_idempotent(names, [_read_call(names, *part, each) for part in parts]),
+                )
+            found = parse_contents(replies)
             if found is not None and not (parts and found.large):
                 return found
             if found is not None:  # one part exceeds its share of the limit
                 break
-        found = held(await self._read(names, 0, -1, limit))
+        found = parse_contents(await self._read(names, 0, -1, limit))
         assert found is not None, "one reply is one instant"
         return found
 
@@ -182,12 +192,18 @@ class RedisWorkingMemory:
         Raises:
             MemoryFenced: its owner has a higher fence.
         """
-        names = self._names(owner.agent_id)
-        args = (*_claim(owner), version, self.active // _MILLISECOND, names.working, READ_KEYS - 1)
-        [reply] = await self._repeat(names, [Call(ADOPT, names.books, args)])
-        check(owner, reply)
+        names = self._memory_keys(owner.agent_id)
+        args = (
+            *_owner_args(owner),
+            version,
+            self.active_ttl // _MILLISECOND,
+            names.value_prefix,
+            READ_BATCH_KEYS - 1,
+        )
+        [reply] = await self._run_idempotent(names, [ScriptCall(ADOPT, names.head_and_index, args)])
+        raise_for_reply(owner, reply)
         if reply[0] == b"ok":
-            await self._retain(owner, self.active, _ranks(reply[1], after=READ_KEYS))
+            await self._retain(owner, self.active_ttl, _ranks(reply[1], after=READ_BATCH_KEYS))
         return bool(reply[0] == b"ok")
 
     async def replace(
@@ -200,16 +216,16 @@ class RedisWorkingMemory:
         Raises:
             MemoryFenced: its owner has a higher fence.
         """
-        items = [item for item in items if stays(item)]
+        items = [item for item in items if is_storable(item)]
         try:
-            replies = await self._replace(owner, items, seen, force, known=True)
+            replies = await self._replace(owner, items, seen, force, by_digest=True)
         except NoScriptError:
-            replies = await self._replace(owner, items, seen, force, known=False)
-        found = held(replies)
+            replies = await self._replace(owner, items, seen, force, by_digest=False)
+        found = parse_contents(replies)
         if found is None:  # somebody wrote since
-            found = await self._whole(self._names(owner.agent_id), self._limit_of(items))
+            found = await self._read_all(self._memory_keys(owner.agent_id), self._read_limit(items))
         if found.run_id is not None and found.run_id != owner.run_id:
-            raise fenced(owner, found.run_id, found.fence)
+            raise fenced_error(owner, found.run_id, found.fence)
         return found
 
     async def retain(self, owner: Owner, *, paused: bool) -> None:
@@ -217,94 +233,103 @@ class RedisWorkingMemory:
 
         Nothing happens if another run with the same or a higher fence has it.
         """
-        life = self.paused if paused else self.active
-        if total := await self._retain(owner, life, [(0, READ_KEYS - 1)]):
-            await self._retain(owner, life, _ranks(total, after=READ_KEYS))
+        ttl = self.paused_ttl if paused else self.active_ttl
+        if total := await self._retain(owner, ttl, [(0, READ_BATCH_KEYS - 1)]):
+            await self._retain(owner, ttl, _ranks(total, after=READ_BATCH_KEYS))
 
     async def forget(self, owner: Owner) -> None:
         """Delete it, unless another run with the same or a higher fence has it."""
-        names = self._names(owner.agent_id)
-        [reply] = await self._repeat(names, [Call(FORGET, names.books, (*_claim(owner), names.working))])
-        refuse_damaged(reply)
+        names = self._memory_keys(owner.agent_id)
+        [reply] = await self._run_idempotent(
+            names, [ScriptCall(FORGET, names.head_and_index, (*_owner_args(owner), names.value_prefix))]
+        )
+        raise_if_damaged(reply)
 
     async def close(self) -> None:
         """Release every connection."""
         await self._connection.close()
 
-    def _names(self, agent_id: str) -> _Names:
-        return _Names.of(self._namespace, agent_id)
+    def _memory_keys(self, agent_id: str) -> _MemoryKeys:
+        return _MemoryKeys.for_memory(self._namespace, agent_id)
 
-    async def _read(self, names: _Names, first: int, last: int, limit: int) -> list[Reply]:
-        return [opened(reply) for reply in await self._repeat(names, [_reading(names, first, last, limit)])]
+    async def _read(self, names: _MemoryKeys, first: int, last: int, limit: int) -> list[ScriptReply]:
+        return [
+            unpack_reply(reply)
+            for reply in await self._run_idempotent(names, [_read_call(names, first, last, limit)])
+        ]
 
-    def _limit_of(self, items: Sequence[Item]) -> int:
+    def _read_limit(self, items: Sequence[Item]) -> int:
         """Read limit for restored `items`: at least their size, as `largest` may have been higher when saved."""
-        return max(self._largest, sum(map(weight_of, items)))
+        return max(self._max_bytes, sum(map(max_read_bytes, items)))
 
-    async def _retain(self, owner: Owner, life: timedelta, ranks: Iterable[_Ranks]) -> int:
+    async def _retain(self, owner: Owner, ttl: timedelta, ranks: Iterable[_RankRange]) -> int:
         """Let the keys with these ranks live for `life`.
 
         Returns:
             How many members the index has; 0: the memory is not the owner's.
         """
-        names = self._names(owner.agent_id)
-        args = (*_claim(owner), life // _MILLISECOND, names.working)
-        calls = [Call(RETAIN, names.books, (*args, *some)) for some in ranks]
-        replies = await self._repeat(names, calls) if calls else []
+        names = self._memory_keys(owner.agent_id)
+        args = (*_owner_args(owner), ttl // _MILLISECOND, names.value_prefix)
+        calls = [ScriptCall(RETAIN, names.head_and_index, (*args, *some)) for some in ranks]
+        replies = await self._run_idempotent(names, calls) if calls else []
         for reply in replies:
-            refuse_damaged(reply)
+            raise_if_damaged(reply)
         return min([reply[1] if reply[0] == b"ok" else 0 for reply in replies], default=0)
 
     async def _replace(
-        self, owner: Owner, items: Sequence[Item], seen: int | None, force: bool, *, known: bool
-    ) -> list[Reply]:
+        self, owner: Owner, items: Sequence[Item], seen: int | None, force: bool, *, by_digest: bool
+    ) -> list[ScriptReply]:
         """Stage, swap and read back; the replies for what is there then."""
-        names = self._names(owner.agent_id)
-        staged = names.staged(owner)
+        names = self._memory_keys(owner.agent_id)
+        staged = names.new_staging_prefix(owner)
         index, values = staged + b"index", staged + b"working:"
-        batch: list[Call] = []
+        batch: list[ScriptCall] = []
         size = count = 0
-        for step in steps(items):
-            call = Call(STAGE, (index,), (values, _STAGED // _MILLISECOND, step))
+        for step in encode_steps(items):
+            call = ScriptCall(STAGE, (index,), (values, _STAGING_TTL // _MILLISECOND, step))
             if batch and size + call.size > script_calls.PIPELINE_BYTES:
-                for reply in await self._run(names, batch, known=known):
-                    check(owner, reply)
+                for reply in await self._run(names, batch, by_digest=by_digest):
+                    raise_for_reply(owner, reply)
                 batch, size = [], 0
             batch.append(call)
             size, count = size + call.size, count + 1
-        staging = (names.working, values, count, len(items))
+        staging = (names.value_prefix, values, count, len(items))
         conditions = (b"" if seen is None else seen, int(force))
-        args = (*_claim(owner), self.active // _MILLISECOND, *staging, *conditions)
+        args = (*_owner_args(owner), self.active_ttl // _MILLISECOND, *staging, *conditions)
         ranks = list(_ranks(len(items) + 1))
-        limit = self._limit_of(items)
-        reads = [_reading(names, *some, limit) for some in ranks]
-        replies = await self._run(names, [*batch, Call(SWAP, (*names.books, index), args), *reads], known=known)
+        limit = self._read_limit(items)
+        reads = [_read_call(names, *rank_range, limit) for rank_range in ranks]
+        replies = await self._run(
+            names, [*batch, ScriptCall(SWAP, (*names.head_and_index, index), args), *reads], by_digest=by_digest
+        )
         for reply in replies[: -len(reads)]:
-            check(owner, reply)
-        return [opened(reply) for reply in replies[-len(reads) :]]
+            raise_for_reply(owner, reply)
+        return [unpack_reply(reply) for reply in replies[-len(reads) :]]
 
-    async def _run(self, names: _Names, calls: Sequence[Call], *, known: bool) -> list[Reply]:
-        return await script_calls.run(self._connection, f"memory {names.agent_id}", calls, known=known)
+    async def _run(self, names: _MemoryKeys, calls: Sequence[ScriptCall], *, by_digest: bool) -> list[ScriptReply]:
+        return await script_calls.run_scripts(
+            self._connection, f"memory {names.agent_id}", calls, by_digest=by_digest
+        )
 
-    async def _repeat(self, names: _Names, calls: Sequence[Call]) -> list[Reply]:
-        return await script_calls.repeat(self._connection, f"memory {names.agent_id}", calls)
+    async def _run_idempotent(self, names: _MemoryKeys, calls: Sequence[ScriptCall]) -> list[ScriptReply]:
+        return await script_calls.run_idempotent(self._connection, f"memory {names.agent_id}", calls)
 
 
-def _claim(owner: Owner) -> tuple[bytes, int]:
+def _owner_args(owner: Owner) -> tuple[bytes, int]:
     return owner.run_id.encode(), owner.fence
 
 
-def _ranks(total: int, *, after: int = 0) -> Iterator[_Ranks]:
+def _ranks(total: int, *, after: int = 0) -> Iterator[_RankRange]:
     """The ranks from `after` on of an index with `total` members, as many at a time as one call looks at."""
-    for first in range(after, total, READ_KEYS):
-        yield first, first + READ_KEYS - 1
+    for first in range(after, total, READ_BATCH_KEYS):
+        yield first, first + READ_BATCH_KEYS - 1
 
 
-def _reading(names: _Names, first: int, last: int, limit: int) -> Call:
-    return Call(READ, names.books, (names.working, limit, first, last))
+def _read_call(names: _MemoryKeys, first: int, last: int, limit: int) -> ScriptCall:
+    return ScriptCall(READ, names.head_and_index, (names.value_prefix, limit, first, last))
 
 
-def _whole(command: Command, answer: Answer) -> Answer:
+def _exact_integer(command: Command, answer: Answer) -> Answer:
     """A number that is too long for a script comes as text."""
     exact = command.name in {"INCRBY", "HINCRBY"} and isinstance(answer, bytes)
     return int(answer) if exact else answer  # type: ignore[arg-type]

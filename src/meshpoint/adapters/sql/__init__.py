@@ -1,5 +1,5 @@
 """The checkpoint store on PostgreSQL and SQLite."""
 
-from meshpoint.adapters.sql.store import SqlCheckpointStore
+from meshpoint.adapters.sql.store import SqlStore
 
-__all__ = ["SqlCheckpointStore"]
+__all__ = ["SqlStore"]

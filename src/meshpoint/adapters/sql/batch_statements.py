@@ -21,10 +21,16 @@ in the database's statistics.
 
 from __future__ import annotations
 
-from meshpoint.adapters.sql.operation_statements import COLUMNS, IN_PLACE_OF, JSON, PLAIN, SNAPSHOT
+from meshpoint.adapters.sql.operation_statements import (
+    CHECKPOINT_COLUMNS,
+    JSON_COLUMNS,
+    ON_CONFLICT_REPLACE,
+    PLAIN_COLUMNS,
+    SNAPSHOT_COLUMNS,
+)
 
 
-def _rows(first: int, **types: str) -> str:
+def _unnested_rows(first: int, **types: str) -> str:
     """A row for each element of the arrays `$first`, `$first + 1`, …: its columns, and its `place`, from 1 on.
 
     One array is unnested and the others are indexed by its places: to unnest them all costs a buffer for each, which
@@ -40,12 +46,12 @@ def _rows(first: int, **types: str) -> str:
 
 
 # The instant of a batch: taken after the last lock.
-_AFTER_LOCKS = """
+_CLOCK_AFTER_LOCKS = """
 clock AS MATERIALIZED (
   SELECT coalesce($1::double precision, CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS double precision)) AS now
     FROM (SELECT count(*) FROM locked) AS counted)"""
 
-CONTEXT = {
+CONTEXT_TYPES = {
     "a2a_context": "text",
     "effective_session_id": "text",
     "user_id": "text",
@@ -62,10 +68,10 @@ CONTEXT = {
     "app_version": "text",
     "framework": "text",
 }
-_CONTEXT = ", ".join(CONTEXT)
+_CONTEXT_COLUMNS = ", ".join(CONTEXT_TYPES)
 
 # What of a task's row its next segment needs.
-_RESUMED = ", ".join(
+_RESUME_COLUMNS = ", ".join(
     f"t.{name}"
     for name in (
         *("logical_task_id", "agent_name", "run_id", "fence", "generation", "attempt", "cancel_requested", "request"),
@@ -79,24 +85,24 @@ _RESUMED = ", ".join(
 # Delete the calls of the tasks that `{moved}` holds, but for those whose peer is still to be told. While this
 # statement waited for its locks, such a peer may have been told: the snapshot does not show it, the row's lock does.
 _DELETE_DONE_CALLS = """
-told_later AS MATERIALIZED (
+cancels_sent AS MATERIALIZED (
   SELECT c.logical_task_id, c.sub_task_id, c.status
     FROM (SELECT o.logical_task_id, o.sub_task_id
             FROM agent_peer_sub_tasks AS o JOIN {moved} ON {moved}.logical_task_id = o.logical_task_id
-           WHERE o.status = 'cancelling' OFFSET 0) AS unsure
+           WHERE o.status = 'cancelling' OFFSET 0) AS candidates
     JOIN agent_peer_sub_tasks AS c
-      ON c.logical_task_id = unsure.logical_task_id AND c.sub_task_id = unsure.sub_task_id
+      ON c.logical_task_id = candidates.logical_task_id AND c.sub_task_id = candidates.sub_task_id
      FOR UPDATE OF c),
 done_calls AS (
   DELETE FROM agent_peer_sub_tasks AS c USING {moved}
    WHERE c.logical_task_id = {moved}.logical_task_id
-     AND (c.status = 'done' OR EXISTS (SELECT 1 FROM told_later AS l
+     AND (c.status = 'done' OR EXISTS (SELECT 1 FROM cancels_sent AS l
                                         WHERE l.logical_task_id = c.logical_task_id
                                           AND l.sub_task_id = c.sub_task_id AND l.status = 'done')))"""
 
 # Write the calls and joins of the tasks that `written` holds. Calls of one task seldom differ in their terms, which
 # are so given once; of an array, the driver looks at every element several times.
-_CALLS_AND_JOINS = """
+_INSERT_CALLS_AND_JOINS = """
 calls AS (
   INSERT INTO agent_peer_sub_tasks (
     logical_task_id, sub_task_id, agent_name, invocation_id, seq, call_id, peer_agent, correlation_data, request,
@@ -121,19 +127,19 @@ joins AS (
 SELECT logical_task_id, now FROM written"""
 
 # What every pause brings, and those of new tasks besides.
-_PAUSE = {
+_PAUSE_TYPES = {
     "task_id": "text",
     "run_id": "text",
     "generation": "int",
-    "soonest": "double precision",
+    "earliest_timeout": "double precision",
     "task_deadline": "double precision",
     "total": "int",
     "needed": "int",
     "join_timeout": "double precision",
     "fence": "int",
-    **CONTEXT,
+    **CONTEXT_TYPES,
 }
-_NEW_TASK = {
+_NEW_TASK_TYPES = {
     "agent": "text",
     "request": "bytea",
     "reply_to": "text",
@@ -142,53 +148,54 @@ _NEW_TASK = {
     "idle_timeout": "double precision",
     "request_digest": "text",
 }
-_WAKE_AT = "LEAST(now + soonest, task_deadline, now + join_timeout)"
+_WAKE_AT = "LEAST(now + earliest_timeout, task_deadline, now + join_timeout)"
 
 # Write the first checkpoints of tasks that have no row.
 PAUSE_NEW = f"""/* commits: pause */
-WITH locked AS (SELECT 1), {_AFTER_LOCKS},
+WITH locked AS (SELECT 1), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT p.*, {_WAKE_AT} AS wake_at, clock.now
-  FROM {_rows(13, **_PAUSE, **_NEW_TASK)} AS p, clock
+  FROM {_unnested_rows(13, **_PAUSE_TYPES, **_NEW_TASK_TYPES)} AS p, clock
    WHERE task_deadline IS NULL OR task_deadline > clock.now),
 written AS (
   INSERT INTO agent_paused_tasks (
     logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, request, reply_to,
     requester_app_id, parent_task_id, task_deadline, idle_timeout, keep_alive_at, checkpointed_at, request_digest,
-    {_CONTEXT})
+    {_CONTEXT_COLUMNS})
   SELECT task_id, agent, 'waiting', generation, 1, run_id, 0, wake_at, request, reply_to,
          requester_app_id, parent_task_id, task_deadline, idle_timeout, now + idle_timeout / $44::int, now,
-         request_digest, {_CONTEXT}
+         request_digest, {_CONTEXT_COLUMNS}
     FROM given
   ON CONFLICT DO NOTHING
   RETURNING logical_task_id, agent_name, generation, task_deadline, checkpointed_at AS now),
-{_CALLS_AND_JOINS}
+{_INSERT_CALLS_AND_JOINS}
 """
 
 # Write the checkpoints of tasks that have a row, and delete what they waited for before.
-PAUSE_AGAIN = f"""/* commits: pause again */
+PAUSE_EXISTING = f"""/* commits: pause existing */
 WITH locked AS MATERIALIZED (
   SELECT t.logical_task_id
     FROM agent_paused_tasks AS t JOIN unnest($13::text[], $21::int[]) AS mine(task_id, fence)
       ON mine.task_id = t.logical_task_id AND mine.fence = t.fence
    WHERE t.logical_task_id = ANY($13::text[]) AND t.status = 'running' AND NOT t.cancel_requested
-   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t SKIP LOCKED), {_AFTER_LOCKS},
+   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t SKIP LOCKED), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT p.*, {_WAKE_AT} AS wake_at, clock.now
-  FROM {_rows(13, **_PAUSE)} AS p
+  FROM {_unnested_rows(13, **_PAUSE_TYPES)} AS p
     JOIN locked ON locked.logical_task_id = p.task_id, clock
    WHERE task_deadline IS NULL OR task_deadline > clock.now),
 written AS (
   UPDATE agent_paused_tasks AS t SET
     status = 'waiting', generation = g.generation, run_id = g.run_id, owner = NULL, attempt = 0, rescues = 0,
     wake_at = g.wake_at, keep_alive_at = g.now + t.idle_timeout / $37::int, checkpointed_at = g.now,
-    incompatible_since = NULL, dead_reason = NULL, ({_CONTEXT}) = ROW({", ".join(f"g.{name}" for name in CONTEXT)})
+    incompatible_since = NULL, dead_reason = NULL,
+    ({_CONTEXT_COLUMNS}) = ROW({", ".join(f"g.{name}" for name in CONTEXT_TYPES)})
     FROM given AS g WHERE t.logical_task_id = g.task_id
   RETURNING t.logical_task_id, t.agent_name, t.generation, t.task_deadline, g.now),
 {_DELETE_DONE_CALLS.format(moved="written")},
 met_joins AS (
   DELETE FROM agent_parallel_invocations AS j USING written WHERE j.logical_task_id = written.logical_task_id),
-{_CALLS_AND_JOINS}
+{_INSERT_CALLS_AND_JOINS}
 """
 
 # Written so that each row is found by its whole key, whatever the statistics say: calls are joined to `given` alone,
@@ -205,7 +212,7 @@ WITH locked AS MATERIALIZED (
     JOIN agent_parallel_invocations AS j
       ON j.logical_task_id = t.logical_task_id AND j.invocation_id = t.generation AND j.needed IS NULL
    WHERE t.logical_task_id = ANY($3::text[]) AND t.agent_name || '' = $4::text AND t.status = 'waiting'
-   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_AFTER_LOCKS},
+   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
   SELECT c.*, terms.task_id, terms.ok, terms.sender, l.generation, l.state_format
     FROM unnest($5::text[], $6::text[], $7::bytea[], $8::int[]) WITH ORDINALITY
@@ -235,41 +242,42 @@ joined AS (
 met AS MATERIALIZED (
   SELECT logical_task_id, last, total_expected,
          state_format = ANY($12::text[])
-         AND sum((state_format = ANY($12::text[]))::int) OVER (ORDER BY logical_task_id) <= $13::int AS here
+         AND sum((state_format = ANY($12::text[]))::int) OVER (ORDER BY logical_task_id) <= $13::int AS acquired
     FROM joined WHERE met),
 owned AS (
   UPDATE agent_paused_tasks AS t SET
-    status = CASE WHEN met.here THEN 'running' ELSE 'ready' END, fence = t.fence + met.here::int,
-    run_id = ($6::text[])[met.last], owner = CASE WHEN met.here THEN $2::text END, attempt = met.here::int,
-    wake_at = CASE WHEN met.here THEN clock.now + $14::double precision ELSE clock.now END
+    status = CASE WHEN met.acquired THEN 'running' ELSE 'ready' END, fence = t.fence + met.acquired::int,
+    run_id = ($6::text[])[met.last], owner = CASE WHEN met.acquired THEN $2::text END, attempt = met.acquired::int,
+    wake_at = CASE WHEN met.acquired THEN clock.now + $14::double precision ELSE clock.now END
     FROM met, clock WHERE t.logical_task_id = met.logical_task_id
-  RETURNING {_RESUMED})
-SELECT counted.places, met.here, met.total_expected, before.*, owned.*,
-       CASE WHEN met.here THEN counted.seqs END AS seqs, CASE WHEN met.here THEN counted.call_ids END AS call_ids,
-       CASE WHEN met.here THEN counted.peers END AS peers
+  RETURNING {_RESUME_COLUMNS})
+SELECT counted.places, met.acquired, met.total_expected, before.*, owned.*,
+       CASE WHEN met.acquired THEN counted.seqs END AS seqs,
+       CASE WHEN met.acquired THEN counted.call_ids END AS call_ids,
+       CASE WHEN met.acquired THEN counted.peers END AS peers
   FROM counted
   LEFT JOIN met ON met.logical_task_id = counted.logical_task_id
-  LEFT JOIN owned ON owned.logical_task_id = met.logical_task_id AND met.here
+  LEFT JOIN owned ON owned.logical_task_id = met.logical_task_id AND met.acquired
   LEFT JOIN LATERAL (
     SELECT array_agg(c.seq) AS seqs_before, array_agg(c.call_id) AS call_ids_before,
            array_agg(c.peer_agent) AS peers_before, array_agg(c.outcome) AS outcomes_before
       FROM agent_peer_sub_tasks AS c
      WHERE c.logical_task_id = counted.logical_task_id AND c.invocation_id = counted.generation
-       AND c.status <> 'pending' AND met.here AND counted.outcomes < met.total_expected
+       AND c.status <> 'pending' AND met.acquired AND counted.outcomes < met.total_expected
        AND (SELECT coalesce(sum(octet_length(s.outcome)), 0) FROM agent_peer_sub_tasks AS s
              WHERE s.logical_task_id = counted.logical_task_id AND s.invocation_id = counted.generation
                AND s.status <> 'pending') <= $15::bigint) AS before ON true
 """
 
 # The same, skipping tasks that other sessions hold: they are left to the general transaction.
-CLAIM_FREE = CLAIM.replace("commits: claim", "commits: claim free").replace(
+CLAIM_SKIP_LOCKED = CLAIM.replace("commits: claim", "commits: claim skip locked").replace(
     "FOR NO KEY UPDATE OF t)", "FOR NO KEY UPDATE OF t SKIP LOCKED)"
 )
 
 # Read tasks that these runs of this replica own, and no later run that has taken them over: whole, with the outcomes
 # of their pause in call order, unless they have more than `$4` bytes.
 READ_OWNED = f"""/* reads: owned */
-SELECT {_RESUMED}, sizes.outcome_bytes, calls.*
+SELECT {_RESUME_COLUMNS}, sizes.outcome_bytes, calls.*
   FROM agent_paused_tasks AS t,
        LATERAL (SELECT coalesce(sum(octet_length(outcome)), 0) AS outcome_bytes FROM agent_peer_sub_tasks
                  WHERE logical_task_id = t.logical_task_id AND invocation_id = t.generation) AS sizes,
@@ -283,7 +291,7 @@ SELECT {_RESUMED}, sizes.outcome_bytes, calls.*
    AND t.run_id = ANY($3::text[])
 """
 
-_END = {
+_END_TYPES = {
     "task_id": "text",
     "fence": "int",
     "run_id": "text",
@@ -296,12 +304,12 @@ _END = {
 # checkpoints is not decided here.
 END = f"""/* commits: end */
 WITH given AS MATERIALIZED (
-  SELECT * FROM {_rows(4, **_END)} AS e),
+  SELECT * FROM {_unnested_rows(4, **_END_TYPES)} AS e),
 locked AS MATERIALIZED (
   SELECT given.*
     FROM agent_paused_tasks AS t JOIN given ON given.task_id = t.logical_task_id AND given.fence = t.fence
    WHERE t.logical_task_id = ANY($4::text[]) AND t.status = 'running' AND t.checkpoint_seq IS NULL
-   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t SKIP LOCKED), {_AFTER_LOCKS},
+   ORDER BY t.logical_task_id FOR NO KEY UPDATE OF t SKIP LOCKED), {_CLOCK_AFTER_LOCKS},
 ended AS (
   UPDATE agent_paused_tasks AS t SET
     status = given.status, run_id = given.run_id, owner = NULL, wake_at = clock.now + $2::double precision,
@@ -320,19 +328,21 @@ met_joins AS (
 SELECT * FROM ended
 """
 
-_TIMES = {"checkpoint_time", "created_at"}
-_SAVED = {"progress_pct": "double precision", "retry_count": "int", "l1_snapshot": "bytea"}
-_SAVED |= dict.fromkeys(JSON, "text::jsonb")
+_TIME_COLUMNS = {"checkpoint_time", "created_at"}
+_SAVED_TYPES = {"progress_pct": "double precision", "retry_count": "int", "l1_snapshot": "bytea"}
+_SAVED_TYPES |= dict.fromkeys(JSON_COLUMNS, "text::jsonb")
 
-SAVED = tuple(name for name in (*PLAIN, *JSON, *SNAPSHOT) if name not in _TIMES)
+SAVED_COLUMNS = tuple(
+    name for name in (*PLAIN_COLUMNS, *JSON_COLUMNS, *SNAPSHOT_COLUMNS) if name not in _TIME_COLUMNS
+)
 """What a checkpoint brings."""
 
-_PLACES = {name: place for place, name in enumerate(SAVED, 7)}
-_CHECKPOINT = ", ".join(
-    "clock.now" if name in _TIMES else f"${_PLACES[name]}::{_SAVED.get(name, 'text')}"
-    for name in (*PLAIN, *JSON, *SNAPSHOT)
+_POSITIONS = {name: place for place, name in enumerate(SAVED_COLUMNS, 7)}
+_CHECKPOINT_VALUES = ", ".join(
+    "clock.now" if name in _TIME_COLUMNS else f"${_POSITIONS[name]}::{_SAVED_TYPES.get(name, 'text')}"
+    for name in (*PLAIN_COLUMNS, *JSON_COLUMNS, *SNAPSHOT_COLUMNS)
 )
-_BRINGS_SNAPSHOT = f"${_PLACES['l1_snapshot']}::bytea IS NOT NULL"
+_HAS_SNAPSHOT = f"${_POSITIONS['l1_snapshot']}::bytea IS NOT NULL"
 
 # Write the checkpoint of one operation that runs, delete those that are too old, and if it brings a working memory,
 # take theirs from the others. Which row is deleted and which is changed is told by `seq` alone: no row may be both.
@@ -342,8 +352,8 @@ WITH locked AS MATERIALIZED (
     FROM agent_paused_tasks AS t
    WHERE t.logical_task_id = $2::text AND t.fence = $3::int AND t.status = 'running' AND NOT t.cancel_requested
      AND t.checkpoint_seq < $4::int
-     FOR NO KEY UPDATE OF t SKIP LOCKED), {_AFTER_LOCKS},
-noted AS (
+     FOR NO KEY UPDATE OF t SKIP LOCKED), {_CLOCK_AFTER_LOCKS},
+updated_task AS (
   UPDATE agent_paused_tasks AS t SET
     checkpoint_seq = $4::int, attempt = CASE WHEN $6::boolean THEN 1 ELSE t.attempt END,
     rescues = CASE WHEN $6::boolean THEN LEAST(t.rescues, 2) ELSE t.rescues END
@@ -351,30 +361,30 @@ noted AS (
 pruned AS (
   DELETE FROM agent_checkpoints AS c USING locked
    WHERE c.analysis_id = locked.logical_task_id AND c.agent_type = locked.agent_name
-     AND c.seq <= $4::int - $5::int AND (c.l1_snapshot IS NULL OR {_BRINGS_SNAPSHOT})),
+     AND c.seq <= $4::int - $5::int AND (c.l1_snapshot IS NULL OR {_HAS_SNAPSHOT})),
 dropped AS (
   UPDATE agent_checkpoints AS c SET l1_snapshot = NULL FROM locked
-   WHERE {_BRINGS_SNAPSHOT}
+   WHERE {_HAS_SNAPSHOT}
      AND c.analysis_id = locked.logical_task_id AND c.agent_type = locked.agent_name
      AND c.seq > $4::int - $5::int AND c.seq < $4::int AND c.l1_snapshot IS NOT NULL)
-INSERT INTO agent_checkpoints ({COLUMNS})
-SELECT locked.logical_task_id, locked.agent_name, $4::int, {_CHECKPOINT} FROM locked, clock
-{IN_PLACE_OF}
+INSERT INTO agent_checkpoints ({CHECKPOINT_COLUMNS})
+SELECT locked.logical_task_id, locked.agent_name, $4::int, {_CHECKPOINT_VALUES} FROM locked, clock
+{ON_CONFLICT_REPLACE}
 RETURNING seq
 """
 
 # Let COMMIT be answered before the disk has it: a mark may be lost, what it marks is then sent again. For this
 # transaction alone.
-_LAZILY = "lazily AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))"
+_ASYNC_COMMIT = "async_commit AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))"
 
 # Mark the requests of pauses as sent, of those where so many were sent as the pause has calls. Returns the tasks that
 # are left: those of which a part was sent or whose requests the release before wrote, and those that are whole but
 # whose join somebody holds just now (without the lock of its task, it is not waited for).
-MARK_DISPATCHED = f"""/* commits: mark dispatched */
-WITH {_LAZILY},
+CONFIRM_DISPATCHED = f"""/* commits: confirm dispatched */
+WITH {_ASYNC_COMMIT},
 due AS MATERIALIZED (
-  SELECT j.logical_task_id, j.invocation_id, j.send_attempts > 0 AND j.total_expected = sent.requests AS whole
-    FROM lazily, unnest($2::text[], $3::int[], $4::int[]) AS sent(task_id, generation, requests)
+  SELECT j.logical_task_id, j.invocation_id, j.send_attempts > 0 AND j.total_expected = sent.requests AS complete
+    FROM async_commit, unnest($2::text[], $3::int[], $4::int[]) AS sent(task_id, generation, requests)
     JOIN agent_parallel_invocations AS j
       ON j.logical_task_id = sent.task_id AND j.invocation_id = sent.generation
    WHERE j.send_due_at IS NOT NULL OR j.send_attempts = 0),
@@ -382,24 +392,24 @@ locked AS MATERIALIZED (
   SELECT j.logical_task_id, j.invocation_id
     FROM due JOIN agent_parallel_invocations AS j
       ON j.logical_task_id = due.logical_task_id AND j.invocation_id = due.invocation_id
-   WHERE due.whole FOR NO KEY UPDATE OF j SKIP LOCKED),
-marked AS (
+   WHERE due.complete FOR NO KEY UPDATE OF j SKIP LOCKED),
+confirmed AS (
   UPDATE agent_parallel_invocations AS j SET
     dispatched_at = coalesce($1::double precision, CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS double precision)),
     send_due_at = NULL
     FROM locked WHERE j.logical_task_id = locked.logical_task_id AND j.invocation_id = locked.invocation_id
   RETURNING j.logical_task_id)
-SELECT due.logical_task_id, due.whole FROM due
- WHERE NOT EXISTS (SELECT 1 FROM marked WHERE marked.logical_task_id = due.logical_task_id)
+SELECT due.logical_task_id, due.complete FROM due
+ WHERE NOT EXISTS (SELECT 1 FROM confirmed WHERE confirmed.logical_task_id = due.logical_task_id)
 """
 
 # Mark replies, given in the order of locks, as sent, if they are those of the last ends of their tasks, to the same
 # addresses: the rows stay as tombstones. Each row is looked for by itself, so that no plan compares all with all.
-MARK_REPLIED = f"""/* commits: mark replied */
-WITH {_LAZILY},
+CONFIRM_REPLIED = f"""/* commits: confirm replied */
+WITH {_ASYNC_COMMIT},
 locked AS MATERIALIZED (
   SELECT t.logical_task_id
-    FROM lazily, unnest($1::text[], $2::int[], $3::text[]) AS sent(task_id, fence, reply_to),
+    FROM async_commit, unnest($1::text[], $2::int[], $3::text[]) AS sent(task_id, fence, reply_to),
          LATERAL (SELECT logical_task_id FROM agent_paused_tasks
                    WHERE logical_task_id = sent.task_id AND fence = sent.fence
                      AND coalesce(reply_to, '') = sent.reply_to AND ended_at IS NOT NULL

@@ -25,11 +25,11 @@ PART_BYTES = 16 * 1024 * 1024
 """Maximum bytes sent in one statement, or read at once: PostgreSQL aborts a statement above 1 GiB."""
 BATCH_ITEMS = 32
 """What one batch holds: enough to share a commit, few enough for the next batch to be packed while it is away."""
-_IDLE_TURN = 0.0002
+_IDLE_LOOP_SECONDS = 0.0002
 """Seconds. A turn of the event loop that is shorter had nothing to do."""
 
-_LONGEST_WAIT = 0.01
-_HURRIED = 0.005
+_MAX_WAIT = 0.01
+_FLUSH_LINGER = 0.005
 """Seconds. Replaces `linger` while `flush` is being awaited."""
 _CLOSED = "the store is closed"
 
@@ -44,21 +44,23 @@ class _Group(Generic[Item, Result]):
     results: asyncio.Future[list[Result]] | None
 
     @property
-    def given_up(self) -> bool:
+    def is_done(self) -> bool:
         """Whether its caller was cancelled, or knows the results already."""
         return self.results is not None and self.results.done()
 
 
-def in_parts(items: Sequence[Item], sizes: Sequence[int], most: int = PART_BYTES) -> Iterator[Sequence[Item]]:
+def split_by_size(
+    items: Sequence[Item], sizes: Sequence[int], max_bytes: int = PART_BYTES
+) -> Iterator[Sequence[Item]]:
     """Split `items`, in order, into parts of at most `most` bytes. A larger item gets a part of its own."""
-    if items and sum(sizes) <= most:
+    if items and sum(sizes) <= max_bytes:
         yield items
         return
     part: list[Item] = []
     total = 0
     for item, size in zip(items, sizes, strict=True):
         total += size
-        if part and total > most:
+        if part and total > max_bytes:
             yield part
             part, total = [], size
         part.append(item)
@@ -80,18 +82,18 @@ class Batcher(Generic[Item, Result]):
         flush: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
         size: Callable[[Item], int] = lambda item: 0,
         linger: float = 0.0,
-        most: int = BATCH_ITEMS,
+        max_items: int = BATCH_ITEMS,
     ) -> None:
         self._flush = flush
         self._size = size
         self._waiting: deque[_Group[Item, Result]] = deque()
         self._flushing: asyncio.Task[None] | None = None
         self._linger = linger
-        self._most = most
-        self._took = 0.0  # seconds, the last flush
+        self._max_items = max_items
+        self._last_flush_seconds = 0.0  # seconds, the last flush
         self._closed = False
-        self._hurry = asyncio.Event()
-        self._hurrying = 0  # calls of `flush`
+        self._flush_requested = asyncio.Event()
+        self._flush_waiters = 0  # calls of `flush`
 
     async def put(self, items: Sequence[Item]) -> list[Result]:
         """The results of `items`, in their order.
@@ -101,17 +103,17 @@ class Batcher(Generic[Item, Result]):
         if not items:
             return []
         results: asyncio.Future[list[Result]] = asyncio.get_running_loop().create_future()
-        self._join(_Group(items, results))
+        self._enqueue(_Group(items, results))
         return await results
 
-    def note(self, items: Sequence[Item]) -> None:
+    def put_nowait(self, items: Sequence[Item]) -> None:
         """Have `items` flushed soon, or never: nobody waits for it, and a crash loses them."""
         if items:
-            self._join(_Group(items, None))
+            self._enqueue(_Group(items, None))
 
-    def _join(self, group: _Group[Item, Result]) -> None:
+    def _enqueue(self, group: _Group[Item, Result]) -> None:
         if self._closed:
-            _settle([group], StoreUnavailable(_CLOSED))
+            _fail_groups([group], StoreUnavailable(_CLOSED))
             return
         self._waiting.append(group)
         if self._flushing is None:
@@ -119,15 +121,15 @@ class Batcher(Generic[Item, Result]):
 
     async def flush(self) -> None:
         """Return when all that was brought so far is flushed, or lost."""
-        self._hurrying += 1
-        self._hurry.set()
+        self._flush_waiters += 1
+        self._flush_requested.set()
         try:
             while self._flushing is not None:
                 await asyncio.wait({self._flushing})
         finally:
-            self._hurrying -= 1
-            if not self._hurrying:
-                self._hurry.clear()
+            self._flush_waiters -= 1
+            if not self._flush_waiters:
+                self._flush_requested.clear()
 
     async def close(self) -> None:
         """Give up what is on the wire, and take nothing more. Whoever waits is told that the database is away."""
@@ -136,76 +138,76 @@ class Batcher(Generic[Item, Result]):
             self._flushing.cancel()
             await asyncio.gather(self._flushing, return_exceptions=True)
             self._flushing = None  # a flush that had not begun has not said so
-        _settle(self._waiting, StoreUnavailable(_CLOSED))
+        _fail_groups(self._waiting, StoreUnavailable(_CLOSED))
         self._waiting.clear()
 
     async def _flush_all(self) -> None:
         try:
-            await self._let_more_come()
-            while batch := self._next():
+            await self._wait_for_more()
+            while batch := self._next_batch():
                 begun = monotonic()
-                await self._try(batch)
-                self._took = min(monotonic() - begun, _LONGEST_WAIT)
-                await self._let_more_come()
+                await self._flush_batch(batch)
+                self._last_flush_seconds = min(monotonic() - begun, _MAX_WAIT)
+                await self._wait_for_more()
         finally:
             self._flushing = None
 
-    async def _let_more_come(self) -> None:
+    async def _wait_for_more(self) -> None:
         # Also after a batch, so that items requeued by a flush do not spin on the lock that blocks them.
-        if self._linger and self._waiting and sum(len(group.items) for group in self._waiting) < self._most:
-            if self._hurrying:
-                await asyncio.sleep(_HURRIED)
+        if self._linger and self._waiting and sum(len(group.items) for group in self._waiting) < self._max_items:
+            if self._flush_waiters:
+                await asyncio.sleep(_FLUSH_LINGER)
             else:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._hurry.wait(), self._linger)
-        await self._one_turn_more()
+                    await asyncio.wait_for(self._flush_requested.wait(), self._linger)
+        await self._yield_to_loop()
 
-    async def _one_turn_more(self) -> None:
+    async def _yield_to_loop(self) -> None:
         """Let a turn of the event loop pass, and more while it is busy, but no longer than a flush takes."""
         turn = monotonic()
-        end = turn + self._took
+        end = turn + self._last_flush_seconds
         while True:
             waiting, begun = len(self._waiting), turn
             await asyncio.sleep(0)
             turn = monotonic()
-            if turn > end or (len(self._waiting) == waiting and turn - begun < _IDLE_TURN):
+            if turn > end or (len(self._waiting) == waiting and turn - begun < _IDLE_LOOP_SECONDS):
                 return
 
-    def _next(self) -> list[_Group[Item, Result]]:
+    def _next_batch(self) -> list[_Group[Item, Result]]:
         batch: list[_Group[Item, Result]] = []
         items = size = 0
-        while self._waiting and items < self._most and size < BATCH_BYTES:
+        while self._waiting and items < self._max_items and size < BATCH_BYTES:
             group = self._waiting.popleft()
-            if not group.given_up:
+            if not group.is_done:
                 batch.append(group)
                 items += len(group.items)
                 size += sum(map(self._size, group.items))
         return batch
 
-    async def _try(self, batch: Sequence[_Group[Item, Result]]) -> None:
+    async def _flush_batch(self, batch: Sequence[_Group[Item, Result]]) -> None:
         try:
             results = await self._flush([item for group in batch for item in group.items])
         except asyncio.CancelledError:
-            _settle(batch, CommitInDoubt(_CLOSED))
+            _fail_groups(batch, CommitInDoubt(_CLOSED))
             raise
         except Exception as error:
             if len(batch) == 1 or isinstance(error, Unavailable):
-                _settle(batch, error)
+                _fail_groups(batch, error)
             else:
-                await self._try_each(batch)
+                await self._flush_each(batch)
         else:
-            _hand_out(batch, results)
+            _deliver_results(batch, results)
 
-    async def _try_each(self, batch: Sequence[_Group[Item, Result]]) -> None:
+    async def _flush_each(self, batch: Sequence[_Group[Item, Result]]) -> None:
         left = deque(batch)
         try:
             while left:
-                await self._try([left.popleft()])
+                await self._flush_batch([left.popleft()])
         finally:  # closed meanwhile: none of these were written
-            _settle(left, StoreUnavailable(_CLOSED))
+            _fail_groups(left, StoreUnavailable(_CLOSED))
 
 
-def _hand_out(batch: Sequence[_Group[Item, Result]], results: Sequence[Result]) -> None:
+def _deliver_results(batch: Sequence[_Group[Item, Result]], results: Sequence[Result]) -> None:
     first = 0
     for group in batch:
         after = first + len(group.items)
@@ -214,7 +216,7 @@ def _hand_out(batch: Sequence[_Group[Item, Result]], results: Sequence[Result]) 
         first = after
 
 
-def _settle(batch: Iterable[_Group[Item, Result]], error: Exception) -> None:
+def _fail_groups(batch: Iterable[_Group[Item, Result]], error: Exception) -> None:
     for group in batch:
         if group.results is None:
             log.debug("lost, and done again later: %s", error)

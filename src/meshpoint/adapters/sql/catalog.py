@@ -8,34 +8,36 @@ from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.rows import Names, instant, outcome_of
+from meshpoint.adapters.sql.rows import AgentNames, instant, unpack_outcome
 from meshpoint.model.checkpoint import CallState, CallSummary, TaskState, TaskSummary
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.outcomes import Ok
 
 
 async def list_tasks(
-    tx: Transaction, names: Names, agent: AgentName | None, states: list[str], limit: int
+    tx: Transaction, names: AgentNames, agent: AgentName | None, states: list[str], limit: int
 ) -> list[TaskSummary]:
     """Tasks, newest first; no states mean all."""
     statuses = states or [state.value for state in TaskState]
     if agent is None:
-        rows = await tx.rows(sql.LIST_ALL, prefix=names.prefix, statuses=statuses, limit=limit)
+        rows = await tx.fetch(sql.LIST_TASKS, prefix=names.prefix, statuses=statuses, limit=limit)
     else:
-        rows = await tx.rows(sql.LIST_OF_AGENT, agent=names.qualified(agent), statuses=statuses, limit=limit)
+        rows = await tx.fetch(sql.LIST_AGENT_TASKS, agent=names.qualified(agent), statuses=statuses, limit=limit)
     return [_task(row, names) for row in rows]
 
 
-async def show_task(tx: Transaction, names: Names, task_id: TaskId) -> tuple[TaskSummary, list[CallSummary]] | None:
+async def show_task(
+    tx: Transaction, names: AgentNames, task_id: TaskId
+) -> tuple[TaskSummary, list[CallSummary]] | None:
     """One task of this namespace and its calls in call order."""
-    rows = await tx.rows(sql.SHOW_TASK, task_id=task_id)
+    rows = await tx.fetch(sql.SHOW_TASK, task_id=task_id)
     if not rows or not rows[0].agent_name.startswith(names.prefix):
         return None
-    calls = await tx.rows(sql.SHOW_CALLS, task_id=task_id)
+    calls = await tx.fetch(sql.SHOW_CALLS, task_id=task_id)
     return _task(rows[0], names), [await _call(row) for row in calls]
 
 
-def _task(row: Row[Any], names: Names) -> TaskSummary:
+def _task(row: Row[Any], names: AgentNames) -> TaskSummary:
     return TaskSummary(
         task_id=TaskId(row.logical_task_id),
         agent=names.plain(row.agent_name),
@@ -60,12 +62,12 @@ async def _call(row: Row[Any]) -> CallSummary:
         peer=AgentName(row.peer_agent),
         generation=row.invocation_id,
         state=CallState(row.status),
-        outcome=None if row.outcome is None else await _outcome_word(row),
+        outcome=None if row.outcome is None else await _outcome_label(row),
         dispatched_at=None if row.dispatched_at is None else instant(row.dispatched_at),
         deadline=instant(row.timeout_deadline),
     )
 
 
-async def _outcome_word(row: Row[Any]) -> str:
-    outcome = await outcome_of(row.outcome)
+async def _outcome_label(row: Row[Any]) -> str:
+    outcome = await unpack_outcome(row.outcome)
     return "ok" if isinstance(outcome, Ok) else outcome.kind.value

@@ -12,21 +12,21 @@ from sqlalchemy import Row
 
 from meshpoint.adapters.sql import operation_statements
 from meshpoint.adapters.sql import statements as sql
-from meshpoint.adapters.sql.batcher import PART_BYTES, in_parts
+from meshpoint.adapters.sql.batcher import PART_BYTES, split_by_size
 from meshpoint.adapters.sql.codec import pack, pack_all
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.locking import LockedTasks, Terms, in_rounds, lock_tasks, seconds_of
-from meshpoint.adapters.sql.records import checkpoint_columns, children_text, operation_columns
+from meshpoint.adapters.sql.locking import LockedTasks, StoreOptions, duration_seconds, lock_tasks, run_in_rounds
+from meshpoint.adapters.sql.records import checkpoint_columns, children_json, operation_columns
 from meshpoint.adapters.sql.rows import (
     Columns,
-    by_task,
     context_columns,
-    dispatch_of,
+    dispatch_from_row,
+    epoch_seconds,
+    group_by_task,
     instant,
-    is_early,
+    is_early_cancel,
     outcome_columns,
     requester_columns,
-    seconds,
 )
 from meshpoint.adapters.sql.subtasking import save_with_pauses
 from meshpoint.errors import AgentMisbehaved
@@ -58,93 +58,99 @@ KEEP_ALIVES_PER_TIMEOUT = 3  # so that a requester misses two before it gives up
 
 
 async def begin(
-    tx: Transaction, begins: Sequence[tuple[Begin, bytes | None]], terms: Terms
+    tx: Transaction, begins: Sequence[tuple[Begin, bytes | None]], options: StoreOptions
 ) -> list[BeginResult | Locked]:
     """Write tasks as running, each with its packed request."""
 
-    async def turn(each: list[tuple[Begin, bytes | None]]) -> list[BeginResult | Locked]:
-        locked = await lock_tasks(tx, [wish.run.task_id for wish, _ in each])
-        firsts = [(wish.run, wish.requester) for wish, _ in each]
-        locked = await _without_early_cancels_of_others(tx, firsts, locked, terms)
-        known = {*locked.rows, *locked.held}
-        fresh = [pair for pair in each if pair[0].run.task_id not in known]
-        await tx.each(sql.INSERT_BEGUN, [_begun_columns(wish, request, locked.now, terms) for wish, request in fresh])
-        await tx.each(operation_statements.INSERT_OPERATION, _operations([wish for wish, _ in fresh], locked, terms))
+    async def process_round(batch: list[tuple[Begin, bytes | None]]) -> list[BeginResult | Locked]:
+        locked = await lock_tasks(tx, [wish.run.task_id for wish, _ in batch])
+        first_runs = [(command.run, command.requester) for command, _ in batch]
+        locked = await _delete_unrelated_early_cancels(tx, first_runs, locked, options)
+        known = {*locked.rows, *locked.locked_elsewhere}
+        fresh = [pair for pair in batch if pair[0].run.task_id not in known]
+        await tx.execute_many(
+            sql.INSERT_TASK, [_begin_columns(wish, request, locked.now, options) for wish, request in fresh]
+        )
+        await tx.execute_many(
+            operation_statements.INSERT_OPERATION, _operation_rows([wish for wish, _ in fresh], locked, options)
+        )
         return [
             Locked(wish.run.task_id)
-            if wish.run.task_id in locked.held
-            else _begin_result(wish, locked.rows.get(wish.run.task_id), terms)
-            for wish, _ in each
+            if wish.run.task_id in locked.locked_elsewhere
+            else _begin_result(wish, locked.rows.get(wish.run.task_id), options)
+            for wish, _ in batch
         ]
 
-    return await in_rounds(begins, lambda pair: pair[0].run.task_id, turn)
+    return await run_in_rounds(begins, lambda pair: pair[0].run.task_id, process_round)
 
 
-async def _without_early_cancels_of_others(
-    tx: Transaction, firsts: Sequence[tuple[Run, Requester]], locked: LockedTasks, terms: Terms
+async def _delete_unrelated_early_cancels(
+    tx: Transaction, first_runs: Sequence[tuple[Run, Requester]], locked: LockedTasks, options: StoreOptions
 ) -> LockedTasks:
     """Delete the tombstones of early cancels that do not apply to these first runs; return the remaining rows."""
-    in_the_way = [
+    unrelated = [
         run.task_id
-        for run, requester in firsts
+        for run, requester in first_runs
         if run.fence == 0
         and (row := locked.rows.get(run.task_id)) is not None
-        and is_early(row)
-        and not (_is_of(row, run, terms) and binds(row.requester_app_id, requester.app_id))
+        and is_early_cancel(row)
+        and not (_is_same_agent(row, run, options) and binds(row.requester_app_id, requester.app_id))
     ]
-    if not in_the_way:
+    if not unrelated:
         return locked
-    await tx.run(sql.DELETE_TASKS, ids=in_the_way)
-    return replace(locked, rows={id_: row for id_, row in locked.rows.items() if id_ not in in_the_way})
+    await tx.execute(sql.DELETE_TASKS, ids=unrelated)
+    return replace(locked, rows={id_: row for id_, row in locked.rows.items() if id_ not in unrelated})
 
 
-def _is_of(row: Row[Any], run: Run, terms: Terms) -> bool:
-    return bool(row.agent_name == terms.names.qualified(run.agent))
+def _is_same_agent(row: Row[Any], run: Run, options: StoreOptions) -> bool:
+    return bool(row.agent_name == options.names.qualified(run.agent))
 
 
-def _is_cancelled(row: Row[Any], run: Run, requester: Requester, terms: Terms) -> bool:
+def _is_cancelled(row: Row[Any], run: Run, requester: Requester, options: StoreOptions) -> bool:
     """Whether this requester's task was cancelled, rather than another task with the same id."""
     if row.status != TaskState.CANCELLED:
         return False
-    same = _is_of(row, run, terms) and same_requester(row.requester_app_id, requester.app_id)
-    return run.fence > 0 or is_early(row) or same
+    same = _is_same_agent(row, run, options) and same_requester(row.requester_app_id, requester.app_id)
+    return run.fence > 0 or is_early_cancel(row) or same
 
 
-def _begin_result(wish: Begin, row: Row[Any] | None, terms: Terms) -> BeginResult:
-    run = wish.run
+def _begin_result(command: Begin, row: Row[Any] | None, options: StoreOptions) -> BeginResult:
+    run = command.run
     owned = Run(run.task_id, run.agent, run.id, fence=1, generation=0)
     if row is None:
-        return Begun(owned, wish.queued)
-    if _is_cancelled(row, run, wish.requester, terms):
+        return Begun(owned, command.queued)
+    if _is_cancelled(row, run, command.requester, options):
         return CancelFound(None)
-    found_itself = (row.run_id, row.fence, row.generation) == (run.id, 1, 0)
+    is_repeat = (row.run_id, row.fence, row.generation) == (run.id, 1, 0)
     queued = row.status == TaskState.READY and row.attempt == 0  # a run that was released counts as an attempt
-    return Begun(owned, queued) if found_itself and (queued or row.status == TaskState.RUNNING) else Fenced()
+    return Begun(owned, queued) if is_repeat and (queued or row.status == TaskState.RUNNING) else Fenced()
 
 
-def _begun_columns(wish: Begin, request: bytes | None, now: float, terms: Terms) -> Columns:
+def _begin_columns(command: Begin, request: bytes | None, now: float, options: StoreOptions) -> Columns:
     return {
-        "task_id": wish.run.task_id,
-        "agent": terms.names.qualified(wish.run.agent),
-        "run_id": wish.run.id,
-        "status": (TaskState.READY if wish.queued else TaskState.RUNNING).value,
-        "owner": None if wish.queued else wish.replica.id,
-        "attempt": 0 if wish.queued else 1,
-        "wake_at": now if wish.queued else now + wish.replica.lease.total_seconds(),
+        "task_id": command.run.task_id,
+        "agent": options.names.qualified(command.run.agent),
+        "run_id": command.run.id,
+        "status": (TaskState.READY if command.queued else TaskState.RUNNING).value,
+        "owner": None if command.queued else command.replica.id,
+        "attempt": 0 if command.queued else 1,
+        "wake_at": now if command.queued else now + command.replica.lease.total_seconds(),
         "request": request,
         "now": now,
-        "checkpoint_seq": None if wish.operation is None else 0,
-        "order": wish.order,
-        "digest": wish.digest,
-        **requester_columns(wish.requester),
+        "checkpoint_seq": None if command.operation is None else 0,
+        "order": command.order,
+        "digest": command.digest,
+        **requester_columns(command.requester),
     }
 
 
-def _operations(begins: Sequence[Begin], locked: LockedTasks, terms: Terms) -> list[Columns]:
+def _operation_rows(begins: Sequence[Begin], locked: LockedTasks, options: StoreOptions) -> list[Columns]:
     return [
-        operation_columns(wish.run.task_id, terms.names.qualified(wish.run.agent), wish.operation, locked.now)
-        for wish in begins
-        if wish.operation is not None
+        operation_columns(
+            command.run.task_id, options.names.qualified(command.run.agent), command.operation, locked.now
+        )
+        for command in begins
+        if command.operation is not None
     ]
 
 
@@ -161,12 +167,12 @@ class PackedPause:
     outcomes: tuple[bytes | None, ...]
     met: bool  # the join, at once: no call could be sent
     failed: int  # calls that could not be sent
-    soonest: float | None  # seconds until the first of the others times out
+    earliest_timeout: float | None  # seconds until the first of the others times out
     checkpoint: Columns | None  # the operation's, if the pause brings one
     size: int  # about how many bytes it adds to a statement
 
     @classmethod
-    async def of(cls, pause: Pause) -> PackedPause:
+    async def pack(cls, pause: Pause) -> PackedPause:
         """`pause`, packed."""
         columns = {
             **await context_columns(pause.context),
@@ -190,13 +196,13 @@ class PackedPause:
             outcomes=tuple(await outcome_columns(kept)) if failed else (None,) * len(pause.calls),
             met=met,
             failed=failed,
-            soonest=min([_patience(call) for call in sendable], default=None),
+            earliest_timeout=min([_shortest_timeout(call) for call in sendable], default=None),
             checkpoint=checkpoint,
             size=_size(pause, bodies, checkpoint),
         )
 
     @property
-    def ordinary(self) -> bool:
+    def fits_fast_path(self) -> bool:
         """Whether it writes a task, its calls, all of them to be sent, and their join: no more."""
         return not (self.failed or self.pause.children or self.checkpoint or self.size > PART_BYTES)
 
@@ -207,33 +213,35 @@ def _size(pause: Pause, bodies: Iterable[bytes | None], checkpoint: Columns | No
 
 
 async def pause(
-    tx: Transaction, pauses: Sequence[tuple[PackedPause, bytes | None]], terms: Terms
+    tx: Transaction, pauses: Sequence[tuple[PackedPause, bytes | None]], options: StoreOptions
 ) -> list[PauseResult | Locked]:
     """Write checkpoints, each with the packed request of its task."""
 
-    async def turn(each: list[tuple[PackedPause, bytes | None]]) -> list[PauseResult | Locked]:
-        locked = await lock_tasks(tx, [packed.pause.run.task_id for packed, _ in each])
-        firsts = [(packed.pause.run, packed.pause.requester) for packed, _ in each]
-        locked = await _without_early_cancels_of_others(tx, firsts, locked, terms)
-        results = {packed.pause.run.task_id: _judge(packed.pause, locked, terms) for packed, _ in each}
-        await _write([pair for pair in each if results[pair[0].pause.run.task_id] is None], locked, tx, terms)
-        await _find_again(results, tx, terms)
-        return [results[packed.pause.run.task_id] or committed(packed, locked.now) for packed, _ in each]
+    async def process_round(batch: list[tuple[PackedPause, bytes | None]]) -> list[PauseResult | Locked]:
+        locked = await lock_tasks(tx, [packed.pause.run.task_id for packed, _ in batch])
+        first_runs = [(packed.pause.run, packed.pause.requester) for packed, _ in batch]
+        locked = await _delete_unrelated_early_cancels(tx, first_runs, locked, options)
+        results = {packed.pause.run.task_id: _check_pause(packed.pause, locked, options) for packed, _ in batch}
+        await _write_pauses(
+            [pair for pair in batch if results[pair[0].pause.run.task_id] is None], locked, tx, options
+        )
+        await _reload_dispatches(results, tx, options)
+        return [results[packed.pause.run.task_id] or committed_pause(packed, locked.now) for packed, _ in batch]
 
-    return await in_rounds(pauses, lambda pair: pair[0].pause.run.task_id, turn)
+    return await run_in_rounds(pauses, lambda pair: pair[0].pause.run.task_id, process_round)
 
 
-def _judge(pause: Pause, locked: LockedTasks, terms: Terms) -> PauseResult | Locked | None:
+def _check_pause(pause: Pause, locked: LockedTasks, options: StoreOptions) -> PauseResult | Locked | None:
     """Why `pause` is not to be written; None: write it. A `Committed` without dispatches has found itself."""
     run, row = pause.run, locked.rows.get(pause.run.task_id)
-    if run.task_id in locked.held:
+    if run.task_id in locked.locked_elsewhere:
         return Locked(run.task_id)
     late = pause.requester.deadline is not None and pause.requester.deadline.timestamp() <= locked.now
     if row is None:
         if run.fence != 0 or pause.checkpoint is not None:  # which only an operation has
             return Fenced()
         return PastDeadline() if late else None
-    if _is_cancelled(row, run, pause.requester, terms):
+    if _is_cancelled(row, run, pause.requester, options):
         return CancelFound(None)
     paused = row.status in {TaskState.WAITING, TaskState.READY}
     if paused and row.run_id == run.id and row.generation == run.generation + 1:
@@ -247,17 +255,17 @@ def _judge(pause: Pause, locked: LockedTasks, terms: Terms) -> PauseResult | Loc
     return PastDeadline() if late else None
 
 
-async def _write(
-    each: list[tuple[PackedPause, bytes | None]], locked: LockedTasks, tx: Transaction, terms: Terms
+async def _write_pauses(
+    batch: list[tuple[PackedPause, bytes | None]], locked: LockedTasks, tx: Transaction, options: StoreOptions
 ) -> None:
-    each = sorted(each, key=lambda pair: pair[0].pause.run.task_id)
-    fresh = [pair for pair in each if pair[0].pause.run.task_id not in locked.rows]
-    known = [packed for packed, _ in each if packed.pause.run.task_id in locked.rows]
-    await tx.each(
+    batch = sorted(batch, key=lambda pair: pair[0].pause.run.task_id)
+    fresh = [pair for pair in batch if pair[0].pause.run.task_id not in locked.rows]
+    known = [packed for packed, _ in batch if packed.pause.run.task_id in locked.rows]
+    await tx.execute_many(
         sql.INSERT_PAUSED,
         [
             {
-                **_task_columns(packed, locked.now, terms),
+                **_task_columns(packed, locked.now, options),
                 "request": request,
                 "digest": packed.pause.digest,
                 **requester_columns(packed.pause.requester),
@@ -267,17 +275,17 @@ async def _write(
     )
     if known:
         ids = [packed.pause.run.task_id for packed in known]
-        await tx.each(sql.UPDATE_PAUSED, [_task_columns(packed, locked.now, terms) for packed in known])
-        await tx.run(sql.DELETE_DONE_CALLS, ids=ids)
-        await tx.run(sql.DELETE_JOINS, ids=ids)
-    calls = [row for packed, _ in each for row in _call_columns(packed, locked.now, terms)]
-    for part in in_parts(calls, [len(row["request"] or b"") + len(row["outcome"] or b"") for row in calls]):
-        await tx.each(sql.INSERT_CALL, part)
-    await tx.each(sql.INSERT_JOIN, [_join_columns(packed, locked.now, terms) for packed, _ in each])
-    pauses = [packed.pause for packed, _ in each if packed.pause.children]
-    await tx.each(
+        await tx.execute_many(sql.UPDATE_PAUSED, [_task_columns(packed, locked.now, options) for packed in known])
+        await tx.execute(sql.DELETE_DONE_CALLS, ids=ids)
+        await tx.execute(sql.DELETE_JOINS, ids=ids)
+    calls = [row for packed, _ in batch for row in _call_columns(packed, locked.now, options)]
+    for part in split_by_size(calls, [len(row["request"] or b"") + len(row["outcome"] or b"") for row in calls]):
+        await tx.execute_many(sql.INSERT_CALL, part)
+    await tx.execute_many(sql.INSERT_JOIN, [_join_columns(packed, locked.now, options) for packed, _ in batch])
+    pauses = [packed.pause for packed, _ in batch if packed.pause.children]
+    await tx.execute_many(
         operation_statements.ADD_CHILDREN,
-        [{"task_id": pause.run.task_id, "children": children_text(pause.children)} for pause in pauses],
+        [{"task_id": pause.run.task_id, "children": children_json(pause.children)} for pause in pauses],
     )
     await save_with_pauses(
         tx,
@@ -287,21 +295,23 @@ async def _write(
             if packed.pause.checkpoint is not None and packed.checkpoint is not None
         ],
         locked.now,
-        terms,
+        options,
     )
 
 
-async def _find_again(results: dict[Any, PauseResult | Locked | None], tx: Transaction, terms: Terms) -> None:
+async def _reload_dispatches(
+    results: dict[Any, PauseResult | Locked | None], tx: Transaction, options: StoreOptions
+) -> None:
     again = {task_id: found for task_id, found in results.items() if isinstance(found, Committed)}
     if again:
-        rows = by_task(await tx.rows(sql.READ_DISPATCHES, ids=sorted(again)))
+        rows = group_by_task(await tx.fetch(sql.READ_DISPATCHES, ids=sorted(again)))
         for task_id, found in again.items():
             unsent = [row for row in rows.get(task_id, []) if (row.send_due_at or row.join_due_at) is not None]
-            sends = [await dispatch_of(row, terms.names, attempt=1) for row in unsent]
+            sends = [await dispatch_from_row(row, options.names, attempt=1) for row in unsent]
             results[task_id] = Committed(found.state, tuple(sends))
 
 
-def committed(packed: PackedPause, now: float) -> Committed:
+def committed_pause(packed: PackedPause, now: float) -> Committed:
     """What became of a checkpoint that was written at `now`."""
     pause = packed.pause
     if packed.met:
@@ -339,10 +349,10 @@ def _absolute_deadline(pause: Pause, call: PlannedCall, now: float) -> float:
 
 
 def _effective_deadline(pause: Pause, call: PlannedCall, now: float) -> float:
-    return min(_absolute_deadline(pause, call, now), now + _patience(call))
+    return min(_absolute_deadline(pause, call, now), now + _shortest_timeout(call))
 
 
-def _patience(call: PlannedCall) -> float:
+def _shortest_timeout(call: PlannedCall) -> float:
     timeout, idle = call.timeout, call.idle_timeout
     return (timeout if idle is None else min(timeout, idle)).total_seconds()
 
@@ -357,13 +367,13 @@ def keep_alive_at(requester: Requester, now: float) -> float | None:
     return None if idle is None else now + idle.total_seconds() / KEEP_ALIVES_PER_TIMEOUT
 
 
-def _task_columns(packed: PackedPause, now: float, terms: Terms) -> dict[str, Any]:
+def _task_columns(packed: PackedPause, now: float, options: StoreOptions) -> dict[str, Any]:
     pause = packed.pause
-    soonest = None if packed.soonest is None else now + packed.soonest
-    deadlines = [soonest, seconds(pause.requester.deadline), _join_deadline(pause, now)]
+    earliest_timeout = None if packed.earliest_timeout is None else now + packed.earliest_timeout
+    deadlines = [earliest_timeout, epoch_seconds(pause.requester.deadline), _join_deadline(pause, now)]
     return {
         "task_id": pause.run.task_id,
-        "agent": terms.names.qualified(pause.run.agent),
+        "agent": options.names.qualified(pause.run.agent),
         "status": TaskState.READY.value if packed.met else TaskState.WAITING.value,
         "generation": pause.run.generation + 1,
         "run_id": pause.run.id,
@@ -375,7 +385,7 @@ def _task_columns(packed: PackedPause, now: float, terms: Terms) -> dict[str, An
     }
 
 
-def _call_columns(packed: PackedPause, now: float, terms: Terms) -> list[Columns]:
+def _call_columns(packed: PackedPause, now: float, options: StoreOptions) -> list[Columns]:
     pause = packed.pause
     rows: list[Columns] = []
     for seq, (call, body, outcome) in enumerate(zip(pause.calls, packed.bodies, packed.outcomes, strict=True)):
@@ -384,7 +394,7 @@ def _call_columns(packed: PackedPause, now: float, terms: Terms) -> list[Columns
             {
                 "task_id": pause.run.task_id,
                 "sub_task_id": call.sub_task_id,
-                "agent": terms.names.qualified(pause.run.agent),
+                "agent": options.names.qualified(pause.run.agent),
                 "generation": pause.run.generation + 1,
                 "seq": seq,
                 "call_id": call.call_id,
@@ -394,7 +404,7 @@ def _call_columns(packed: PackedPause, now: float, terms: Terms) -> list[Columns
                 "status": CallState.PENDING.value if sent else CallState.DONE.value,
                 "outcome": outcome,
                 "send_attempts": 1 if sent else 0,
-                "idle_timeout": seconds_of(call.idle_timeout),
+                "idle_timeout": duration_seconds(call.idle_timeout),
                 "timeout_deadline": _effective_deadline(pause, call, now),
                 "absolute_deadline": _absolute_deadline(pause, call, now),
                 "now": now,
@@ -403,7 +413,7 @@ def _call_columns(packed: PackedPause, now: float, terms: Terms) -> list[Columns
     return rows
 
 
-def _join_columns(packed: PackedPause, now: float, terms: Terms) -> Columns:
+def _join_columns(packed: PackedPause, now: float, options: StoreOptions) -> Columns:
     pause = packed.pause
     return {
         "task_id": pause.run.task_id,
@@ -413,7 +423,7 @@ def _join_columns(packed: PackedPause, now: float, terms: Terms) -> Columns:
         "succeeded": 0,
         "needed": pause.join.needed,
         "join_deadline": _join_deadline(pause, now),
-        "agent": terms.names.qualified(pause.run.agent),
-        "send_due_at": None if packed.met else now + terms.backoff(1),
+        "agent": options.names.qualified(pause.run.agent),
+        "send_due_at": None if packed.met else now + options.backoff(1),
         "send_attempts": 0 if packed.met else 1,
     }

@@ -10,16 +10,16 @@ from collections.abc import Iterable
 
 import zstandard
 
-from meshpoint.own_threads import in_own_thread
+from meshpoint.own_threads import run_in_own_thread
 
 RAW = b"\x00"
 ZSTD = b"\x01"
 
-_COMPRESS_FROM = 1024
-_THREAD_FROM = 256 * 1024
+_MIN_COMPRESS_BYTES = 1024
+_MIN_THREAD_BYTES = 256 * 1024
 
 
-class _Tools(threading.local):
+class _ThreadCodec(threading.local):
     """A compressor and a decompressor of each thread's own: to make them costs more than to use them."""
 
     def __init__(self) -> None:
@@ -27,22 +27,23 @@ class _Tools(threading.local):
         self.decompress = zstandard.ZstdDecompressor().decompress
 
 
-_tools = _Tools()
+_thread_codec = _ThreadCodec()
 
 
 async def pack(value: bytes | None) -> bytes | None:
     """`value` as it rests."""
-    if value is None or len(value) < _COMPRESS_FROM:
+    if value is None or len(value) < _MIN_COMPRESS_BYTES:
         return None if value is None else RAW + value
-    if len(value) < _THREAD_FROM:
+    if len(value) < _MIN_THREAD_BYTES:
         return _compress(value)
-    return await in_own_thread(_compress, value)
+    return await run_in_own_thread(_compress, value)
 
 
 async def pack_all(values: Iterable[bytes | None]) -> list[bytes | None]:
     """Several values as they rest."""
     return [
-        RAW + value if value is not None and len(value) < _COMPRESS_FROM else await pack(value) for value in values
+        RAW + value if value is not None and len(value) < _MIN_COMPRESS_BYTES else await pack(value)
+        for value in values
     ]
 
 
@@ -59,9 +60,9 @@ async def unpack(stored: bytes | None) -> bytes | None:
         return rest
     if marker != ZSTD:
         raise ValueError(f"a stored value begins with the unknown marker {marker!r}")
-    if len(rest) < _THREAD_FROM:
+    if len(rest) < _MIN_THREAD_BYTES:
         return _decompress(rest)
-    return await in_own_thread(_decompress, rest)
+    return await run_in_own_thread(_decompress, rest)
 
 
 def unpacked_size(stored: bytes) -> int:
@@ -72,9 +73,9 @@ def unpacked_size(stored: bytes) -> int:
 
 
 def _compress(value: bytes) -> bytes:
-    packed = _tools.compress(value)
+    packed = _thread_codec.compress(value)
     return ZSTD + packed if len(packed) < len(value) else RAW + value
 
 
 def _decompress(packed: bytes) -> bytes:
-    return _tools.decompress(packed)
+    return _thread_codec.decompress(packed)

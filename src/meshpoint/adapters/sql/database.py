@@ -19,23 +19,23 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from meshpoint.adapters.sql.dialect import Dialect
 from meshpoint.adapters.sql.engine import (
-    ATTEMPTS,
     LOCK_TIMEOUT,
+    MAX_ATTEMPTS,
     TRANSACTION_TIMEOUT,
     engine_for,
     writing_engine,
 )
 from meshpoint.adapters.sql.failures import (
     Failure,
-    brief,
+    as_configuration_error,
     certainly_rolled_back,
+    classify,
     driver_errors,
-    failure,
     is_duplicate,
     is_lock_timeout,
     is_row_lock_timeout,
     is_stale,
-    refused,
+    summarize,
 )
 from meshpoint.adapters.sql.sessions import check_session
 from meshpoint.adapters.sql.time import DatabaseTime
@@ -44,13 +44,15 @@ from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable
 from meshpoint.ports.clock import Clock
 
 T = TypeVar("T")
-_CLOSE_WITHIN = 5.0  # seconds
+_CLOSE_TIMEOUT = 5.0  # seconds
 _BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 
 Values = Mapping[str, Any]
-Connected = AsyncConnection | ThreadConnection
+AnyConnection = AsyncConnection | ThreadConnection
 
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakValueDictionary[str, asyncio.Lock]] = WeakKeyDictionary()
+_write_locks: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakValueDictionary[str, asyncio.Lock]] = (
+    WeakKeyDictionary()
+)
 """Turns to write to each SQLite file, by path."""
 
 
@@ -62,7 +64,7 @@ class Transaction:
 
     def __init__(
         self,
-        connection: Connected,
+        connection: AnyConnection,
         dialect: Dialect,
         clock: Clock | None,
         *,
@@ -73,19 +75,19 @@ class Transaction:
         self.skip_locked = skip_locked
         self._clock = clock
 
-    async def rows(self, template: str, **values: Any) -> Sequence[Row[Any]]:
+    async def fetch(self, template: str, **values: Any) -> Sequence[Row[Any]]:
         """What the statement returns."""
         statement = self.dialect.statement(template)
         bound = {name: self.dialect.bind(value) for name, value in values.items()}
         return (await self.connection.execute(statement, bound | self._fake_now(template))).all()
 
-    async def run(self, template: str, **values: Any) -> None:
+    async def execute(self, template: str, **values: Any) -> None:
         """Execute a statement that returns nothing."""
         statement = self.dialect.statement(template)
         bound = {name: self.dialect.bind(value) for name, value in values.items()}
         await self.connection.execute(statement, bound | self._fake_now(template))
 
-    async def each(self, template: str, rows: Sequence[Values]) -> None:
+    async def execute_many(self, template: str, rows: Sequence[Values]) -> None:
         """Execute a statement once for each of `rows`, in one round trip."""
         if rows:
             now = self._fake_now(template)
@@ -131,15 +133,15 @@ class Database:
         if self._writer is not None:
             self._writer.stop()
         with suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_WITHIN):
+            async with asyncio.timeout(_CLOSE_TIMEOUT):
                 await self.engine.dispose()
                 if self._writer is not None:
-                    await self._writer.ended()
+                    await self._writer.wait_stopped()
 
-    def hurry(self) -> None:
+    def stop_waiting(self) -> None:
         """Let no transaction wait any longer for another process that writes to a SQLite file."""
         if self._writer is not None:
-            self._writer.patient = False
+            self._writer.waits_for_lock = False
 
     async def check_session(self, time: DatabaseTime) -> None:
         """Check that sessions of this URL, possibly through a pooler, behave as transitions require; update `time`.
@@ -153,11 +155,13 @@ class Database:
         try:
             await check_session(self.engine, time)
         except driver_errors() as error:
-            raise refused(error) or StoreUnavailable(brief(error)) from error
+            raise as_configuration_error(error) or StoreUnavailable(summarize(error)) from error
 
     async def read(self, body: Callable[[Transaction], Awaitable[T]]) -> T:
         """What `body` reads, each statement on its own."""
-        return await self._repeat(lambda: self._connected(lambda connection: body(self._on(connection))))
+        return await self._retry(
+            lambda: self._with_connection(lambda connection: body(self._transaction(connection)))
+        )
 
     async def write(self, body: Callable[[Transaction], Awaitable[T]], *, skip_locked: bool = False) -> T:
         """What `body` returned, after its transaction has committed.
@@ -171,35 +175,35 @@ class Database:
             RowLocked: timed out waiting for a lock; nothing was written.
         """
 
-        async def transaction(connection: Connected) -> T:
+        async def transaction(connection: AnyConnection) -> T:
             return await self._commit(connection, body, skip_locked)
 
         writer = self._writer
         if writer is None:
-            return await self._repeat(lambda: self._connected(transaction))
-        async with self._turn():
-            return await self._repeat(lambda: writer.run(transaction))
+            return await self._retry(lambda: self._with_connection(transaction))
+        async with self._write_lock():
+            return await self._retry(lambda: writer.run(transaction))
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
+    async def _write_lock(self) -> AsyncIterator[None]:
         """Wait for the other writers of this process to the file, which has one writer at a time.
 
         SQLite's own waiting has no order: with a few busy stores in a process, some wait for seconds.
         """
-        turn = _turns.setdefault(asyncio.get_running_loop(), WeakValueDictionary()).setdefault(
+        lock = _write_locks.setdefault(asyncio.get_running_loop(), WeakValueDictionary()).setdefault(
             self._file, asyncio.Lock()
         )
         try:
             async with asyncio.timeout(self._command_timeout):
-                await turn.acquire()
+                await lock.acquire()
         except TimeoutError as error:
             raise StoreUnavailable("this process has written to the file for too long") from error
         try:
             yield
         finally:
-            turn.release()
+            lock.release()
 
-    async def _begin(self, connection: Connected) -> None:
+    async def _begin(self, connection: AnyConnection) -> None:
         if self._writer is None:
             await connection.exec_driver_sql(_BEGIN)
             return
@@ -208,16 +212,16 @@ class Database:
             try:
                 await connection.exec_driver_sql("BEGIN IMMEDIATE")
             except DBAPIError as error:
-                if failure(error) is not Failure.RETRY:
+                if classify(error) is not Failure.RETRY:
                     raise
-                if monotonic() >= end or not self._writer.patient:  # another process writes
-                    raise StoreUnavailable(brief(error)) from error
+                if monotonic() >= end or not self._writer.waits_for_lock:  # another process writes
+                    raise StoreUnavailable(summarize(error)) from error
             else:
                 return
 
     async def _commit(
         self,
-        connection: Connected,
+        connection: AnyConnection,
         body: Callable[[Transaction], Awaitable[T]],
         skip_locked: bool,
     ) -> T:
@@ -225,48 +229,48 @@ class Database:
         try:
             result = await body(Transaction(connection, self.dialect, self._clock, skip_locked=skip_locked))
         except driver_errors(RowLocked) as error:
-            if not _means_locked(error, skip_locked):
-                if failure(error) is Failure.BUG:
-                    await self._free_rows(connection)
+            if not _is_lock_failure(error, skip_locked):
+                if classify(error) is Failure.BUG:
+                    await self._rollback(connection)
                 raise
             await connection.exec_driver_sql("ROLLBACK")
-            raise RowLocked(brief(error)) from error
+            raise RowLocked(summarize(error)) from error
         except Exception:
-            await self._free_rows(connection)
+            await self._rollback(connection)
             raise
         try:
             await connection.exec_driver_sql("COMMIT")
         except driver_errors() as error:
             if certainly_rolled_back(error):
                 raise
-            raise CommitInDoubt(f"the answer to COMMIT was lost: {brief(error)}") from error
+            raise CommitInDoubt(f"the answer to COMMIT was lost: {summarize(error)}") from error
         return result
 
-    async def _free_rows(self, connection: Connected) -> None:
+    async def _rollback(self, connection: AnyConnection) -> None:
         """Roll back at once: a server may notice only later that the connection was closed, and keep its locks."""
         with suppress(*driver_errors()):
             await connection.exec_driver_sql("ROLLBACK")
 
-    async def _repeat(self, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _retry(self, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
         end = monotonic() + (self._command_timeout if self.dialect.is_sqlite else 0.0)
         for number in count(1):
             try:
-                return await (_to_its_end(attempt()) if self.dialect.is_sqlite else attempt())
+                return await (_run_to_completion(attempt()) if self.dialect.is_sqlite else attempt())
             except driver_errors() as error:
-                match failure(error):
+                match classify(error):
                     case Failure.BUG:
                         raise
-                    case Failure.RETRY if number < ATTEMPTS or monotonic() < end:
-                        await asyncio.sleep(random.uniform(0.001, 0.02) * min(number, ATTEMPTS))
+                    case Failure.RETRY if number < MAX_ATTEMPTS or monotonic() < end:
+                        await asyncio.sleep(random.uniform(0.001, 0.02) * min(number, MAX_ATTEMPTS))
                     case Failure.RETRY if is_duplicate(error):
                         raise
-                    case Failure.AWAY if number == 1 and is_stale(error):
+                    case Failure.UNAVAILABLE if number == 1 and is_stale(error):
                         pass  # the server was restarted since this connection was last used: take a new one
                     case _:
-                        raise StoreUnavailable(brief(error)) from error
+                        raise StoreUnavailable(summarize(error)) from error
         raise AssertionError("the last attempt returns or raises")
 
-    async def _connected(self, attempt: Callable[[AsyncConnection], Awaitable[T]]) -> T:
+    async def _with_connection(self, attempt: Callable[[AsyncConnection], Awaitable[T]]) -> T:
         async with self.engine.connect() as connection:
             try:
                 return await attempt(connection)
@@ -277,18 +281,18 @@ class Database:
                 await connection.invalidate()
                 raise
 
-    def _on(self, connection: AsyncConnection) -> Transaction:
+    def _transaction(self, connection: AsyncConnection) -> Transaction:
         return Transaction(connection, self.dialect, self._clock)
 
 
-def _means_locked(error: Exception, skip_locked: bool) -> bool:
+def _is_lock_failure(error: Exception, skip_locked: bool) -> bool:
     """Whether a row lock caused it. A step that skips locked rows and still timed out met a table lock: an outage."""
     if isinstance(error, RowLocked):
         return True
     return is_row_lock_timeout(error) if skip_locked else is_lock_timeout(error)
 
 
-async def _to_its_end(step: Coroutine[Any, Any, T]) -> T:
+async def _run_to_completion(step: Coroutine[Any, Any, T]) -> T:
     """Run `step` to completion even if cancelled: an abandoned statement would keep SQLite's write lock."""
     running = asyncio.create_task(step)
     cancelled: asyncio.CancelledError | None = None

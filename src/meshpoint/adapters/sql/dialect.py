@@ -12,7 +12,7 @@ from sqlalchemy import TextClause, text
 _FAKE_CLOCK = "CAST(:clock_now AS double precision)"
 
 
-class _Around:
+class _ParameterFragment:
     """A fragment around a parameter.
 
     `{one_of:ids}`: a comparison with any element of the list bound as `ids`. `{jsonb:name}`: the JSON text bound as
@@ -55,8 +55,8 @@ def _statement(template: str, name: str, fake_clock: bool) -> TextClause:
 
 
 _POSTGRES = {
-    "one_of": _Around("= ANY(:{})"),
-    "jsonb": _Around("CAST(CAST(:{} AS text) AS jsonb)"),
+    "one_of": _ParameterFragment("= ANY(:{})"),
+    "jsonb": _ParameterFragment("CAST(CAST(:{} AS text) AS jsonb)"),
     "pairs": (
         "(SELECT value ->> 0 AS task_id, value ->> 1 AS sub_task_id"
         " FROM json_array_elements(CAST(CAST(:pairs AS text) AS json))) AS pair"
@@ -72,8 +72,8 @@ _POSTGRES = {
 
 # A writing transaction holds SQLite's one write lock from its BEGIN IMMEDIATE on; rows need none.
 _SQLITE = {
-    "one_of": _Around("IN (SELECT value FROM json_each(:{}))"),
-    "jsonb": _Around(":{}"),
+    "one_of": _ParameterFragment("IN (SELECT value FROM json_each(:{}))"),
+    "jsonb": _ParameterFragment(":{}"),
     "pairs": (
         "(SELECT json_extract(value, '$[0]') AS task_id, json_extract(value, '$[1]') AS sub_task_id"
         " FROM json_each(:pairs)) AS pair"

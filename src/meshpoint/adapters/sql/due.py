@@ -14,63 +14,63 @@ from meshpoint.adapters.sql import operation_statements
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.checkpointing import KEEP_ALIVES_PER_TIMEOUT
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.due_rows import Pick
-from meshpoint.adapters.sql.locking import Terms, held_below
-from meshpoint.adapters.sql.owning import OwnedTasks, given_to, made_ready, read_owned
-from meshpoint.adapters.sql.rows import Columns, requester_of
+from meshpoint.adapters.sql.due_rows import DueQuery
+from meshpoint.adapters.sql.locking import StoreOptions, lock_child_rows
+from meshpoint.adapters.sql.owning import OwnedTasks, owner_columns, read_owned, ready_columns
+from meshpoint.adapters.sql.rows import Columns, requester_from_row
 from meshpoint.model.checkpoint import SUSPECT_FROM, Due, KeepAlive, Replica, Run, TaskState
 from meshpoint.model.ids import TaskId, new_id
 
 
-async def due(tx: Transaction, replica: Replica, limit: int, terms: Terms) -> Due:
+async def count_due(tx: Transaction, replica: Replica, limit: int, options: StoreOptions) -> Due:
     """Count the work of each kind that is due."""
-    (row,) = await tx.rows(
-        sql.COUNT_DUE, agent=terms.names.qualified(replica.agent), formats=sorted(replica.formats), limit=limit
+    (row,) = await tx.fetch(
+        sql.COUNT_DUE, agent=options.names.qualified(replica.agent), formats=sorted(replica.formats), limit=limit
     )
     return Due(row.ready, row.lapsed, row.expired, row.keep_alives, min(row.unsent, limit))
 
 
-def ready(replica: Replica, limit: int, suspects: int, terms: Terms) -> Pick:
+def pick_ready(replica: Replica, limit: int, suspects: int, options: StoreOptions) -> DueQuery:
     """Ready tasks that `replica` can resume."""
-    return _resumable(sql.PICK_READY, replica, limit, terms, suspects=suspects, suspect_from=SUSPECT_FROM)
+    return _pick_resumable(sql.PICK_READY, replica, limit, options, suspects=suspects, suspect_from=SUSPECT_FROM)
 
 
-def lost(replica: Replica, limit: int, terms: Terms) -> Pick:
+def pick_lost(replica: Replica, limit: int, options: StoreOptions) -> DueQuery:
     """Running tasks with an expired lease that `replica` can resume."""
-    return _resumable(sql.PICK_LOST, replica, limit, terms)
+    return _pick_resumable(sql.PICK_LOST, replica, limit, options)
 
 
-def _resumable(template: str, replica: Replica, limit: int, terms: Terms, **more: int) -> Pick:
-    agent = terms.names.qualified(replica.agent)
-    return Pick(template, {"agent": agent, "formats": sorted(replica.formats), "limit": limit, **more})
+def _pick_resumable(template: str, replica: Replica, limit: int, options: StoreOptions, **more: int) -> DueQuery:
+    agent = options.names.qualified(replica.agent)
+    return DueQuery(template, {"agent": agent, "formats": sorted(replica.formats), "limit": limit, **more})
 
 
-async def take(
-    tx: Transaction, replica: Replica, limit: int, suspects: int, terms: Terms, only: str | None = None
+async def acquire(
+    tx: Transaction, replica: Replica, limit: int, suspects: int, options: StoreOptions, only: str | None = None
 ) -> OwnedTasks:
     """Acquire ready tasks, including at most `suspects` suspects."""
-    rows = await ready(replica, limit, suspects, terms).rows(tx, only)
-    mine, _ = _parted(rows, suspects, lambda row: int(row.rescues))
-    await tx.each(sql.UPDATE_OWNER, [_taken(replica, row) for row in mine])
-    return await _in_turn(tx, mine)
+    rows = await pick_ready(replica, limit, suspects, options).fetch(tx, only)
+    mine, _ = _split_suspects(rows, suspects, lambda row: int(row.rescues))
+    await tx.execute_many(sql.UPDATE_OWNER, [_acquired_columns(replica, row) for row in mine])
+    return await _read_in_order(tx, mine)
 
 
-async def take_over(
-    tx: Transaction, replica: Replica, limit: int, suspects: int, terms: Terms, only: str | None = None
+async def rescue(
+    tx: Transaction, replica: Replica, limit: int, suspects: int, options: StoreOptions, only: str | None = None
 ) -> OwnedTasks:
     """Acquire running tasks whose lease has expired. Suspects beyond `suspects` become ready instead."""
-    rows = await lost(replica, limit, terms).rows(tx, only)
-    mine, others = _parted(rows, suspects, lambda row: row.rescues + 1)
+    rows = await pick_lost(replica, limit, options).fetch(tx, only)
+    mine, others = _split_suspects(rows, suspects, lambda row: row.rescues + 1)
     # Without isolated processes, each lost owner counts as an attempt.
     attempts = {row.logical_task_id: max(row.attempt, 1) + (not replica.isolates) for row in rows}
-    taken = [_taken(replica, row) for row in mine]
-    left = [made_ready(row, new_id(), row.now) for row in others]
-    rescued = [{**each, "attempt": attempts[each["task_id"]]} for each in (*taken, *left)]
-    await tx.each(sql.UPDATE_RESCUED, rescued)
-    return await _in_turn(tx, mine)
+    acquired = [_acquired_columns(replica, row) for row in mine]
+    left = [ready_columns(row, new_id(), row.now) for row in others]
+    rescued = [{**each, "attempt": attempts[each["task_id"]]} for each in (*acquired, *left)]
+    await tx.execute_many(sql.UPDATE_RESCUED, rescued)
+    return await _read_in_order(tx, mine)
 
 
-def _parted(
+def _split_suspects(
     rows: Sequence[Row[Any]], suspects: int, rescues: Callable[[Row[Any]], int]
 ) -> tuple[list[Row[Any]], list[Row[Any]]]:
     """Split tasks into what a replica with room for `suspects` suspects can run, and the rest."""
@@ -82,14 +82,14 @@ def _parted(
     return mine, others
 
 
-def _taken(replica: Replica, row: Row[Any]) -> Columns:
-    return given_to(replica, row, new_id(), attempt=max(row.attempt, 1), now=row.now)
+def _acquired_columns(replica: Replica, row: Row[Any]) -> Columns:
+    return owner_columns(replica, row, new_id(), attempt=max(row.attempt, 1), now=row.now)
 
 
-async def _in_turn(tx: Transaction, rows: Sequence[Row[Any]]) -> OwnedTasks:
+async def _read_in_order(tx: Transaction, rows: Sequence[Row[Any]]) -> OwnedTasks:
     owned = await read_owned(tx, [row.logical_task_id for row in rows])
-    in_turn = {row.logical_task_id: owned.tasks[row.logical_task_id] for row in rows}
-    return OwnedTasks(in_turn, owned.calls)
+    in_order = {row.logical_task_id: owned.tasks[row.logical_task_id] for row in rows}
+    return OwnedTasks(in_order, owned.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,51 +97,51 @@ class Renewals:
     """Leases that were not extended: lost to another run, or on a row that another session holds."""
 
     lost: list[Run]
-    held: list[Run]
+    locked: list[Run]
 
 
 async def renew(tx: Transaction, runs: Sequence[Run], replica: Replica) -> Renewals:
     """Extend leases, skipping rows that another session holds so that they do not delay the others."""
     ids = sorted({run.task_id for run in runs})
-    locked = await tx.rows(sql.LOCK_FREE_TASKS, ids=ids)
-    mine, others = _of_these_runs(runs, locked)
+    locked = await tx.fetch(sql.LOCK_TASKS_SKIP_LOCKED, ids=ids)
+    mine, others = _split_by_ownership(runs, locked)
     if mine:
         wake_at = max(row.now for row in locked) + replica.lease.total_seconds()
-        await tx.run(sql.UPDATE_LEASES, ids=sorted({run.task_id for run in mine}), wake_at=wake_at)
+        await tx.execute(sql.UPDATE_LEASES, ids=sorted({run.task_id for run in mine}), wake_at=wake_at)
     if not others:
         return Renewals([], [])
     free = {row.logical_task_id for row in locked}
     unseen = [run for run in others if run.task_id not in free]
-    held = _of_these_runs(unseen, await tx.rows(sql.READ_OWNERS, ids=ids))[0]
-    return Renewals([run for run in others if run not in held], held)
+    locked_runs = _split_by_ownership(unseen, await tx.fetch(sql.READ_OWNERS, ids=ids))[0]
+    return Renewals([run for run in others if run not in locked_runs], locked_runs)
 
 
-async def renew_when_free(tx: Transaction, run: Run, replica: Replica, patience: timedelta) -> None:
+async def renew_when_unlocked(tx: Transaction, run: Run, replica: Replica, lock_timeout: timedelta) -> None:
     """Wait for a locked row, then extend its lease if the run still owns it."""
-    await tx.run(sql.SET_LOCK_TIMEOUT, limit=f"{math.ceil(patience.total_seconds() * 1000)}ms")
-    locked = await tx.rows(sql.LOCK_TASKS, ids=[run.task_id])
-    if _of_these_runs([run], locked)[0]:
-        await tx.run(sql.UPDATE_LEASES, ids=[run.task_id], wake_at=locked[0].now + replica.lease.total_seconds())
+    await tx.execute(sql.SET_LOCK_TIMEOUT, limit=f"{math.ceil(lock_timeout.total_seconds() * 1000)}ms")
+    locked = await tx.fetch(sql.LOCK_TASKS, ids=[run.task_id])
+    if _split_by_ownership([run], locked)[0]:
+        await tx.execute(sql.UPDATE_LEASES, ids=[run.task_id], wake_at=locked[0].now + replica.lease.total_seconds())
 
 
-def _of_these_runs(runs: Sequence[Run], rows: Sequence[Row[Any]]) -> tuple[list[Run], list[Run]]:
+def _split_by_ownership(runs: Sequence[Run], rows: Sequence[Row[Any]]) -> tuple[list[Run], list[Run]]:
     """Split runs into owners of `rows` and the rest."""
     owned = {(row.logical_task_id, row.fence) for row in rows if row.status == TaskState.RUNNING}
     mine = [run for run in runs if (run.task_id, run.fence) in owned]
     return mine, [run for run in runs if (run.task_id, run.fence) not in owned]
 
 
-def quiet(replica: Replica, limit: int, terms: Terms) -> Pick:
+def pick_keep_alives(replica: Replica, limit: int, options: StoreOptions) -> DueQuery:
     """Paused tasks that are due to send a keep-alive."""
-    return Pick(sql.PICK_KEEP_ALIVES, {"agent": terms.names.qualified(replica.agent), "limit": limit})
+    return DueQuery(sql.PICK_KEEP_ALIVES, {"agent": options.names.qualified(replica.agent), "limit": limit})
 
 
 async def keep_alives(
-    tx: Transaction, replica: Replica, limit: int, terms: Terms, only: str | None = None
+    tx: Transaction, replica: Replica, limit: int, options: StoreOptions, only: str | None = None
 ) -> list[KeepAlive]:
     """Paused tasks whose requester is to hear of them now."""
-    rows = await quiet(replica, limit, terms).rows(tx, only)
-    await tx.each(
+    rows = await pick_keep_alives(replica, limit, options).fetch(tx, only)
+    await tx.execute_many(
         sql.UPDATE_KEEP_ALIVE,
         [
             {
@@ -152,25 +152,25 @@ async def keep_alives(
             for row in rows
         ],
     )
-    return [KeepAlive(replica.agent, TaskId(row.logical_task_id), requester_of(row)) for row in rows]
+    return [KeepAlive(replica.agent, TaskId(row.logical_task_id), requester_from_row(row)) for row in rows]
 
 
-def over(agent: str, limit: int) -> Pick:
+def pick_purgeable(agent: str, limit: int) -> DueQuery:
     """Tombstones whose time is over."""
-    return Pick(sql.PICK_PURGEABLE, {"agent": agent, "limit": limit})
+    return DueQuery(sql.PICK_PURGEABLE, {"agent": agent, "limit": limit})
 
 
 async def purge(tx: Transaction, agent: str, limit: int, only: str | None = None) -> int:
     """Delete tombstones whose time is over; how many."""
-    rows = await over(agent, limit).rows(tx, only)
-    held = await held_below(tx, [row.logical_task_id for row in rows])
-    rows = [row for row in rows if row.logical_task_id not in held]
+    rows = await pick_purgeable(agent, limit).fetch(tx, only)
+    locked_elsewhere = await lock_child_rows(tx, [row.logical_task_id for row in rows])
+    rows = [row for row in rows if row.logical_task_id not in locked_elsewhere]
     if rows:
         ids = sorted(row.logical_task_id for row in rows)
         for statement in (sql.DELETE_CALLS, sql.DELETE_JOINS, sql.DELETE_TASKS):
-            await tx.run(statement, ids=ids)
+            await tx.execute(statement, ids=ids)
         operations = sorted(row.logical_task_id for row in rows if row.checkpoint_seq is not None)
         if operations:
-            await tx.run(operation_statements.DELETE_CHECKPOINTS, ids=operations)
-            await tx.run(operation_statements.DELETE_OPERATIONS, ids=operations)
+            await tx.execute(operation_statements.DELETE_CHECKPOINTS, ids=operations)
+            await tx.execute(operation_statements.DELETE_OPERATIONS, ids=operations)
     return len(rows)

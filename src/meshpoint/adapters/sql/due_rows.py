@@ -17,43 +17,45 @@ log = logging.getLogger("meshpoint.store")
 
 T = TypeVar("T")
 
-_LATER = 60.0
+_POSTPONE_SECONDS = 60.0
 """Seconds after which a damaged row is looked at again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pick:
+class DueQuery:
     """A statement on `statements` that picks rows of due tasks, and its values."""
 
     template: str
     values: Mapping[str, Any]
 
-    async def rows(self, tx: Transaction, only: str | None = None) -> Sequence[Row[Any]]:
+    async def fetch(self, tx: Transaction, only: str | None = None) -> Sequence[Row[Any]]:
         """The rows; with `only`, the rows of that task."""
         if only is None:
-            return await tx.rows(self.template, **self.values)
-        of_one = self.template.replace("ORDER BY", "AND logical_task_id = :only ORDER BY")
-        return await tx.rows(of_one, only=only, **self.values)
+            return await tx.fetch(self.template, **self.values)
+        one_task = self.template.replace("ORDER BY", "AND logical_task_id = :only ORDER BY")
+        return await tx.fetch(one_task, only=only, **self.values)
 
     async def task_ids(self, tx: Transaction) -> list[str]:
         """The tasks of the rows. Reads nothing else, since anything else may be damaged."""
         _, _, condition = self.template.partition("FROM")
         return [
-            row.logical_task_id for row in await tx.rows(f"SELECT logical_task_id FROM{condition}", **self.values)
+            row.logical_task_id for row in await tx.fetch(f"SELECT logical_task_id FROM{condition}", **self.values)
         ]
 
 
-class Write(Protocol):
+class RunTransaction(Protocol):
     """Runs a transaction."""
 
     def __call__(self, body: Callable[[Transaction], Awaitable[T]], /) -> Coroutine[Any, Any, T]: ...
 
 
-Body = Callable[[Transaction, str | None, Sequence[T]], Awaitable[T]]
+DueTransaction = Callable[[Transaction, str | None, Sequence[T]], Awaitable[T]]
 """Works on what is due, or only on what is due of one task, after others with these results."""
 
 
-async def transact_due(write: Write, picks: Sequence[Pick], put_off: Sequence[str], body: Body[T]) -> list[T]:
+async def process_due(
+    write: RunTransaction, queries: Sequence[DueQuery], postpone: Sequence[str], body: DueTransaction[T]
+) -> list[T]:
     """Run `body` in one transaction, or in one for each task if that fails; returns its results.
 
     `put_off` are statements that make a task with a damaged row due later, so that it does not make every look fail.
@@ -68,22 +70,24 @@ async def transact_due(write: Write, picks: Sequence[Pick], put_off: Sequence[st
     except Exception as error:
         log.warning("due work is done one task at a time, as together it fails: %s", error)
     results: list[T] = []
-    task_ids = [task_id for pick in picks for task_id in await write(pick.task_ids)]
+    task_ids = [task_id for pick in queries for task_id in await write(pick.task_ids)]
     for task_id in dict.fromkeys(task_ids):
         try:
-            results.append(await write(_for_one(body, task_id, tuple(results))))
+            results.append(await write(_for_task(body, task_id, tuple(results))))
         except Unavailable:
             raise
         except Exception:
-            log.exception("task %s: a row of it is damaged, and is looked at again in %d s", task_id, _LATER)
-            await write(partial(_put_off, statements=put_off, task_id=task_id))
+            log.exception(
+                "task %s: a row of it is damaged, and is looked at again in %d s", task_id, _POSTPONE_SECONDS
+            )
+            await write(partial(_postpone, statements=postpone, task_id=task_id))
     return results
 
 
-def _for_one(body: Body[T], task_id: str, before: Sequence[T]) -> Callable[[Transaction], Awaitable[T]]:
+def _for_task(body: DueTransaction[T], task_id: str, before: Sequence[T]) -> Callable[[Transaction], Awaitable[T]]:
     return lambda tx: body(tx, task_id, before)
 
 
-async def _put_off(tx: Transaction, statements: Sequence[str], task_id: str) -> None:
+async def _postpone(tx: Transaction, statements: Sequence[str], task_id: str) -> None:
     for statement in statements:
-        await tx.run(statement, task_id=task_id, later=_LATER)
+        await tx.execute(statement, task_id=task_id, delay=_POSTPONE_SECONDS)

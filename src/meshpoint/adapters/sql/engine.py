@@ -17,13 +17,13 @@ from meshpoint import extras
 from meshpoint.errors import ConfigurationError
 from meshpoint.private_files import create_private
 
-ATTEMPTS = 5
+MAX_ATTEMPTS = 5
 """How often a transaction is tried that others stand in the way of."""
 
 TRANSACTION_TIMEOUT = timedelta(seconds=10)
 """When PostgreSQL takes the locks from a process that stands still in a transaction."""
 
-_SET = """
+_SET_CONFIG = """
 SELECT set_config(name, value, false) FROM unnest($1::text[], $2::text[]) AS given(name, value)
  WHERE pg_backend_pid() = $3::int
    AND (name <> 'synchronous_commit' OR current_setting('synchronous_commit') IN ('off', 'local'))
@@ -37,11 +37,13 @@ _SQLITE_BUSY_MS = 8
 """How long SQLite itself waits for a lock before the statement is repeated here. Its pauses grow to 100 ms, so a
 connection that waits longer rarely gets the lock while others want it (`sqliteDefaultBusyCallback` in main.c)."""
 
-LANES = 6
+FAST_PATH_CONNECTIONS = 6
 """Connections that a store on PostgreSQL keeps for its fast path, in addition to its pool."""
 
 _FIX = "use postgresql://user@host/name, or sqlite:///meshpoint.db on one host"
-_OPTIONS = frozenset({"host", "port", "ssl", "sslmode", "passfile", "target_session_attrs", "krbsrvname", "gsslib"})
+_POSTGRES_OPTIONS = frozenset(
+    {"host", "port", "ssl", "sslmode", "passfile", "target_session_attrs", "krbsrvname", "gsslib"}
+)
 _SQLITE_OPTIONS = frozenset({"timeout"})
 _SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
 _DRIVERS = {"postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg", "sqlite": "sqlite+aiosqlite"}
@@ -62,7 +64,7 @@ def async_url(url: str) -> URL:
         raise ConfigurationError("session_db_url", f"{name!r} is not supported", _FIX)
     if name.startswith("sqlite") and (parsed.database or ":memory:") == ":memory:":
         raise ConfigurationError("session_db_url", "names no file", _FIX)
-    _check_options(parsed, _SQLITE_OPTIONS if name.startswith("sqlite") else _OPTIONS)
+    _check_options(parsed, _SQLITE_OPTIONS if name.startswith("sqlite") else _POSTGRES_OPTIONS)
     if "sslmode" in parsed.query:  # as libpq spells it
         parsed = parsed.difference_update_query(["sslmode"]).update_query_dict({"ssl": parsed.query["sslmode"]})
     if parsed.get_backend_name() == "postgresql":
@@ -138,15 +140,15 @@ def _postgres(
 
     @event.listens_for(engine.sync_engine, "connect")
     def prepare(connection: Any, record: object) -> None:
-        connection.run_async(lambda driver: _set(driver, settings))
+        connection.run_async(lambda driver: _apply_settings(driver, settings))
 
     return engine
 
 
-async def _set(driver: Any, settings: Mapping[str, str]) -> None:
+async def _apply_settings(driver: Any, settings: Mapping[str, str]) -> None:
     """Set the parameters the store depends on, but not on connections that a pooler shares with other clients."""
     names, values = list(settings), list(settings.values())
-    await driver.fetch(_SET, names, values, driver.get_server_pid())
+    await driver.fetch(_SET_CONFIG, names, values, driver.get_server_pid())
 
 
 def _sqlite(url: URL, command_timeout: timedelta) -> AsyncEngine:
@@ -178,8 +180,8 @@ def _sqlite_options(command_timeout: timedelta) -> dict[str, Any]:
 
 
 def _prepare_sqlite(engine: Engine, command_timeout: timedelta) -> None:
-    keep_private(engine)
-    opening_ms = math.ceil(command_timeout / ATTEMPTS / timedelta(milliseconds=1))
+    make_files_private(engine)
+    opening_ms = math.ceil(command_timeout / MAX_ATTEMPTS / timedelta(milliseconds=1))
 
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, record: object) -> None:
@@ -190,21 +192,21 @@ def _prepare_sqlite(engine: Engine, command_timeout: timedelta) -> None:
         cursor.close()
 
 
-def _refuse_other_kinds(path: Path) -> None:
+def _require_regular_file(path: Path) -> None:
     if not path.parent.is_dir():
         raise ConfigurationError("session_db_url", f"there is no folder {path.parent}", "create it")
     if path.exists() and not path.is_file():
         raise ConfigurationError("session_db_url", f"{path} is not a regular file", "name another file")
 
 
-def keep_private(engine: Engine) -> None:
+def make_files_private(engine: Engine) -> None:
     """Make a SQLite file that `engine` creates, with its two companion files, readable only by its owner."""
 
     @event.listens_for(engine, "do_connect")
     def create(dialect: object, record: object, arguments: list[Any], options: dict[str, Any]) -> None:
         path = str(arguments[0] if arguments else options.get("database", ""))
         if not path.startswith("file:"):
-            _refuse_other_kinds(Path(path))
+            _require_regular_file(Path(path))
             try:
                 create_private(Path(path))
             except FileExistsError as error:

@@ -11,10 +11,10 @@ from sqlalchemy import Row
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.claiming import close_pending
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.due_rows import Pick
-from meshpoint.adapters.sql.locking import Terms, held_below
-from meshpoint.adapters.sql.owning import OwnedTasks, given_to, made_ready, new_owner, read_owned
-from meshpoint.adapters.sql.rows import Columns, by_task, notice_of, outcome_column
+from meshpoint.adapters.sql.due_rows import DueQuery
+from meshpoint.adapters.sql.locking import StoreOptions, lock_child_rows
+from meshpoint.adapters.sql.owning import OwnedTasks, can_run, owner_columns, read_owned, ready_columns
+from meshpoint.adapters.sql.rows import Columns, cancel_notice_from_row, group_by_task, outcome_column
 from meshpoint.model.calls import Join
 from meshpoint.model.checkpoint import AllArrived, CancelNotice, Expired, MadeReady, Replica, Resumable, StillWaiting
 from meshpoint.model.ids import TaskId, new_id
@@ -24,7 +24,7 @@ _TIMED_OUT = Failed(FailureKind.TIMEOUT, "the peer did not answer in time")
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _WaitingTask:
     """One locked waiting task at the present instant."""
 
     row: Row[Any]
@@ -58,86 +58,90 @@ class _Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Expiries:
+class ExpireResults:
     """Expired tasks; those that were taken are still to be decoded."""
 
     waiting: list[Expired]
     ready: list[Expired]
-    taken: list[tuple[TaskId, tuple[TaskId, ...], tuple[CancelNotice, ...]]]
+    acquired: list[tuple[TaskId, tuple[TaskId, ...], tuple[CancelNotice, ...]]]
     owned: OwnedTasks
 
     @classmethod
-    def together(cls, several: Sequence[Expiries]) -> Expiries:
+    def merge(cls, results: Sequence[ExpireResults]) -> ExpireResults:
         """Merge the results of several transactions."""
         return cls(
-            [one for each in several for one in each.waiting],
-            [one for each in several for one in each.ready],
-            [one for each in several for one in each.taken],
-            OwnedTasks.together([each.owned for each in several]),
+            [one for each in results for one in each.waiting],
+            [one for each in results for one in each.ready],
+            [one for each in results for one in each.acquired],
+            OwnedTasks.merge([each.owned for each in results]),
         )
 
     def with_tasks(self, readable: Mapping[str, Resumable]) -> list[Expired]:
         """All of them, with the tasks that were taken; those that are not `readable` were given back."""
-        taken = [
-            Expired(task_id, ids, _then(task_id, ids[-1], readable.get(task_id)), cancels)
-            for task_id, ids, cancels in self.taken
+        acquired = [
+            Expired(task_id, ids, _arrival(task_id, ids[-1], readable.get(task_id)), cancels)
+            for task_id, ids, cancels in self.acquired
         ]
-        return [*self.waiting, *self.ready, *taken]
+        return [*self.waiting, *self.ready, *acquired]
 
 
-def _then(task_id: TaskId, sub_task_id: TaskId, task: Resumable | None) -> AllArrived | MadeReady:
+def _arrival(task_id: TaskId, sub_task_id: TaskId, task: Resumable | None) -> AllArrived | MadeReady:
     return MadeReady(task_id, sub_task_id) if task is None else AllArrived(task_id, sub_task_id, task)
 
 
-def expired(replica: Replica, limit: int, terms: Terms) -> Pick:
+def pick_expired(replica: Replica, limit: int, options: StoreOptions) -> DueQuery:
     """Waiting tasks that may have passed a deadline."""
-    return Pick(sql.PICK_EXPIRED, {"agent": terms.names.qualified(replica.agent), "limit": limit})
+    return DueQuery(sql.PICK_EXPIRED, {"agent": options.names.qualified(replica.agent), "limit": limit})
 
 
 async def expire(
-    tx: Transaction, replica: Replica, limit: int, slots: int, terms: Terms, only: str | None = None
-) -> Expiries:
+    tx: Transaction, replica: Replica, limit: int, slots: int, options: StoreOptions, only: str | None = None
+) -> ExpireResults:
     """Close what is past its deadline, count it, and take the tasks whose join it meets."""
-    rows = {row.logical_task_id: row for row in await expired(replica, limit, terms).rows(tx, only)}
-    for task_id in await held_below(tx, rows):
+    rows = {row.logical_task_id: row for row in await pick_expired(replica, limit, options).fetch(tx, only)}
+    for task_id in await lock_child_rows(tx, rows):
         del rows[task_id]
     if not rows:
-        return Expiries([], [], [], OwnedTasks())
+        return ExpireResults([], [], [], OwnedTasks())
     ids = sorted(rows)
-    pending = by_task(await tx.rows(sql.READ_PENDING, ids=ids))
-    joins = {row.logical_task_id: row for row in await tx.rows(sql.READ_JOINS, ids=ids)}
-    tasks = [_Waiting(rows[task_id], joins[task_id], pending.get(task_id, [])) for task_id in ids]
+    pending = group_by_task(await tx.fetch(sql.READ_PENDING, ids=ids))
+    joins = {row.logical_task_id: row for row in await tx.fetch(sql.READ_JOINS, ids=ids)}
+    tasks = [_WaitingTask(rows[task_id], joins[task_id], pending.get(task_id, [])) for task_id in ids]
     for task in tasks:
         if task.met and not task.timed_out:
             raise ValueError(f"task {task.row.logical_task_id} waits, and its join is met")
-    cancels = await _close(tx, tasks, terms)
-    return await _go_on(tx, [task for task in tasks if task.timed_out], cancels, replica, slots)
+    cancels = await _close_timed_out(tx, tasks, options)
+    return await _continue_tasks(tx, [task for task in tasks if task.timed_out], cancels, replica, slots)
 
 
-async def _close(tx: Transaction, tasks: Sequence[_Waiting], terms: Terms) -> dict[str, tuple[CancelNotice, ...]]:
+async def _close_timed_out(
+    tx: Transaction, tasks: Sequence[_WaitingTask], options: StoreOptions
+) -> dict[str, tuple[CancelNotice, ...]]:
     """Write the timeouts and their counts, and when to look again; by task, which peers to tell."""
     outcome = await outcome_column(_TIMED_OUT)
-    await tx.each(sql.UPDATE_TIMED_OUT, [row for task in tasks for row in _timeouts(task, outcome, terms)])
-    await tx.each(sql.UPDATE_JOIN, [_counters(task) for task in tasks if task.timed_out])
-    await tx.each(
-        sql.UPDATE_WAKE,
+    await tx.execute_many(
+        sql.UPDATE_TIMED_OUT, [row for task in tasks for row in _timeout_columns(task, outcome, options)]
+    )
+    await tx.execute_many(sql.UPDATE_JOIN, [_counters(task) for task in tasks if task.timed_out])
+    await tx.execute_many(
+        sql.UPDATE_WAKE_AT,
         [{"task_id": task.row.logical_task_id, "wake_at": task.next_deadline} for task in tasks if not task.met],
     )
     met = [task for task in tasks if task.met and task.completed < task.join.total_expected]
     no_longer_needed = await close_pending(
-        tx, [task.row.logical_task_id for task in met], max(task.row.now for task in tasks), terms
+        tx, [task.row.logical_task_id for task in met], max(task.row.now for task in tasks), options
     )
     return {
         task.row.logical_task_id: (
-            *(notice_of(call, terms.names) for call in task.timed_out),
+            *(cancel_notice_from_row(call, options.names) for call in task.timed_out),
             *no_longer_needed.get(task.row.logical_task_id, ()),
         )
         for task in tasks
     }
 
 
-def _timeouts(task: _Waiting, outcome: bytes | None, terms: Terms) -> list[Columns]:
-    due_at = task.row.now + terms.backoff(1)
+def _timeout_columns(task: _WaitingTask, outcome: bytes | None, options: StoreOptions) -> list[Columns]:
+    due_at = task.row.now + options.backoff(1)
     return [
         {
             "task_id": task.row.logical_task_id,
@@ -149,7 +153,7 @@ def _timeouts(task: _Waiting, outcome: bytes | None, terms: Terms) -> list[Colum
     ]
 
 
-def _counters(task: _Waiting) -> Columns:
+def _counters(task: _WaitingTask) -> Columns:
     return {
         "task_id": task.row.logical_task_id,
         "generation": task.row.generation,
@@ -159,14 +163,14 @@ def _counters(task: _Waiting) -> Columns:
     }
 
 
-async def _go_on(
+async def _continue_tasks(
     tx: Transaction,
-    tasks: Sequence[_Waiting],
+    tasks: Sequence[_WaitingTask],
     cancels: dict[str, tuple[CancelNotice, ...]],
     replica: Replica,
     slots: int,
-) -> Expiries:
-    expiries = Expiries([], [], [], OwnedTasks())
+) -> ExpireResults:
+    expiries = ExpireResults([], [], [], OwnedTasks())
     owners: list[Columns] = []
     for task in tasks:
         task_id = TaskId(task.row.logical_task_id)
@@ -174,13 +178,13 @@ async def _go_on(
         run_id, now = new_id(), task.row.now
         if not task.met:
             expiries.waiting.append(Expired(task_id, ids, StillWaiting(task_id, ids[-1]), cancels[task_id]))
-        elif new_owner(replica, task.row, slots):
+        elif can_run(replica, task.row, slots):
             slots -= 1
-            owners.append(given_to(replica, task.row, run_id, attempt=1, now=now))
-            expiries.taken.append((task_id, ids, cancels[task_id]))
+            owners.append(owner_columns(replica, task.row, run_id, attempt=1, now=now))
+            expiries.acquired.append((task_id, ids, cancels[task_id]))
         else:
-            owners.append(made_ready(task.row, run_id, now))
+            owners.append(ready_columns(task.row, run_id, now))
             expiries.ready.append(Expired(task_id, ids, MadeReady(task_id, ids[-1]), cancels[task_id]))
-    await tx.each(sql.UPDATE_OWNER, owners)
-    owned = await read_owned(tx, [task_id for task_id, _, _ in expiries.taken])
-    return Expiries(expiries.waiting, expiries.ready, expiries.taken, owned)
+    await tx.execute_many(sql.UPDATE_OWNER, owners)
+    owned = await read_owned(tx, [task_id for task_id, _, _ in expiries.acquired])
+    return ExpireResults(expiries.waiting, expiries.ready, expiries.acquired, owned)

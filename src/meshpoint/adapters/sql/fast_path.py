@@ -18,14 +18,14 @@ from meshpoint.adapters.sql.batcher import PART_BYTES
 from meshpoint.adapters.sql.checkpointing import (
     KEEP_ALIVES_PER_TIMEOUT,
     PackedPause,
-    committed,
+    committed_pause,
 )
-from meshpoint.adapters.sql.claiming import Taken
-from meshpoint.adapters.sql.engine import LANES
-from meshpoint.adapters.sql.locking import Terms, seconds_of
+from meshpoint.adapters.sql.claiming import Acquired
+from meshpoint.adapters.sql.engine import FAST_PATH_CONNECTIONS
+from meshpoint.adapters.sql.locking import StoreOptions, duration_seconds
 from meshpoint.adapters.sql.owning import OwnedTasks
-from meshpoint.adapters.sql.prepared import Lane, attributes
-from meshpoint.adapters.sql.rows import Columns, StoredOutcome, requester_of
+from meshpoint.adapters.sql.prepared import PreparedConnection, as_namespace
+from meshpoint.adapters.sql.rows import Columns, StoredOutcome, requester_from_row
 from meshpoint.adapters.sql.time import DatabaseTime
 from meshpoint.errors import CommitInDoubt, StoreUnavailable
 from meshpoint.model.checkpoint import (
@@ -47,20 +47,22 @@ from meshpoint.model.outcomes import Ok, Outcome
 from meshpoint.ports.clock import Clock
 
 
-class HotPath:
+class FastPath:
     """The ordinary steps of many tasks at once."""
 
-    def __init__(self, engine: AsyncEngine, terms: Terms, clock: Clock | None, time: DatabaseTime) -> None:
-        self._terms = terms
+    def __init__(self, engine: AsyncEngine, options: StoreOptions, clock: Clock | None, time: DatabaseTime) -> None:
+        self._options = options
         self._time = time
         self._clock = clock
-        lanes = [Lane(engine) for _ in range(LANES)]
-        self._pauses, self._claims, self._ends, self._saves, self._reads, self._marks = self._lanes = lanes
+        connections = [PreparedConnection(engine) for _ in range(FAST_PATH_CONNECTIONS)]
+        self._pauses, self._claims, self._ends, self._saves, self._reads, self._confirms = self._connections = (
+            connections
+        )
 
     async def close(self) -> None:
         """Give all connections back."""
-        for lane in self._lanes:
-            await lane.close()
+        for connection in self._connections:
+            await connection.close()
 
     @property
     def _now(self) -> float | None:
@@ -70,7 +72,7 @@ class HotPath:
         """The rows that exist."""
         sent_at = self._time.clock()
         rows = await self._reads.read(sql.LOOKUP, self._now, task_ids)
-        self._time.heard(rows[0].now, sent_at)
+        self._time.observe(rows[0].now, sent_at)
         return [row for row in rows if row.logical_task_id is not None]
 
     # ── pause ──────────────────────────────────────────────────────────────────────────────────────
@@ -78,18 +80,18 @@ class HotPath:
     async def pause(self, pauses: Sequence[tuple[PackedPause, bytes | None]]) -> dict[int, PauseResult]:
         """Write checkpoints whose rows are as their runs expect. All their calls are to be sent."""
         # Sorted, as locks are: an insert waits for another of its key.
-        places = dict(sorted(_first_of_each(packed.pause.run.task_id for packed, _ in pauses).items()))
+        places = dict(sorted(_first_positions(packed.pause.run.task_id for packed, _ in pauses).items()))
         written: dict[str, float] = {}
         fresh = [pauses[place] for place in places.values() if pauses[place][0].pause.run.fence == 0]
         known = [pauses[place] for place in places.values() if pauses[place][0].pause.run.fence != 0]
         for statement, each, more in (
-            (sql.PAUSE_NEW, fresh, self._of_new_tasks(fresh)),
-            (sql.PAUSE_AGAIN, known, ()),
+            (sql.PAUSE_NEW, fresh, self._new_task_arrays(fresh)),
+            (sql.PAUSE_EXISTING, known, ()),
         ):
             if each:
                 calls = _call_arrays([packed for packed, _ in each])
                 tasks = _task_arrays([packed for packed, _ in each])
-                values = (self._now, self._terms.backoff(1), *calls, *tasks, *more, KEEP_ALIVES_PER_TIMEOUT)
+                values = (self._now, self._options.backoff(1), *calls, *tasks, *more, KEEP_ALIVES_PER_TIMEOUT)
                 try:
                     rows = await self._pauses.write(statement, *values)
                 except StoreUnavailable:
@@ -98,20 +100,20 @@ class HotPath:
                     break
                 written.update({row.logical_task_id: row.now for row in rows})
         return {
-            place: committed(pauses[place][0], written[task_id])
+            place: committed_pause(pauses[place][0], written[task_id])
             for task_id, place in places.items()
             if task_id in written
         }
 
-    def _of_new_tasks(self, fresh: Sequence[tuple[PackedPause, bytes | None]]) -> tuple[list[Any], ...]:
+    def _new_task_arrays(self, fresh: Sequence[tuple[PackedPause, bytes | None]]) -> tuple[list[Any], ...]:
         requesters = [packed.pause.requester for packed, _ in fresh]
         return (
-            [self._terms.names.qualified(packed.pause.run.agent) for packed, _ in fresh],
+            [self._options.names.qualified(packed.pause.run.agent) for packed, _ in fresh],
             [request for _, request in fresh],
             [requester.reply_to for requester in requesters],
             [requester.app_id for requester in requesters],
             [requester.parent_task_id for requester in requesters],
-            [seconds_of(requester.idle_timeout) for requester in requesters],
+            [duration_seconds(requester.idle_timeout) for requester in requesters],
             [packed.pause.digest for packed, _ in fresh],
         )
 
@@ -119,51 +121,53 @@ class HotPath:
 
     async def claim(
         self, claims: Sequence[tuple[Claim, bytes | None]], replica: Replica, slots: int, *, skip_locked: bool
-    ) -> tuple[dict[int, Arrival | Taken], OwnedTasks]:
+    ) -> tuple[dict[int, Arrival | Acquired], OwnedTasks]:
         """Record outcomes of pending calls, and take the tasks whose join they meet."""
-        places = _first_of_each((wish.task_id, wish.sub_task_id) for wish, _ in claims)
-        wishes = [claims[place] for place in places.values()]
-        terms, of_wishes = _shared((wish.task_id, isinstance(wish.outcome, Ok), wish.sender) for wish, _ in wishes)
+        places = _first_positions((wish.task_id, wish.sub_task_id) for wish, _ in claims)
+        commands = [claims[place] for place in places.values()]
+        terms, term_numbers = _number_distinct(
+            (wish.task_id, isinstance(wish.outcome, Ok), wish.sender) for wish, _ in commands
+        )
         rows = await self._claims.write(
-            sql.CLAIM_FREE if skip_locked else sql.CLAIM,
+            sql.CLAIM_SKIP_LOCKED if skip_locked else sql.CLAIM,
             self._now,
             replica.id,
             sorted({task_id for task_id, _, _ in terms}),
-            self._terms.names.qualified(replica.agent),
-            [wish.sub_task_id for wish, _ in wishes],
-            [wish.id for wish, _ in wishes],
-            [outcome for _, outcome in wishes],
-            of_wishes,
+            self._options.names.qualified(replica.agent),
+            [wish.sub_task_id for wish, _ in commands],
+            [wish.id for wish, _ in commands],
+            [outcome for _, outcome in commands],
+            term_numbers,
             *map(list, zip(*terms, strict=True)),
             sorted(replica.formats),
             slots,
             replica.lease.total_seconds(),
             PART_BYTES,
         )
-        in_place = [0, *places.values()]  # an array of SQL begins at 1
-        arrivals: dict[int, Arrival | Taken] = {}
+        positions = [0, *places.values()]  # an array of SQL begins at 1
+        arrivals: dict[int, Arrival | Acquired] = {}
         owned, unseen = OwnedTasks(), list[Claim]()
         for row in rows:
             for number in row["places"]:
-                wish, _ = claims[in_place[number]]
-                arrivals[in_place[number]] = StillWaiting(wish.task_id, wish.sub_task_id)
-            if (here := row["here"]) is None:
+                command, _ = claims[positions[number]]
+                arrivals[positions[number]] = StillWaiting(command.task_id, command.sub_task_id)
+            if (acquired := row["acquired"]) is None:
                 continue
-            last = in_place[max(row["places"])]
-            wish, _ = claims[last]
-            arrivals[last] = (Taken if here else MadeReady)(wish.task_id, wish.sub_task_id)
-            if here:
-                outcomes = _outcomes(row, [claims[in_place[number]][0].outcome for number in row["places"]])
+            last = positions[max(row["places"])]
+            command, _ = claims[last]
+            arrivals[last] = (Acquired if acquired else MadeReady)(command.task_id, command.sub_task_id)
+            if acquired:
+                outcomes = _outcomes(row, [claims[positions[number]][0].outcome for number in row["places"]])
                 if len(outcomes) == row["total_expected"]:
-                    owned.tasks[wish.task_id], owned.calls[wish.task_id] = attributes(row), outcomes
+                    owned.tasks[command.task_id], owned.calls[command.task_id] = as_namespace(row), outcomes
                 else:  # recorded while this statement waited for the task's lock
-                    unseen.append(wish)
-        return arrivals, owned.and_also(await self._read_owned(unseen, replica))
+                    unseen.append(command)
+        return arrivals, owned.merged_with(await self._read_owned(unseen, replica))
 
-    async def _read_owned(self, met_by: Sequence[Claim], replica: Replica) -> OwnedTasks:
-        if not met_by:
+    async def _read_owned(self, claims: Sequence[Claim], replica: Replica) -> OwnedTasks:
+        if not claims:
             return OwnedTasks()
-        task_ids, run_ids = [wish.task_id for wish in met_by], [wish.id for wish in met_by]
+        task_ids, run_ids = [command.task_id for command in claims], [wish.id for wish in claims]
         try:
             rows = await self._reads.read(sql.READ_OWNED, task_ids, replica.id, run_ids, PART_BYTES)
         except StoreUnavailable as error:
@@ -181,46 +185,50 @@ class HotPath:
 
     async def end(self, ends: Sequence[tuple[End, bytes | None]]) -> dict[int, EndResult]:
         """Turn tasks that their runs own into tombstones."""
-        places = _first_of_each(wish.run.task_id for wish, _ in ends)
-        wishes = [ends[place] for place in places.values()]
+        places = _first_positions(command.run.task_id for command, _ in ends)
+        commands = [ends[place] for place in places.values()]
         rows = await self._ends.write(
             sql.END,
             self._now,
-            self._terms.backoff(1),
-            self._terms.tombstone_ttl,
+            self._options.backoff(1),
+            self._options.tombstone_ttl,
             list(places),
-            [wish.run.fence for wish, _ in wishes],
-            [wish.run.id for wish, _ in wishes],
-            [wish.state.value for wish, _ in wishes],
-            [reply for _, reply in wishes],
-            [wish.dead_reason for wish, _ in wishes],
+            [wish.run.fence for wish, _ in commands],
+            [wish.run.id for wish, _ in commands],
+            [wish.state.value for wish, _ in commands],
+            [reply for _, reply in commands],
+            [wish.dead_reason for wish, _ in commands],
         )
-        return {places[row.logical_task_id]: self._ended(ends[places[row.logical_task_id]][0], row) for row in rows}
+        return {
+            places[row.logical_task_id]: self._end_result(ends[places[row.logical_task_id]][0], row) for row in rows
+        }
 
-    def _ended(self, wish: End, row: Any) -> Ended:
-        agent = self._terms.names.plain(row.agent_name)
-        run = wish.run
-        return Ended(Reply(agent, run.task_id, wish.state, wish.reply, requester_of(row), fence=run.fence))
+    def _end_result(self, command: End, row: Any) -> Ended:
+        agent = self._options.names.plain(row.agent_name)
+        run = command.run
+        return Ended(
+            Reply(agent, run.task_id, command.state, command.reply, requester_from_row(row), fence=run.fence)
+        )
 
     # ── save ───────────────────────────────────────────────────────────────────────────────────────
 
-    async def save(self, wish: Save, columns: Columns) -> bool:
+    async def save(self, command: Save, columns: Columns) -> bool:
         """Write a checkpoint, given as columns too, of an operation that its run owns; whether it is written."""
         rows = await self._saves.write(
             sql.SAVE,
             self._now,
-            wish.run.task_id,
-            wish.run.fence,
-            wish.checkpoint.seq,
-            self._terms.checkpoint_history,
-            wish.progressed,
-            *(columns[name] for name in sql.SAVED),
+            command.run.task_id,
+            command.run.fence,
+            command.checkpoint.seq,
+            self._options.checkpoint_history,
+            command.progressed,
+            *(columns[name] for name in sql.SAVED_COLUMNS),
         )
         return bool(rows)
 
     # ── marks ──────────────────────────────────────────────────────────────────────────────────────
 
-    async def mark_dispatched(self, sent: Sequence[Dispatch]) -> tuple[list[Dispatch], list[Dispatch]]:
+    async def confirm_dispatched(self, sent: Sequence[Dispatch]) -> tuple[list[Dispatch], list[Dispatch]]:
         """Note that the broker has all requests of pauses.
 
         Those of pauses of which others are still to be sent, and those of pauses that somebody holds just now.
@@ -230,27 +238,27 @@ class HotPath:
         pauses: dict[tuple[TaskId, int], set[TaskId]] = {}
         for send in sent:
             pauses.setdefault((send.task_id, send.generation), set()).add(send.sub_task_id)
-        rows = await self._marks.write(
-            sql.MARK_DISPATCHED,
+        rows = await self._confirms.write(
+            sql.CONFIRM_DISPATCHED,
             self._now,
             [task_id for task_id, _ in pauses],
             [generation for _, generation in pauses],
             [len(requests) for requests in pauses.values()],
         )
-        left = {row.logical_task_id: row.whole for row in rows}
+        left = {row.logical_task_id: row.complete for row in rows}
         return (
             [send for send in sent if left.get(send.task_id) is False],
             [send for send in sent if left.get(send.task_id) is True],
         )
 
-    async def mark_replied(self, sent: Sequence[Reply]) -> None:
+    async def confirm_replied(self, sent: Sequence[Reply]) -> None:
         """Note that the broker has replies."""
         if sent:
             in_order = sorted({(send.task_id, send.fence, send.requester.reply_to or "") for send in sent})
-            await self._marks.write(sql.MARK_REPLIED, *map(list, zip(*in_order, strict=True)))
+            await self._confirms.write(sql.CONFIRM_REPLIED, *map(list, zip(*in_order, strict=True)))
 
 
-def _first_of_each(keys: Iterable[Hashable]) -> dict[Any, int]:
+def _first_positions(keys: Iterable[Hashable]) -> dict[Any, int]:
     """Where each key comes first."""
     places: dict[Any, int] = {}
     for place, key in enumerate(keys):
@@ -276,18 +284,18 @@ def _task_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
             packed.pause.run.task_id,
             packed.pause.run.id,
             packed.pause.run.generation + 1,
-            packed.soonest,
+            packed.earliest_timeout,
             None if packed.pause.requester.deadline is None else packed.pause.requester.deadline.timestamp(),
             len(packed.pause.calls),
             packed.pause.join.needed,
-            seconds_of(packed.pause.join.deadline),
+            duration_seconds(packed.pause.join.deadline),
             packed.pause.run.fence,
         )
         for packed in pauses
     ]
     return [
         *map(list, zip(*plain, strict=True)),
-        *([packed.columns[name] for packed in pauses] for name in sql.CONTEXT),
+        *([packed.columns[name] for packed in pauses] for name in sql.CONTEXT_TYPES),
     ]
 
 
@@ -295,7 +303,7 @@ def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
     """The columns of all calls of `pauses`, each as an array over them; then those of their different terms."""
     calls = [call for packed in pauses for call in packed.pause.calls]
     first_places = accumulate((len(packed.pause.calls) for packed in pauses), initial=1)
-    terms, of_calls = _shared(
+    terms, term_numbers = _number_distinct(
         (packed.pause.run.task_id, first, call.peer, to_json(call.headers), call.timeout, call.idle_timeout)
         for packed, first in zip(pauses, first_places, strict=False)
         for call in packed.pause.calls
@@ -305,18 +313,18 @@ def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
         [call.sub_task_id for call in calls],
         [call.call_id for call in calls],
         [body for packed in pauses for body in packed.bodies],
-        of_calls,
+        term_numbers,
         list(task_ids),
         list(firsts),
         list(peers),
         [each.decode() for each in headers],
         [timeout.total_seconds() for timeout in timeouts],
-        [seconds_of(idle_timeout) for idle_timeout in idle_timeouts],
+        [duration_seconds(idle_timeout) for idle_timeout in idle_timeouts],
     ]
 
 
-def _shared(terms: Iterable[tuple[Any, ...]]) -> tuple[Collection[tuple[Any, ...]], list[int]]:
+def _number_distinct(terms: Iterable[tuple[Any, ...]]) -> tuple[Collection[tuple[Any, ...]], list[int]]:
     """The different ones among `terms`, and the number of each; arrays of SQL begin at 1."""
     numbers: dict[tuple[Any, ...], int] = {}
-    of_each = [numbers.setdefault(each, len(numbers) + 1) for each in terms]
-    return numbers, of_each
+    assigned = [numbers.setdefault(each, len(numbers) + 1) for each in terms]
+    return numbers, assigned

@@ -5,36 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from time import monotonic
 
-_WAITED = 10.0  # seconds
-_HELD = 10.0  # seconds
-_MOST = 10_000
+_SKIP_SECONDS = 10.0  # seconds
+_LOCKED_SECONDS = 10.0  # seconds
+_MAX_TASKS = 10_000
 
 
-class HeldRows:
+class LockedRows:
     """Remembers for a few seconds that a lock timed out, and which tasks were skipped because of a lock."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
-        self._waited_until = float("-inf")
+        self._skip_until = float("-inf")
         self._tasks: dict[str, float] = {}
 
     @property
-    def skipping(self) -> bool:
+    def skip_locked(self) -> bool:
         """Whether to skip locked rows instead of waiting for them."""
-        return self._clock() < self._waited_until
+        return self._clock() < self._skip_until
 
-    def waited(self) -> None:
+    def record_timeout(self) -> None:
         """Record that a statement timed out waiting for a lock."""
-        self._waited_until = self._clock() + _WAITED
+        self._skip_until = self._clock() + _SKIP_SECONDS
 
-    def note(self, task_ids: Iterable[str]) -> None:
+    def record_locked(self, task_ids: Iterable[str]) -> None:
         """Record skipped tasks."""
         now = self._clock()
         self._tasks = {task_id: until for task_id, until in self._tasks.items() if until > now}
-        if len(self._tasks) < _MOST:
-            self._tasks.update(dict.fromkeys(task_ids, now + _HELD))
+        if len(self._tasks) < _MAX_TASKS:
+            self._tasks.update(dict.fromkeys(task_ids, now + _LOCKED_SECONDS))
 
-    def among(self, task_ids: Iterable[str]) -> set[str]:
+    def recently_locked(self, task_ids: Iterable[str]) -> set[str]:
         """The recently skipped tasks among `task_ids`; they take a path where they do not delay other tasks."""
         if not self._tasks:
             return set()

@@ -11,7 +11,7 @@ from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.rows import Names
+from meshpoint.adapters.sql.rows import AgentNames
 from meshpoint.errors import RowLocked
 
 Item = TypeVar("Item")
@@ -19,10 +19,10 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class StoreOptions:
     """What every transition of one store goes by. Durations are in seconds."""
 
-    names: Names
+    names: AgentNames
     dispatch_lease: float
     tombstone_ttl: float
     incompatible_limit: float
@@ -45,22 +45,22 @@ class LockedTasks:
 
     now: float
     rows: dict[str, Row[Any]]
-    held: frozenset[str] = frozenset()
+    locked_elsewhere: frozenset[str] = frozenset()
 
 
 async def lock_tasks(tx: Transaction, task_ids: Iterable[str]) -> LockedTasks:
     """Lock tasks in order of id; those that do not exist are left out."""
     ids = sorted(set(task_ids))
-    rows = await tx.rows(sql.LOCK_FREE_TASKS if tx.skip_locked else sql.LOCK_TASKS, ids=ids)
+    rows = await tx.fetch(sql.LOCK_TASKS_SKIP_LOCKED if tx.skip_locked else sql.LOCK_TASKS, ids=ids)
     present = {row.logical_task_id: row for row in rows if row.logical_task_id is not None}
-    held: set[str] = set()
+    locked_elsewhere: set[str] = set()
     if tx.skip_locked:
         if len(present) < len(ids):
-            held.update(row.logical_task_id for row in await tx.rows(sql.READ_IDS, ids=ids))
-            held -= present.keys()
-        held |= await held_below(tx, present)
-    free = {task_id: row for task_id, row in present.items() if task_id not in held}
-    return LockedTasks(now=max(row.now for row in rows), rows=free, held=frozenset(held))
+            locked_elsewhere.update(row.logical_task_id for row in await tx.fetch(sql.READ_EXISTING_IDS, ids=ids))
+            locked_elsewhere -= present.keys()
+        locked_elsewhere |= await lock_child_rows(tx, present)
+    free = {task_id: row for task_id, row in present.items() if task_id not in locked_elsewhere}
+    return LockedTasks(now=max(row.now for row in rows), rows=free, locked_elsewhere=frozenset(locked_elsewhere))
 
 
 async def lock_task(tx: Transaction, task_id: str) -> LockedTasks:
@@ -70,12 +70,12 @@ async def lock_task(tx: Transaction, task_id: str) -> LockedTasks:
         RowLocked: another session holds it, or one of its rows.
     """
     locked = await lock_tasks(tx, [task_id])
-    if locked.held:
+    if locked.locked_elsewhere:
         raise RowLocked(f"another session holds task {task_id}")
     return locked
 
 
-async def held_below(tx: Transaction, task_ids: Iterable[str]) -> set[str]:
+async def lock_child_rows(tx: Transaction, task_ids: Iterable[str]) -> set[str]:
     """Locked tasks with a call, join, checkpoint or operation that another session holds.
 
     Empty unless this transaction skips such rows. All other rows are locked.
@@ -83,13 +83,13 @@ async def held_below(tx: Transaction, task_ids: Iterable[str]) -> set[str]:
     ids = sorted(task_ids)
     if not (tx.skip_locked and ids):
         return set()
-    return {row.task_id for row in await tx.rows(sql.LOCK_FREE_BELOW, ids=ids)}
+    return {row.task_id for row in await tx.fetch(sql.LOCK_CHILD_ROWS, ids=ids)}
 
 
-async def in_rounds(
+async def run_in_rounds(
     items: Sequence[Item],
     task_id: Callable[[Item], str],
-    turn: Callable[[list[Item]], Awaitable[list[Result]]],
+    process_round: Callable[[list[Item]], Awaitable[list[Result]]],
 ) -> list[Result]:
     """Results of `turn` in the order of `items`.
 
@@ -101,12 +101,12 @@ async def in_rounds(
         first: dict[str, tuple[int, Item]] = {}
         for index, item in waiting:
             first.setdefault(task_id(item), (index, item))
-        answers = await turn([item for _, item in first.values()])
+        answers = await process_round([item for _, item in first.values()])
         results.update(zip((index for index, _ in first.values()), answers, strict=True))
         waiting = [(index, item) for index, item in waiting if index not in results]
     return [results[index] for index in range(len(items))]
 
 
-def seconds_of(duration: timedelta | None) -> float | None:
+def duration_seconds(duration: timedelta | None) -> float | None:
     """A duration as the database has it."""
     return None if duration is None else duration.total_seconds()

@@ -17,16 +17,16 @@ from sqlalchemy import URL, Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from meshpoint.adapters.sql.engine import async_url, keep_private
-from meshpoint.adapters.sql.failures import brief, driver_errors, is_taken, refused
+from meshpoint.adapters.sql.engine import async_url, make_files_private
+from meshpoint.adapters.sql.failures import as_configuration_error, driver_errors, is_already_exists, summarize
 from meshpoint.adapters.sql.schema import recorded_revision
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 
-_MIGRATIONS = 0x6D657368  # the advisory lock's key: "mesh"
+_MIGRATION_LOCK_KEY = 0x6D657368  # the advisory lock's key: "mesh"
 _CONNECT_TIMEOUT = timedelta(seconds=10)
 
 
-def scripts() -> Path:
+def migrations_folder() -> Path:
     """The folder of migrations: inside the installed package, or at the root of a checkout."""
     here = Path(__file__).resolve()
     for folder in (here.parent / "alembic", here.parents[4] / "alembic"):
@@ -56,7 +56,7 @@ def check(url: str) -> tuple[str | None, str]:
     return found[0], newest_revision()
 
 
-def sql(url: str) -> str:
+def upgrade_sql(url: str) -> str:
     """The statements that `upgrade` runs on an empty database, for whoever runs them by hand."""
     written = io.StringIO()
     config = _config(output=written)
@@ -74,7 +74,7 @@ def newest_revision() -> str:
 
 def _config(connection: Connection | None = None, output: io.StringIO | None = None) -> Config:
     config = Config(output_buffer=output)
-    config.set_main_option("script_location", str(scripts()).replace("%", "%%"))
+    config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
     config.attributes["connection"] = connection
     return config
 
@@ -87,25 +87,25 @@ def _upgrade(connection: Connection) -> None:
         problem = f"the database is at revision {recorded}, which this release does not know"
         raise ConfigurationError("session_db_url", problem, "run the release that upgraded it") from error
     except DBAPIError as error:
-        if not is_taken(error):
+        if not is_already_exists(error):
             raise
-        problem = f"a migration conflicts with an existing object: {brief(error)}"
+        problem = f"a migration conflicts with an existing object: {summarize(error)}"
         raise ConfigurationError("session_db_url", problem, "use an empty database, or remove the object") from error
 
 
 def _run(url: str, work: Callable[[Connection], None]) -> None:
-    asyncio.run(_connected(url, work))
+    asyncio.run(_run_async(url, work))
 
 
-async def _connected(url: str, work: Callable[[Connection], None]) -> None:
+async def _run_async(url: str, work: Callable[[Connection], None]) -> None:
     try:
-        await in_one_transaction(async_url(url), work)
+        await run_in_transaction(async_url(url), work)
     except driver_errors() as error:
-        away = StoreUnavailable(str(getattr(error, "orig", None) or error).splitlines()[0])
-        raise refused(error) or away from error
+        unavailable = StoreUnavailable(str(getattr(error, "orig", None) or error).splitlines()[0])
+        raise as_configuration_error(error) or unavailable from error
 
 
-async def in_one_transaction(url: URL, work: Callable[[Connection], None]) -> None:
+async def run_in_transaction(url: URL, work: Callable[[Connection], None]) -> None:
     """Do `work` on a connection, all or nothing.
 
     Python's sqlite3 begins no transaction before a statement that changes the schema: here it is begun by hand.
@@ -114,7 +114,7 @@ async def in_one_transaction(url: URL, work: Callable[[Connection], None]) -> No
     mode: dict[str, Any] = {"isolation_level": "AUTOCOMMIT" if sqlite else "READ COMMITTED"}
     engine = create_async_engine(url, connect_args={"timeout": _CONNECT_TIMEOUT.total_seconds()}, **mode)
     if sqlite:
-        keep_private(engine.sync_engine)
+        make_files_private(engine.sync_engine)
     try:
         async with engine.begin() as connection:
             if sqlite:
@@ -122,7 +122,7 @@ async def in_one_transaction(url: URL, work: Callable[[Connection], None]) -> No
             else:
                 # The default may be read-only. The lock makes concurrent upgrades run one after another.
                 await connection.exec_driver_sql("SET TRANSACTION READ WRITE")
-                await connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MIGRATIONS})")
+                await connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK_KEY})")
             await connection.run_sync(work)
     finally:
         await engine.dispose()

@@ -6,7 +6,7 @@ Whoever changes a row here holds the lock of its task, which is taken before.
 from __future__ import annotations
 
 # The columns of a checkpoint, but for its key: values, JSON, and what may be large and is read by itself.
-PLAIN = (
+PLAIN_COLUMNS = (
     "subject",
     "checkpoint_time",
     "progress_pct",
@@ -17,7 +17,7 @@ PLAIN = (
     "created_at",
     "l1_snapshot_hash",
 )
-JSON = (
+JSON_COLUMNS = (
     "completed_subtasks",
     "pending_subtasks",
     "planned_subtasks",
@@ -27,21 +27,21 @@ JSON = (
     "agent_config",
     "error_details",
 )
-SNAPSHOT = ("l1_snapshot",)
-_READ = ("analysis_id", "agent_type", "seq", *PLAIN, *JSON)
-COLUMNS = ", ".join((*_READ, *SNAPSHOT))
+SNAPSHOT_COLUMNS = ("l1_snapshot",)
+_READ_COLUMNS = ("analysis_id", "agent_type", "seq", *PLAIN_COLUMNS, *JSON_COLUMNS)
+CHECKPOINT_COLUMNS = ", ".join((*_READ_COLUMNS, *SNAPSHOT_COLUMNS))
 _VALUES = ", ".join(
     (
         *(":task_id", ":agent", ":seq"),
-        *(f":{name}" for name in PLAIN),
-        *(f"{{jsonb:{name}}}" for name in JSON),
-        *(f":{name}" for name in SNAPSHOT),
+        *(f":{name}" for name in PLAIN_COLUMNS),
+        *(f"{{jsonb:{name}}}" for name in JSON_COLUMNS),
+        *(f":{name}" for name in SNAPSHOT_COLUMNS),
     )
 )
 
 # Where an earlier task of the same id left a row behind.
-IN_PLACE_OF = "ON CONFLICT (analysis_id, agent_type, seq) DO UPDATE SET " + ", ".join(
-    f"{name} = excluded.{name}" for name in (*PLAIN, *JSON, *SNAPSHOT)
+ON_CONFLICT_REPLACE = "ON CONFLICT (analysis_id, agent_type, seq) DO UPDATE SET " + ", ".join(
+    f"{name} = excluded.{name}" for name in (*PLAIN_COLUMNS, *JSON_COLUMNS, *SNAPSHOT_COLUMNS)
 )
 
 # ── secrets ────────────────────────────────────────────────────────────────────────────────────────
@@ -117,18 +117,18 @@ UPDATE agent_paused_tasks SET
 
 # Write a checkpoint.
 INSERT_CHECKPOINT = f"""
-INSERT INTO agent_checkpoints ({COLUMNS}) VALUES ({_VALUES}) {IN_PLACE_OF}
+INSERT INTO agent_checkpoints ({CHECKPOINT_COLUMNS}) VALUES ({_VALUES}) {ON_CONFLICT_REPLACE}
 """
 
 # Write an operation's last checkpoint once more, with why it ended; not the working memory that it may have.
-REPEAT_CHECKPOINT = f"""
-INSERT INTO agent_checkpoints ({COLUMNS})
+COPY_LAST_CHECKPOINT = f"""
+INSERT INTO agent_checkpoints ({CHECKPOINT_COLUMNS})
 SELECT analysis_id, agent_type, seq + 1, subject, CAST(:now AS double precision), progress_pct, current_subtask,
        CAST(:reason AS text), CAST(:retry_count AS integer), agent_version, CAST(:now AS double precision),
        l1_snapshot_hash, completed_subtasks, pending_subtasks, planned_subtasks, working_memory, interim_results,
        subtasks, agent_config, NULL, NULL
   FROM agent_checkpoints WHERE analysis_id = :task_id AND agent_type = :agent AND seq = :seq
-{IN_PLACE_OF}
+{ON_CONFLICT_REPLACE}
 """
 
 # Take their working memories from the checkpoints of an operation that are older than this one, which has its own.
@@ -145,9 +145,9 @@ DELETE FROM agent_checkpoints
 
 # Copy the checkpoints of operations to the archive.
 ARCHIVE_CHECKPOINTS = f"""
-INSERT INTO agent_checkpoints_archive ({COLUMNS}, archived_at)
-SELECT {COLUMNS}, CAST(:now AS double precision) FROM agent_checkpoints WHERE analysis_id {{one_of:ids}}
-{IN_PLACE_OF}, archived_at = excluded.archived_at
+INSERT INTO agent_checkpoints_archive ({CHECKPOINT_COLUMNS}, archived_at)
+SELECT {CHECKPOINT_COLUMNS}, CAST(:now AS double precision) FROM agent_checkpoints WHERE analysis_id {{one_of:ids}}
+{ON_CONFLICT_REPLACE}, archived_at = excluded.archived_at
 """
 
 # Delete all checkpoints of operations.
@@ -157,7 +157,7 @@ DELETE FROM agent_checkpoints WHERE analysis_id {one_of:ids}
 
 # Read the last checkpoint of an operation.
 READ_LATEST = f"""
-SELECT {", ".join(f"c.{name}" for name in _READ)}
+SELECT {", ".join(f"c.{name}" for name in _READ_COLUMNS)}
   FROM agent_paused_tasks AS t JOIN agent_checkpoints AS c
     ON c.analysis_id = t.logical_task_id AND c.agent_type = t.agent_name AND c.seq = t.checkpoint_seq
  WHERE t.logical_task_id = :task_id
@@ -165,7 +165,7 @@ SELECT {", ".join(f"c.{name}" for name in _READ)}
 
 # Read the checkpoints of an operation, oldest first.
 READ_HISTORY = f"""
-SELECT {", ".join(f"c.{name}" for name in _READ)}
+SELECT {", ".join(f"c.{name}" for name in _READ_COLUMNS)}
   FROM agent_paused_tasks AS t JOIN agent_checkpoints AS c
     ON c.analysis_id = t.logical_task_id AND c.agent_type = t.agent_name AND c.seq <= t.checkpoint_seq
  WHERE t.logical_task_id = :task_id ORDER BY c.seq
@@ -173,7 +173,7 @@ SELECT {", ".join(f"c.{name}" for name in _READ)}
 
 # Read the archived checkpoints of an operation, oldest first.
 READ_ARCHIVE = f"""
-SELECT {", ".join(_READ)} FROM agent_checkpoints_archive WHERE analysis_id = :task_id ORDER BY seq
+SELECT {", ".join(_READ_COLUMNS)} FROM agent_checkpoints_archive WHERE analysis_id = :task_id ORDER BY seq
 """
 
 # Read the newest working memory that an operation's checkpoints have.
@@ -226,12 +226,12 @@ WHERE logical_task_id = :task_id
 """
 
 # Delete the calls of a task that is revived, but for those whose peers are still to be told to stop.
-DELETE_SETTLED_CALLS = """
+DELETE_CALLS_NOT_CANCELLING = """
 DELETE FROM agent_peer_sub_tasks WHERE logical_task_id = :task_id AND status <> 'cancelling'
 """
 
 # Let the others be of no pause: only their cancels are left.
-SET_CALLS_APART = """
+DETACH_CALLS = """
 UPDATE agent_peer_sub_tasks SET invocation_id = -1 WHERE logical_task_id = :task_id
 """
 
@@ -259,7 +259,7 @@ SELECT {_SUMMARY} WHERE o.operation_id = :task_id
 """
 
 # List operations of one agent, newest first.
-LIST_OPERATIONS_OF_AGENT = f"""
+LIST_AGENT_OPERATIONS = f"""
 SELECT {_SUMMARY} WHERE o.agent_name = :agent AND t.status {{one_of:statuses}}
  ORDER BY o.created_at DESC, o.operation_id DESC LIMIT :limit
 """

@@ -10,9 +10,15 @@ from meshpoint.adapters.sql import operation_statements as sql
 from meshpoint.adapters.sql import reviving, subtasking
 from meshpoint.adapters.sql.codec import pack
 from meshpoint.adapters.sql.database import Database, Transaction
-from meshpoint.adapters.sql.locked_rows import HeldRows
-from meshpoint.adapters.sql.locking import Terms
-from meshpoint.adapters.sql.records import STATES, checkpoint_columns, checkpoint_of, snapshot_of, summary_of
+from meshpoint.adapters.sql.locked_rows import LockedRows
+from meshpoint.adapters.sql.locking import StoreOptions
+from meshpoint.adapters.sql.records import (
+    STATES_BY_STATUS,
+    checkpoint_columns,
+    checkpoint_from_row,
+    snapshot_from_row,
+    summary_from_row,
+)
 from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable
 from meshpoint.model.checkpoint import BeginResult, L1Snapshot, Save, SaveResult, Track
 from meshpoint.model.ids import AgentName, TaskId
@@ -20,7 +26,7 @@ from meshpoint.model.operations import OperationStatus, OperationSummary, Revive
 from meshpoint.model.subtasks import AgentCheckpoint, Saved
 
 if TYPE_CHECKING:
-    from meshpoint.adapters.sql.fast_path import HotPath
+    from meshpoint.adapters.sql.fast_path import FastPath
 
 T = TypeVar("T")
 
@@ -29,44 +35,44 @@ class SqlOperations:
     """`meshpoint.ports.operations.Operations` on a SQL database."""
 
     _database: Database
-    _hot: HotPath | None
-    _terms: Terms
-    _held: HeldRows
+    _fast_path: FastPath | None
+    _options: StoreOptions
+    _locked_rows: LockedRows
 
     async def _write(self, body: Callable[[Transaction], Awaitable[T]]) -> T:
         """Run `body` in a transaction, commit, and return its result.
 
         If waiting for a lock times out, the transaction is repeated without waiting for locked rows.
         """
-        if not self._held.skipping:
+        if not self._locked_rows.skip_locked:
             try:
                 return await self._database.write(body)
             except RowLocked:
-                self._held.waited()
+                self._locked_rows.record_timeout()
         return await self._database.write(body, skip_locked=True)
 
-    async def track(self, wish: Track) -> BeginResult:
+    async def track(self, command: Track) -> BeginResult:
         """Make a running task an operation."""
-        return await self._write(lambda tx: subtasking.track(tx, wish))
+        return await self._write(lambda tx: subtasking.track(tx, command))
 
-    async def save(self, wish: Save) -> SaveResult:
+    async def save(self, command: Save) -> SaveResult:
         """Write a checkpoint within a segment."""
-        columns = checkpoint_columns(wish.checkpoint)
-        if self._hot is not None and not self._held.among([wish.run.task_id]):
+        columns = checkpoint_columns(command.checkpoint)
+        if self._fast_path is not None and not self._locked_rows.recently_locked([command.run.task_id]):
             try:
-                if await self._hot.save(wish, columns):
+                if await self._fast_path.save(command, columns):
                     return Saved()
             except RowLocked:
-                self._held.waited()
+                self._locked_rows.record_timeout()
         try:
-            return await self._write(lambda tx: subtasking.save(tx, wish, columns, self._terms))
+            return await self._write(lambda tx: subtasking.save(tx, command, columns, self._options))
         except RowLocked:
-            self._held.note([wish.run.task_id])
+            self._locked_rows.record_locked([command.run.task_id])
             raise
         except CommitInDoubt:
             raise
         except StoreUnavailable as error:
-            if self._hot is None:
+            if self._fast_path is None:
                 raise
             raise CommitInDoubt(str(error)) from error  # the hot path may have saved it and not heard so
 
@@ -77,57 +83,57 @@ class SqlOperations:
 
     async def l1_snapshot(self, task_id: TaskId, agent: AgentName | None = None) -> L1Snapshot | None:
         """The working memory that was written last with one of its checkpoints."""
-        names = self._terms.names
-        rows = await self._database.read(lambda tx: tx.rows(sql.READ_SNAPSHOT, task_id=task_id))
+        names = self._options.names
+        rows = await self._database.read(lambda tx: tx.fetch(sql.READ_SNAPSHOT, task_id=task_id))
         found = [row for row in rows if row.agent_type.startswith(names.prefix)]
-        return next((snapshot_of(row) for row in found if agent in {None, names.plain(row.agent_type)}), None)
+        return next((snapshot_from_row(row) for row in found if agent in {None, names.plain(row.agent_type)}), None)
 
     async def history(self, task_id: TaskId) -> list[AgentCheckpoint]:
         """Its checkpoints, oldest first."""
-        kept = await self._checkpoints(sql.READ_HISTORY, task_id)
-        return kept or await self._checkpoints(sql.READ_ARCHIVE, task_id)
+        checkpoints = await self._checkpoints(sql.READ_HISTORY, task_id)
+        return checkpoints or await self._checkpoints(sql.READ_ARCHIVE, task_id)
 
     async def _checkpoints(self, statement: str, task_id: TaskId) -> list[AgentCheckpoint]:
-        names = self._terms.names
-        rows = await self._database.read(lambda tx: tx.rows(statement, task_id=task_id))
-        return [checkpoint_of(row, names) for row in rows if row.agent_type.startswith(names.prefix)]
+        names = self._options.names
+        rows = await self._database.read(lambda tx: tx.fetch(statement, task_id=task_id))
+        return [checkpoint_from_row(row, names) for row in rows if row.agent_type.startswith(names.prefix)]
 
-    async def revive(self, wish: Revive) -> ReviveResult:
+    async def revive(self, command: Revive) -> ReviveResult:
         """Make an ended task ready again."""
-        request = await pack(wish.request)
-        return await self._write(lambda tx: reviving.revive(tx, wish, request, self._terms))
+        request = await pack(command.request)
+        return await self._write(lambda tx: reviving.revive(tx, command, request, self._options))
 
     async def copy_key(self) -> bytes:
         """The key that authenticates copies outside the database. The first caller generates it."""
-        namespace = self._terms.names.namespace
+        namespace = self._options.names.namespace
 
-        async def made(tx: Transaction) -> bytes:
-            await tx.run(sql.INSERT_SECRET, namespace=namespace, key=os.urandom(32))
-            (row,) = await tx.rows(sql.READ_SECRET, namespace=namespace)
+        async def create_key(tx: Transaction) -> bytes:
+            await tx.execute(sql.INSERT_SECRET, namespace=namespace, key=os.urandom(32))
+            (row,) = await tx.fetch(sql.READ_SECRET, namespace=namespace)
             return bytes(row.copy_key)
 
-        return await self._database.write(made)
+        return await self._database.write(create_key)
 
     async def preserve(self, task_id: TaskId, *, preserve: bool = True) -> bool:
         """Exempt an operation's checkpoints from every deletion, or stop that."""
-        return await self._write(lambda tx: reviving.preserve(tx, task_id, self._terms, preserve=preserve))
+        return await self._write(lambda tx: reviving.preserve(tx, task_id, self._options, preserve=preserve))
 
     async def operation(self, task_id: TaskId) -> OperationSummary | None:
         """One operation."""
-        names = self._terms.names
-        rows = await self._database.read(lambda tx: tx.rows(sql.SHOW_OPERATION, task_id=task_id))
-        return next((summary_of(row, names) for row in rows if row.agent_name.startswith(names.prefix)), None)
+        names = self._options.names
+        rows = await self._database.read(lambda tx: tx.fetch(sql.SHOW_OPERATION, task_id=task_id))
+        return next((summary_from_row(row, names) for row in rows if row.agent_name.startswith(names.prefix)), None)
 
     async def operations(
         self, *, agent: AgentName | None = None, statuses: Sequence[OperationStatus] = (), limit: int = 100
     ) -> list[OperationSummary]:
         """Operations, newest first."""
-        names = self._terms.names
-        states = [state.value for status in statuses or OperationStatus for state in STATES[status]]
+        names = self._options.names
+        states = [state.value for status in statuses or OperationStatus for state in STATES_BY_STATUS[status]]
 
         if agent is None:
             statement, of = sql.LIST_OPERATIONS, {"prefix": names.prefix}
         else:
-            statement, of = sql.LIST_OPERATIONS_OF_AGENT, {"agent": names.qualified(agent)}
-        rows = await self._database.read(lambda tx: tx.rows(statement, statuses=states, limit=limit, **of))
-        return [summary_of(row, names) for row in rows]
+            statement, of = sql.LIST_AGENT_OPERATIONS, {"agent": names.qualified(agent)}
+        rows = await self._database.read(lambda tx: tx.fetch(statement, statuses=states, limit=limit, **of))
+        return [summary_from_row(row, names) for row in rows]

@@ -12,15 +12,22 @@ from typing import Any
 from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
-from meshpoint.adapters.sql.batcher import PART_BYTES, in_parts
+from meshpoint.adapters.sql.batcher import PART_BYTES, split_by_size
 from meshpoint.adapters.sql.database import Database, Transaction
-from meshpoint.adapters.sql.rows import Columns, Names, StoredOutcome, by_task, resumable_of, run_of
+from meshpoint.adapters.sql.rows import (
+    AgentNames,
+    Columns,
+    StoredOutcome,
+    group_by_task,
+    resumable_from_row,
+    run_from_row,
+)
 from meshpoint.model.checkpoint import SUSPECT_FROM, Release, Replica, Resumable, Run, TaskState
 
 log = logging.getLogger("meshpoint.store")
 
 
-def given_to(replica: Replica, row: Row[Any], run_id: str, *, attempt: int, now: float) -> Columns:
+def owner_columns(replica: Replica, row: Row[Any], run_id: str, *, attempt: int, now: float) -> Columns:
     """The owner columns of a task that `replica` runs from now on."""
     return {
         "task_id": row.logical_task_id,
@@ -33,7 +40,7 @@ def given_to(replica: Replica, row: Row[Any], run_id: str, *, attempt: int, now:
     }
 
 
-def made_ready(row: Row[Any], run_id: str, now: float) -> Columns:
+def ready_columns(row: Row[Any], run_id: str, now: float) -> Columns:
     """The owner columns of a task that any replica may run from now on."""
     return {
         "task_id": row.logical_task_id,
@@ -50,43 +57,43 @@ def made_ready(row: Row[Any], run_id: str, now: float) -> Columns:
 class OwnedTasks:
     """Rows of owned tasks, read under their locks and decoded after the locks are released.
 
-    A task missing from `calls` has too many outcome bytes to read at once: see `read_large`.
+    A task missing from `calls` has too many outcome bytes to read at once: see `read_outcomes_in_parts`.
     """
 
     tasks: dict[str, Any] = field(default_factory=dict)
     calls: dict[str, list[StoredOutcome]] = field(default_factory=dict)
 
-    def and_also(self, others: OwnedTasks) -> OwnedTasks:
+    def merged_with(self, others: OwnedTasks) -> OwnedTasks:
         """These and `others`."""
         return OwnedTasks(self.tasks | others.tasks, self.calls | others.calls)
 
     @classmethod
-    def together(cls, several: Sequence[OwnedTasks]) -> OwnedTasks:
+    def merge(cls, results: Sequence[OwnedTasks]) -> OwnedTasks:
         """Merge the results of several transactions."""
-        return reduce(cls.and_also, several, cls())
+        return reduce(cls.merged_with, results, cls())
 
     @property
-    def suspects(self) -> int:
+    def suspect_count(self) -> int:
         """How many of them are suspects."""
         return sum(row.rescues >= SUSPECT_FROM for row in self.tasks.values())
 
     @property
-    def large(self) -> list[Any]:
+    def with_unread_outcomes(self) -> list[Any]:
         """The rows of tasks whose outcomes have not been read yet."""
         return [row for task_id, row in self.tasks.items() if task_id not in self.calls]
 
-    async def decoded(
-        self, names: Names, offer_again: timedelta, max_join_bytes: int
+    async def decode(
+        self, names: AgentNames, retry_after: timedelta, max_join_bytes: int
     ) -> tuple[dict[str, Resumable], list[Release]]:
         """Those that can be decoded, by id, and how to give the others back: another release may read them."""
         readable: dict[str, Resumable] = {}
         unreadable: list[Release] = []
         for task_id, row in self.tasks.items():
             try:
-                readable[task_id] = await resumable_of(row, self.calls.get(task_id), names, max_join_bytes)
+                readable[task_id] = await resumable_from_row(row, self.calls.get(task_id), names, max_join_bytes)
             except Exception as error:  # whatever is wrong with one row, the others must go on
                 log.exception("task %s: its row cannot be read here", task_id)
-                unreadable.append(Release(run_of(row, names), offer_again, f"the row cannot be read: {error}"))
+                unreadable.append(Release(run_from_row(row, names), retry_after, f"the row cannot be read: {error}"))
         return readable, unreadable
 
 
@@ -95,32 +102,34 @@ async def read_owned(tx: Transaction, task_ids: Sequence[str]) -> OwnedTasks:
     if not task_ids:
         return OwnedTasks()
     ids = sorted(task_ids)
-    rows = await tx.rows(sql.READ_TASKS, ids=ids)
+    rows = await tx.fetch(sql.READ_TASKS, ids=ids)
     small = [row.logical_task_id for row in rows if row.outcome_bytes <= PART_BYTES]
     outcomes: dict[str, list[StoredOutcome]] = {task_id: [] for task_id in small}
     if small:
-        for task_id, calls in by_task(await tx.rows(sql.READ_OUTCOMES, ids=small)).items():
+        for task_id, calls in group_by_task(await tx.fetch(sql.READ_OUTCOMES, ids=small)).items():
             outcomes[task_id] = [(row.call_id, row.peer_agent, row.outcome) for row in calls]
     return OwnedTasks({row.logical_task_id: row for row in rows}, outcomes)
 
 
-async def read_large(database: Database, row: Any) -> list[StoredOutcome]:
+async def read_outcomes_in_parts(database: Database, row: Any) -> list[StoredOutcome]:
     """Read the outcomes of an owned task in parts, in call order. They do not change while the task is owned.
 
     Raises:
         LookupError: some are missing, because another run owns the task by now.
     """
     task_id = row.logical_task_id
-    sizes = await database.read(lambda tx: tx.rows(sql.READ_SIZES, task_id=task_id, generation=row.generation))
+    sizes = await database.read(
+        lambda tx: tx.fetch(sql.READ_OUTCOME_SIZES, task_id=task_id, generation=row.generation)
+    )
     found: dict[str, bytes | None] = {}
-    for part in in_parts(sizes, [call.bytes for call in sizes]):
+    for part in split_by_size(sizes, [call.bytes for call in sizes]):
         ids = [call.sub_task_id for call in part]
-        some = partial(Transaction.rows, template=sql.READ_SOME_OUTCOMES, task_id=task_id, ids=ids)
+        some = partial(Transaction.fetch, template=sql.READ_OUTCOMES_BY_ID, task_id=task_id, ids=ids)
         found.update({call.sub_task_id: call.outcome for call in await database.read(some)})
     return [(call.call_id, call.peer_agent, found[call.sub_task_id]) for call in sizes]
 
 
-async def read_run(tx: Transaction, run: Run) -> OwnedTasks:
+async def read_owned_by(tx: Transaction, run: Run) -> OwnedTasks:
     """Read the task owned by exactly this run, without a lock."""
     owned = await read_owned(tx, [run.task_id])
     row = owned.tasks.get(run.task_id)
@@ -128,6 +137,6 @@ async def read_run(tx: Transaction, run: Run) -> OwnedTasks:
     return owned if mine else OwnedTasks()
 
 
-def new_owner(replica: Replica, row: Row[Any], slots: int) -> bool:
+def can_run(replica: Replica, row: Row[Any], slots: int) -> bool:
     """Whether `replica` can run the task at once."""
     return slots > 0 and (row.generation == 0 or row.state_format in replica.formats)

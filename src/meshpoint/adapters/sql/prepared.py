@@ -16,40 +16,40 @@ from typing import Any
 import asyncpg
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from meshpoint.adapters.sql.engine import ATTEMPTS
+from meshpoint.adapters.sql.engine import MAX_ATTEMPTS
 from meshpoint.adapters.sql.failures import (
     Failure,
-    brief,
+    classify,
     driver_errors,
-    failure,
     is_duplicate,
     is_lock_timeout,
-    is_pooled,
+    is_pooler_switch,
+    summarize,
 )
 from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable
 
-_GONE = ("08", "40003", "57P")
+_CONNECTION_LOST = ("08", "40003", "57P")
 """SQLSTATEs of a connection or a server that goes away, which may have committed before."""
 
 
-class Row(asyncpg.Record):  # type: ignore[misc]
+class PreparedRow(asyncpg.Record):  # type: ignore[misc]
     """A row whose columns are attributes, as SQLAlchemy's are."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
 
 
-def attributes(row: Row) -> SimpleNamespace:
+def as_namespace(row: PreparedRow) -> SimpleNamespace:
     """`row` for a reader of all its columns: looking them up one by one takes longer."""
     return SimpleNamespace(**dict(row))
 
 
-class Lane:
+class PreparedConnection:
     """Sends one statement at a time; each commits by itself. Connects when first used, and again when it must."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._connection: AsyncConnection | None = None
         self._driver: Any = None
 
@@ -73,32 +73,32 @@ class Lane:
             RowLocked: timed out waiting for a lock. The connection stays usable.
         """
         in_doubt = False
-        async with self._turn:
-            for number in range(1, ATTEMPTS + 1):
+        async with self._lock:
+            for number in range(1, MAX_ATTEMPTS + 1):
                 driver = None
                 try:
-                    driver = await self._ready()
-                    rows: Sequence[Any] = await driver.fetch(statement, *values, record_class=Row)
+                    driver = await self._ensure_connected()
+                    rows: Sequence[Any] = await driver.fetch(statement, *values, record_class=PreparedRow)
                     return rows
                 except Exception as error:
-                    lost, meaning = _is_lost(error, driver), failure(error)
+                    lost, meaning = _is_lost(error, driver), classify(error)
                     sent = driver is not None and not isinstance(error, asyncpg.InterfaceError)
                     in_doubt = in_doubt or (lost and sent)
                     if is_lock_timeout(error):
-                        raise RowLocked(brief(error)) from error
-                    if lost or is_pooled(error):
-                        await self._drop()
+                        raise RowLocked(summarize(error)) from error
+                    if lost or is_pooler_switch(error):
+                        await self._discard()
                     # A lost connection is made again once: the repeated statement finds what the first one wrote.
-                    if number < (2 if lost else ATTEMPTS if meaning is Failure.RETRY else 0):
+                    if number < (2 if lost else MAX_ATTEMPTS if meaning is Failure.RETRY else 0):
                         await asyncio.sleep(random.uniform(0.001, 0.02) * number)
                         continue
                     if meaning is Failure.BUG or is_duplicate(error):
                         raise
                     if in_doubt:
-                        raise CommitInDoubt(f"the answer to a statement was lost: {brief(error)}") from error
-                    raise StoreUnavailable(brief(error)) from error
+                        raise CommitInDoubt(f"the answer to a statement was lost: {summarize(error)}") from error
+                    raise StoreUnavailable(summarize(error)) from error
                 except BaseException:
-                    await self._drop()  # cancelled: whatever state it is in, it is not used again
+                    await self._discard()  # cancelled: whatever state it is in, it is not used again
                     raise
         raise AssertionError("the last attempt returns or raises")
 
@@ -109,10 +109,10 @@ class Lane:
             with suppress(*driver_errors()):
                 await connection.close()
 
-    async def _ready(self) -> Any:
+    async def _ensure_connected(self) -> Any:
         # A loop, since the pool may have some that broke while they lay there.
         while self._driver is None or self._driver.is_closed():
-            await self._drop()
+            await self._discard()
             connection = await self._engine.connect()
             try:
                 driver: Any = (await connection.get_raw_connection()).driver_connection
@@ -123,7 +123,7 @@ class Lane:
             self._connection, self._driver = connection, driver
         return self._driver
 
-    async def _drop(self) -> None:
+    async def _discard(self) -> None:
         connection, self._connection, self._driver = self._connection, None, None
         if connection is not None:
             with suppress(*driver_errors()):
@@ -134,4 +134,4 @@ class Lane:
 def _is_lost(error: Exception, driver: Any) -> bool:
     """Whether the connection can tell no more what became of a statement; without a driver, there was none."""
     state = str(getattr(error, "sqlstate", None) or "")
-    return driver is None or driver.is_closed() or state.startswith(_GONE) or isinstance(error, OSError)
+    return driver is None or driver.is_closed() or state.startswith(_CONNECTION_LOST) or isinstance(error, OSError)

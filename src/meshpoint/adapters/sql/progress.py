@@ -9,18 +9,18 @@ from sqlalchemy import Row
 
 from meshpoint.adapters.sql import statements as sql
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.rows import Columns, pairs, requester_of
+from meshpoint.adapters.sql.rows import Columns, encode_pairs, requester_from_row
 from meshpoint.model.checkpoint import Progress, ProgressNoted
 
-_WORTH_WRITING = 0.1  # of the idle timeout
+_MIN_EXTENSION = 0.1  # of the idle timeout
 
 
-async def read(tx: Transaction, updates: Sequence[Progress]) -> list[Row[Any] | None]:
+async def read_calls(tx: Transaction, updates: Sequence[Progress]) -> list[Row[Any] | None]:
     """The pending call of each update, with its task's requester; None where there is none for this sender."""
     keys = sorted({(update.task_id, update.sub_task_id) for update in updates})
     found = {
         (row.logical_task_id, row.sub_task_id, row.peer_agent): row
-        for row in await tx.rows(sql.READ_PROGRESS, pairs=pairs(keys))
+        for row in await tx.fetch(sql.READ_PROGRESS, pairs=encode_pairs(keys))
     }
     return [found.get((update.task_id, update.sub_task_id, update.sender)) for update in updates]
 
@@ -32,7 +32,7 @@ def extensions(calls: Sequence[Row[Any] | None]) -> list[Columns]:
         if row is None or row.call_idle_timeout is None:
             continue
         deadline = min(row.now + row.call_idle_timeout, row.absolute_deadline)
-        if deadline - row.timeout_deadline >= _WORTH_WRITING * row.call_idle_timeout:
+        if deadline - row.timeout_deadline >= _MIN_EXTENSION * row.call_idle_timeout:
             key = row.logical_task_id, row.sub_task_id
             extended[key] = {"task_id": key[0], "sub_task_id": key[1], "timeout_deadline": deadline}
     return list(extended.values())
@@ -40,9 +40,9 @@ def extensions(calls: Sequence[Row[Any] | None]) -> list[Columns]:
 
 async def extend(tx: Transaction, deadlines: Sequence[Columns]) -> None:
     """Write them. The task wakes no later for it: it is looked at once in vain."""
-    await tx.each(sql.EXTEND_IDLE, deadlines)
+    await tx.execute_many(sql.EXTEND_IDLE_DEADLINE, deadlines)
 
 
-def noted(update: Progress, row: Row[Any] | None) -> ProgressNoted | None:
+def progress_result(update: Progress, row: Row[Any] | None) -> ProgressNoted | None:
     """Whom to forward `update` to."""
-    return None if row is None else ProgressNoted(update.task_id, requester_of(row))
+    return None if row is None else ProgressNoted(update.task_id, requester_from_row(row))

@@ -32,7 +32,7 @@ FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 """When a parked task is due: it waits for a person, not for time."""
 
 _EARLIEST = 0.0
-_TAKES_LONG = 1_000_000
+_YIELD_ABOVE_BYTES = 1_000_000
 
 _JSON_COLUMNS = (
     "a2a_context",
@@ -52,18 +52,18 @@ def instant(seconds: float) -> datetime:
     return datetime.fromtimestamp(min(max(seconds, _EARLIEST), FAR_FUTURE), UTC)
 
 
-def seconds(at: datetime | None) -> float | None:
+def epoch_seconds(at: datetime | None) -> float | None:
     """An instant of the model as the database has it."""
     return None if at is None else at.timestamp()
 
 
-def pairs(keys: Sequence[tuple[str, str]]) -> str:
+def encode_pairs(keys: Sequence[tuple[str, str]]) -> str:
     """Keys of calls, as the `pairs` fragment takes them."""
     return json.dumps(keys)
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class AgentNames:
     """Agents' names as they rest: behind the namespace."""
 
     namespace: str
@@ -94,14 +94,14 @@ async def context_columns(context: Checkpoint) -> dict[str, Any]:
     secret = to_json(context["security_context"]) if "security_context" in context else None
     columns["security_context"] = await pack(secret)
     origin = context.get("a2a_context")
-    by_need = (context, origin) if isinstance(origin, dict) else (context,)
-    columns["effective_session_id"] = _word(by_need, "effective_session_id", "session_id")
-    columns["user_id"] = _word(by_need, "user_id")
-    columns["current_invocation_id"] = _word(by_need, "current_invocation_id")
+    sources = (context, origin) if isinstance(origin, dict) else (context,)
+    columns["effective_session_id"] = _text_copy(sources, "effective_session_id", "session_id")
+    columns["user_id"] = _text_copy(sources, "user_id")
+    columns["current_invocation_id"] = _text_copy(sources, "current_invocation_id")
     return columns
 
 
-async def context_of(row: Any) -> Checkpoint:
+async def context_from_row(row: Any) -> Checkpoint:
     """The context that `context_columns` took apart."""
     context: Checkpoint = from_json(row.context_rest) if row.context_rest else {}
     for name in _JSON_COLUMNS:
@@ -113,7 +113,7 @@ async def context_of(row: Any) -> Checkpoint:
     return context
 
 
-def _word(places: Sequence[Mapping[str, object]], *names: str) -> str | None:
+def _text_copy(places: Sequence[Mapping[str, object]], *names: str) -> str | None:
     value = next((place[name] for name in names for place in places if name in place), None)
     # A character that PostgreSQL cannot keep must not fail a checkpoint for the sake of a copy.
     return value.replace("\0", "") if isinstance(value, str) else None
@@ -129,12 +129,12 @@ def requester_columns(requester: Requester) -> dict[str, Any]:
         "reply_to": requester.reply_to,
         "requester_app_id": requester.app_id,
         "parent_task_id": requester.parent_task_id,
-        "task_deadline": seconds(requester.deadline),
+        "task_deadline": epoch_seconds(requester.deadline),
         "idle_timeout": None if idle is None else idle.total_seconds(),
     }
 
 
-def requester_of(row: Any) -> Requester:
+def requester_from_row(row: Any) -> Requester:
     """The requester that a task's row names."""
     return Requester(
         reply_to=None if row.reply_to is None else Address(row.reply_to),
@@ -145,23 +145,23 @@ def requester_of(row: Any) -> Requester:
     )
 
 
-async def reply_of(row: Any, now: float, names: Names) -> Reply:
+async def reply_from_row(row: Any, now: float, names: AgentNames) -> Reply:
     """The reply on an ended task's row."""
     return Reply(
         agent=names.plain(row.agent_name),
         task_id=TaskId(row.logical_task_id),
         state=TaskState(row.status),
         body=await unpack(row.reply) or b"",
-        requester=requester_of(row),
+        requester=requester_from_row(row),
         age=timedelta(seconds=max(0.0, now - row.ended_at)),
         fence=row.fence,
     )
 
 
-async def known_of(row: Any, names: Names) -> Known:
+async def existing_task_from_row(row: Any, names: AgentNames) -> Known:
     """A task's row as a repeated request needs it."""
     state = TaskState(row.status)
-    reply = await reply_of(row, row.now, names) if state.ended else None
+    reply = await reply_from_row(row, row.now, names) if state.ended else None
     return Known(
         TaskId(row.logical_task_id),
         names.plain(row.agent_name),
@@ -169,16 +169,16 @@ async def known_of(row: Any, names: Names) -> Known:
         reply,
         requester=row.requester_app_id,
         digest=row.request_digest,
-        early=is_early(row),
+        early=is_early_cancel(row),
     )
 
 
-def is_early(row: Any) -> bool:
+def is_early_cancel(row: Any) -> bool:
     """Whether a row is the tombstone of a cancel that arrived before its request."""
     return bool(row.status == TaskState.CANCELLED and row.fence == 0 and row.reply_to is None)
 
 
-async def dispatch_of(row: Row[Any], names: Names, attempt: int) -> Dispatch:
+async def dispatch_from_row(row: Row[Any], names: AgentNames, attempt: int) -> Dispatch:
     """A pending call's row as a request to send."""
     return Dispatch(
         agent=names.plain(row.agent_name),
@@ -193,7 +193,7 @@ async def dispatch_of(row: Row[Any], names: Names, attempt: int) -> Dispatch:
     )
 
 
-def notice_of(row: Row[Any], names: Names) -> CancelNotice:
+def cancel_notice_from_row(row: Row[Any], names: AgentNames) -> CancelNotice:
     """A closed call's row as a cancel to send."""
     return CancelNotice(
         names.plain(row.agent_name), TaskId(row.logical_task_id), TaskId(row.sub_task_id), AgentName(row.peer_agent)
@@ -217,18 +217,18 @@ StoredOutcome: TypeAlias = tuple[str, AgentName, bytes | Outcome | None]
 """A call's id, its peer, and its outcome: as it rests, or as it was before it was stored."""
 
 
-async def outcome_of(packed: bytes | None) -> Outcome:
+async def unpack_outcome(packed: bytes | None) -> Outcome:
     """The outcome that rests on a call's row."""
-    return _decoded(await unpack(packed))
+    return _decode_stored(await unpack(packed))
 
 
-def _decoded(stored: bytes | None) -> Outcome:
+def _decode_stored(stored: bytes | None) -> Outcome:
     if stored is None:
         return Failed(FailureKind.CANCELLED, "the call was closed")
     return decode_outcome(stored)
 
 
-def run_of(row: Any, names: Names) -> Run:
+def run_from_row(row: Any, names: AgentNames) -> Run:
     """The run that owns a running task."""
     return Run(
         task_id=TaskId(row.logical_task_id),
@@ -239,8 +239,8 @@ def run_of(row: Any, names: Names) -> Run:
     )
 
 
-async def resumable_of(
-    row: Any, calls: Sequence[StoredOutcome] | None, names: Names, max_join_bytes: int
+async def resumable_from_row(
+    row: Any, calls: Sequence[StoredOutcome] | None, names: AgentNames, max_join_bytes: int
 ) -> Resumable:
     """Build the input of a task's next segment from its row and its calls, in call order.
 
@@ -252,13 +252,13 @@ async def resumable_of(
         refused = f"the outcomes of its peer calls have {size} bytes; max_join_bytes is {max_join_bytes}"
         calls = ()
     outcomes = [
-        (call_id, peer, await _outcome(found) if found is None or isinstance(found, bytes) else found)
+        (call_id, peer, await _unpack_yielding(found) if found is None or isinstance(found, bytes) else found)
         for call_id, peer, found in calls
     ]
     return Resumable(
-        run=run_of(row, names),
-        requester=requester_of(row),
-        context=await context_of(row),
+        run=run_from_row(row, names),
+        requester=requester_from_row(row),
+        context=await context_from_row(row),
         state=await unpack(row.state) or b"",
         state_format=row.state_format or "",
         outcomes=tuple(outcomes),
@@ -274,18 +274,18 @@ async def resumable_of(
     )
 
 
-async def _outcome(found: bytes | None) -> Outcome:
+async def _unpack_yielding(found: bytes | None) -> Outcome:
     stored = found[1:] if found is not None and found[:1] == RAW else await unpack(found)
-    if stored is not None and len(stored) > _TAKES_LONG:
+    if stored is not None and len(stored) > _YIELD_ABOVE_BYTES:
         await asyncio.sleep(0)  # decoding one takes milliseconds, and leases must be renewed meanwhile
-    return _decoded(stored)
+    return _decode_stored(stored)
 
 
 def _unpacked_size(calls: Sequence[StoredOutcome]) -> int:
     return sum(unpacked_size(found) for _, _, found in calls if isinstance(found, bytes))
 
 
-def by_task(rows: Sequence[Row[Any]]) -> dict[str, list[Row[Any]]]:
+def group_by_task(rows: Sequence[Row[Any]]) -> dict[str, list[Row[Any]]]:
     """Rows of calls, by their task."""
     grouped: dict[str, list[Row[Any]]] = {}
     for row in rows:

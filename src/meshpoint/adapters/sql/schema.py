@@ -19,16 +19,16 @@ def recorded_revision(connection: Connection) -> str | None:
         return None
     columns = {column["name"]: column["type"] for column in inspector.get_columns(VERSION_TABLE)}
     if not isinstance(columns.get("version_num"), String):
-        raise _foreign("it has no text column version_num")
+        raise _version_table_error("it has no text column version_num")
     found = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE} LIMIT 2")).scalars().all()
     if len(found) > 1:
-        raise _foreign("it has more than one row")
+        raise _version_table_error("it has more than one row")
     if not all(isinstance(each, str) for each in found):
-        raise _foreign("its version_num is not text")
+        raise _version_table_error("its version_num is not text")
     return found[0] if found else None
 
 
-def _foreign(problem: str) -> ConfigurationError:
+def _version_table_error(problem: str) -> ConfigurationError:
     """The error for a version table that the migrations did not create, or that was changed since."""
     fix = "use another database, or repair or drop that table"
     return ConfigurationError("session_db_url", f"cannot use table {VERSION_TABLE}: {problem}", fix)
@@ -43,7 +43,7 @@ def create_if_empty(connection: Connection) -> None:
     connection.execute(text(f"INSERT INTO {VERSION_TABLE} VALUES ('{REVISION}')"))
 
 
-def behind(revision: str | None) -> bool:
+def is_outdated(revision: str | None) -> bool:
     """Whether a database of `revision` lacks what this release needs.
 
     A later revision than this release's own is none of its business: migrations leave the previous release working,

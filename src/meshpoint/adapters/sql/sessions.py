@@ -12,22 +12,22 @@ from meshpoint.adapters.sql.tables import calls, joins, tasks
 from meshpoint.adapters.sql.time import DatabaseTime
 from meshpoint.errors import ConfigurationError, StoreUnavailable
 
-_PATIENCE = 2.0  # seconds
-_OTHERS = 6
+_PROBE_TIMEOUT = 2.0  # seconds
+_PROBE_CONNECTIONS = 6
 """Connections opened to find the one with the prepared statement; fewer than the store uses in total."""
-_SESSION = """
+_SESSION_QUERY = """
 SELECT pg_backend_pid() AS pid, current_setting('default_transaction_isolation') AS isolation,
        current_setting('default_transaction_read_only') AS read_only, pg_is_in_recovery() AS standby,
        CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS double precision) AS now
 """
-_MISSING_RIGHT = """
+_MISSING_PRIVILEGE = """
 SELECT name, privilege
   FROM unnest(CAST($1 AS text[])) AS name,
        unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS privilege
  WHERE NOT has_table_privilege(to_regclass(name), privilege)
  LIMIT 1
 """
-_WRITTEN = [table.name for table in (tasks, calls, joins)]
+_WRITTEN_TABLES = [table.name for table in (tasks, calls, joins)]
 
 
 async def check_session(engine: AsyncEngine, time: DatabaseTime) -> None:
@@ -41,8 +41,8 @@ async def check_session(engine: AsyncEngine, time: DatabaseTime) -> None:
     async with engine.connect() as connection:
         driver = await _driver(connection)
         sent_at = time.clock()
-        session = await driver.fetchrow(_SESSION)
-        time.heard(session["now"], sent_at)
+        session = await driver.fetchrow(_SESSION_QUERY)
+        time.observe(session["now"], sent_at)
         if session["standby"]:
             raise StoreUnavailable("the server is a standby, which cannot write")
         for name, found, needed in (
@@ -52,28 +52,28 @@ async def check_session(engine: AsyncEngine, time: DatabaseTime) -> None:
             if found != needed:
                 problem = f"its sessions have {name} = {found}, and a pooler prevents Meshpoint from setting it"
                 raise ConfigurationError("session_db_url", problem, f"run: ALTER ROLE … SET {name} = '{needed}'")
-        if missing := await driver.fetchrow(_MISSING_RIGHT, _WRITTEN):
+        if missing := await driver.fetchrow(_MISSING_PRIVILEGE, _WRITTEN_TABLES):
             problem = f"the role may not {missing['privilege']} in the table {missing['name']}"
             fix = "run: GRANT SELECT, INSERT, UPDATE, DELETE ON the tables of Meshpoint TO the role"
             raise ConfigurationError("session_db_url", problem, fix)
         if session["pid"] != driver.get_server_pid():
-            await _see_that_statements_stay(engine, driver)
+            await _check_prepared_statements(engine, driver)
 
 
-async def _see_that_statements_stay(engine: AsyncEngine, driver: Any) -> None:
+async def _check_prepared_statements(engine: AsyncEngine, driver: Any) -> None:
     """Use a prepared statement while another transaction occupies the server connection that prepared it."""
     async with driver.transaction():
-        kept = await driver.prepare("SELECT pg_backend_pid()")
-        pid = await kept.fetchval()
+        prepared = await driver.prepare("SELECT pg_backend_pid()")
+        pid = await prepared.fetchval()
     async with AsyncExitStack() as others:
-        for _ in range(_OTHERS):
-            beside = await _driver(await others.enter_async_context(engine.connect()))
+        for _ in range(_PROBE_CONNECTIONS):
+            probe = await _driver(await others.enter_async_context(engine.connect()))
             try:
-                async with asyncio.timeout(_PATIENCE):
-                    await beside.execute("BEGIN")
-                    others.push_async_callback(beside.execute, "ROLLBACK")
-                    if await beside.fetchval("SELECT pg_backend_pid()") == pid:
-                        await kept.fetchval()
+                async with asyncio.timeout(_PROBE_TIMEOUT):
+                    await probe.execute("BEGIN")
+                    others.push_async_callback(probe.execute, "ROLLBACK")
+                    if await probe.fetchval("SELECT pg_backend_pid()") == pid:
+                        await prepared.fetchval()
                         return
             except TimeoutError:  # the pooler has no more connections, so the check is inconclusive
                 return

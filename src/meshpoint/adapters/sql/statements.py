@@ -25,10 +25,10 @@ SELECT locked.*, {clock} AS now FROM (SELECT count(*) AS n FROM locked) AS count
 """
 
 # The same, skipping tasks that other sessions hold.
-LOCK_FREE_TASKS = LOCK_TASKS.replace("{for_update}", "{skip_locked}")
+LOCK_TASKS_SKIP_LOCKED = LOCK_TASKS.replace("{for_update}", "{skip_locked}")
 
 # Find which of these tasks exist, without a lock.
-READ_IDS = """
+READ_EXISTING_IDS = """
 SELECT logical_task_id FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
 """
 
@@ -41,7 +41,7 @@ SELECT logical_task_id, status, fence FROM agent_paused_tasks WHERE logical_task
 SET_LOCK_TIMEOUT = "SELECT set_config('lock_timeout', :limit, true)"
 
 # Lock the rows of locked tasks, and return the tasks with a row that another session holds.
-LOCK_FREE_BELOW = """
+LOCK_CHILD_ROWS = """
 WITH calls AS MATERIALIZED (
   SELECT logical_task_id, sub_task_id FROM agent_peer_sub_tasks
    WHERE logical_task_id {one_of:ids} {for_delete_skip_locked}),
@@ -66,12 +66,13 @@ SELECT o.operation_id FROM agent_operations AS o
  WHERE o.operation_id {one_of:ids} AND o.operation_id NOT IN (SELECT * FROM operations)
 """
 
-_REPLY = """logical_task_id, agent_name, status, fence, reply, reply_to, requester_app_id, parent_task_id,
+_REPLY_COLUMNS = """logical_task_id, agent_name, status, fence, reply, reply_to, requester_app_id, parent_task_id,
        task_deadline, idle_timeout, ended_at, reply_attempts"""
 
 # Look tasks up by id, without a lock: those that have ended bring their reply.
 LOOKUP = f"""
-SELECT {_REPLY}, request_digest, {{instant}} AS now FROM agent_paused_tasks WHERE logical_task_id {{one_of:ids}}
+SELECT {_REPLY_COLUMNS}, request_digest, {{instant}} AS now
+  FROM agent_paused_tasks WHERE logical_task_id {{one_of:ids}}
 """
 
 # Read complete tasks to resume them, with the size of their pause's outcomes.
@@ -82,7 +83,7 @@ SELECT t.*, (SELECT coalesce(sum(length(c.outcome)), 0) FROM agent_peer_sub_task
 """
 
 # Write a task as running, before its first segment, or as ready for it.
-INSERT_BEGUN = """
+INSERT_TASK = """
 INSERT INTO agent_paused_tasks (
   logical_task_id, agent_name, status, generation, fence, run_id, owner, attempt, wake_at, request,
   reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, checkpointed_at, checkpoint_seq,
@@ -139,7 +140,7 @@ WHERE logical_task_id = :task_id
 """
 
 # Set when a waiting task is to be looked at again.
-UPDATE_WAKE = """
+UPDATE_WAKE_AT = """
 UPDATE agent_paused_tasks SET wake_at = :wake_at WHERE logical_task_id = :task_id
 """
 
@@ -166,7 +167,7 @@ WHERE logical_task_id = :task_id
 
 # Insert a tombstone for a task whose cancel came before its request. It names the sender of the cancel (NULL: it
 # applies to every request); no requester is known yet.
-INSERT_TOMBSTONE = """
+INSERT_EARLY_CANCEL = """
 INSERT INTO agent_paused_tasks (
   logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, reply, reply_sent,
   requester_app_id, checkpointed_at, ended_at, expires_at)
@@ -181,7 +182,7 @@ WHERE logical_task_id = :task_id AND status = 'cancelled' AND fence = 0 AND repl
 """
 
 # Keep the reply of a task without a row, because its requester's queue did not accept it.
-INSERT_KEPT_REPLY = """
+INSERT_STORED_REPLY = """
 INSERT INTO agent_paused_tasks (
   logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, reply, reply_sent, reply_attempts,
   reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, checkpointed_at, ended_at, expires_at,
@@ -202,7 +203,7 @@ WHERE logical_task_id = :task_id AND ended_at IS NOT NULL
 """
 
 # Tell a running task that it is to end.
-RAISE_CANCEL_FLAG = """
+SET_CANCEL_REQUESTED = """
 UPDATE agent_paused_tasks SET cancel_requested = true WHERE logical_task_id {one_of:ids}
 """
 
@@ -246,28 +247,28 @@ SELECT
 """
 
 # Make a due task with a damaged row due later.
-PUT_OFF_TASK = """
-UPDATE agent_paused_tasks SET wake_at = {instant} + :later
+POSTPONE_TASK = """
+UPDATE agent_paused_tasks SET wake_at = {instant} + :delay
  WHERE logical_task_id = :task_id AND wake_at <= {instant}
 """
 
 # The same for the status updates to its requester.
-PUT_OFF_KEEP_ALIVE = """
-UPDATE agent_paused_tasks SET keep_alive_at = {instant} + :later
+POSTPONE_KEEP_ALIVE = """
+UPDATE agent_paused_tasks SET keep_alive_at = {instant} + :delay
  WHERE logical_task_id = :task_id AND keep_alive_at <= {instant}
 """
 
 # The same for its reply, for its calls, and for its joins.
-PUT_OFF_REPLY = """
-UPDATE agent_paused_tasks SET wake_at = {instant} + :later
+POSTPONE_REPLY = """
+UPDATE agent_paused_tasks SET wake_at = {instant} + :delay
  WHERE logical_task_id = :task_id AND wake_at <= {instant} AND status IN ('completed', 'failed', 'cancelled')
 """
-PUT_OFF_CALLS = """
-UPDATE agent_peer_sub_tasks SET send_due_at = {instant} + :later
+POSTPONE_CALLS = """
+UPDATE agent_peer_sub_tasks SET send_due_at = {instant} + :delay
  WHERE logical_task_id = :task_id AND send_due_at <= {instant}
 """
-PUT_OFF_JOINS = """
-UPDATE agent_parallel_invocations SET send_due_at = {instant} + :later
+POSTPONE_JOINS = """
+UPDATE agent_parallel_invocations SET send_due_at = {instant} + :delay
  WHERE logical_task_id = :task_id AND send_due_at <= {instant}
 """
 
@@ -360,7 +361,7 @@ SELECT logical_task_id, sub_task_id, agent_name, peer_agent, timeout_deadline FR
 """
 
 # Record an outcome that a message brought.
-UPDATE_ANSWERED = """
+UPDATE_CALL_OUTCOME = """
 UPDATE agent_peer_sub_tasks SET status = 'done', outcome = :outcome, claim_id = :claim_id, send_due_at = NULL
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
 """
@@ -398,13 +399,13 @@ SELECT c.logical_task_id, c.call_id, c.peer_agent, c.outcome
 """
 
 # The sizes of one pause's outcomes, in call order.
-READ_SIZES = """
+READ_OUTCOME_SIZES = """
 SELECT sub_task_id, call_id, peer_agent, coalesce(length(outcome), 0) AS bytes FROM agent_peer_sub_tasks
  WHERE logical_task_id = :task_id AND invocation_id = :generation ORDER BY seq
 """
 
 # Some of them.
-READ_SOME_OUTCOMES = """
+READ_OUTCOMES_BY_ID = """
 SELECT sub_task_id, outcome FROM agent_peer_sub_tasks
  WHERE logical_task_id = :task_id AND sub_task_id {one_of:ids}
 """
@@ -442,7 +443,7 @@ SELECT c.logical_task_id, c.sub_task_id, c.peer_agent, c.idle_timeout AS call_id
 
 # Extend an idle deadline, unless the call is closed, extended further or locked. The task is not locked: a session
 # that holds it must not make a call time out while its peer is working.
-EXTEND_IDLE = """
+EXTEND_IDLE_DEADLINE = """
 UPDATE agent_peer_sub_tasks SET timeout_deadline = :timeout_deadline
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
   AND EXISTS (SELECT 1 FROM agent_peer_sub_tasks AS c
@@ -493,7 +494,7 @@ SELECT c.*, c.send_attempts AS attempts, {instant} AS now FROM agent_peer_sub_ta
 """
 
 # Lease a call to whoever sends its cancel or its request now.
-LEASE_SEND = """
+LEASE_CALL = """
 UPDATE agent_peer_sub_tasks SET send_due_at = :due_at, send_attempts = :attempts
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
 """
@@ -515,7 +516,7 @@ WHERE logical_task_id = :task_id AND invocation_id = :generation
 
 # Ended tasks whose reply is due.
 PICK_UNSENT_REPLIES = f"""
-SELECT {_REPLY}, {{instant}} AS now FROM agent_paused_tasks
+SELECT {_REPLY_COLUMNS}, {{instant}} AS now FROM agent_paused_tasks
  WHERE agent_name = :agent AND status IN ('completed', 'failed', 'cancelled') AND wake_at <= {{instant}}
    AND NOT reply_sent
  ORDER BY wake_at LIMIT :limit {{skip_locked}}
@@ -527,22 +528,22 @@ UPDATE agent_paused_tasks SET wake_at = :due_at, reply_attempts = :attempts WHER
 """
 
 # Let PostgreSQL answer COMMIT before the disk does: marks may be lost, what they mark is then sent again.
-COMMIT_LAZILY = "SET LOCAL synchronous_commit TO OFF"
+SET_ASYNC_COMMIT = "SET LOCAL synchronous_commit TO OFF"
 
 # Mark all requests of a pause as sent.
-MARK_JOIN_DISPATCHED = """
+CONFIRM_JOIN_DISPATCHED = """
 UPDATE agent_parallel_invocations SET dispatched_at = {clock}, send_due_at = NULL
 WHERE logical_task_id = :task_id AND invocation_id = :generation
 """
 
 # Mark one request as sent, unless it was answered or closed meanwhile.
-MARK_DISPATCHED = """
+CONFIRM_CALL_DISPATCHED = """
 UPDATE agent_peer_sub_tasks SET dispatched_at = {clock}, send_due_at = NULL
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'pending'
 """
 
 # Mark a cancel as sent whose outcome the task still needs: it has neither ended nor gone on.
-MARK_CANCEL_SENT = """
+CONFIRM_CANCEL_SENT = """
 UPDATE agent_peer_sub_tasks SET status = 'done', send_due_at = NULL
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'cancelling'
   AND invocation_id = (SELECT generation FROM agent_paused_tasks AS t
@@ -556,7 +557,7 @@ WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'ca
 """
 
 # Mark a reply as sent, if it is still that of the task's last end, to the same address: the row stays as a tombstone.
-MARK_REPLIED = """
+CONFIRM_REPLY_SENT = """
 UPDATE agent_paused_tasks SET reply_sent = true, wake_at = expires_at
 WHERE logical_task_id = :task_id AND fence = :fence AND coalesce(reply_to, '') = :reply_to AND ended_at IS NOT NULL
   AND NOT reply_sent
@@ -570,13 +571,13 @@ _SUMMARY = """t.logical_task_id, t.agent_name, t.status, t.generation, t.fence, 
     ON j.logical_task_id = t.logical_task_id AND j.invocation_id = t.generation"""
 
 # List tasks of one agent, newest first.
-LIST_OF_AGENT = f"""
+LIST_AGENT_TASKS = f"""
 SELECT {_SUMMARY} WHERE t.agent_name = :agent AND t.status {{one_of:statuses}}
  ORDER BY t.checkpointed_at DESC, t.logical_task_id DESC LIMIT :limit
 """
 
 # List tasks of a whole namespace, newest first.
-LIST_ALL = f"""
+LIST_TASKS = f"""
 SELECT {_SUMMARY}
  WHERE substr(t.agent_name, 1, length(CAST(:prefix AS text))) = CAST(:prefix AS text)
    AND t.status {{one_of:statuses}}

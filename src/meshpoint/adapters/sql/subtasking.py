@@ -10,8 +10,8 @@ from sqlalchemy import Row
 
 from meshpoint.adapters.sql import operation_statements as sql
 from meshpoint.adapters.sql.database import Transaction
-from meshpoint.adapters.sql.locking import Terms, lock_task
-from meshpoint.adapters.sql.records import checkpoint_columns, operation_columns, plain
+from meshpoint.adapters.sql.locking import StoreOptions, lock_task
+from meshpoint.adapters.sql.records import checkpoint_columns, operation_columns, sanitize
 from meshpoint.adapters.sql.rows import FAR_FUTURE, Columns
 from meshpoint.model.checkpoint import (
     BeginResult,
@@ -27,80 +27,80 @@ from meshpoint.model.checkpoint import (
 from meshpoint.model.subtasks import AgentCheckpoint, Saved
 
 
-async def track(tx: Transaction, wish: Track) -> BeginResult:
+async def track(tx: Transaction, command: Track) -> BeginResult:
     """Make a running task an operation."""
-    locked = await lock_task(tx, wish.run.task_id)
-    row = locked.rows.get(wish.run.task_id)
-    if row is None or not _runs(row, wish.run):
+    locked = await lock_task(tx, command.run.task_id)
+    row = locked.rows.get(command.run.task_id)
+    if row is None or not _is_owned_by(row, command.run):
         return Fenced()
     if row.checkpoint_seq is None:
         if row.cancel_requested:
-            return CancelFound(wish.run)
-        await tx.run(sql.UPDATE_TRACKED, task_id=wish.run.task_id)
-        columns = operation_columns(wish.run.task_id, row.agent_name, wish.operation, locked.now)
-        await tx.run(sql.INSERT_OPERATION, **columns)
-    return Begun(wish.run)
+            return CancelFound(command.run)
+        await tx.execute(sql.UPDATE_TRACKED, task_id=command.run.task_id)
+        columns = operation_columns(command.run.task_id, row.agent_name, command.operation, locked.now)
+        await tx.execute(sql.INSERT_OPERATION, **columns)
+    return Begun(command.run)
 
 
-async def save(tx: Transaction, wish: Save, columns: Columns, terms: Terms) -> SaveResult:
+async def save(tx: Transaction, command: Save, columns: Columns, options: StoreOptions) -> SaveResult:
     """Write a checkpoint, given as columns too."""
-    locked = await lock_task(tx, wish.run.task_id)
-    row = locked.rows.get(wish.run.task_id)
-    if row is None or not _runs(row, wish.run) or row.checkpoint_seq is None:
+    locked = await lock_task(tx, command.run.task_id)
+    row = locked.rows.get(command.run.task_id)
+    if row is None or not _is_owned_by(row, command.run) or row.checkpoint_seq is None:
         return Fenced()
-    seq = wish.checkpoint.seq
+    seq = command.checkpoint.seq
     if seq > row.checkpoint_seq:
         if row.cancel_requested:
-            return CancelFound(wish.run)
-        await tx.run(sql.UPDATE_SAVED, task_id=wish.run.task_id, seq=seq, progressed=wish.progressed)
-        await _write(tx, [_row(row, seq, columns, locked.now)], terms)
+            return CancelFound(command.run)
+        await tx.execute(sql.UPDATE_SAVED, task_id=command.run.task_id, seq=seq, progressed=command.progressed)
+        await _write_checkpoints(tx, [_checkpoint_row(row, seq, columns, locked.now)], options)
     return Saved()
 
 
 async def save_with_pauses(
-    tx: Transaction, each: Sequence[tuple[Row[Any], int, Columns]], now: float, terms: Terms
+    tx: Transaction, saves: Sequence[tuple[Row[Any], int, Columns]], now: float, options: StoreOptions
 ) -> None:
     """Write checkpoints, each given as its operation's locked row, its `seq` and its columns, of those that pause."""
-    new = [(row, seq, columns) for row, seq, columns in each if seq > row.checkpoint_seq]
+    new = [(row, seq, columns) for row, seq, columns in saves if seq > row.checkpoint_seq]
     saved = [{"task_id": row.logical_task_id, "seq": seq, "progressed": False} for row, seq, _ in new]
-    await tx.each(sql.UPDATE_SAVED, saved)
-    await _write(tx, [_row(row, seq, columns, now) for row, seq, columns in new], terms)
+    await tx.execute_many(sql.UPDATE_SAVED, saved)
+    await _write_checkpoints(tx, [_checkpoint_row(row, seq, columns, now) for row, seq, columns in new], options)
 
 
-def _runs(row: Row[Any], run: Run) -> bool:
+def _is_owned_by(row: Row[Any], run: Run) -> bool:
     return row.status == TaskState.RUNNING and bool(row.fence == run.fence)
 
 
-def _row(row: Row[Any], seq: int, columns: Columns, now: float) -> Columns:
+def _checkpoint_row(row: Row[Any], seq: int, columns: Columns, now: float) -> Columns:
     """The checkpoint `seq` of an operation whose task is locked, as it is written."""
-    return {**_key(row, seq), "checkpoint_time": now, "created_at": now, **columns}
+    return {**_checkpoint_key(row, seq), "checkpoint_time": now, "created_at": now, **columns}
 
 
-def _key(row: Row[Any], seq: int) -> Columns:
+def _checkpoint_key(row: Row[Any], seq: int) -> Columns:
     return {"task_id": row.logical_task_id, "agent": row.agent_name, "seq": seq}
 
 
-async def _write(tx: Transaction, rows: Sequence[Columns], terms: Terms) -> None:
+async def _write_checkpoints(tx: Transaction, rows: Sequence[Columns], options: StoreOptions) -> None:
     """Write checkpoints, one each of different operations; the older ones lose to them what is kept but once."""
-    await tx.each(sql.INSERT_CHECKPOINT, rows)
+    await tx.execute_many(sql.INSERT_CHECKPOINT, rows)
     with_memory = [row for row in rows if row["l1_snapshot"] is not None]
     keys = [{name: row[name] for name in ("task_id", "agent", "seq")} for row in with_memory]
-    await tx.each(sql.DROP_OLDER_SNAPSHOTS, keys)
-    await _prune(tx, rows, terms)
+    await tx.execute_many(sql.DROP_OLDER_SNAPSHOTS, keys)
+    await _prune(tx, rows, options)
 
 
-async def _prune(tx: Transaction, newest: Sequence[Columns], terms: Terms) -> None:
+async def _prune(tx: Transaction, newest: Sequence[Columns], options: StoreOptions) -> None:
     """Delete the checkpoints that are too old beside these."""
-    last = [(key["task_id"], key["agent"], key["seq"] - terms.checkpoint_history) for key in newest]
+    last = [(key["task_id"], key["agent"], key["seq"] - options.checkpoint_history) for key in newest]
     too_old = [{"task_id": task_id, "agent": agent, "last": seq} for task_id, agent, seq in last if seq > 0]
-    await tx.each(sql.PRUNE_CHECKPOINTS, too_old)
+    await tx.execute_many(sql.PRUNE_CHECKPOINTS, too_old)
 
 
 # ── the end ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
+class EndingOperation:
     """A locked operation that ends. `checkpoint` is its last one; None: the one that stands, with `reason`."""
 
     row: Row[Any]
@@ -109,61 +109,65 @@ class Closing:
     checkpoint: AgentCheckpoint | None = None
 
 
-async def close(tx: Transaction, closings: Sequence[Closing], now: float, terms: Terms) -> dict[str, Columns]:
+async def close_operations(
+    tx: Transaction, closings: Sequence[EndingOperation], now: float, options: StoreOptions
+) -> dict[str, Columns]:
     """Keep, move or delete checkpoints; by task, what its tombstone has other than that of another task."""
     if not closings:
         return {}
     ids = sorted(closing.row.logical_task_id for closing in closings)
-    preserved = {row.operation_id for row in await tx.rows(sql.READ_PRESERVED, ids=ids)}
+    preserved = {row.operation_id for row in await tx.fetch(sql.READ_PRESERVED, ids=ids)}
     completed = [closing.row.logical_task_id for closing in closings if closing.state is TaskState.COMPLETED]
-    await _forget(tx, sorted(set(completed) - preserved), now, terms)
+    await _delete_checkpoints(tx, sorted(set(completed) - preserved), now, options)
     return {
         closing.row.logical_task_id: {
-            "checkpoint_seq": await _last(tx, closing, now, terms),
+            "checkpoint_seq": await _write_last_checkpoint(tx, closing, now, options),
             "keep_request": closing.state is not TaskState.COMPLETED,
             "expires_at": expiry(
-                closing.row, closing.state, now, terms, preserve=closing.row.logical_task_id in preserved
+                closing.row, closing.state, now, options, preserve=closing.row.logical_task_id in preserved
             ),
         }
         for closing in closings
     }
 
 
-async def _forget(tx: Transaction, ids: list[str], now: float, terms: Terms) -> None:
+async def _delete_checkpoints(tx: Transaction, ids: list[str], now: float, options: StoreOptions) -> None:
     if ids:
-        if terms.checkpoint_archive:
-            await tx.run(sql.ARCHIVE_CHECKPOINTS, ids=ids, now=now)
-        await tx.run(sql.DELETE_CHECKPOINTS, ids=ids)
+        if options.checkpoint_archive:
+            await tx.execute(sql.ARCHIVE_CHECKPOINTS, ids=ids, now=now)
+        await tx.execute(sql.DELETE_CHECKPOINTS, ids=ids)
 
 
-async def _last(tx: Transaction, closing: Closing, now: float, terms: Terms) -> int:
+async def _write_last_checkpoint(tx: Transaction, closing: EndingOperation, now: float, options: StoreOptions) -> int:
     """The number of its last checkpoint, once that of its failure is written."""
     row = closing.row
-    stands: int = row.checkpoint_seq
+    current_seq: int = row.checkpoint_seq
     if closing.state is TaskState.COMPLETED:
-        return stands
+        return current_seq
     if closing.checkpoint is not None:
-        seq = max(closing.checkpoint.seq, stands + 1)  # one that was saved unheard does not hide why it failed
-        await _write(tx, [_row(row, seq, checkpoint_columns(closing.checkpoint), now)], terms)
+        seq = max(closing.checkpoint.seq, current_seq + 1)  # one that was saved unheard does not hide why it failed
+        await _write_checkpoints(
+            tx, [_checkpoint_row(row, seq, checkpoint_columns(closing.checkpoint), now)], options
+        )
         return seq
-    if stands > 0:
-        await tx.run(
-            sql.REPEAT_CHECKPOINT,
+    if current_seq > 0:
+        await tx.execute(
+            sql.COPY_LAST_CHECKPOINT,
             task_id=row.logical_task_id,
             agent=row.agent_name,
-            seq=stands,
+            seq=current_seq,
             now=now,
-            reason=plain(closing.reason),
+            reason=sanitize(closing.reason),
             retry_count=row.retry_count,
         )
-        await _prune(tx, [_key(row, stands + 1)], terms)
-        return stands + 1
+        await _prune(tx, [_checkpoint_key(row, current_seq + 1)], options)
+        return current_seq + 1
     return 0
 
 
-def expiry(row: Row[Any], state: TaskState, ended_at: float, terms: Terms, *, preserve: bool) -> float:
+def expiry(row: Row[Any], state: TaskState, ended_at: float, options: StoreOptions, *, preserve: bool) -> float:
     """When an operation may be deleted. An old duplicate of its request finds it, or is past its deadline."""
     if preserve:
         return FAR_FUTURE
-    tombstone: float = max(ended_at, row.task_deadline or ended_at) + terms.tombstone_ttl
-    return tombstone if state is TaskState.COMPLETED else max(tombstone, ended_at + terms.checkpoint_ttl)
+    tombstone: float = max(ended_at, row.task_deadline or ended_at) + options.tombstone_ttl
+    return tombstone if state is TaskState.COMPLETED else max(tombstone, ended_at + options.checkpoint_ttl)

@@ -16,14 +16,14 @@ class DatabaseTime:
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self.clock = clock
-        self._ahead: float | None = None
+        self._offset: float | None = None
 
-    def heard(self, now: float, sent_at: float) -> None:
+    def observe(self, now: float, sent_at: float) -> None:
         """Record that a statement sent at `sent_at` (monotonic) returned `now` as the database's time."""
         least, most = now - self.clock(), now - sent_at
-        self._ahead = least if self._ahead is None else min(max(self._ahead, least), most)
+        self._offset = least if self._offset is None else min(max(self._offset, least), most)
 
     @property
-    def present(self) -> datetime | None:
+    def current_time(self) -> datetime | None:
         """The current time, or `None` before the first result."""
-        return None if self._ahead is None else datetime.fromtimestamp(self.clock() + self._ahead, UTC)
+        return None if self._offset is None else datetime.fromtimestamp(self.clock() + self._offset, UTC)

@@ -41,7 +41,7 @@ class ThreadConnection:
         return work(self.sync_connection)
 
 
-Step = Callable[[ThreadConnection], Coroutine[Any, Any, T]]
+ThreadTransaction = Callable[[ThreadConnection], Coroutine[Any, Any, T]]
 """A transaction, from BEGIN to COMMIT."""
 
 
@@ -53,14 +53,14 @@ class WriterThread:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.patient = True
+        self.waits_for_lock = True
         """Whether a transaction waits for the lock of another process."""
-        self._jobs: SimpleQueue[tuple[Future[Any], Step[Any]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Future[Any], ThreadTransaction[Any]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="meshpoint-sqlite", daemon=True)
-        self._ended: Future[None] = Future()
+        self._stopped: Future[None] = Future()
         self._closed = False
 
-    async def run(self, transaction: Step[T]) -> T:
+    async def run(self, transaction: ThreadTransaction[T]) -> T:
         """What `transaction` returned.
 
         Raises:
@@ -77,31 +77,31 @@ class WriterThread:
     def stop(self) -> None:
         """Take no more transactions, and release the connection once the last one has ended."""
         if not self._closed:
-            self.patient, self._closed = False, True
+            self.waits_for_lock, self._closed = False, True
             self._jobs.put(None)
 
-    async def ended(self) -> None:
+    async def wait_stopped(self) -> None:
         """Wait until a stopped thread has released its connection."""
         if self._thread.ident:
-            await asyncio.shield(asyncio.wrap_future(self._ended))
+            await asyncio.shield(asyncio.wrap_future(self._stopped))
 
     # From here on: runs in the thread.
 
     def _main(self) -> None:
         with asyncio.Runner() as loop:
             while job := self._jobs.get():
-                self._settle(loop, *job)
+                self._run_job(loop, *job)
         self.engine.dispose()
-        self._ended.set_result(None)
+        self._stopped.set_result(None)
 
-    def _settle(self, loop: asyncio.Runner, result: Future[T], transaction: Step[T]) -> None:
+    def _run_job(self, loop: asyncio.Runner, result: Future[T], transaction: ThreadTransaction[T]) -> None:
         if result.set_running_or_notify_cancel():
             try:
                 result.set_result(self._transact(loop, transaction))
             except BaseException as error:
                 result.set_exception(error)
 
-    def _transact(self, loop: asyncio.Runner, transaction: Step[T]) -> T:
+    def _transact(self, loop: asyncio.Runner, transaction: ThreadTransaction[T]) -> T:
         with self.engine.connect() as connection:
             try:
                 return loop.run(transaction(ThreadConnection(connection)))

@@ -9,10 +9,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from meshpoint.adapters.sqlite_queue.content import Row, to_row
+from meshpoint.adapters.sqlite_queue.content import ContentRow, to_row
 from meshpoint.adapters.sqlite_queue.jobs import Consumer, Job
-from meshpoint.adapters.sqlite_queue.queues import Claimed, Limits, Queues
-from meshpoint.adapters.sqlite_queue.session import Session, Tuning
+from meshpoint.adapters.sqlite_queue.queues import ClaimedMessage, QueueLimits, Queues
+from meshpoint.adapters.sqlite_queue.session import QueueOptions, QueueSession
 from meshpoint.adapters.sqlite_queue.thread import QueueThread
 from meshpoint.errors import BrokerUnavailable, ConfigurationError
 from meshpoint.model.ids import AgentName, ReplicaId
@@ -55,16 +55,16 @@ class SqliteBroker:
         dead_letters_max_length: int | None = 10_000,
     ) -> None:
         self.path, self._namespace = Path(path).absolute(), namespace
-        self._tuning = Tuning(
+        self._options = QueueOptions(
             lease=lease.total_seconds(),
             private_ttl=private_ttl.total_seconds(),
             poll_interval=poll_interval.total_seconds(),
             busy_timeout=busy_timeout.total_seconds(),
             delivery_limit=delivery_limit,
-            limits=Limits(private=private_max_length, requests=max_length, dead_letters=dead_letters_max_length),
+            limits=QueueLimits(private=private_max_length, requests=max_length, dead_letters=dead_letters_max_length),
         )
         self._thread: QueueThread | None = None
-        self._session: Session | None = None
+        self._session: QueueSession | None = None
         self._subscriptions: list[SqliteSubscription] = []
 
     @property
@@ -79,10 +79,10 @@ class SqliteBroker:
 
     def consuming(self, address: Address) -> bool:
         """Whether this process consumes `address`, and the last transaction succeeded."""
-        return self.connected and any(each.consumer.address == address for each in self._attached)
+        return self.connected and any(each.consumer.address == address for each in self._active_subscriptions)
 
     @property
-    def _attached(self) -> list[SqliteSubscription]:
+    def _active_subscriptions(self) -> list[SqliteSubscription]:
         return [each for each in self._subscriptions if not each.cancelled]
 
     @property
@@ -98,7 +98,7 @@ class SqliteBroker:
             BrokerUnavailable: the file cannot be opened or written.
         """
         if self._thread is None:
-            thread = QueueThread(self.path, self._namespace, self._tuning)
+            thread = QueueThread(self.path, self._namespace, self._options)
             self._session = await thread.start()
             self._thread = thread
 
@@ -117,23 +117,23 @@ class SqliteBroker:
             queues.declare(agent, shards)
             if replica is not None and session is not None:
                 queues.declare_private(agent, replica, holder)
-                session.own(agent, replica)
+                session.register_private_queue(agent, replica)
 
-        await self._do(declare, durable=True)
+        await self._execute(declare, durable=True)
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
         """Append each message to its queue, if there is one; it is on the disk when this returns."""
-        rows = [(address, _row(message)) for address, message in messages]
+        rows = [(address, _encode_row(message)) for address, message in messages]
         storable = [(address, row) for address, row in rows if row is not None]
         if not storable:
             return [Published.REJECTED] * len(rows)
-        words = iter(await self._do(lambda queues, _: queues.publish(storable), durable=True))
-        return [Published.REJECTED if row is None else next(words) for _, row in rows]
+        results = iter(await self._execute(lambda queues, _: queues.publish(storable), durable=True))
+        return [Published.REJECTED if row is None else next(results) for _, row in rows]
 
     async def broadcast(self, agent: AgentName, message: Message) -> None:
         """Append `message` to the private queues of `agent`."""
-        if (row := _row(message)) is not None:
-            await self._do(lambda queues, _: queues.broadcast(agent, row), durable=True)
+        if (row := _encode_row(message)) is not None:
+            await self._execute(lambda queues, _: queues.broadcast(agent, row), durable=True)
 
     async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> SqliteSubscription:
         """Deliver messages of `address` until cancelled.
@@ -143,32 +143,32 @@ class SqliteBroker:
         """
         if await self.depth(address) is None:
             raise ConfigurationError("broker", f"there is no queue {address!r}", "declare its agent first")
-        thread = self._reach()
+        thread = self._require_open()
         subscription = SqliteSubscription(thread, address, prefetch, on_delivery)
         try:
             await thread.attach(subscription.consumer)
         except BaseException:  # the thread may have attached it already
-            subscription.give_up()
+            subscription.cancel_nowait()
             raise
-        self._subscriptions = [*self._attached, subscription]
+        self._subscriptions = [*self._active_subscriptions, subscription]
         return subscription
 
     async def depth(self, address: Address) -> int | None:
         """Messages that no consumer holds; None when there is no such queue."""
-        return await self._do(lambda queues, _: queues.depth(address))
+        return await self._execute(lambda queues, _: queues.depth(address))
 
-    async def _do(self, run: Callable[[Queues, int], T], *, durable: bool = False) -> T:
-        thread = self._reach()
-        job = Job(run, asyncio.get_running_loop().create_future(), durable=durable)
-        return await thread.do(job)
+    async def _execute(self, operation: Callable[[Queues, int], T], *, durable: bool = False) -> T:
+        thread = self._require_open()
+        job = Job(operation, asyncio.get_running_loop().create_future(), durable=durable)
+        return await thread.execute(job)
 
-    def _reach(self) -> QueueThread:
+    def _require_open(self) -> QueueThread:
         if self._thread is None:
             raise BrokerUnavailable(f"{self.path}: the broker is not open")
         return self._thread
 
 
-def _row(message: Message) -> Row | None:
+def _encode_row(message: Message) -> ContentRow | None:
     """The row of `message`, or `None` if it cannot be stored."""
     if not is_sendable(message):
         _log.warning("message %r cannot be sent: its envelope is too large", message.message_id[:300])
@@ -185,7 +185,7 @@ class SqliteSubscription:
 
     def __init__(self, thread: QueueThread, address: Address, prefetch: int, on_delivery: OnDelivery) -> None:
         self._thread, self._on_delivery, self._cancelled = thread, on_delivery, False
-        self._returning: set[asyncio.Task[bool]] = set()
+        self._requeue_tasks: set[asyncio.Task[bool]] = set()
         self.consumer = Consumer(address, prefetch, self._deliver)
 
     @property
@@ -199,21 +199,21 @@ class SqliteSubscription:
 
     async def cancel(self) -> None:
         """Take no more deliveries; those unsettled can still be settled."""
-        await self.give_up()
+        await self.cancel_nowait()
 
-    def give_up(self) -> asyncio.Future[None]:
+    def cancel_nowait(self) -> asyncio.Future[None]:
         """Like `cancel`, but without waiting for the thread."""
         self._cancelled = True
         return self._thread.detach(self.consumer)
 
-    def _deliver(self, claimed: Claimed) -> None:
+    def _deliver(self, claimed: ClaimedMessage) -> None:
         if self._thread.closing:  # all is given back at the end
             return
         delivery = SqliteDelivery(self._thread, self.consumer, claimed)
         if self._cancelled:  # it was claimed just before
             task = asyncio.ensure_future(delivery.requeue())
-            self._returning.add(task)
-            task.add_done_callback(self._returning.discard)
+            self._requeue_tasks.add(task)
+            task.add_done_callback(self._requeue_tasks.discard)
             return
         try:
             self._on_delivery(delivery)
@@ -224,7 +224,7 @@ class SqliteSubscription:
 class SqliteDelivery:
     """One message handed to one consumer."""
 
-    def __init__(self, thread: QueueThread, consumer: Consumer, claimed: Claimed) -> None:
+    def __init__(self, thread: QueueThread, consumer: Consumer, claimed: ClaimedMessage) -> None:
         self._thread, self._consumer, self._claimed = thread, consumer, claimed
         self.message, self.address, self.count = claimed.message, consumer.address, claimed.count
         self._settled = False
@@ -232,7 +232,7 @@ class SqliteDelivery:
     @property
     def lost(self) -> bool:
         """Whether the lease on it has expired, so another consumer may claim it."""
-        return not self._settled and self._claimed.key not in self._consumer.held
+        return not self._settled and self._claimed.key not in self._consumer.unacked
 
     async def ack(self) -> bool:
         """Settle it: done."""
@@ -246,11 +246,11 @@ class SqliteDelivery:
         """Move it to its agent's dead letters."""
         return await self._settle(lambda queues: queues.dead_letter(self._claimed, bounded_reason(reason)))
 
-    async def _settle(self, how: Callable[[Queues], bool]) -> bool:
+    async def _settle(self, operation: Callable[[Queues], bool]) -> bool:
         def run(queues: Queues, _: int) -> bool:
-            self._consumer.held.discard(self._claimed.key)
-            return how(queues)
+            self._consumer.unacked.discard(self._claimed.key)
+            return operation(queues)
 
         self._settled = True
         job = Job(run, asyncio.get_running_loop().create_future(), settles=True)
-        return await self._thread.do(job)
+        return await self._thread.execute(job)

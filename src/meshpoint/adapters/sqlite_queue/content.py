@@ -13,29 +13,29 @@ from meshpoint.errors import PoisonMessage
 from meshpoint.model.messages import Address, Header, HeaderValue, Message, MessageType
 
 COLUMNS = "type, message_id, correlation_id, app_id, reply_to, user_id, headers, timestamp, body"
-LARGEST_BODY = 128 * 1024 * 1024
+MAX_BODY_BYTES = 128 * 1024 * 1024
 """Bytes; the default limit of RabbitMQ."""
-_LONGEST_REASON = 10_000  # characters
-_LARGEST_TEXT = 1024 * 1024
+_MAX_REASON_LENGTH = 10_000  # characters
+_MAX_TEXT_BYTES = 1024 * 1024
 """Characters of one text column. RabbitMQ allows 128 KiB for all properties together."""
 
-Row: TypeAlias = tuple[str, str, str, str, str | None, str | None, str, str | None, bytes]
+ContentRow: TypeAlias = tuple[str, str, str, str, str | None, str | None, str, str | None, bytes]
 
 
-def _bounded(column: str) -> str:
+def _bounded_column(column: str) -> str:
     if column == "body":
-        return f"CASE WHEN typeof(body) = 'blob' AND length(body) <= {LARGEST_BODY} THEN body END"
+        return f"CASE WHEN typeof(body) = 'blob' AND length(body) <= {MAX_BODY_BYTES} THEN body END"
     # length() of a text stops at its first NUL, so measure it as a blob; the cast keeps the bytes.
-    return f"CASE WHEN length(CAST({column} AS BLOB)) > {_LARGEST_TEXT} THEN X'00' ELSE {column} END"
+    return f"CASE WHEN length(CAST({column} AS BLOB)) > {_MAX_TEXT_BYTES} THEN X'00' ELSE {column} END"
 
 
-READ_COLUMNS = ", ".join(_bounded(name) for name in COLUMNS.split(", "))
+READ_COLUMNS = ", ".join(_bounded_column(name) for name in COLUMNS.split(", "))
 """`COLUMNS` for a SELECT. Values too large to load are replaced with values that `from_row` refuses."""
 READ_DELIVERIES = "CASE typeof(deliveries) WHEN 'integer' THEN deliveries END"
-READ_REASON = f"substr(dead_reason, 1, {_LONGEST_REASON})"
+READ_REASON = f"substr(dead_reason, 1, {_MAX_REASON_LENGTH})"
 
 
-def to_row(message: Message) -> Row:
+def to_row(message: Message) -> ContentRow:
     """Encode a message as the values of `COLUMNS`.
 
     Raises:
@@ -54,9 +54,9 @@ def to_row(message: Message) -> Row:
         message.body,
     )
     for text in (*row[:-1], *message.headers, *message.headers.values()):
-        if isinstance(text, str) and len(text.encode()) > _LARGEST_TEXT:
+        if isinstance(text, str) and len(text.encode()) > _MAX_TEXT_BYTES:
             raise ValueError(f"a property has {len(text)} characters")
-    if len(message.body) > LARGEST_BODY:
+    if len(message.body) > MAX_BODY_BYTES:
         raise ValueError(f"the body has {len(message.body)} bytes")
     return row
 
@@ -74,7 +74,7 @@ def from_row(row: tuple[Any, ...], dead_reason: str | None) -> Message:
         raise PoisonMessage(f"type: {str(kind)[:100]!r} is not known") from error
     if not isinstance(body, bytes):
         raise PoisonMessage("body: must be a blob of a size that can be loaded")
-    table = _headers(headers)
+    table = _parse_headers(headers)
     if dead_reason is not None:
         table[Header.DEAD_REASON.value] = dead_reason
     return Message(
@@ -83,20 +83,20 @@ def from_row(row: tuple[Any, ...], dead_reason: str | None) -> Message:
         message_id=_required("message_id", message_id),
         correlation_id=_required("correlation_id", correlation_id),
         app_id=_required("app_id", app_id),
-        reply_to=Address(_text("reply_to", reply_to)) if reply_to else None,
-        user_id=_text("user_id", user_id) if user_id else None,
+        reply_to=Address(_check_text("reply_to", reply_to)) if reply_to else None,
+        user_id=_check_text("user_id", user_id) if user_id else None,
         headers=table,
-        timestamp=_instant(timestamp),
+        timestamp=_parse_timestamp(timestamp),
     )
 
 
 def _required(column: str, value: object) -> str:
     if not value:
         raise PoisonMessage(f"{column}: is missing, or too large to be loaded")
-    return _text(column, value)
+    return _check_text(column, value)
 
 
-def _text(column: str, value: object) -> str:
+def _check_text(column: str, value: object) -> str:
     if not isinstance(value, str):
         raise PoisonMessage(f"{column}: must be text, not {type(value).__name__}")
     if not value.isascii():
@@ -107,7 +107,7 @@ def _text(column: str, value: object) -> str:
     return value
 
 
-def _headers(text: object) -> dict[str, HeaderValue]:
+def _parse_headers(text: object) -> dict[str, HeaderValue]:
     """The headers with supported types; the wire specification ignores all others."""
     try:
         table = json.loads(_required("headers", text))
@@ -116,13 +116,13 @@ def _headers(text: object) -> dict[str, HeaderValue]:
     if not isinstance(table, dict):
         raise PoisonMessage("headers: must be a JSON object")
     return {
-        _text("headers", key): _text(f"headers.{key[:100]}", value) if isinstance(value, str) else value
+        _check_text("headers", key): _check_text(f"headers.{key[:100]}", value) if isinstance(value, str) else value
         for key, value in table.items()
         if isinstance(value, str | int | float)
     }
 
 
-def _instant(value: object) -> datetime | None:
+def _parse_timestamp(value: object) -> datetime | None:
     """When the message was sent, if readable; nothing depends on it."""
     try:
         instant = datetime.fromisoformat(value) if isinstance(value, str) else None

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class _Seen:
+class _LastHeartbeat:
     beat: int
     age: float = 0.0
 
 
-class Pulse:
+class HeartbeatMonitor:
     """How long each holder's beat has stood still, as far as this process saw.
 
     Times are seconds. One look adds at most two intervals of age, so that an observer that was stopped itself
@@ -25,18 +25,18 @@ class Pulse:
     """
 
     def __init__(self, lease: float, interval: float, now: float) -> None:
-        self._lease, self._step, self._last = lease, 2 * interval, now
-        self._seen: dict[int, _Seen] = {}
+        self._lease, self._max_step, self._checked_at = lease, 2 * interval, now
+        self._last_heartbeats: dict[int, _LastHeartbeat] = {}
 
-    def dead(self, beats: dict[int, int], now: float) -> list[int]:
+    def find_dead(self, beats: dict[int, int], now: float) -> list[int]:
         """The holders among `beats` that have been still for a lease."""
-        elapsed, self._last = min(now - self._last, self._step), now
-        before, self._seen = self._seen, {}
+        elapsed, self._checked_at = min(now - self._checked_at, self._max_step), now
+        before, self._last_heartbeats = self._last_heartbeats, {}
         for holder, beat in beats.items():
             known = before.get(holder)
             still = known is not None and known.beat == beat
-            self._seen[holder] = _Seen(beat, known.age + elapsed if known and still else 0.0)
-        return [holder for holder, seen in self._seen.items() if seen.age >= self._lease]
+            self._last_heartbeats[holder] = _LastHeartbeat(beat, known.age + elapsed if known and still else 0.0)
+        return [holder for holder, last in self._last_heartbeats.items() if last.age >= self._lease]
 
 
 class Holders:
@@ -51,16 +51,16 @@ class Holders:
         assert holder is not None
         return holder
 
-    def is_there(self, holder: int) -> bool:
+    def exists(self, holder: int) -> bool:
         """Whether nobody took it for dead."""
         query = "SELECT 1 FROM meshpoint_queue_holder WHERE id = ?"
         return self._db.execute(query, (holder,)).fetchone() is not None
 
-    def beat(self, holder: int) -> None:
+    def record_heartbeat(self, holder: int) -> None:
         """Show that it lives."""
         self._db.execute("UPDATE meshpoint_queue_holder SET beat = beat + 1 WHERE id = ?", (holder,))
 
-    def beats(self) -> dict[int, int]:
+    def heartbeats(self) -> dict[int, int]:
         """The beat of every holder."""
         # A beat may be anything, even a text that cannot be read.
         return dict(self._db.execute("SELECT id, CAST(beat AS INTEGER) FROM meshpoint_queue_holder").fetchall())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from meshpoint.adapters.sqlite_queue.queues import Claimed, Queues
+from meshpoint.adapters.sqlite_queue.queues import ClaimedMessage, Queues
 from meshpoint.model.messages import Address
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class Job(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
+class ThreadCommand:
     """A change of the thread's own state, which needs no transaction."""
 
     run: Callable[[], object]
@@ -42,28 +42,28 @@ class Consumer:
 
     address: Address
     prefetch: int
-    deliver: Callable[[Claimed], None]
-    held: set[tuple[int, int, int]] = field(default_factory=set)
+    deliver: Callable[[ClaimedMessage], None]
+    unacked: set[tuple[int, int, int]] = field(default_factory=set)
 
     @property
     def room(self) -> int:
         """How many more it takes."""
-        return max(0, self.prefetch - len(self.held))
+        return max(0, self.prefetch - len(self.unacked))
 
 
 @dataclass(slots=True)
-class Turn:
+class TransactionResult:
     """The result of one transaction, for the event loop.
 
-    `look_again`: unreadable rows took up part of a claim, so more messages may be ready.
+    `more_ready`: unreadable rows took up part of a claim, so more messages may be ready.
     """
 
     results: list[tuple[asyncio.Future[Any], object]] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    deliveries: list[tuple[Consumer, Claimed]] = field(default_factory=list)
-    look_again: bool = False
+    deliveries: list[tuple[Consumer, ClaimedMessage]] = field(default_factory=list)
+    more_ready: bool = False
 
-    def arrive(self) -> None:
+    def deliver(self) -> None:
         """Set the futures, then hand over the deliveries. Runs on the event loop."""
         for future, result in self.results:
             if not future.done():

@@ -10,7 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from meshpoint.adapters.sqlite_queue.content import COLUMNS, READ_COLUMNS, READ_DELIVERIES, READ_REASON, Row, from_row
+from meshpoint.adapters.sqlite_queue.content import (
+    COLUMNS,
+    READ_COLUMNS,
+    READ_DELIVERIES,
+    READ_REASON,
+    ContentRow,
+    from_row,
+)
 from meshpoint.errors import PoisonMessage
 from meshpoint.model.error_text import storable
 from meshpoint.model.ids import AgentName, ReplicaId
@@ -28,26 +35,26 @@ from meshpoint.ports.broker import Published
 
 _log = logging.getLogger(__name__)
 
-DELIVERY_LIMIT = "delivery limit"
+DELIVERY_LIMIT_REASON = "delivery limit"
 """Why a message is dead that was given back too often."""
 
-_UNREADABLE = 0
+_UNREADABLE_HOLDER = 0
 """Holder of dead letters that consumers cannot read; operators read them with SQL. No broker uses this number."""
 _BATCH_BYTES = 64 * 1024 * 1024
 """Total body bytes after which a claim takes no more messages."""
-_MOST_DELIVERIES = 2**31
-_LONGEST_NAME = 10_000  # bytes
-_MOST_COUNTED = 10_000  # queues whose room is remembered
+_MAX_DELIVERIES = 2**31
+_MAX_NAME_BYTES = 10_000  # bytes
+_MAX_COUNTED_QUEUES = 10_000  # queues whose room is remembered
 
-_MINE = "id = ? AND holder = ? AND deliveries = ?"
+_CLAIM_MATCHES = "id = ? AND holder = ? AND deliveries = ?"
 _INSERT_CONTENT = f"""
     INSERT OR REPLACE INTO meshpoint_queue_content (id, {COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
-_READY = (
+_READY_ROWS = (
     "FROM meshpoint_queue_message LEFT JOIN meshpoint_queue_content USING (id) WHERE queue = ? AND holder IS NULL"
 )
 _SELECT_READY = f"""
     SELECT id, {READ_DELIVERIES}, {READ_REASON}, meshpoint_queue_content.id IS NULL, {READ_COLUMNS}
-    {_READY} ORDER BY id LIMIT ?"""
+    {_READY_ROWS} ORDER BY id LIMIT ?"""
 _DEAD_LETTER = """
     UPDATE meshpoint_queue_message SET holder = {holder}, deliveries = 0, dead_reason = {reason},
         queue = coalesce((SELECT dead_letters FROM meshpoint_queue WHERE name = meshpoint_queue_message.queue), queue)
@@ -55,7 +62,7 @@ _DEAD_LETTER = """
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class QueueLimits:
     """Maximum messages in a queue. Full queues refuse more; dead-letter queues drop the oldest."""
 
     private: int | None = None
@@ -64,7 +71,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
+class ClaimedMessage:
     """A message that `holder` holds since its `count`-th delivery: the three together name the right to settle."""
 
     id: int
@@ -82,11 +89,11 @@ class Queues:
     """The queues of one namespace."""
 
     def __init__(
-        self, db: sqlite3.Connection, namespace: str, delivery_limit: int, limits: Limits = Limits()
+        self, db: sqlite3.Connection, namespace: str, delivery_limit: int, limits: QueueLimits = QueueLimits()
     ) -> None:
         self._db, self._namespace, self._delivery_limit, self._limits = db, namespace, delivery_limit, limits
-        self.set_aside = 0  # unreadable rows
-        self._room: dict[str, int] = {}  # messages that each queue accepts before it is counted again
+        self.unreadable_count = 0  # unreadable rows
+        self._uncounted_room: dict[str, int] = {}  # messages that each queue accepts before it is counted again
 
     # Queues
 
@@ -97,7 +104,7 @@ class Queues:
             self._db.execute(
                 "INSERT INTO meshpoint_queue (name, agent, dead_letters, private) VALUES (?, ?, ?, 0)"
                 " ON CONFLICT DO NOTHING",
-                (self._name(address), self._name(agent), self._name(dead_letters_of(agent))),
+                (self._queue_name(address), self._queue_name(agent), self._queue_name(dead_letters_of(agent))),
             )
 
     def declare_private(self, agent: AgentName, replica: ReplicaId, holder: int) -> None:
@@ -106,9 +113,9 @@ class Queues:
             "INSERT INTO meshpoint_queue (name, agent, dead_letters, private, holder) VALUES (?, ?, ?, 1, ?)"
             " ON CONFLICT (name) DO UPDATE SET holder = excluded.holder, left_at = NULL",
             (
-                self._name(private_of(agent, replica)),
-                self._name(agent),
-                self._name(dead_letters_of(agent)),
+                self._queue_name(private_of(agent, replica)),
+                self._queue_name(agent),
+                self._queue_name(dead_letters_of(agent)),
                 holder,
             ),
         )
@@ -125,23 +132,25 @@ class Queues:
 
     def depth(self, address: Address) -> int | None:
         """Messages that nobody holds; None when there is no such queue."""
-        name = self._name(address)
-        if self._kind(name) is None:
+        name = self._queue_name(address)
+        if self._is_private(name) is None:
             return None
         query = f"""
             SELECT count(*) FROM meshpoint_queue_message
-             WHERE queue = ? AND (holder IS NULL OR holder = {_UNREADABLE})"""
+             WHERE queue = ? AND (holder IS NULL OR holder = {_UNREADABLE_HOLDER})"""
         return int(self._db.execute(query, (name,)).fetchone()[0])
 
     # Messages
 
-    def publish(self, messages: Sequence[tuple[Address, Row]]) -> list[Published]:
+    def publish(self, messages: Sequence[tuple[Address, ContentRow]]) -> list[Published]:
         """Append each message to its queue if the queue exists and has room."""
-        kinds = {name: self._kind(name) for name in {self._name(address) for address, _ in messages}}
+        private_by_name = {
+            name: self._is_private(name) for name in {self._queue_name(address) for address, _ in messages}
+        }
         results = []
         for address, row in messages:
-            name = self._name(address)
-            if (private := kinds[name]) is None:
+            name = self._queue_name(address)
+            if (private := private_by_name[name]) is None:
                 results.append(Published.UNROUTABLE)
             elif not self._has_room(name, private=private):
                 results.append(Published.OVERLOADED)
@@ -150,9 +159,9 @@ class Queues:
                 results.append(Published.ACCEPTED)
         return results
 
-    def broadcast(self, agent: AgentName, row: Row) -> None:
+    def broadcast(self, agent: AgentName, row: ContentRow) -> None:
         """Append a message to every private queue of `agent` with room for it."""
-        for name in self._names("name", "agent = ? AND private", self._name(agent)):
+        for name in self._distinct_names("name", "agent = ? AND private", self._queue_name(agent)):
             if self._has_room(name, private=True):
                 self._insert(name, row)
 
@@ -160,11 +169,13 @@ class Queues:
         """Drop the oldest dead letters above the limit."""
         if (limit := self._limits.dead_letters) is None:
             return
-        prefix = self._name("")
-        for name in self._names("dead_letters", "substr(name, 1, ?) = ?", len(prefix), prefix):
-            for holder in ("IS NULL", f"= {_UNREADABLE}"):
-                which = f"queue = ? AND holder {holder}"
-                beyond = f"SELECT id FROM meshpoint_queue_message WHERE {which} ORDER BY id DESC LIMIT -1 OFFSET ?"
+        prefix = self._queue_name("")
+        for name in self._distinct_names("dead_letters", "substr(name, 1, ?) = ?", len(prefix), prefix):
+            for holder in ("IS NULL", f"= {_UNREADABLE_HOLDER}"):
+                condition = f"queue = ? AND holder {holder}"
+                beyond = (
+                    f"SELECT id FROM meshpoint_queue_message WHERE {condition} ORDER BY id DESC LIMIT -1 OFFSET ?"
+                )
                 dropped = [id_ for (id_,) in self._db.execute(beyond, (name, limit))]
                 if dropped:
                     _log.warning("%s holds more than %d messages: dropped its oldest %d", name, limit, len(dropped))
@@ -172,25 +183,27 @@ class Queues:
 
     def has_ready(self, address: Address) -> bool:
         """Whether a message waits that nobody holds. Needs no transaction."""
-        return self._db.execute(f"SELECT 1 {_READY} LIMIT 1", (self._name(address),)).fetchone() is not None
+        return (
+            self._db.execute(f"SELECT 1 {_READY_ROWS} LIMIT 1", (self._queue_name(address),)).fetchone() is not None
+        )
 
-    def claim(self, address: Address, holder: int, limit: int) -> list[Claimed]:
+    def claim_messages(self, address: Address, holder: int, limit: int) -> list[ClaimedMessage]:
         """Hand up to `limit` messages to `holder`, oldest first.
 
         An unreadable row becomes a dead letter unchanged, and counts towards `limit`.
         """
-        claimed, size = list[Claimed](), 0
+        claimed, size = list[ClaimedMessage](), 0
         for id_, deliveries, dead_reason, missing, *content in self._ready_rows(address, limit):
             if size > _BATCH_BYTES:
                 break
             try:
-                if missing or not (isinstance(deliveries, int) and 0 <= deliveries < _MOST_DELIVERIES):
+                if missing or not (isinstance(deliveries, int) and 0 <= deliveries < _MAX_DELIVERIES):
                     raise PoisonMessage("the row has no content" if missing else "deliveries: is not a count")
                 message = from_row(tuple(content), None if dead_reason is None else storable(str(dead_reason)))
             except PoisonMessage as error:
-                self._set_aside(address, id_, str(error), missing=bool(missing))
+                self._dead_letter_unreadable(address, id_, str(error), missing=bool(missing))
             else:
-                claimed.append(Claimed(id_, holder, deliveries + 1, message))
+                claimed.append(ClaimedMessage(id_, holder, deliveries + 1, message))
                 size += len(message.body)
         self._db.executemany(
             "UPDATE meshpoint_queue_message SET holder = ?, deliveries = deliveries + 1 WHERE id = ?",
@@ -199,7 +212,7 @@ class Queues:
         return claimed
 
     def _ready_rows(self, address: Address, limit: int) -> list[tuple[Any, ...]]:
-        values = (self._name(address), limit)
+        values = (self._queue_name(address), limit)
         try:
             return self._db.execute(_SELECT_READY, values).fetchall()
         except sqlite3.OperationalError as error:
@@ -212,66 +225,68 @@ class Queues:
         finally:
             self._db.text_factory = str
 
-    def _set_aside(self, address: Address, id_: int, reason: str, *, missing: bool) -> None:
-        self.set_aside += 1
-        _log.warning("unreadable message %d in %s: %s", id_, self._name(address), reason)
+    def _dead_letter_unreadable(self, address: Address, id_: int, reason: str, *, missing: bool) -> None:
+        self.unreadable_count += 1
+        _log.warning("unreadable message %d in %s: %s", id_, self._queue_name(address), reason)
         if missing:
             self._delete([id_])
         else:
-            statement = _DEAD_LETTER.format(holder=_UNREADABLE, reason="?", which="id = ?")
+            statement = _DEAD_LETTER.format(holder=_UNREADABLE_HOLDER, reason="?", which="id = ?")
             self._db.execute(statement, (reason, id_))
 
-    def give_back_orphans(self) -> None:
+    def requeue_orphans(self) -> None:
         """Requeue messages whose holder does not exist."""
-        orphaned = f"holder IS NOT {_UNREADABLE} AND holder NOT IN (SELECT id FROM meshpoint_queue_holder)"
-        self._give_back(f"holder IS NOT NULL AND {orphaned}", ())
+        orphaned = f"holder IS NOT {_UNREADABLE_HOLDER} AND holder NOT IN (SELECT id FROM meshpoint_queue_holder)"
+        self._requeue_where(f"holder IS NOT NULL AND {orphaned}", ())
 
     # Settling: each tells whether the message was still held.
 
-    def ack(self, claimed: Claimed) -> bool:
+    def ack(self, claimed: ClaimedMessage) -> bool:
         """Delete the message."""
-        mine = self._db.execute(f"DELETE FROM meshpoint_queue_message WHERE {_MINE}", claimed.key).rowcount == 1
-        if mine:
+        deleted = (
+            self._db.execute(f"DELETE FROM meshpoint_queue_message WHERE {_CLAIM_MATCHES}", claimed.key).rowcount == 1
+        )
+        if deleted:
             self._db.execute("DELETE FROM meshpoint_queue_content WHERE id = ?", (claimed.id,))
-        return mine
+        return deleted
 
-    def requeue(self, claimed: Claimed) -> bool:
+    def requeue(self, claimed: ClaimedMessage) -> bool:
         """Give the message back, in its old place."""
-        return self._give_back(_MINE, claimed.key) == 1
+        return self._requeue_where(_CLAIM_MATCHES, claimed.key) == 1
 
-    def dead_letter(self, claimed: Claimed, reason: str) -> bool:
+    def dead_letter(self, claimed: ClaimedMessage, reason: str) -> bool:
         """Move the message to the dead letters of its agent."""
-        statement = _DEAD_LETTER.format(holder="NULL", reason="?", which=_MINE)
+        statement = _DEAD_LETTER.format(holder="NULL", reason="?", which=_CLAIM_MATCHES)
         return self._db.execute(statement, (reason, *claimed.key)).rowcount == 1
 
-    def dissolve(self, holder: int) -> None:
+    def remove_holder(self, holder: int) -> None:
         """Delete a holder and give back whatever it holds."""
-        self._give_back("holder = ?", (holder,))
+        self._requeue_where("holder = ?", (holder,))
         self._db.execute("UPDATE meshpoint_queue SET left_at = ? WHERE holder = ?", (time.time(), holder))
         self._db.execute("DELETE FROM meshpoint_queue_holder WHERE id = ?", (holder,))
 
-    def _give_back(self, which: str, values: Iterable[int]) -> int:
+    def _requeue_where(self, condition: str, values: Iterable[int]) -> int:
         dead = _DEAD_LETTER.format(
             holder="NULL",
             reason="coalesce(dead_reason, ?)",
-            which=f"{which} AND deliveries >= {self._delivery_limit:d}",
+            which=f"{condition} AND deliveries >= {self._delivery_limit:d}",
         )
-        buried = self._db.execute(dead, (DELIVERY_LIMIT, *values)).rowcount
-        statement = f"UPDATE meshpoint_queue_message SET holder = NULL WHERE {which}"
-        return buried + self._db.execute(statement, tuple(values)).rowcount
+        dead_lettered = self._db.execute(dead, (DELIVERY_LIMIT_REASON, *values)).rowcount
+        statement = f"UPDATE meshpoint_queue_message SET holder = NULL WHERE {condition}"
+        return dead_lettered + self._db.execute(statement, tuple(values)).rowcount
 
     def _has_room(self, name: str, *, private: bool) -> bool:
         """Whether the queue has room. It is not counted each time, so it may exceed its limit slightly."""
         limit = self._limits.private if private else self._limits.requests if takes_requests(name) else None
         if limit is None:
             return True
-        if self._room.get(name, 0) <= 0:
+        if self._uncounted_room.get(name, 0) <= 0:
             free = limit - self._count(name, limit)
-            if len(self._room) >= _MOST_COUNTED:
-                self._room.clear()
-            self._room[name] = 0 if free <= 0 else 1 + free // 8
-        self._room[name] -= 1
-        return self._room[name] >= 0
+            if len(self._uncounted_room) >= _MAX_COUNTED_QUEUES:
+                self._uncounted_room.clear()
+            self._uncounted_room[name] = 0 if free <= 0 else 1 + free // 8
+        self._uncounted_room[name] -= 1
+        return self._uncounted_room[name] >= 0
 
     def _count(self, name: str, limit: int) -> int:
         some = "SELECT 1 FROM meshpoint_queue_message WHERE queue = ? AND holder IS NULL LIMIT ?"
@@ -282,24 +297,24 @@ class Queues:
         for table in ("content", "message"):
             self._db.executemany(f"DELETE FROM meshpoint_queue_{table} WHERE id = ?", [(id_,) for id_ in ids])
 
-    def _insert(self, name: str, row: Row) -> None:
+    def _insert(self, name: str, row: ContentRow) -> None:
         statement = "INSERT INTO meshpoint_queue_message (queue) VALUES (?)"
         self._db.execute(_INSERT_CONTENT, (self._db.execute(statement, (name,)).lastrowid, *row))
 
-    def _kind(self, name: str) -> bool | None:
+    def _is_private(self, name: str) -> bool | None:
         """Whether the queue is private; `None` if it does not exist."""
         row = self._db.execute("SELECT private IS 1 FROM meshpoint_queue WHERE name = ?", (name,)).fetchone()
         return None if row is None else bool(row[0])
 
-    def _names(self, column: str, which: str, *values: str | int) -> list[str]:
+    def _distinct_names(self, column: str, condition: str, *values: str | int) -> list[str]:
         """The distinct queue names in `column`, without names that no broker can have written."""
-        readable = f"typeof({column}) = 'text' AND length(CAST({column} AS BLOB)) <= {_LONGEST_NAME}"
-        query = f"SELECT DISTINCT CAST({column} AS BLOB) FROM meshpoint_queue WHERE {readable} AND {which}"
+        readable = f"typeof({column}) = 'text' AND length(CAST({column} AS BLOB)) <= {_MAX_NAME_BYTES}"
+        query = f"SELECT DISTINCT CAST({column} AS BLOB) FROM meshpoint_queue WHERE {readable} AND {condition}"
         names = []
         for (raw,) in self._db.execute(query, values).fetchall():
             with suppress(UnicodeDecodeError):
                 names.append(raw.decode())
         return names
 
-    def _name(self, address: str) -> str:
+    def _queue_name(self, address: str) -> str:
         return f"{self._namespace}.{address}"

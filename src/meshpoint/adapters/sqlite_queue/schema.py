@@ -46,10 +46,10 @@ _COLUMNS = {
     "message": "id, queue, holder, deliveries, dead_reason",
     "content": f"id, {COLUMNS}",
 }
-_LARGEST_ID = 2**62
+_MAX_ID = 2**62
 _ID_GAP = 2**20
 """Ids left out after a repair, because those used since the last good one are not known."""
-_BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
+_UNUSABLE_FILE_ERRORS = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 
 
 def connect(path: Path, busy_timeout: float) -> sqlite3.Connection:
@@ -76,7 +76,7 @@ def connect(path: Path, busy_timeout: float) -> sqlite3.Connection:
         _check(db, path)
     except sqlite3.DatabaseError as error:
         db.close()
-        if error.sqlite_errorcode & 0xFF in _BROKEN:
+        if error.sqlite_errorcode & 0xFF in _UNUSABLE_FILE_ERRORS:
             raise ConfigurationError("mesh.broker_url", f"{path}: {error}", "name another file") from error
         raise
     except BaseException:
@@ -98,24 +98,24 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def remove_impossible_ids(db: sqlite3.Connection) -> bool:
+def remove_out_of_range_ids(db: sqlite3.Connection) -> bool:
     """Delete messages and holders whose ids no counting could reach; returns whether there were any.
 
     Once the largest of all ids is taken, SQLite inserts nothing any more, and says that the disk is full. Runs inside
     the caller's transaction.
     """
-    messages, holders = _remove_impossible_ids(db, "message"), _remove_impossible_ids(db, "holder")
+    messages, holders = _remove_out_of_range_ids(db, "message"), _remove_out_of_range_ids(db, "holder")
     if messages:
-        db.execute("DELETE FROM meshpoint_queue_content WHERE id > ?", (_LARGEST_ID,))
+        db.execute("DELETE FROM meshpoint_queue_content WHERE id > ?", (_MAX_ID,))
     return messages or holders
 
 
-def _remove_impossible_ids(db: sqlite3.Connection, name: str) -> bool:
+def _remove_out_of_range_ids(db: sqlite3.Connection, name: str) -> bool:
     table = f"meshpoint_queue_{name}"
     used = f"SELECT max(id) FROM {table} UNION ALL SELECT CAST(seq AS INTEGER) FROM sqlite_sequence WHERE name = ?"
-    if all(id_ is None or id_ <= _LARGEST_ID for (id_,) in db.execute(used, (table,))):
+    if all(id_ is None or id_ <= _MAX_ID for (id_,) in db.execute(used, (table,))):
         return False
-    removed = db.execute(f"DELETE FROM {table} WHERE id > ?", (_LARGEST_ID,)).rowcount
+    removed = db.execute(f"DELETE FROM {table} WHERE id > ?", (_MAX_ID,)).rowcount
     db.execute(
         f"UPDATE sqlite_sequence SET seq = ? + (SELECT coalesce(max(id), 0) FROM {table}) WHERE name = ?",
         (_ID_GAP, table),
@@ -126,13 +126,13 @@ def _remove_impossible_ids(db: sqlite3.Connection, name: str) -> bool:
 
 def _use_wal(db: sqlite3.Connection, path: Path, busy_timeout: float) -> None:
     # SQLite does not apply its busy timeout to a change of the journal mode.
-    give_up = time.monotonic() + busy_timeout
+    deadline = time.monotonic() + busy_timeout
     while True:
         try:
             (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
             break
         except sqlite3.OperationalError:
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
     if mode != "wal":

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshpoint.adapters.sqlite_queue.holders import Holders, Pulse
-from meshpoint.adapters.sqlite_queue.jobs import Consumer, Job, Turn
-from meshpoint.adapters.sqlite_queue.queues import Limits, Queues
-from meshpoint.adapters.sqlite_queue.schema import connect, remove_impossible_ids, transaction
+from meshpoint.adapters.sqlite_queue.holders import HeartbeatMonitor, Holders
+from meshpoint.adapters.sqlite_queue.jobs import Consumer, Job, TransactionResult
+from meshpoint.adapters.sqlite_queue.queues import QueueLimits, Queues
+from meshpoint.adapters.sqlite_queue.schema import connect, remove_out_of_range_ids, transaction
 from meshpoint.model.ids import AgentName, ReplicaId
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class QueueOptions:
     """Durations in seconds, and limits; see `SqliteBroker`."""
 
     lease: float
@@ -28,15 +28,15 @@ class Tuning:
     poll_interval: float
     busy_timeout: float
     delivery_limit: int
-    limits: Limits
+    limits: QueueLimits
 
     @property
-    def beat_interval(self) -> float:
+    def heartbeat_interval(self) -> float:
         """How often a holder shows that it lives."""
         return self.lease / 5
 
 
-class Session:
+class QueueSession:
     """Transactions on the file as one holder.
 
     A broker that was stopped for longer than its lease finds its holder gone, and what it held given back. It
@@ -47,67 +47,71 @@ class Session:
             gives up this holder.
     """
 
-    def __init__(self, path: Path, namespace: str, tuning: Tuning) -> None:
-        self._private_ttl = tuning.private_ttl
-        self._db = connect(path, tuning.busy_timeout)
+    def __init__(self, path: Path, namespace: str, options: QueueOptions) -> None:
+        self._private_ttl = options.private_ttl
+        self._db = connect(path, options.busy_timeout)
         self._holders = Holders(self._db)
-        self._queues = Queues(self._db, namespace, tuning.delivery_limit, tuning.limits)
-        self._pulse = Pulse(tuning.lease, tuning.beat_interval, time.monotonic())
-        self._private: set[tuple[AgentName, ReplicaId]] = set()
-        self._version = -1
+        self._queues = Queues(self._db, namespace, options.delivery_limit, options.limits)
+        self._heartbeat_monitor = HeartbeatMonitor(options.lease, options.heartbeat_interval, time.monotonic())
+        self._private_queues: set[tuple[AgentName, ReplicaId]] = set()
+        self._data_version = -1
         self._in_doubt = False
-        self._untidy = ""
+        self._last_maintenance_error = ""
         try:
             with transaction(self._db):
-                remove_impossible_ids(self._db)
+                remove_out_of_range_ids(self._db)
                 self._holder = self._holders.register()
         except BaseException:
             self._db.close()
             raise
 
-    def own(self, agent: AgentName, replica: ReplicaId) -> None:
+    def register_private_queue(self, agent: AgentName, replica: ReplicaId) -> None:
         """Keep this private queue for as long as the broker is open."""
-        self._private.add((agent, replica))
+        self._private_queues.add((agent, replica))
 
-    def changed(self) -> bool:
+    def has_changes(self) -> bool:
         """Whether another connection committed something since the last look. Costs microseconds."""
         (version,) = self._db.execute("PRAGMA data_version").fetchone()
-        changed, self._version = version != self._version, version
+        changed, self._data_version = version != self._data_version, version
         return bool(changed)
 
     def has_ready(self, consumers: Sequence[Consumer]) -> bool:
         """Whether a consumer with room has something to claim."""
         return any(each.room and self._queues.has_ready(each.address) for each in consumers)
 
-    def transact(self, jobs: Sequence[Job[Any]], consumers: Sequence[Consumer], *, beat: bool) -> Turn:
+    def transact(
+        self, jobs: Sequence[Job[Any]], consumers: Sequence[Consumer], *, heartbeat: bool
+    ) -> TransactionResult:
         """Run `jobs` and claim what `consumers` have room for, in one transaction."""
         try:
-            return self._transact(jobs, consumers, beat=beat)
+            return self._transact(jobs, consumers, heartbeat=heartbeat)
         except sqlite3.OperationalError as error:
             full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-            if not full or not self._has_ids_again():
+            if not full or not self._recover_ids():
                 raise
-        return self._transact(jobs, consumers, beat=beat)
+        return self._transact(jobs, consumers, heartbeat=heartbeat)
 
-    def _has_ids_again(self) -> bool:
+    def _recover_ids(self) -> bool:
         """Whether ids, and not the disk, were used up, and are no longer."""
         with transaction(self._db):
-            return remove_impossible_ids(self._db)
+            return remove_out_of_range_ids(self._db)
 
-    def _transact(self, jobs: Sequence[Job[Any]], consumers: Sequence[Consumer], *, beat: bool) -> Turn:
-        self._sync(power_safe=any(job.durable for job in jobs))
-        set_aside = self._queues.set_aside
+    def _transact(
+        self, jobs: Sequence[Job[Any]], consumers: Sequence[Consumer], *, heartbeat: bool
+    ) -> TransactionResult:
+        self._set_synchronous(power_safe=any(job.durable for job in jobs))
+        unreadable_before = self._queues.unreadable_count
         self._db.execute("BEGIN IMMEDIATE")
         try:
-            holder = self._still_holder(consumers)
-            if beat:
-                self._beat(holder)
+            holder = self._ensure_holder(consumers)
+            if heartbeat:
+                self._heartbeat(holder)
             results = [(job.future, job.run(self._queues, holder)) for job in jobs]
             deliveries = [
                 (consumer, claimed)
                 for consumer in consumers
                 if consumer.room
-                for claimed in self._queues.claim(consumer.address, holder, consumer.room)
+                for claimed in self._queues.claim_messages(consumer.address, holder, consumer.room)
             ]
         except BaseException:
             self._roll_back()
@@ -115,55 +119,57 @@ class Session:
         self._commit()
         self._holder = holder
         for consumer, claimed in deliveries:
-            consumer.held.add(claimed.key)
-        return Turn(results, [], deliveries, look_again=self._queues.set_aside > set_aside)
+            consumer.unacked.add(claimed.key)
+        return TransactionResult(
+            results, [], deliveries, more_ready=self._queues.unreadable_count > unreadable_before
+        )
 
     def close(self) -> None:
         """Give everything back and close the file."""
         try:
             with transaction(self._db):
-                self._queues.dissolve(self._holder)
+                self._queues.remove_holder(self._holder)
         finally:
             self._db.close()
 
-    def _sync(self, *, power_safe: bool) -> None:
+    def _set_synchronous(self, *, power_safe: bool) -> None:
         # A lost claim, ack or beat only delivers again; what was published and confirmed must be on the disk.
         self._db.execute(f"PRAGMA synchronous = {'FULL' if power_safe else 'NORMAL'}")
 
-    def _still_holder(self, consumers: Sequence[Consumer]) -> int:
-        if not self._in_doubt and self._holders.is_there(self._holder):
+    def _ensure_holder(self, consumers: Sequence[Consumer]) -> int:
+        if not self._in_doubt and self._holders.exists(self._holder):
             return self._holder
-        self._queues.dissolve(self._holder)
+        self._queues.remove_holder(self._holder)
         for consumer in consumers:
-            consumer.held.clear()
+            consumer.unacked.clear()
         holder = self._holders.register()
-        for agent, replica in self._private:
+        for agent, replica in self._private_queues:
             self._queues.declare_private(agent, replica, holder)
         return holder
 
-    def _beat(self, holder: int) -> None:
-        self._holders.beat(holder)
-        self._tidy(lambda: self._dissolve_dead(holder))
-        self._tidy(self._queues.give_back_orphans)
-        self._tidy(lambda: self._queues.drop_unused(self._private_ttl))
-        self._tidy(self._queues.trim_dead_letters)
+    def _heartbeat(self, holder: int) -> None:
+        self._holders.record_heartbeat(holder)
+        self._run_maintenance(lambda: self._remove_dead_holders(holder))
+        self._run_maintenance(self._queues.requeue_orphans)
+        self._run_maintenance(lambda: self._queues.drop_unused(self._private_ttl))
+        self._run_maintenance(self._queues.trim_dead_letters)
 
-    def _dissolve_dead(self, holder: int) -> None:
-        for dead in self._pulse.dead(self._holders.beats(), time.monotonic()):
+    def _remove_dead_holders(self, holder: int) -> None:
+        for dead in self._heartbeat_monitor.find_dead(self._holders.heartbeats(), time.monotonic()):
             if dead != holder:
-                self._queues.dissolve(dead)
+                self._queues.remove_holder(dead)
 
-    def _tidy(self, chore: Callable[[], None]) -> None:
+    def _run_maintenance(self, step: Callable[[], None]) -> None:
         """Run `chore`. If a row makes it fail, skip it: the beat and the pending jobs must not fail with it."""
         self._db.execute("SAVEPOINT chore")
         try:
-            chore()
+            step()
         except Exception as error:
             if not self._db.in_transaction:  # SQLite has given up the whole transaction
                 raise
             self._db.execute("ROLLBACK TO chore")
-            if str(error) != self._untidy:  # not at every beat
-                self._untidy = str(error)
+            if str(error) != self._last_maintenance_error:  # not at every beat
+                self._last_maintenance_error = str(error)
                 _log.warning("the queues cannot be tidied: %s", error)
         self._db.execute("RELEASE chore")
 

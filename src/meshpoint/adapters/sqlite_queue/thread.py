@@ -16,8 +16,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from meshpoint.adapters.sqlite_queue.jobs import Consumer, Control, Failure, Job, Turn
-from meshpoint.adapters.sqlite_queue.session import Session, Tuning
+from meshpoint.adapters.sqlite_queue.jobs import Consumer, Failure, Job, ThreadCommand, TransactionResult
+from meshpoint.adapters.sqlite_queue.session import QueueOptions, QueueSession
 from meshpoint.errors import BrokerUnavailable
 
 T = TypeVar("T")
@@ -25,31 +25,31 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _MAX_BATCH = 1000
-_FIRST_POLL = 0.001
-_RETRY = 0.1
+_MIN_POLL_DELAY = 0.001
+_RETRY_DELAY = 0.1
 
 
 class QueueThread:
     """Runs jobs and the claims of consumers. Public methods are for the event loop."""
 
-    def __init__(self, path: Path, namespace: str, tuning: Tuning) -> None:
-        self._path, self._namespace, self._tuning = path, namespace, tuning
+    def __init__(self, path: Path, namespace: str, options: QueueOptions) -> None:
+        self._path, self._namespace, self._options = path, namespace, options
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._main, name="meshpoint-sqlite-queue", daemon=True)
-        self._started: asyncio.Future[Session] = self._loop.create_future()
-        self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._inbox: SimpleQueue[Job[Any] | Control] = SimpleQueue()
+        self._started: asyncio.Future[QueueSession] = self._loop.create_future()
+        self._finished: asyncio.Future[None] = self._loop.create_future()
+        self._inbox: SimpleQueue[Job[Any] | ThreadCommand] = SimpleQueue()
         self.connected = False
         self.closing = False
         # From here on the thread's own.
         self._stopping = False
         self._consumers: list[Consumer] = []
-        self._kept: list[Job[Any]] = []
-        self._look = False  # something may be ready for a consumer
-        self._poll = _FIRST_POLL
-        self._next_beat = 0.0
+        self._retry_jobs: list[Job[Any]] = []
+        self._may_be_ready = False  # something may be ready for a consumer
+        self._poll_delay = _MIN_POLL_DELAY
+        self._next_heartbeat = 0.0
 
-    async def start(self) -> Session:
+    async def start(self) -> QueueSession:
         """Open the file.
 
         Raises:
@@ -60,50 +60,50 @@ class QueueThread:
         try:
             return await self._started
         except asyncio.CancelledError:
-            self._submit(Control(self._stop, self._loop.create_future()))
+            self._submit(ThreadCommand(self._stop, self._loop.create_future()))
             raise
 
-    async def do(self, job: Job[T]) -> T:
+    async def execute(self, job: Job[T]) -> T:
         """The result of `job`, once committed. It is done even if the caller is cancelled meanwhile."""
         self._submit(job)
         return await job.future
 
-    def control(self, run: Callable[[], object]) -> asyncio.Future[None]:
+    def run_in_thread(self, run: Callable[[], object]) -> asyncio.Future[None]:
         """Schedule `run` in the thread, between transactions. It runs even if the future is never awaited."""
-        control = Control(run, self._loop.create_future())
-        self._submit(control)
-        return control.future
+        command = ThreadCommand(run, self._loop.create_future())
+        self._submit(command)
+        return command.future
 
     async def attach(self, consumer: Consumer) -> None:
         """Begin to claim for `consumer`."""
-        await self.control(lambda: self._consumers.append(consumer))
+        await self.run_in_thread(lambda: self._consumers.append(consumer))
 
     def detach(self, consumer: Consumer) -> asyncio.Future[None]:
         """Claim no more for `consumer`."""
-        return self.control(lambda: self._forget(consumer))
+        return self.run_in_thread(lambda: self._remove_consumer(consumer))
 
     async def resize(self, consumer: Consumer, prefetch: int) -> None:
         """Let `consumer` hold up to `prefetch`."""
-        await self.control(lambda: setattr(consumer, "prefetch", prefetch))
+        await self.run_in_thread(lambda: setattr(consumer, "prefetch", prefetch))
 
     async def stop(self) -> None:
         """Finish what was asked, give everything back, close the file."""
         self.closing = True
-        await self.control(self._stop)
-        await asyncio.shield(self._ended)
+        await self.run_in_thread(self._stop)
+        await asyncio.shield(self._finished)
         self._thread.join()
 
-    def _submit(self, item: Job[Any] | Control) -> None:
-        if self._ended.done():
-            self._refuse(item)
+    def _submit(self, item: Job[Any] | ThreadCommand) -> None:
+        if self._finished.done():
+            self._reject(item)
         else:
             self._inbox.put(item)
 
-    def _refuse(self, item: Job[Any] | Control) -> None:
+    def _reject(self, item: Job[Any] | ThreadCommand) -> None:
         """Answer what comes too late. Runs on the event loop."""
         if item.future.done():
             return
-        if isinstance(item, Control):
+        if isinstance(item, ThreadCommand):
             item.future.set_result(None)
         elif item.settles:
             item.future.set_result(False)
@@ -114,31 +114,31 @@ class QueueThread:
 
     def _main(self) -> None:
         try:
-            self._session = Session(self._path, self._namespace, self._tuning)
+            self._session = QueueSession(self._path, self._namespace, self._options)
         except Exception as error:
-            failure = self._unavailable(error) if isinstance(error, sqlite3.Error) else error
-            self._tell(Turn(failures=[(self._started, failure)]).arrive)
-            self._tell(self._end)
+            failure = self._to_unavailable(error) if isinstance(error, sqlite3.Error) else error
+            self._call_in_loop(TransactionResult(failures=[(self._started, failure)]).deliver)
+            self._call_in_loop(self._finish)
             return
         self.connected = True
-        self._next_beat = time.monotonic() + self._tuning.beat_interval
-        self._tell(Turn(results=[(self._started, self._session)]).arrive)
+        self._next_heartbeat = time.monotonic() + self._options.heartbeat_interval
+        self._call_in_loop(TransactionResult(results=[(self._started, self._session)]).deliver)
         try:
             while not self._stopping and not self._loop.is_closed():
-                self._step()
+                self._run_once()
         finally:
             self._close()
 
-    def _step(self) -> None:
+    def _run_once(self) -> None:
         jobs = self._collect()
-        beat = time.monotonic() >= self._next_beat
-        if jobs or beat or not self.connected or self._news():
-            self._transact(jobs, beat=beat)
+        heartbeat = time.monotonic() >= self._next_heartbeat
+        if jobs or heartbeat or not self.connected or self._has_claimable():
+            self._transact(jobs, heartbeat=heartbeat)
 
     def _collect(self) -> list[Job[Any]]:
         """Wait for something to do; perform controls, return jobs."""
-        wait = self._patience()
-        jobs, self._kept = self._kept, []
+        wait = self._wait_seconds()
+        jobs, self._retry_jobs = self._retry_jobs, []
         while len(jobs) < _MAX_BATCH and not self._stopping:
             try:
                 item = self._inbox.get(timeout=wait) if wait > 0 else self._inbox.get_nowait()
@@ -149,60 +149,60 @@ class QueueThread:
                 jobs.append(item)
             else:
                 item.run()
-                self._look = True
-                self._tell(Turn(results=[(item.future, None)]).arrive)
+                self._may_be_ready = True
+                self._call_in_loop(TransactionResult(results=[(item.future, None)]).deliver)
         return jobs
 
-    def _patience(self) -> float:
+    def _wait_seconds(self) -> float:
         """Seconds to wait for the event loop before looking elsewhere."""
         if not self.connected:
-            return _RETRY
-        if self._look:
+            return _RETRY_DELAY
+        if self._may_be_ready:
             return 0.0
-        until_beat = max(0.0, self._next_beat - time.monotonic())
-        hungry = any(consumer.room for consumer in self._consumers)
-        return min(self._poll, until_beat) if hungry else until_beat
+        until_heartbeat = max(0.0, self._next_heartbeat - time.monotonic())
+        has_room = any(consumer.room for consumer in self._consumers)
+        return min(self._poll_delay, until_heartbeat) if has_room else until_heartbeat
 
-    def _news(self) -> bool:
+    def _has_claimable(self) -> bool:
         """Whether there is something to claim. Polls less often as nothing happens."""
         try:
-            if not self._session.changed() and not self._look:
-                self._poll = min(self._poll * 2, self._tuning.poll_interval)
+            if not self._session.has_changes() and not self._may_be_ready:
+                self._poll_delay = min(self._poll_delay * 2, self._options.poll_interval)
                 return False
-            self._poll = _FIRST_POLL
-            self._look = self._session.has_ready(self._consumers)
+            self._poll_delay = _MIN_POLL_DELAY
+            self._may_be_ready = self._session.has_ready(self._consumers)
         except sqlite3.Error as error:
-            self._lose(error)
-        return self._look
+            self._record_unavailable(error)
+        return self._may_be_ready
 
-    def _transact(self, jobs: Sequence[Job[Any]], *, beat: bool) -> None:
+    def _transact(self, jobs: Sequence[Job[Any]], *, heartbeat: bool) -> None:
         try:
-            turn = self._session.transact(jobs, self._consumers, beat=beat)
+            result = self._session.transact(jobs, self._consumers, heartbeat=heartbeat)
         except Exception as error:
             self._recover(jobs, error)
         else:
-            if beat:
-                self._next_beat = time.monotonic() + self._tuning.beat_interval
-            self.connected, self._look, self._poll = True, turn.look_again, _FIRST_POLL
-            self._tell(turn.arrive)
+            if heartbeat:
+                self._next_heartbeat = time.monotonic() + self._options.heartbeat_interval
+            self.connected, self._may_be_ready, self._poll_delay = True, result.more_ready, _MIN_POLL_DELAY
+            self._call_in_loop(result.deliver)
 
     def _recover(self, jobs: Sequence[Job[Any]], error: Exception) -> None:
         """Settling waits for the database; the rest fails. One unfit message must not fail its neighbours."""
         if type(error) in {sqlite3.OperationalError, sqlite3.DatabaseError} or not jobs:
-            self._lose(error)
-            self._kept += [job for job in jobs if job.settles]
-            failures: list[Failure] = [(job.future, self._unavailable(error)) for job in jobs if not job.settles]
-            self._tell(Turn(failures=failures).arrive)
+            self._record_unavailable(error)
+            self._retry_jobs += [job for job in jobs if job.settles]
+            failures: list[Failure] = [(job.future, self._to_unavailable(error)) for job in jobs if not job.settles]
+            self._call_in_loop(TransactionResult(failures=failures).deliver)
         elif len(jobs) == 1:
-            self._tell(Turn(failures=[(jobs[0].future, error)]).arrive)
+            self._call_in_loop(TransactionResult(failures=[(jobs[0].future, error)]).deliver)
         else:
             for job in jobs:
-                self._transact([job], beat=False)
+                self._transact([job], heartbeat=False)
 
-    def _lose(self, error: Exception) -> None:
+    def _record_unavailable(self, error: Exception) -> None:
         if self.connected:
             _log.warning("the queues in %s are away: %s", self._path, error)
-        self.connected, self._look = False, True
+        self.connected, self._may_be_ready = False, True
 
     def _close(self) -> None:
         self.connected = False
@@ -210,31 +210,31 @@ class QueueThread:
             self._session.close()
         except sqlite3.Error as error:
             _log.warning("%s: what was unsettled is given back when the lease ends: %s", self._path, error)
-        self._tell(self._end)
+        self._call_in_loop(self._finish)
 
-    def _tell(self, what: Callable[[], None]) -> None:
+    def _call_in_loop(self, callback: Callable[[], None]) -> None:
         """Run `what` on the event loop, if there still is one."""
         try:
-            self._loop.call_soon_threadsafe(what)
+            self._loop.call_soon_threadsafe(callback)
         except RuntimeError:
             self._stopping = True
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         """Let nobody wait for a thread that is gone. Runs on the event loop."""
-        for job in self._kept:
-            self._refuse(job)
+        for job in self._retry_jobs:
+            self._reject(job)
         while not self._inbox.empty():
-            self._refuse(self._inbox.get())
-        self._ended.set_result(None)
+            self._reject(self._inbox.get())
+        self._finished.set_result(None)
 
     def _stop(self) -> None:
         self._consumers.clear()
         self._stopping = True
 
-    def _forget(self, consumer: Consumer) -> None:
+    def _remove_consumer(self, consumer: Consumer) -> None:
         self._consumers = [each for each in self._consumers if each is not consumer]
 
-    def _unavailable(self, error: Exception) -> BrokerUnavailable:
+    def _to_unavailable(self, error: Exception) -> BrokerUnavailable:
         unavailable = BrokerUnavailable(f"{self._path}: {error}")
         unavailable.__cause__ = error
         return unavailable
