@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -14,6 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+
+from code_blocks import code_blocks
 
 pytestmark = pytest.mark.slow
 
@@ -58,9 +59,7 @@ def test_an_example_proves_its_claim_and_prints_what_its_page_shows(name: str, t
         text=True,
         check=False,
     )
-    (shown,) = re.findall(
-        r"^```text\n(.*?)^```$", (EXAMPLES / name / "README.md").read_text(), re.DOTALL | re.MULTILINE
-    )
+    (shown,) = code_blocks((EXAMPLES / name / "README.md").read_text(), "text")
     printed = "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
     assert (done.returncode, printed, done.stderr) == (0, shown, "")
     assert not list(tmp_path.iterdir()), "it leaves nothing behind"

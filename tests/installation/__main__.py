@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import venv
 from pathlib import Path
 
+from code_blocks import code_blocks
 from meshpoint.extras import COMMAND_LINE, CONFORMANCE, POSTGRESQL, RABBITMQ, REDIS, YAML, Feature
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,17 +72,17 @@ class Environment:
         return self.run("-c", code, *names).strip()
 
 
-def first_example() -> str:
-    """The first Python block of the README."""
-    found = re.search(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert found is not None
-    return found[1]
+def example_on(page: str) -> str:
+    """The first Python block of a page of Markdown."""
+    return code_blocks((ROOT / page).read_text(encoding="utf-8"), "python")[0]
 
 
 def check(extra: str, wheel: Path, folder: Path, *, alone: bool) -> None:
     """Install `wheel` with `extra` and use it. Unless `alone`, repeat this next to other frameworks."""
     environment, example = Environment(folder), folder / "example.py"
-    example.write_text(first_example())
+    code = example_on("README.md")
+    example.write_text(code)
+    (folder / "test_adapter.py").write_text(example_on("docs/how-to/write-an-adapter.md"))
     packages = environment.install(f"{wheel}[{extra}]" if extra != "core" else str(wheel))
     tell(extra, f"{packages} packages, no conflicts")
     printed = environment.run("-W", "error", str(example)).strip()
@@ -96,8 +96,7 @@ def check(extra: str, wheel: Path, folder: Path, *, alone: bool) -> None:
     if not alone:
         packages = environment.install(*NEIGHBOURS)
         tell("", f"next to {environment.versions(*NEIGHBOURS)}: {packages} packages, no conflicts")
-        code = f"import {', '.join(NEIGHBOURS.values())}\n"
-        printed = environment.run("-c", code + first_example()).strip()
+        printed = environment.run("-c", f"import {', '.join(NEIGHBOURS.values())}\n{code}").strip()
         tell("", f"README's first example, with all of them imported: {printed}")
         for feature in BROUGHT[extra]:
             tell("", environment.run(str(PROBE), "use", feature.name).strip())

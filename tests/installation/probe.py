@@ -1,4 +1,7 @@
-"""Runs in an environment with an installed wheel: use a feature, or see the error that names its extra."""
+"""Runs in an environment with an installed wheel: use a feature, or see the error that names its extra.
+
+`test_adapter.py`, a suite for an adapter, is in the working directory.
+"""
 
 from __future__ import annotations
 
@@ -10,37 +13,6 @@ from pathlib import Path
 import meshpoint
 from meshpoint.errors import ConfigurationError
 
-SUITE = """\
-from datetime import timedelta
-
-import pytest
-
-from meshpoint.adapters.inprocess.broker import MemoryBroker
-from meshpoint.adapters.inprocess.exchange import MemoryExchange
-from meshpoint.testing.conformance.broker import BrokerSuite
-
-class TestMemoryBroker(BrokerSuite):
-    @pytest.fixture
-    def exchange(self):
-        return MemoryExchange(delivery_limit=5, private_ttl=timedelta())
-
-    @pytest.fixture
-    async def broker(self, exchange):
-        broker = MemoryBroker(exchange)
-        await broker.open()
-        yield broker
-        await broker.close()
-
-    @pytest.fixture
-    async def other(self, broker, exchange):
-        other = MemoryBroker(exchange)
-        await other.open()
-        yield other
-        await other.close()
-
-    async def break_connection(self, broker):
-        broker.lose_connection()
-"""
 MESHPOINT = str(Path(sys.executable).with_name("meshpoint"))
 
 
@@ -90,9 +62,8 @@ def command_line() -> str:
 
 
 def conformance() -> str:
-    Path("test_memory.py").write_text(SUITE)
     options = ("-p", "no:cacheprovider", "-o", "asyncio_mode=auto", "-q")
-    return run(sys.executable, "-m", "pytest", *options, "test_memory.py").splitlines()[-1]
+    return run(sys.executable, "-m", "pytest", *options, "test_adapter.py").splitlines()[-1]
 
 
 def conformance_import() -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from code_blocks import code_blocks
 from meshpoint.adapters.sql.tables import metadata
 from meshpoint.demo import screen
 from meshpoint.model.checkpoint import CallState, TaskState
@@ -22,11 +23,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 HOW = (ROOT / "docs" / "explanation" / "how-it-works.md").read_text(encoding="utf-8")
 EVENTS = (ROOT / "docs" / "reference" / "events.md").read_text(encoding="utf-8")
 GUARANTEES = (ROOT / "docs" / "explanation" / "guarantees.md").read_text(encoding="utf-8")
-
-
-def block(page: str, language: str) -> str:
-    found = re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
-    return str(found[0])
 
 
 def rows(page: str, heading: str) -> list[list[str]]:
@@ -44,7 +40,7 @@ def quoted(text: str) -> list[str]:
 
 
 def test_the_example_runs_as_pasted_and_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "pasted.py").write_text(block(README, "python"), encoding="utf-8")
+    (tmp_path / "pasted.py").write_text(code_blocks(README, "python")[0], encoding="utf-8")
     command = [sys.executable, "-W", "error", "pasted.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     (promised,) = re.findall(r"^It prints `(.+?)`", README, flags=re.MULTILINE)
@@ -54,13 +50,13 @@ def test_the_example_runs_as_pasted_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_the_configuration_is_that_of_the_example_folder(tmp_path: Path) -> None:
     shown = tmp_path / "shown.yaml"
-    shown.write_text(block(README, "yaml"), encoding="utf-8")
+    shown.write_text(code_blocks(README, "yaml")[0], encoding="utf-8")
     whole = load([ROOT / "examples" / "replicas" / "travel.yaml"], env={})
     assert load([shown], env={}) == whole
 
 
 def test_the_demonstration_prints_such_an_account() -> None:
-    account = block(README, "text").partition("\n\n")[2].partition("\n\n")[0].splitlines()
+    account = code_blocks(README, "text")[0].partition("\n\n")[2].partition("\n\n")[0].splitlines()
     assert [line.strip().partition("   ")[2] for line in account] == [label for _, label in screen._LABELS]
 
 
@@ -81,10 +77,6 @@ SCRIPTS = [
 ]
 
 
-def blocks(page: str, language: str) -> list[str]:
-    return [str(each) for each in re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)]
-
-
 @pytest.mark.parametrize(("code", "printed"), SCRIPTS)
 def test_a_script_prints_what_the_page_shows(code: str, printed: str, tmp_path: Path) -> None:
     (tmp_path / "pasted.py").write_text(code, encoding="utf-8")
@@ -95,12 +87,12 @@ def test_a_script_prints_what_the_page_shows(code: str, printed: str, tmp_path: 
 
 def test_no_script_lacks_its_output() -> None:
     pages = [(HOW_TO / f"{name}.md").read_text(encoding="utf-8") for name in ("write-an-agent", "call-peers")]
-    assert len(SCRIPTS) == sum(len(blocks(page, "python")) for page in pages)
+    assert len(SCRIPTS) == sum(len(code_blocks(page, "python")) for page in pages)
 
 
 @pytest.mark.parametrize("name", ["test-an-agent", "write-an-adapter"])
 def test_the_tests_on_a_page_pass(name: str, tmp_path: Path) -> None:
-    module = "\n\n".join(blocks((HOW_TO / f"{name}.md").read_text(encoding="utf-8"), "python"))
+    module = "\n\n".join(code_blocks((HOW_TO / f"{name}.md").read_text(encoding="utf-8"), "python"))
     (tmp_path / "test_pasted.py").write_text(module, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n", encoding="utf-8"
@@ -112,8 +104,8 @@ def test_the_tests_on_a_page_pass(name: str, tmp_path: Path) -> None:
 
 def test_the_quickstart_can_be_served(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-    (tmp_path / "agents.py").write_text(block(page, "python"), encoding="utf-8")
-    for name, text in zip(("travel", "peers"), blocks(page, "yaml"), strict=True):
+    (tmp_path / "agents.py").write_text(code_blocks(page, "python")[0], encoding="utf-8")
+    for name, text in zip(("travel", "peers"), code_blocks(page, "yaml"), strict=True):
         (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
     served = {each.entrypoint for name in ("travel", "peers") for each in load([tmp_path / f"{name}.yaml"]).agents}
     code = f"from meshpoint import load_agent\nfor each in {sorted(served)}: print(load_agent(each).name)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import meshpoint
+from code_blocks import code_blocks
 from hidden_imports import run_without
 from meshpoint import extras
 from meshpoint.errors import ConfigurationError
@@ -25,8 +25,7 @@ MAIN = "from meshpoint.cli import main; main({arguments})"
 
 
 def first_example() -> str:
-    (example,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)[:1]
-    return str(example)
+    return code_blocks((ROOT / "README.md").read_text(), "python")[0]
 
 
 def test_the_first_example_needs_no_optional_library() -> None:
