@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshpoint.cli.reference import written
+from meshpoint.cli.reference import render_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 
 
 def test_the_page_holds_every_command() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert page == written(page), "run: python -m meshpoint.cli.reference docs/reference/cli.md"
+    assert page == render_page(page), "run: python -m meshpoint.cli.reference docs/reference/cli.md"

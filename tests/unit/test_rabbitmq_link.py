@@ -48,15 +48,21 @@ async def test_a_long_outage_is_not_logged_at_each_attempt(
     assert "publishing: unavailable" in caplog.text
 
 
-@pytest.mark.parametrize("given", ["", "?name=mine"])
-async def test_a_connection_for_one_message_says_so_in_its_name(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    names = list[str]()
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of connections that were tried; each is refused."""
+    tried = list[str]()
 
     async def refused(url: URL, *_: Any) -> Any:
-        names.append(url.query["name"])
+        tried.append(url.query["name"])
         raise OSError("connection refused")
 
     monkeypatch.setattr(link_module, "connect", refused)
+    return tried
+
+
+@pytest.mark.parametrize("given", ["", "?name=mine"])
+async def test_a_connection_for_one_message_says_so_in_its_name(names: list[str], given: str) -> None:
     link = Connection(f"amqp://guest@localhost/{given}", "publishing", timedelta(seconds=1))
     for connect in (link.ensure_connected, link.open_separate):
         with pytest.raises(BrokerUnavailable):
@@ -64,14 +70,7 @@ async def test_a_connection_for_one_message_says_so_in_its_name(monkeypatch: pyt
     assert names[1] == f"{names[0]} apart"
 
 
-async def test_connections_of_an_isolated_process_say_so_in_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = list[str]()
-
-    async def refused(url: URL, *_: Any) -> Any:
-        names.append(url.query["name"])
-        raise OSError("connection refused")
-
-    monkeypatch.setattr(link_module, "connect", refused)
+async def test_connections_of_an_isolated_process_say_so_in_their_names(names: list[str]) -> None:
     mesh = MeshSettings(namespace="mesh", broker_url="amqp://guest@localhost")
     for purpose in ("", "isolated"):
         broker = wiring.make_broker(mesh, purpose)

@@ -15,16 +15,13 @@ from typing import Any
 import typer
 
 from meshpoint.cli.app import app
+from meshpoint.settings.reference import replace_section
 
-_START, _END = "<!-- commands -->\n", "<!-- end of commands -->\n"
 
-
-def written(page: str) -> str:
+def render_page(page: str) -> str:
     """`page` with every command between its marks."""
-    before, rest = page.split(_START)
-    _, after = rest.split(_END)
     sections = [_section(path, command) for path, command in _commands("meshpoint", typer.main.get_command(app))]
-    return before + _START + "\n" + "\n".join(sections) + "\n" + _END + after
+    return replace_section(page, "commands", "\n" + "\n".join(sections) + "\n")
 
 
 def _commands(path: str, command: Any) -> Iterator[tuple[str, Any]]:
@@ -61,4 +58,4 @@ def _row(record: tuple[str, str]) -> str:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    target.write_text(written(target.read_text(encoding="utf-8")), encoding="utf-8")
+    target.write_text(render_page(target.read_text(encoding="utf-8")), encoding="utf-8")

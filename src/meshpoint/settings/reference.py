@@ -22,11 +22,16 @@ _SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (("mesh", MeshSettings), ("
 def render_page(page: str) -> str:
     """`page` with the table of each section between its marks."""
     for section, model in _SECTIONS:
-        start, end = f"<!-- {section} -->\n", f"<!-- end of {section} -->\n"
-        before, rest = page.split(start)
-        _, after = rest.split(end)
-        page = before + start + render_table(section, model) + end + after
+        page = replace_section(page, section, render_table(section, model))
     return page
+
+
+def replace_section(page: str, section: str, text: str) -> str:
+    """`page` with `text` between the marks of a generated section."""
+    start, end = f"<!-- {section} -->\n", f"<!-- end of {section} -->\n"
+    before, rest = page.split(start)
+    _, after = rest.split(end)
+    return before + start + text + end + after
 
 
 def render_table(section: str, model: type[BaseModel]) -> str:
