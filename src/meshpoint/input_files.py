@@ -13,7 +13,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     """Read `path`, which may be a pipe or a device.
 
     Raises:
-        OSError: it cannot be read or is larger than `most` bytes, as `strerror` explains.
+        OSError: it cannot be read or is larger than `max_bytes` bytes, as `strerror` explains.
     """
     try:
         with path.open("rb") as file:
@@ -26,7 +26,7 @@ def read_stream(stream: IO[bytes], max_bytes: int) -> bytes:
     """Read `stream` to its end.
 
     Raises:
-        OSError: it is larger than `most` bytes.
+        OSError: it is larger than `max_bytes` bytes.
     """
     content = stream.read(max_bytes + 1)
     if len(content) > max_bytes:

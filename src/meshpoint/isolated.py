@@ -42,7 +42,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(job: Mapping[str, Any]) -> NoReturn:
-    """Run the segment named by `given`, then end this process even if agent code is still running."""
+    """Run the segment named by `job`, then end this process even if agent code is still running."""
     _die_with_parent()
     _prefer_oom_kill()
     reporter = ParentReporter(int(job["report_fd"]))
@@ -155,7 +155,7 @@ def _start_listener(handle: Callable[[Word], object]) -> None:
 def template(control_socket: socket.socket, modules: Sequence[str], idle_timeout: float) -> NoReturn:
     """Import `modules`, then fork a process for each request, one at a time. Agent code is never imported here.
 
-    Exits with its parent, after `idle` seconds without a child, or at the first error. The parent then starts
+    Exits with its parent, after `idle_timeout` seconds without a child, or at the first error. The parent then starts
     processes without a template.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # a service manager may signal every process; children handle it
@@ -177,7 +177,7 @@ def template(control_socket: socket.socket, modules: Sequence[str], idle_timeout
 
 
 def _fork(task_id: bytes, commands_fd: int, report_fd: int, status_fd: int) -> None:
-    """Fork a process; send its pidfd, then its exit code, through `status`."""
+    """Fork a process; send its pidfd, then its exit code, through `status_fd`."""
     parent_pid = os.getpid()
     with socket.socket(fileno=status_fd) as status_socket:
         pid = os.fork()
@@ -196,7 +196,7 @@ def _fork(task_id: bytes, commands_fd: int, report_fd: int, status_fd: int) -> N
 
 
 def _run_child(parent: int, task_id: bytes, commands_fd: int, report_fd: int) -> NoReturn:
-    """Set up the child as `adapters.child_process` would, with `words` as its standard input, and run it."""
+    """Set up the child as `adapters.child_process` would, with `commands_fd` as its standard input, and run it."""
     try:
         _die_with_parent()
         if os.getppid() != parent:

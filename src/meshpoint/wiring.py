@@ -120,7 +120,7 @@ def build_worker(
     options: Options,
     isolation: Isolation | None = None,
 ) -> Worker:
-    """`served` with the settings of `agent`, ready to `run` on `broker`."""
+    """`durable_agent` with the settings of `agent`, ready to `run` on `broker`."""
     store = make_store(agent, namespace) if agent.stateless_checkpointing else None
     clock = DatabaseClock(_CLOCK, store) if store else _CLOCK
     inprocess_store = InProcessStore(clock, timings=agent.timings(), max_ended=_MAX_ENDED_TASKS)

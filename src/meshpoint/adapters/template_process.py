@@ -42,7 +42,7 @@ template(orders, given["modules"], given["idle"])
 
 
 class Template:
-    """Forks processes from a template, which starts on demand and exits `idle` seconds after its last child."""
+    """Forks processes from a template that starts on demand and exits `idle_timeout` seconds after its last child."""
 
     def __init__(self, idle_timeout: float = _IDLE_TIMEOUT) -> None:
         self._idle_timeout = idle_timeout
@@ -60,7 +60,7 @@ class Template:
         """Fork a child with these descriptors as its standard input and its report pipe.
 
         Raises:
-            OSError: the template could not start, died, or did not respond within `within` seconds.
+            OSError: the template could not start, died, or did not respond within `timeout` seconds.
         """
         if self.pid is None or self._environment != _current_environment():
             await self.stop()

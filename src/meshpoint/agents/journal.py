@@ -75,7 +75,7 @@ class JournalEntry(_JournalModel):
         )
 
     def describe_mismatch(self, current: JournalEntry) -> str | None:
-        """How `asked` differs from this record; None when it is the same request."""
+        """How `current` differs from this record; None when it is the same request."""
         recorded_peers, current_peers = [call.peer for call in self.calls], [call.peer for call in current.calls]
         if recorded_peers != current_peers:
             return f"recorded was a call of {', '.join(recorded_peers)}; now it calls {', '.join(current_peers)}"

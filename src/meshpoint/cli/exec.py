@@ -245,7 +245,7 @@ async def _choose_session(
 
 @contextmanager
 def _handle_signals(callback: Callable[[int], object]) -> Iterator[None]:
-    """Call `act` on the event loop at the first SIGINT or SIGTERM; a second one interrupts whatever runs.
+    """Call `callback` on the event loop at the first SIGINT or SIGTERM; a second one interrupts whatever runs.
 
     Not by the loop's own handlers: agent code that blocks the loop must not keep the second one from its effect.
     """

@@ -61,7 +61,7 @@ def print_result(
 ) -> None:
     """Print the result: the output on standard output, what else there is to know on standard error.
 
-    `resume` is the command line that goes on.
+    `resume_command` is the command line that goes on.
     """
     if as_json:
         print_json(_result_json(result, document, resume_command))

@@ -107,7 +107,7 @@ def _child_command(configs: list[Path], level: str, log_json: bool) -> list[str]
 
 @contextmanager
 def _handle_signals(callback: Callable[[], None], *, message: str) -> Iterator[None]:
-    """Call `act` on SIGTERM and SIGINT, and log `what`."""
+    """Call `callback` on SIGTERM and SIGINT, and log `message`."""
     loop = asyncio.get_running_loop()
 
     def on_signal(number: signal.Signals) -> None:

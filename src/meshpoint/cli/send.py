@@ -91,7 +91,7 @@ def send(
 async def _send(
     mesh: MeshSettings, agent: str, value: Any, task_id: str, timeout: timedelta | None, wait_seconds: float | None
 ) -> Outcome | None:
-    """The outcome; None when there was none in time, or when `patience` is None: it is not waited for."""
+    """The outcome; None when there was none in time, or when `wait_seconds` is None: it is not waited for."""
     from meshpoint.client import Client
     from meshpoint.model.ids import TaskId
     from meshpoint.wiring import make_broker

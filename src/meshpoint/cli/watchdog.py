@@ -38,7 +38,7 @@ class Watchdog:
     """Calls `stop` on SIGTERM or SIGINT, and ends the process `limit` seconds later or at a second signal.
 
     Signals within `signal_debounce` seconds count as one. `supervised`: the end of standard input also counts as
-    a signal. `code` is the exit code at the limit.
+    a signal. `exit_code` is the exit code at the limit.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from meshpoint.model.context import TaskExecutionContext
 
 
 class Trip(BaseModel):
-    """What is asked of `travel`, and of its peers. `wish` is what a peer is to do."""
+    """What is asked of `travel`, and of its peers. `action` is what a peer is to do."""
 
     city: str
     number: int = 1

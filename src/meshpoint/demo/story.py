@@ -16,7 +16,7 @@ ROOT, PEERS = "travel", ("flights", "hotels", "weather")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEvent:
-    """One event of one replica. `at` is an instant of the clock that all processes of a host share."""
+    """One event of one replica. `timestamp` is an instant of the clock that all processes of a host share."""
 
     step: Step
     phase: Phase

@@ -26,7 +26,7 @@ _MAX_TTL = timedelta(days=3650)
 class ExecConfig:
     """What is run: `agent`, with `others` for the calls it makes.
 
-    `file` is the embedded store, in a folder that is there. `ttl` is how long a checkpoint is kept.
+    `store_file` is the embedded store, in a folder that is there. `ttl` is how long a checkpoint is kept.
     """
 
     agent: DurableAgent[Any, Any]
@@ -57,7 +57,7 @@ class ExecConfig:
 
     @property
     def retention_seconds(self) -> float:
-        """How long the store keeps checkpoints; those of `NEVER` are exempt from deletion anyway."""
+        """How long the store keeps checkpoints; those of `NO_EXPIRY` are exempt from deletion anyway."""
         return min(self.ttl, _MAX_TTL).total_seconds()
 
     @property

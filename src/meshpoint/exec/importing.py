@@ -31,14 +31,14 @@ _IMPORTED_FAILURE = Failed(FailureKind.ERROR, "imported from a file, to be resum
 
 @dataclass(slots=True)
 class RecoveredRecords:
-    """What a file's checkpoint gives. `again`: by subtask, why it runs again although it was completed."""
+    """What a file's checkpoint gives. `rerun_reasons`: by subtask, why it runs again although it was completed."""
 
     records: list[SubtaskRecord] = field(default_factory=list)
     rerun_reasons: dict[str, str] = field(default_factory=dict)
 
 
 def recover_records(document: CheckpointDocument, stored: AgentCheckpoint | None) -> RecoveredRecords:
-    """The records of `document`, with results from it, or from what the store has `kept` of the same operation.
+    """The records of `document`, with results from it, or from what is `stored` of the same operation.
 
     What was begun after a subtask without a result runs again too.
     """

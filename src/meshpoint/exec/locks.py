@@ -42,7 +42,7 @@ class FileLock:
 
     @classmethod
     def try_acquire(cls, path: Path, *, record_holder: bool = True) -> Self | None:
-        """The lock; None: somebody else has it. `tell` writes into the file who has it."""
+        """The lock; None: somebody else has it. `record_holder` writes into the file who has it."""
         fd = _open_lock_file(path)
         if not _flock(fd, wait=False):
             os.close(fd)

@@ -62,7 +62,7 @@ class StepProgress:
 
 
 class StepLog:
-    """The `Observer` of one attempt. `told` hears of each step that changed."""
+    """The `Observer` of one attempt. `on_change` hears of each step that changed."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class StepLog:
         previous_steps: Iterable[str] = (),
         rerun_reasons: Mapping[str, str] | None = None,
     ) -> None:
-        """Listen to this task. `earlier` are the steps of its last attempt, `again` says why some run again."""
+        """Report on this task. `previous_steps` are of its last attempt; `rerun_reasons` says why some run again."""
         self._task = agent, task_id
         self._rerun_reasons.update(rerun_reasons or {})
         for name in previous_steps:

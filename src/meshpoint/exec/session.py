@@ -119,7 +119,7 @@ def session_namespace(session_id: str) -> str:
 
 
 def validate_session_id(session_id: str) -> str:
-    """`id_`, if it can name a session.
+    """`session_id`, if it can name a session.
 
     Raises:
         ConfigurationError: it cannot.

@@ -73,7 +73,7 @@ class LockedSession:
 
 
 class SessionStore:
-    """The sessions in `home`, a folder that also holds the embedded store. It is made when it is needed."""
+    """The sessions in `home_dir`, a folder that also holds the embedded store. It is made when it is needed."""
 
     def __init__(self, home_dir: Path) -> None:
         self.home_dir = home_dir.absolute()

@@ -27,8 +27,9 @@ def serialize_error(error: Exception, secret_keys: Collection[str] = ()) -> str:
 
 
 def rebuild_error(name: str, text: str) -> Exception:
-    """Rebuild the error of subtask `name` that `kept` stored, with the same type if it is loaded and constructible.
+    """Rebuild the error of subtask `name` from the text of `serialize_error`.
 
+    It has the same type if that is loaded and constructible.
     A record never imports anything, and calls nothing but an exception's constructor.
     """
     record = json.loads(text)

@@ -25,7 +25,7 @@ def unwrap_once(function: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that `within` leads to in the end."""
+    """The function that `unwrap_once` leads to in the end."""
     inner = unwrap_once(function)
     return function if inner is None else unwrap(inner)
 

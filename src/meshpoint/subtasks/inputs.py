@@ -87,7 +87,7 @@ def input_digests(
 
 
 def describe_difference(recorded: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """What differs between two `digests`, for people; None when nothing does."""
+    """What differs between two `input_digests`, for people; None when nothing does."""
     changes = (
         ([key for key in recorded if key in now and recorded[key] != now[key]], "differs", "differ"),
         ([key for key in now if key not in recorded], "is new", "are new"),

@@ -74,7 +74,7 @@ def unpack(packed: Packed, label: str) -> VerifiedSnapshot:
     """The items of a snapshot, verified.
 
     Raises:
-        ConsistencyError: it is damaged; names `what`, and the keys as far as they are known.
+        ConsistencyError: it is damaged; names `label`, and the keys as far as they are known.
     """
     manifest = _read_manifest(packed, label)
     digests = {key: digest for chunk in manifest["chunks"] for key, digest in chunk}
@@ -167,7 +167,7 @@ def _compress(plain: bytes) -> bytes:
 
 
 def _decompress(stored: bytes, max_bytes: int) -> bytes:
-    """Decompress `stored` to at most `most` bytes: a few kilobytes of zstd can expand to gigabytes."""
+    """Decompress `stored` to at most `max_bytes` bytes: a few kilobytes of zstd can expand to gigabytes."""
     size = zstandard.frame_content_size(stored)
     if not 0 <= size <= max_bytes:
         raise ValueError(f"its frame has {size} bytes; the limit is {max_bytes}")

@@ -98,7 +98,7 @@ class DualRecoveryStrategy:
     ) -> RecoveredMemory:
         """Make `owner` the owner of the memory with the fingerprint `expected`; None: the task has none yet.
 
-        `newest` is the number of the last checkpoint: a snapshot with a higher order is of a past that the database
+        `last_seq` is the number of the last checkpoint: a snapshot with a higher order is of a past that the database
         has lost.
 
         Raises:

@@ -38,7 +38,7 @@ _CLEAR = (Command("CLEAR", ""),)
 class MemoryServices:
     """What the memories of all tasks of one replica share.
 
-    `keep` lets them outlive a completed task for a while. `found` hears of each recovery.
+    `keep_completed` lets them outlive a completed task for a while. `on_recovered` is called for each recovery.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class MemoryRef:
 class TaskMemory:
     """The `MemoryRunner` of one segment.
 
-    `owner` tells the run, which has a fence once the task has a row, and `memories` where its memory is, once it has
-    a home: `open_` sees to both. `lost` is called when another run has the task. A write is done once, however often
-    the code runs: see `MemoryWriteLog`.
+    `owner` returns the run, which has a fence once the task has a row, and `services` where its memory is, once it
+    has a home: `ensure_operation` sees to both. `on_lost` is called when another run has the task. A write is done
+    once, however often the code runs: see `MemoryWriteLog`.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class TaskMemory:
     async def prepare_ref(self, order: int, *, durable: bool, finished_subtasks: Collection[str] = ()) -> MemoryRef:
         """The memory for the checkpoint `order`, which commits next. `durable`: for the database as well.
 
-        `over` are the subtasks that will not run again from their start.
+        `finished_subtasks` are the subtasks that will not run again from their start.
 
         A memory that cannot be read now is marked as absent, so that the checkpoint commits all the same.
 
@@ -382,7 +382,7 @@ class TaskMemory:
             return self._unreadable_ref(order, str(error))
 
     async def on_stored(self, ref: MemoryRef) -> None:
-        """The checkpoint with `mark` is durable."""
+        """The checkpoint with `ref` is durable."""
         self._ref = replace(ref, packed=None, content=None)
         if ref.packed is not None and self._l1.survives:
             self._snapshot_missing = True

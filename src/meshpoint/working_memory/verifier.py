@@ -20,7 +20,7 @@ class ConsistencyVerifier:
         """Return if `items` are exactly what was kept.
 
         Raises:
-            ConsistencyError: says that `what` is not, and names the keys that are missing, too many or changed.
+            ConsistencyError: says that `label` is not, and names the keys that are missing, too many or changed.
         """
         items = tuple(items)
         found = item_digests(items)

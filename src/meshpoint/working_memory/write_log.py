@@ -58,7 +58,7 @@ class MemoryWriteLog:
         )
 
     def for_checkpoint(self, seq: int, finished_subtasks: Collection[str] = ()) -> tuple[MemoryWrite, ...]:
-        """All of them, for the checkpoint `seq`, but for those in subtasks that are `over` and do not begin anew."""
+        """All writes for the checkpoint `seq`, except those in `finished_subtasks`, which do not begin anew."""
         self._writes = [write for write in self._writes if write.subtasks not in finished_subtasks]
         for index, write in enumerate(self._writes):
             if write.seq == 0:

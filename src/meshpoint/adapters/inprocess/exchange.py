@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, order=True)
 class QueuedMessage:
-    """A message in a queue. Given back, it returns to the place that `place` tells."""
+    """A message in a queue. Given back, it returns to the place that `position` tells."""
 
     position: int
     message: Message = field(compare=False)
@@ -43,7 +43,7 @@ class QueuedMessage:
 
 @dataclass(slots=True, eq=False)
 class Consumer:
-    """One subscription. What it holds are the items it can settle; an item that left `held` is lost to it."""
+    """One subscription. What it holds are the items it can settle; an item that left `unacked` is lost to it."""
 
     queue: Queue
     prefetch: int

@@ -287,9 +287,10 @@ class Tables:
 
     A tombstone whose end was moved, or which is none any more, stands there once more or in vain.
 
-    With `ended_kept`, a task is forgotten when its outcome is confirmed. Only the requesters and input digests of the
-    last ones are kept, in `over`. As many early cancels are kept, and `_MAX_RESUMABLE` failed operations. The oldest
-    are forgotten first: the request of a forgotten cancel runs, and a forgotten operation cannot be resumed.
+    With `max_ended`, a task is forgotten when its outcome is confirmed. Only the requesters and input digests of the
+    last ones are kept, in `recently_ended`. As many early cancels are kept, and `_MAX_RESUMABLE` failed operations.
+    The oldest are forgotten first: the request of a forgotten cancel runs, and a forgotten operation cannot be
+    resumed.
     """
 
     def __init__(self, clock: Clock, timings: StoreTimings, max_ended: int | None = None) -> None:

@@ -19,8 +19,8 @@ class InProcessStore(InProcessTransitions, InProcessDueWork, InProcessOutbox, In
     No method awaits anything: each runs to its end before another task of the event loop can look, so none can
     leave a transition half done, not even when it is cancelled.
 
-    An ended task stays as a tombstone with its reply for `timings.tombstone_ttl`. With `ended_kept`, it is forgotten
-    once its reply is sent, and only the last `ended_kept` ids are kept: a duplicate of such a request is recognised
+    An ended task stays as a tombstone with its reply for `timings.tombstone_ttl`. With `max_ended`, it is forgotten
+    once its reply is sent, and only the last `max_ended` ids are kept: a duplicate of such a request is recognised
     and not answered again.
     """
 

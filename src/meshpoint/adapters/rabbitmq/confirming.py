@@ -67,7 +67,7 @@ class ConfirmingChannel:
         self._stopped = True
 
     def send(self, message: OutboundMessage) -> asyncio.Future[Published]:
-        """Send `parcel`. The future gets the broker's answer, or the exception that closed the channel."""
+        """Send `message`. The future gets the broker's answer, or the exception that closed the channel."""
         confirmation: asyncio.Future[Published] = asyncio.get_running_loop().create_future()
         if not self.usable:
             confirmation.set_exception(self._close_error or ChannelInvalidStateError("the channel is closed"))

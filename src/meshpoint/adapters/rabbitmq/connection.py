@@ -269,7 +269,7 @@ class Connection:
         return self._connecting.result() if self._connecting is not None and self.up else None
 
     def drop(self, unresponsive: OpenConnection | None) -> None:
-        """Replace the unresponsive connection `silent`, closing it in the background. No-op unless it is current."""
+        """Replace the connection `unresponsive` and close it in the background. No-op unless it is current."""
         if unresponsive is None or unresponsive is not self.current:
             return
         self._discard_attempt()

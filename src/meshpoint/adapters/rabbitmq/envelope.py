@@ -40,7 +40,7 @@ def to_properties(message: Message, user_id: str | None) -> bytes:
     """Encode the properties of `message`; the broker verifies the login in `user_id`.
 
     Raises:
-        Unsendable: a text is too long, or a value cannot be written.
+        UnencodableMessage: a text is too long, or a value cannot be written.
     """
     try:
         return _properties(
@@ -59,7 +59,7 @@ def to_properties(message: Message, user_id: str | None) -> bytes:
 
 
 def to_dead_letter(raw: RawDelivery, content: Content, reason: str, user_id: str | None, max_bytes: int) -> bytes:
-    """Encode the properties of a dead-letter copy of `arrived`, in at most `room` bytes.
+    """Encode the properties of a dead-letter copy of `raw`, in at most `max_bytes` bytes.
 
     Accepts any delivery. If the headers do not fit, the largest are dropped.
     """

@@ -82,7 +82,7 @@ def short_string(text: str) -> bytes:
 def encode_publish(
     channel: int, exchange: bytes, routing_key: bytes, properties: bytes, body: bytes, max_payload: int
 ) -> bytes:
-    """Encode one mandatory `basic.publish`; `exchange` and `key` include their length prefixes."""
+    """Encode one mandatory `basic.publish`; `exchange` and `routing_key` include their length prefixes."""
     size = 7 + len(exchange) + len(routing_key)
     parts = [
         _frame_start.pack(METHOD, channel, size),
@@ -246,7 +246,7 @@ class FrameReader(asyncio.StreamReaderProtocol):
         self._last_fed_at = 0.0
 
     def route(self, channel: int, handler: FrameHandler) -> None:
-        """Route the frames of `channel` to `taker` until the broker has closed it.
+        """Route the frames of `channel` to `handler` until the broker has closed it.
 
         Also when the library has given the channel up: it would queue a few frames more and then stop reading.
         """

@@ -79,7 +79,7 @@ class Publisher:
         self.max_payload = max_frame_payload(0)
 
     async def publish(self, messages: Sequence[OutboundMessage]) -> list[Published]:
-        """Send `parcels` and wait for the broker's word on each, in their order.
+        """Send `messages` and wait for the broker's word on each, in their order.
 
         A message that the broker does not confirm while it answers otherwise counts as refused for now: a queue
         has lost its leader, which holds up this channel but must not hold up the next.

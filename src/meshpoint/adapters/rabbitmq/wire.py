@@ -46,7 +46,7 @@ class FrameTransport(TransportFactory):
         return reader, self._writer
 
     def route(self, channel: int, handler: FrameHandler) -> None:
-        """Route the frames of `channel` to `taker` until the broker has closed it."""
+        """Route the frames of `channel` to `handler` until the broker has closed it."""
         if self._frames is not None:
             self._frames.route(channel, handler)
 

@@ -67,7 +67,7 @@ class RedisCheckpointCache:
         """Replace the copy, which expires after `ttl`.
 
         Raises:
-            CheckpointError: the checkpoint exceeds `LARGEST`.
+            CheckpointError: the checkpoint exceeds `MAX_COPY_BYTES`.
         """
         key = self._key(checkpoint.operation_id, checkpoint.agent)
         self._connection.raise_if_unavailable(key)

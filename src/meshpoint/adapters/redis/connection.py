@@ -77,7 +77,7 @@ class RedisConnection:
         self._last_error = ""  # why
 
     async def execute(self, subject: str, request: Callable[[Redis], Awaitable[T]]) -> T:
-        """What Redis answers to `request`, which is about `what`.
+        """What Redis answers to `request`, which is about `subject`.
 
         Raises:
             Unavailable: the class that was given: it did not answer, or is not asked now.

@@ -37,10 +37,10 @@ class ScriptCall:
 async def run_scripts(
     connection: RedisConnection, subject: str, calls: Sequence[ScriptCall], *, by_digest: bool = True
 ) -> list[ScriptReply]:
-    """Do `calls` in one round trip; what each answered. With `known`, only the digests of the scripts are sent.
+    """Do `calls` in one round trip; what each answered. With `by_digest`, only the digests of the scripts are sent.
 
     Raises:
-        NoScriptError: Redis does not know a script; the other calls may be done. Never if not `known`.
+        NoScriptError: Redis does not know a script; the other calls may be done. Never if not `by_digest`.
         MemoryUnavailable: Redis did not answer, or not as expected; any call may be done.
     """
     try:
@@ -52,7 +52,7 @@ async def run_scripts(
 
 
 async def run_idempotent(connection: RedisConnection, subject: str, calls: Sequence[ScriptCall]) -> list[ScriptReply]:
-    """As `run`, for calls that may be done twice as well as once, or for a single call."""
+    """As `run_scripts`, for calls that may be done twice as well as once, or for a single call."""
     try:
         return await run_scripts(connection, subject, calls)
     except NoScriptError:

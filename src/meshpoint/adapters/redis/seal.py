@@ -35,7 +35,7 @@ class Seal:
         return await self._code(name, content) + content
 
     async def unseal(self, name: str, stored: bytes) -> bytes:
-        """Verify and return the content that `sealed` wrote under `name`.
+        """Verify and return the content that `seal` wrote under `name`.
 
         Raises:
             CheckpointError: it was written without the key or under another name, or was changed.

@@ -38,7 +38,7 @@ class RedisSnapshotStore:
         {namespace}:l1_snapshot_meta:{A}    digest, order, number of chunks, manifest behind its authentication code
 
     `secret` returns the key for that code; a snapshot written without it is never used.
-    A snapshot is limited to `largest` bytes and expires after `ttl`. A request takes at most `timeout`. After a
+    A snapshot is limited to `max_bytes` bytes and expires after `ttl`. A request takes at most `timeout`. After a
     failed request, Redis is not used for `retry_after`. `clock` counts seconds; `make_timeout` bounds a request.
     For one event loop.
 
@@ -79,7 +79,7 @@ class RedisSnapshotStore:
         A few megabytes are one round trip. A failure at any point leaves the old snapshot, or this one.
 
         Raises:
-            ConsistencyError: it exceeds `largest`, so it could not be read back.
+            ConsistencyError: it exceeds `max_bytes`, so it could not be read back.
         """
         if (size := _size(packed)) > self._max_bytes:
             problem = f"{size:,} bytes exceed the limit of {self._max_bytes:,} for snapshots in Redis"

@@ -72,10 +72,10 @@ class RedisWorkingMemory:
         {namespace}:L1:{A}:head             run, fence and version
         {namespace}:L1:{A}:restore:…        what `replace` puts beside them, for an hour
 
-    Everything lives for `active` after the last write, or for `paused` once the task paused. A key that is in the
-    index and not there was evicted. A key that somebody puts there otherwise is no part of the memory.
+    Everything lives for `active_ttl` after the last write, or for `paused_ttl` once the task paused. A key that is in
+    the index and not there was evicted. A key that somebody puts there otherwise is no part of the memory.
 
-    At most `largest` bytes of a memory are read at once, counting eight extra bytes per element.
+    At most `max_bytes` bytes of a memory are read at once, counting eight extra bytes per element.
     A request takes `timeout` at most. After one that failed, Redis is not asked for `retry_after`. `clock` counts
     seconds; `make_timeout` bounds a request. For one event loop.
 
@@ -259,11 +259,11 @@ class RedisWorkingMemory:
         ]
 
     def _read_limit(self, items: Sequence[Item]) -> int:
-        """Read limit for restored `items`: at least their size, as `largest` may have been higher when saved."""
+        """Read limit for restored `items`: at least their size, as `max_bytes` may have been higher when saved."""
         return max(self._max_bytes, sum(map(max_read_bytes, items)))
 
     async def _retain(self, owner: Owner, ttl: timedelta, ranks: Iterable[_RankRange]) -> int:
-        """Let the keys with these ranks live for `life`.
+        """Let the keys with these ranks live for `ttl`.
 
         Returns:
             How many members the index has; 0: the memory is not the owner's.

@@ -52,7 +52,7 @@ class _Group(Generic[Item, Result]):
 def split_by_size(
     items: Sequence[Item], sizes: Sequence[int], max_bytes: int = PART_BYTES
 ) -> Iterator[Sequence[Item]]:
-    """Split `items`, in order, into parts of at most `most` bytes. A larger item gets a part of its own."""
+    """Split `items`, in order, into parts of at most `max_bytes` bytes. A larger item gets a part of its own."""
     if items and sum(sizes) <= max_bytes:
         yield items
         return
@@ -73,8 +73,8 @@ class Batcher(Generic[Item, Result]):
 
     `flush` returns a result for each item. Whatever it raises is for all of its items; unless the database is away,
     each caller's are then tried on their own, so that one that cannot be written does not keep others from it. `size`
-    is an item's in bytes. `linger`: seconds that a batch waits for more, where nobody waits for it. `most`: items
-    after which a batch is full.
+    is an item's in bytes. `linger`: seconds that a batch waits for more, where nobody waits for it. A batch of
+    `max_items` items is full.
     """
 
     def __init__(

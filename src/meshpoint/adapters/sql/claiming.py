@@ -53,7 +53,7 @@ class ClaimResults:
 
 
 def with_tasks(results: Sequence[Arrival | Acquired], readable: Mapping[str, Resumable]) -> list[Arrival]:
-    """`results` with the tasks that were taken; those that are not `readable` were given back."""
+    """`results` with each acquired task. A task that is not `readable` was released."""
     return [_with_task(each, readable.get(each.task_id)) if isinstance(each, Acquired) else each for each in results]
 
 
@@ -165,7 +165,7 @@ def _apply_claims(
 def _apply_claim(
     command: Claim, outcome: bytes | None, tally: _Tally | None, call: Row[Any] | None, replica: Replica
 ) -> Arrival | Acquired:
-    """Record `wish` on its task's tally, or say why not."""
+    """Record `command` on its task's tally, or say why not."""
     if tally is None or call is None:
         return Unknown(command.task_id, command.sub_task_id)
     if command.sender is not None and command.sender != call.peer_agent:

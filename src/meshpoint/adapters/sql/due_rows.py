@@ -58,7 +58,7 @@ async def process_due(
 ) -> list[T]:
     """Run `body` in one transaction, or in one for each task if that fails; returns its results.
 
-    `put_off` are statements that make a task with a damaged row due later, so that it does not make every look fail.
+    `postpone` are statements that make a task with a damaged row due later, so that it does not make every look fail.
 
     Raises:
         StoreUnavailable: the database is unavailable. The leases of tasks acquired by earlier transactions expire.

@@ -40,7 +40,7 @@ class StoreOptions:
 class LockedTasks:
     """Tasks that no other transaction can change, and when they were locked.
 
-    `held`: tasks left out because another session holds the task or one of its rows.
+    `locked_elsewhere`: tasks left out because another session holds the task or one of its rows.
     """
 
     now: float
@@ -91,7 +91,7 @@ async def run_in_rounds(
     task_id: Callable[[Item], str],
     process_round: Callable[[list[Item]], Awaitable[list[Result]]],
 ) -> list[Result]:
-    """Results of `turn` in the order of `items`.
+    """Results of `process_round` in the order of `items`.
 
     A task occurs once in each turn, so that the next turn finds what this one wrote.
     """

@@ -120,7 +120,7 @@ class SqlStore(SqlOperations):
         clock: for tests: replaces the database's clock.
         confirm_linger: how long marks may wait for others; whoever brings them does not. A crash loses them, and what
             they mark is sent again.
-        hot_path: False sends everything through the general transactions, as on SQLite.
+        fast_path: False sends everything through the general transactions, as on SQLite.
         max_join_bytes: limit for the unpacked outcomes of one join; tasks above it come without them, and fail.
         lock_timeout: how long a PostgreSQL statement waits for a lock. After that, locked rows are skipped.
 

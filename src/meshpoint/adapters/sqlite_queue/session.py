@@ -160,7 +160,7 @@ class QueueSession:
                 self._queues.remove_holder(dead)
 
     def _run_maintenance(self, step: Callable[[], None]) -> None:
-        """Run `chore`. If a row makes it fail, skip it: the beat and the pending jobs must not fail with it."""
+        """Run `step`. If a row makes it fail, skip it: the beat and the pending jobs must not fail with it."""
         self._db.execute("SAVEPOINT chore")
         try:
             step()

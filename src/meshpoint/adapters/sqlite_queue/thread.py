@@ -213,7 +213,7 @@ class QueueThread:
         self._call_in_loop(self._finish)
 
     def _call_in_loop(self, callback: Callable[[], None]) -> None:
-        """Run `what` on the event loop, if there still is one."""
+        """Run `callback` on the event loop, if there still is one."""
         try:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:
