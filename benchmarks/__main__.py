@@ -17,6 +17,7 @@ from benchmarks.stage import Stage
 from meshpoint import event_loop
 
 RESULTS = Path(__file__).parent / "results"
+PLOTS = Path(__file__).parents[1] / "docs" / "images" / "benchmarks"
 
 
 class Benchmark(StrEnum):
@@ -34,12 +35,13 @@ def main(
     benchmarks: Annotated[list[Benchmark] | None, typer.Argument(help="Which; all when none is named.")] = None,
     quick: Annotated[bool, typer.Option(help="A minute each: enough to see the order of things.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    results: Annotated[Path, typer.Option(help="Where NAME.json and the plots go.")] = RESULTS,
+    results: Annotated[Path, typer.Option(help="Folder for NAME.json.")] = RESULTS,
+    plots: Annotated[Path, typer.Option(help="Folder for the plots.")] = PLOTS,
 ) -> None:
     """Measure Meshpoint on private servers, beside others that do the same job."""
     for benchmark in benchmarks or list(Benchmark):
         report = event_loop.run(_measured(benchmark, quick=quick))
-        report.save(results)
+        report.save(results, plots)
         if as_json:
             typer.echo(json.dumps(report.to_dict(), indent=2))
         else:

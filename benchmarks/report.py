@@ -121,12 +121,14 @@ class Report:
         for table in self.tables:
             console.print(table.shown())
 
-    def save(self, folder: Path) -> None:
-        """Write NAME.json, and NAME-PLOT.svg for each plot."""
+    def save(self, folder: Path, plots: Path | None = None) -> None:
+        """Write NAME.json to `folder`, and NAME-PLOT.svg for each plot to `plots`, by default the same folder."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{self.name}.json").write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        plots = plots or folder
+        plots.mkdir(parents=True, exist_ok=True)
         for title, plot in self.plots.items():
-            _draw(plot, folder / f"{self.name}-{title}.svg")
+            _draw(plot, plots / f"{self.name}-{title}.svg")
 
 
 def _draw(plot: Plot, path: Path) -> None:

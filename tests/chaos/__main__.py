@@ -28,6 +28,7 @@ def _arguments() -> argparse.Namespace:
     arguments.add_argument("--in-flight", type=int, default=100, help="unanswered requests at most")
     arguments.add_argument("--replicas", type=int, default=4, help="processes, each serving all agents")
     arguments.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    arguments.add_argument("--plots", type=Path, default=Path("docs/images/benchmarks"), help="folder for the plot")
     arguments.add_argument("--keep", action="store_true", help="keep the events of every replica")
     arguments.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
     return arguments.parse_args()
@@ -76,7 +77,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     written = json.dumps(asdict(report), indent=1)
     (options.out / "chaos.json").write_text(written + "\n")
-    if not picture.draw(report, options.out / "chaos.png"):
+    options.plots.mkdir(parents=True, exist_ok=True)
+    if not picture.draw(report, options.plots / "chaos.png"):
         console.print("no picture: matplotlib is not installed (`make chaos` installs it)")
     if options.json:
         sys.stdout.write(written + "\n")
