@@ -217,8 +217,8 @@ met_joins AS (
 # - the positions in the arrays of the outcomes recorded;
 # - `acquired`: whether the replica owns the task now, or NULL if the join is not met;
 # - for an acquired task, its row, and its earlier outcomes as far as the statement's snapshot has
-#   them. Earlier outcomes of more than `$15` bytes are left to `READ_OWNED`, since a result row must
-#   stay below 1 GiB.
+#   them. Earlier outcomes of more than `$15` bytes are left to `READ_OWNED`, since a result row
+#   must stay below 1 GiB.
 #
 # The statement finds each row by its whole key, regardless of the planner's statistics: calls are
 # joined to `given` only, and `|| ''` prevents the use of an index on the agent's name.

@@ -1,6 +1,6 @@
 """Migrations for the command line.
 
-No function except `run_in_transaction` may be called from a running event loop.
+`upgrade` and `check` start an event loop, so they must not be called from a running one.
 """
 
 from __future__ import annotations
