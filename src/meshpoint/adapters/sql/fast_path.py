@@ -182,7 +182,7 @@ class FastPath:
         try:
             rows = await self._reads.read(sql.READ_OWNED, task_ids, replica.id, run_ids, PART_BYTES)
         except StoreUnavailable as error:
-            raise CommitInDoubt(f"outcomes are recorded, but tasks were not read: {error}") from error
+            raise CommitInDoubt(f"outcomes are recorded, but reading the tasks failed: {error}") from error
         return OwnedTasks(
             {row.logical_task_id: row for row in rows},
             {

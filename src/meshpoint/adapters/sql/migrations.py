@@ -131,7 +131,8 @@ async def run_in_transaction(url: URL, work: Callable[[Connection], None]) -> No
             if sqlite:
                 await connection.exec_driver_sql("BEGIN IMMEDIATE")
             else:
-                # The default may be read-only. The lock makes concurrent upgrades run one after another.
+                # The default may be read-only. The lock makes concurrent upgrades run one after
+                # another.
                 await connection.exec_driver_sql("SET TRANSACTION READ WRITE")
                 await connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK_KEY})")
             await connection.run_sync(work)

@@ -338,7 +338,7 @@ class SqlStore(SqlOperations):
         except CommitInDoubt:
             raise
         except StoreUnavailable as error:
-            raise CommitInDoubt(f"outcomes are recorded, but tasks were not read: {error}") from error
+            raise CommitInDoubt(f"outcomes are recorded, but reading the tasks failed: {error}") from error
 
     async def _claim_part(
         self, packed: Sequence[tuple[Claim, bytes | None]], replica: Replica, slots: int
