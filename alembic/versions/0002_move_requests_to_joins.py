@@ -6,8 +6,8 @@ While replicas of the previous release still run:
   releases send such calls, so existing ones are left unchanged.
 - They do not see that a join is due. If a replica of this release commits requests and does not
   send them, only replicas of this release can. `downgrade` gives each of these calls a lease.
-- They delete tombstones without checking for calls and joins. A tombstone that may be deleted
-  normally has none.
+- They delete tombstones without checking for calls and joins. Normally, a tombstone that may be
+  deleted has no calls or joins.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def on_postgres() -> bool:
 
 
 def lock() -> None:
-    """Lock all tables that the migration changes, in the order in which transactions lock them.
+    """Lock all tables that the migration needs, in the order in which transactions lock them.
 
     Each lock is needed only for a moment.
     """

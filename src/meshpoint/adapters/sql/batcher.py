@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 BATCH_BYTES = 4 * 1024 * 1024
 """Approximate maximum bytes of a batch, which keeps the wait for the next batch short."""
 PART_BYTES = 16 * 1024 * 1024
-"""Maximum bytes sent in one statement, or read at once: PostgreSQL aborts a statement above 1 GiB."""
+"""Maximum bytes sent or read by one statement: PostgreSQL aborts statements above 1 GiB."""
 BATCH_ITEMS = 32
 """Items after which a batch is full.
 
@@ -57,7 +57,7 @@ class _Group(Generic[Item, Result]):
 def split_by_size(
     items: Sequence[Item], sizes: Sequence[int], max_bytes: int = PART_BYTES
 ) -> Iterator[Sequence[Item]]:
-    """Split `items`, in order, into parts of at most `max_bytes`; a larger item is its own part."""
+    """Split `items`, in order, into parts of at most `max_bytes`. A larger item is one part."""
     if items and sum(sizes) <= max_bytes:
         yield items
         return

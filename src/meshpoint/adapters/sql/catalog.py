@@ -29,7 +29,7 @@ async def list_tasks(
 async def show_task(
     tx: Transaction, names: AgentNames, task_id: TaskId
 ) -> tuple[TaskSummary, list[CallSummary]] | None:
-    """One task of this namespace and its calls in call order, or `None` if there is none."""
+    """One task of this namespace and its calls in call order, or `None` if it does not exist."""
     rows = await tx.fetch(sql.SHOW_TASK, task_id=task_id)
     if not rows or not rows[0].agent_name.startswith(names.prefix):
         return None

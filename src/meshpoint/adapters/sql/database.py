@@ -133,7 +133,7 @@ class Database:
             self._writer = WriterThread(self.writing_engine)
 
     async def close(self) -> None:
-        """Release every connection. Those that do not close within five seconds are dropped."""
+        """Release every connection. Connections still open after five seconds are dropped."""
         if self._writer is not None:
             self._writer.stop()
         with suppress(TimeoutError):
@@ -200,8 +200,7 @@ class Database:
         """Serialize the writers of this process to the SQLite file, in the order of their arrival.
 
         SQLite allows one writer at a time, and its own waiting has no order: with a few busy
-            stores
-        in a process, some would wait for seconds.
+        stores in a process, some would wait for seconds.
         """
         lock = _write_locks.setdefault(asyncio.get_running_loop(), WeakValueDictionary()).setdefault(
             self._file, asyncio.Lock()
@@ -210,7 +209,7 @@ class Database:
             async with asyncio.timeout(self._command_timeout):
                 await lock.acquire()
         except TimeoutError as error:
-            raise StoreUnavailable("timed out waiting for other writers of this process to the file") from error
+            raise StoreUnavailable("timed out waiting for this process's other writers") from error
         try:
             yield
         finally:

@@ -133,7 +133,7 @@ async def renew_when_unlocked(tx: Transaction, run: Run, replica: Replica, lock_
 
 
 def _split_by_ownership(runs: Sequence[Run], rows: Sequence[Row[Any]]) -> tuple[list[Run], list[Run]]:
-    """Split runs into those that own a task of `rows`, and others."""
+    """Split runs into owners of a task in `rows`, and others."""
     owned = {(row.logical_task_id, row.fence) for row in rows if row.status == TaskState.RUNNING}
     mine = [run for run in runs if (run.task_id, run.fence) in owned]
     return mine, [run for run in runs if (run.task_id, run.fence) not in owned]

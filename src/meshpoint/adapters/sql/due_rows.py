@@ -29,7 +29,7 @@ class DueQuery:
     values: Mapping[str, Any]
 
     async def fetch(self, tx: Transaction, only: str | None = None) -> Sequence[Row[Any]]:
-        """Fetch the rows, or only those of the task `only`."""
+        """Fetch the rows of all tasks, or of the task `only`."""
         if only is None:
             return await tx.fetch(self.template, **self.values)
         one_task = self.template.replace("ORDER BY", "AND logical_task_id = :only ORDER BY")
@@ -50,7 +50,7 @@ class RunTransaction(Protocol):
 
 
 DueTransaction = Callable[[Transaction, str | None, Sequence[T]], Awaitable[T]]
-"""Processes all due rows, or only those of one task, given the results of earlier transactions."""
+"""Processes due rows, of all tasks or of one, given the results of earlier transactions."""
 
 
 async def process_due(
@@ -83,7 +83,11 @@ async def process_due(
         except Unavailable:
             raise
         except Exception:
-            log.exception("task %s: a row is damaged; its due work is retried in %d s", task_id, _POSTPONE_SECONDS)
+            log.exception(
+                "task %s: a row is damaged; its due work is retried in %d s",
+                task_id,
+                _POSTPONE_SECONDS,
+            )
             await write(partial(_postpone, statements=postpone, task_id=task_id))
     return results
 

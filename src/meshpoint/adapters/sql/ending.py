@@ -146,7 +146,7 @@ async def release(tx: Transaction, releases: Sequence[Release], options: StoreOp
 
 def _is_repeated_release(run: Run, locked: LockedTasks) -> bool:
     row = locked.rows.get(run.task_id)
-    # The generation tells a repeated release from a pause of the same run, which raises it.
+    # A pause by the same run also makes a task ready, but raises the generation.
     return (
         row is not None
         and row.status in {TaskState.READY, TaskState.PARKED}

@@ -182,7 +182,7 @@ class FastPath:
         try:
             rows = await self._reads.read(sql.READ_OWNED, task_ids, replica.id, run_ids, PART_BYTES)
         except StoreUnavailable as error:
-            raise CommitInDoubt(f"outcomes are recorded, but reading the tasks failed: {error}") from error
+            raise CommitInDoubt(f"recorded outcomes, but cannot read tasks: {error}") from error
         return OwnedTasks(
             {row.logical_task_id: row for row in rows},
             {
@@ -239,8 +239,8 @@ class FastPath:
     async def confirm_dispatched(self, sent: Sequence[Dispatch]) -> tuple[list[Dispatch], list[Dispatch]]:
         """Record that the broker has stored requests, for pauses whose requests are all in `sent`.
 
-        Returns the requests that are not recorded: first those of pauses with other unsent
-        requests, then those of pauses whose join another session holds.
+        Returns the requests that are not recorded: first the requests of pauses with other unsent
+        requests, then the requests of pauses whose join another session holds.
         """
         if not sent:
             return [], []

@@ -28,7 +28,7 @@ class LockedRows:
         self._skip_until = self._clock() + _SKIP_SECONDS
 
     def record_locked(self, task_ids: Iterable[str]) -> None:
-        """Remember tasks that were skipped because another session holds one of their rows."""
+        """Remember tasks that were skipped because another session holds a row."""
         now = self._clock()
         self._tasks = {task_id: until for task_id, until in self._tasks.items() if until > now}
         if len(self._tasks) < _MAX_TASKS:

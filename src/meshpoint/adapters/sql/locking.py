@@ -40,8 +40,7 @@ class StoreOptions:
 class LockedTasks:
     """Tasks locked by this transaction, and the database's time after the last lock.
 
-    `locked_elsewhere` has the tasks left out because another session holds them or one of their
-    rows.
+    `locked_elsewhere` has the tasks left out because another session holds a row of them.
     """
 
     now: float
@@ -68,7 +67,7 @@ async def lock_task(tx: Transaction, task_id: str) -> LockedTasks:
     """Lock one task.
 
     Raises:
-        RowLocked: Another session holds the task or one of its rows.
+        RowLocked: Another session holds the task, or a row that belongs to it.
     """
     locked = await lock_tasks(tx, [task_id])
     if locked.locked_elsewhere:

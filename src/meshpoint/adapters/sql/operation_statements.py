@@ -55,7 +55,7 @@ READ_SECRET = """
 SELECT copy_key FROM agent_mesh_secrets WHERE namespace = :namespace
 """
 
-# Insert an operation, or replace one that an earlier task with the same id left behind.
+# Insert an operation, or replace the row that an earlier task with the same id left behind.
 INSERT_OPERATION = """
 INSERT INTO agent_operations (
   operation_id, agent_name, type, subject, parameters, children, exclusive, preserve, created_at)
@@ -71,7 +71,7 @@ UPDATE_TRACKED = """
 UPDATE agent_paused_tasks SET checkpoint_seq = 0 WHERE logical_task_id = :task_id
 """
 
-# Append children to those of an operation. Both are the text of a JSON list.
+# Append children to an operation's list. Both are the text of a JSON list.
 ADD_CHILDREN = """
 UPDATE agent_operations
    SET children = substr(children, 1, length(children) - 1) || CASE WHEN children = '[]' THEN '' ELSE ',' END

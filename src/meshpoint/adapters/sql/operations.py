@@ -119,7 +119,7 @@ class SqlOperations:
         return await self._database.write(create_key)
 
     async def preserve(self, task_id: TaskId, *, preserve: bool = True) -> bool:
-        """Exempt an operation from deletion, or end the exemption. `False` if there is none."""
+        """Exempt an operation from deletion, or end the exemption. `False` if it is unknown."""
         return await self._write(lambda tx: reviving.preserve(tx, task_id, self._options, preserve=preserve))
 
     async def operation(self, task_id: TaskId) -> OperationSummary | None:

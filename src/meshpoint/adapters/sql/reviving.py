@@ -31,7 +31,10 @@ from meshpoint.model.requesters import same_input
 
 
 async def revive(tx: Transaction, command: Revive, request: bytes | None, options: StoreOptions) -> ReviveResult:
-    """Make an ended task ready again. `request` is packed and replaces the stored one if given."""
+    """Make an ended task ready again. `request` is packed and replaces the stored one if given.
+
+    With `command.adopt`, a task that has not ended continues for the new requester.
+    """
     locked = await lock_task(tx, command.task_id)
     row = _row_of_namespace(command, locked, options)
     if row is None:

@@ -120,8 +120,8 @@ class SqlStore(SqlOperations):
         checkpoint_history: Number of an operation's latest checkpoints to keep.
         checkpoint_archive: Move checkpoints to an archive on success instead of deleting them.
         command_timeout: How long to wait for the database before it counts as unavailable.
-        pool_size: Connections to PostgreSQL, in addition to those of the fast path. SQLite has one
-            for reads and one for writes.
+        pool_size: Connections to PostgreSQL, in addition to the fast path's. SQLite has one for
+            reads and one for writes.
         clock: Replaces the database's clock in tests.
         confirm_linger: How long sent marks may wait to be written together; callers do not wait. A
             crash loses them, which only causes resends.
@@ -264,7 +264,7 @@ class SqlStore(SqlOperations):
         return self._require_unlocked(await self._write(lambda tx: checkpointing.begin(tx, packed, self._options)))
 
     async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
-        """Write checkpoints, batched with those of concurrent callers."""
+        """Write checkpoints, in batches shared with concurrent callers."""
         packed = [(await checkpointing.PackedPause.pack(command), await pack(command.request)) for command in pauses]
         locked_ids = self._locked_rows.recently_locked(wish.run.task_id for wish in pauses)
         if self._fast_path is not None and (locked_ids or not all(wish.fits_fast_path for wish, _ in packed)):
@@ -299,7 +299,7 @@ class SqlStore(SqlOperations):
             raise
 
     def _require_unlocked(self, results: Sequence[Result | Locked]) -> list[Result]:
-        """Return `results` if no other session holds one of their tasks.
+        """Return `results` if no other session holds a task among them.
 
         Raises:
             RowLocked: Another session holds a task. The other tasks are written; repeating the
@@ -338,7 +338,7 @@ class SqlStore(SqlOperations):
         except CommitInDoubt:
             raise
         except StoreUnavailable as error:
-            raise CommitInDoubt(f"outcomes are recorded, but reading the tasks failed: {error}") from error
+            raise CommitInDoubt(f"recorded outcomes, but cannot read tasks: {error}") from error
 
     async def _claim_part(
         self, packed: Sequence[tuple[Claim, bytes | None]], replica: Replica, slots: int
@@ -391,7 +391,7 @@ class SqlStore(SqlOperations):
         return arrivals
 
     async def end(self, ends: Sequence[End]) -> list[EndResult]:
-        """Turn running tasks into tombstones, batched with those of concurrent callers."""
+        """Turn running tasks into tombstones, in batches shared with concurrent callers."""
         packed = [(command, await pack(command.reply)) for command in ends]
         if self._fast_path is not None and self._locked_rows.recently_locked(wish.run.task_id for wish in ends):
             return await self._end_in_transaction(packed)
@@ -548,7 +548,7 @@ class SqlStore(SqlOperations):
                 except StoreUnavailable:
                     raise
                 except Exception:  # one damaged task must not stop the others
-                    log.exception("task %s: cannot read the outcomes of its calls", row.logical_task_id)
+                    log.exception("task %s: cannot read its calls' outcomes", row.logical_task_id)
                     del tasks[row.logical_task_id]
         return OwnedTasks(tasks, calls)
 
@@ -566,7 +566,11 @@ class SqlStore(SqlOperations):
             try:
                 await self.release([release])
             except Exception as error:
-                log.warning("task %s: cannot release it; its lease will expire: %s", release.run.task_id, error)
+                log.warning(
+                    "task %s: cannot release it; its lease will expire: %s",
+                    release.run.task_id,
+                    error,
+                )
         return readable
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
@@ -682,7 +686,7 @@ class SqlStore(SqlOperations):
 def _add_duplicates(claims: Sequence[Claim], results: Sequence[Arrival | Acquired]) -> list[Arrival | Acquired]:
     """Add results for claims with an id that occurred before in the batch.
 
-    `results` has those of the first claim of each id.
+    `results` has one result per id, in order of first occurrence.
     """
     left, firsts = iter(results), dict[str, Arrival | Acquired]()
     found: list[Arrival | Acquired] = []

@@ -1,7 +1,7 @@
 """Write transactions on a SQLite file, run entirely in a thread of their own.
 
 A transaction holds the file's only write lock from its first statement to its last. On the
-caller's event loop, other callbacks could run between its statements and prolong the lock.
+caller's event loop, other callbacks would run between its statements while it holds the lock.
 """
 
 from __future__ import annotations

@@ -226,7 +226,10 @@ class SqliteSubscription:
         try:
             self._on_delivery(delivery)
         except Exception:
-            _log.exception("on_delivery failed; message %s stays unacked", claimed.message.message_id)
+            _log.exception(
+                "on_delivery failed; message %s stays unacked",
+                claimed.message.message_id,
+            )
 
 
 class SqliteDelivery:

@@ -1,4 +1,4 @@
-"""Holders of unacked messages, and detection of those whose process has died.
+"""Holders of unacked messages, and detection of holders whose process has died.
 
 Each open broker is a holder, with a row whose `beat` increases while its process lives. A broker
 declares another one dead if that beat has not changed for a lease *by the observer's own clock*.

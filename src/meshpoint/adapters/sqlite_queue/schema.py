@@ -160,7 +160,7 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
     if version != VERSION:
         raise ConfigurationError(
             "mesh.broker_url",
-            f"the queues in {path} have version {version}, but this release reads version {VERSION}",
+            f"the queues in {path} have version {version}; this release reads version {VERSION}",
             "use the Meshpoint release that created them, or another file",
         )
     for name, columns in _COLUMNS.items():

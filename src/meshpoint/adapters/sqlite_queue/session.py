@@ -45,8 +45,7 @@ class QueueSession:
 
     Raises, on creation and in `transact`:
         sqlite3.Error: Nothing was written. If COMMIT failed, the transaction may have been
-        written;
-            the next transaction then registers a new holder.
+            written; the next transaction then registers a new holder.
     """
 
     def __init__(self, path: Path, namespace: str, options: QueueOptions) -> None:
@@ -94,7 +93,7 @@ class QueueSession:
         return self._transact(jobs, consumers, heartbeat=heartbeat)
 
     def _recover_ids(self) -> bool:
-        """Repair exhausted ids. Returns `False` if ids were not the problem, so the disk is full."""
+        """Repair exhausted ids. `False` if ids were not the problem, so the disk is full."""
         with transaction(self._db):
             return remove_out_of_range_ids(self._db)
 

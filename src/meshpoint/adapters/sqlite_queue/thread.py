@@ -1,8 +1,8 @@
 """The thread between a broker's event loop and its file.
 
 Jobs that the loop submits during a transaction form the next one; their results are returned to
-the loop after the commit. The thread also sends the broker's heartbeats, so that agent code that
-blocks the loop does not cost it its messages.
+the loop after the commit. The thread also writes the broker's heartbeats, so that it keeps its
+messages while agent code blocks the loop.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class QueueThread:
         await self.run_in_thread(lambda: self._consumers.append(consumer))
 
     def detach(self, consumer: Consumer) -> asyncio.Future[None]:
-        """Stop claiming messages for `consumer`. The future is set when the thread has stopped."""
+        """Stop claiming messages for `consumer`. The future is set after the last claim."""
         return self.run_in_thread(lambda: self._remove_consumer(consumer))
 
     async def resize(self, consumer: Consumer, prefetch: int) -> None:
@@ -221,7 +221,11 @@ class QueueThread:
         try:
             self._session.close()
         except sqlite3.Error as error:
-            _log.warning("%s: unacked messages are requeued only when the lease expires: %s", self._path, error)
+            _log.warning(
+                "%s: unacked messages are requeued only when the lease expires: %s",
+                self._path,
+                error,
+            )
         self._call_in_loop(self._finish)
 
     def _call_in_loop(self, callback: Callable[[], None]) -> None:
