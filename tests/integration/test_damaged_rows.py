@@ -269,4 +269,4 @@ async def test_one_damaged_row_in_memory_stops_no_other(
     damage(store._tables.tasks[bad])
     clock.advance(20 * SECOND)
     assert await look(store) == [good]
-    assert f"task {bad}: a row is damaged" in caplog.text
+    assert f"task {bad}: a row of it is damaged" in caplog.text
