@@ -1,4 +1,7 @@
-"""Runs the migrations: for `meshpoint db …` on the connection it opened, for `alembic …` on `-x url=…`."""
+"""Alembic's environment, which runs the migrations.
+
+`meshpoint db …` passes an open connection. `alembic …` takes the database from `-x url=…`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from meshpoint.adapters.sql.tables import VERSION_TABLE, metadata
 
 
 def migrate(connection: Connection) -> None:
-    """Run the migrations, all in one transaction, with the caller's commit."""
+    """Run all migrations in the caller's transaction, which the caller commits."""
     context.configure(
         connection=connection,
         target_metadata=metadata,
@@ -27,14 +30,14 @@ def migrate(connection: Connection) -> None:
 
 
 def write(dialect_name: str) -> None:
-    """Write the statements instead of running them."""
+    """Write the migrations as SQL instead of running them."""
     context.configure(dialect_name=dialect_name, version_table=VERSION_TABLE, literal_binds=True)
     with context.begin_transaction():
         context.run_migrations()
 
 
 def url_argument() -> URL:
-    """The database that `-x url=…` names."""
+    """The database in the argument `-x url=…`, by default `meshpoint.db` in the current folder."""
     return async_url(context.get_x_argument(as_dictionary=True).get("url", "sqlite:///meshpoint.db"))
 
 

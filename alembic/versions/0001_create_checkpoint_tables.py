@@ -14,19 +14,19 @@ EXTERNAL = {
     "agent_paused_tasks": ("state", "security_context", "request", "reply"),
     "agent_peer_sub_tasks": ("request", "outcome"),
 }
-"""Columns whose values are compressed before they come to the database."""
+"""Columns whose values are compressed before they are stored."""
 
 SHORT_LIVED = ("agent_paused_tasks", "agent_peer_sub_tasks", "agent_parallel_invocations")
-"""Tables whose rows live for minutes: vacuumed after a fiftieth has changed, not after a fifth."""
+"""Tables whose rows live for minutes: vacuumed after 2 % has changed, instead of 20 %."""
 
 
 def identity() -> sa.types.TypeEngine[str]:
-    """An id, compared byte by byte as Python does: the order of locks is the same wherever it is computed."""
+    """The type of ids, compared byte by byte as in Python, so that both compute one lock order."""
     return sa.String().with_variant(sa.VARCHAR(collation="C"), "postgresql")
 
 
 def where(condition: str) -> dict[str, sa.TextClause]:
-    """A partial index on either database."""
+    """The condition of a partial index, as options for both databases."""
     return {"postgresql_where": sa.text(condition), "sqlite_where": sa.text(condition)}
 
 

@@ -1,12 +1,13 @@
-"""Keep what is to be sent of a pause on its join, and let calls and joins go without foreign keys.
+"""Move the outbox of a pause's requests to its join, and drop the foreign keys of calls and joins.
 
-While replicas of the release before still run:
+While replicas of the previous release still run:
 
-- They write calls with a lease each, and joins that are due for nothing (`agent_name` is NULL there). Both releases
-  send such calls, so those that are there when this runs stay as they are.
-- They do not see that a join is due: requests that a replica of this release committed and did not send are sent by
-  replicas of this release only. `downgrade` gives each of them a lease of its own.
-- They delete tombstones without a look at calls and joins; a tombstone that may be deleted ordinarily has none.
+- They write a lease on each call, and joins that are never due (with `agent_name` NULL). Both
+  releases send such calls, so existing ones are left unchanged.
+- They do not see that a join is due. If a replica of this release commits requests and does not
+  send them, only replicas of this release can. `downgrade` gives each of these calls a lease.
+- They delete tombstones without checking for calls and joins. Normally, a tombstone that may be
+  deleted has no calls or joins.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def upgrade() -> None:
             op.add_column(JOINS, column)
         for table in (CALLS, JOINS):
             op.drop_constraint(key_of(table), table, type_="foreignkey")
-        for table, percent in FILLFACTOR.items():  # of pages that are filled from now on
+        for table, percent in FILLFACTOR.items():  # applies only to pages filled from now on
             op.execute(f"ALTER TABLE {table} SET (fillfactor = {percent})")
     else:
         rebuild(JOINS, [*joins_columns(), *outbox_columns()], kept=joins_columns())
@@ -70,13 +71,16 @@ def on_postgres() -> bool:
 
 
 def lock() -> None:
-    """Take the locks that all of this needs, each for moments, in the order in which transactions take them."""
-    op.execute("SET LOCAL lock_timeout = '5s'")  # whoever waits here makes all others wait: rather fail
+    """Lock all tables that the migration needs, in the order in which transactions lock them.
+
+    Each lock is needed only for a moment.
+    """
+    op.execute("SET LOCAL lock_timeout = '5s'")  # fail instead of blocking all replicas
     op.execute(f"LOCK TABLE {TASKS}, {CALLS}, {JOINS} IN ACCESS EXCLUSIVE MODE")
 
 
 def rebuild(table: str, columns: list[sa.schema.SchemaItem], kept: list[sa.Column[object]]) -> None:
-    """Make a table anew, since SQLite neither drops nor adds a foreign key."""
+    """Recreate a table, since SQLite can neither drop nor add a foreign key."""
     names = ", ".join(column.name for column in kept)
     op.execute(f"ALTER TABLE {table} RENAME TO {table}_before")
     keys = [column.name for column in kept if column.info.get("key")]

@@ -1,8 +1,9 @@
 """Add operations and their subtask checkpoints.
 
-While replicas of the release before still run: they leave the new columns of a task as they are, so they begin no
-operation. One that they end or take over they treat as any other task: its request is not kept, and its checkpoints
-stay until somebody deletes them. A later operation of that id replaces them one by one.
+Replicas of the previous release that still run leave the new columns of a task unchanged, so they
+never begin an operation. They treat an operation that they end or rescue like any other task: its
+request is not kept, and its checkpoints stay until they are deleted by hand. A later operation
+with the same id replaces them one by one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NEWEST = "ix_agent_operations_newest"
 
 def upgrade() -> None:
     if on_postgres():
-        op.execute("SET LOCAL lock_timeout = '5s'")  # whoever waits here makes all others wait: rather fail
+        op.execute("SET LOCAL lock_timeout = '5s'")  # fail instead of blocking all replicas
     for column in task_columns():
         op.add_column(TASKS, column)
     op.create_table(
@@ -72,12 +73,12 @@ def task_columns() -> list[sa.Column[object]]:
 
 
 def identity() -> sa.types.TypeEngine[str]:
-    """An id, compared byte by byte as Python does."""
+    """The type of ids, compared byte by byte as in Python."""
     return sa.String().with_variant(sa.VARCHAR(collation="C"), "postgresql")
 
 
 def json() -> sa.types.TypeEngine[str]:
-    """Lists and objects."""
+    """The type of columns with JSON lists and objects."""
     return sa.Text().with_variant(postgresql.JSONB(), "postgresql")
 
 

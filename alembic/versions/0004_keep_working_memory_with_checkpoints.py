@@ -1,7 +1,7 @@
-"""Keep an agent's working memory with its checkpoints.
+"""Store an agent's working memory with its checkpoints.
 
-While replicas of the release before still run: they leave the new columns empty, as those of a task that has no
-working memory. What they prune of an operation that they have taken over may be the checkpoint that has its memory.
+Replicas of the previous release that still run leave the new columns empty, as for a task without
+working memory. If they rescue an operation, they may prune the checkpoint that has its memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ branch_labels = None
 depends_on = None
 
 TABLES = ("agent_checkpoints", "agent_checkpoints_archive")
-# In this order: what may be large comes last, since SQLite reads through it to the columns behind.
+# The large column is last, because SQLite reads through it to reach the columns after it.
 COLUMNS = {"l1_snapshot_hash": sa.Text, "l1_snapshot": sa.LargeBinary}
 
 
@@ -37,7 +37,7 @@ def downgrade() -> None:
 
 def give_way() -> None:
     if on_postgres():
-        op.execute("SET LOCAL lock_timeout = '5s'")  # whoever waits here makes all others wait: rather fail
+        op.execute("SET LOCAL lock_timeout = '5s'")  # fail instead of blocking all replicas
 
 
 def on_postgres() -> bool:

@@ -1,8 +1,8 @@
-"""Count rescues apart from attempts, identify requests by a digest, and keep a key for copies outside the database.
+"""Count rescues separately, identify requests by a digest, and store a key for Redis copies.
 
-Replicas of the previous release leave both columns at their defaults: a task they rescue counts an attempt as before,
-and a request without a digest is compared with nothing. They cannot use each other's copies in Redis: each side falls
-back to the database.
+Replicas of the previous release leave both new columns at their defaults: a rescue counts as an
+attempt, as before, and a request without a digest is not compared. Neither release can use the
+other's copies in Redis; both fall back to the database.
 """
 
 from __future__ import annotations
@@ -43,4 +43,4 @@ def identity() -> sa.types.TypeEngine[str]:
 
 def give_way() -> None:
     if op.get_context().dialect.name == "postgresql":
-        op.execute("SET LOCAL lock_timeout = '5s'")  # waiting here would make everybody else wait: rather fail
+        op.execute("SET LOCAL lock_timeout = '5s'")  # fail instead of blocking all replicas

@@ -142,7 +142,7 @@ async def check(store: SqlStore, clock: FakeClock, made: Any, look: Look, damage
         await execute(store, f"{statement} WHERE logical_task_id = :task_id", task_id=bad)
     clock.advance(20 * SECOND)
     assert await look(store) == [good]
-    assert f"task {bad}: a row of it is damaged" in caplog.text
+    assert f"task {bad}: a row is damaged" in caplog.text
     caplog.clear()
     await look(store)
     clock.advance(59 * SECOND)
@@ -150,7 +150,7 @@ async def check(store: SqlStore, clock: FakeClock, made: Any, look: Look, damage
     assert "is damaged" not in caplog.text
     clock.advance(2 * SECOND)
     await look(store)
-    assert f"task {bad}: a row of it is damaged" in caplog.text
+    assert f"task {bad}: a row is damaged" in caplog.text
 
 
 @pytest.mark.parametrize(("made", "look", "damage"), ON_BOTH)
@@ -187,7 +187,7 @@ class TestOnSqlite:
         clock.advance(timedelta(days=2))
         assert await store.purge(AGENT, 10) == 1
         assert await store.task(good) is None
-        assert f"task {bad}: a row of it is damaged" in caplog.text
+        assert f"task {bad}: a row is damaged" in caplog.text
         await execute(store, "DROP TRIGGER stop")
         clock.advance(61 * SECOND)
         assert await store.purge(AGENT, 10) == 1

@@ -200,7 +200,7 @@ def test_other_databases_are_refused(url: str) -> None:
 async def test_a_file_that_is_no_database_is_named_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("not a database, " * 100)
     store = SqlStore(f"sqlite:///{tmp_path}/notes.txt", namespace="test")
-    with pytest.raises(ConfigurationError, match=r"session_db_url.*no SQLite database"):
+    with pytest.raises(ConfigurationError, match=r"session_db_url.*not a SQLite database"):
         await store.open()
     await store.close()
 

@@ -1,4 +1,4 @@
-"""The checkpoint store on PostgreSQL and SQLite."""
+"""The task store on PostgreSQL and SQLite."""
 
 from meshpoint.adapters.sql.store import SqlStore
 

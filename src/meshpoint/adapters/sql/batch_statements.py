@@ -1,22 +1,29 @@
-"""The hot statements of PostgreSQL: each moves a whole batch one step, over arrays, and commits by itself. (A
-checkpoint within a segment is large and goes alone.)
+"""The fast path's statements, for PostgreSQL only.
 
-A statement does what every task of a batch ordinarily needs, under the guard that the row is as expected, and
-returns those it moved. What it did not move is left to the general transaction in `checkpointing`, `claiming` or
-`ending`, which decides under the row's lock what that means. So there is one place for decisions, and none of them
-is repeated here.
+Each moves a batch of tasks one step, over arrays, in its own transaction. (Checkpoints within a
+segment are large, so each is written separately.)
 
-As everywhere, tasks are locked in order of id and calls only under the lock of their task. If another session holds
-a task, its pause or end is also left to the general transaction, so that it does not delay the rest of the batch. A
-claim waits for the lock, since replicas that count outcomes on one join hold it for a single commit, but only for
-`lock_timeout`; after that, claims skip such tasks for a while. If another session holds a call or a join, the
-statement fails after that time and the general transaction finds out which task is affected. A guard on
-a locked row is evaluated on the row's newest version, after the lock was waited for. What others wrote into *other*
-rows meanwhile is invisible to this statement, whose snapshot is older: nothing here reads such rows for a decision,
-and where outcomes of a task are missing from what a claim returns, `READ_OWNED` reads them all, later.
+A statement handles only the ordinary case. It changes the rows that are as expected, and returns
+those. The general transaction in `checkpointing`, `claiming` or `ending` handles the other tasks,
+and decides under the row's lock what their state means. Decisions are therefore made in one place,
+and none is repeated here.
 
-`$1` is the time of tests, or NULL: then it is the database's. The comment at the head of each statement is its name
-in the database's statistics.
+As everywhere, tasks are locked in order of id, and calls only under the lock of their task. If
+another session holds a lock:
+
+- On a task: a pause or end leaves it to the general transaction, so that it does not delay the
+  rest of the batch. A claim waits, since replicas that count outcomes on the same join hold the
+  lock for a single commit. After `lock_timeout`, claims skip such tasks for a while.
+- On a call or a join: the statement fails after `lock_timeout`, and the general transaction finds
+  out which task is affected.
+
+After waiting for a lock, a guard on the locked row is evaluated on the row's newest version.
+Changes that others made to *other* rows in the meantime are invisible to the statement, whose
+snapshot is older. So no statement here reads such rows for a decision. If a claim returns only
+some of a task's outcomes, `READ_OWNED` reads all of them later.
+
+`$1` is the time in tests, or NULL for the database's time. The comment at the start of each
+statement is its name in the database's statistics.
 """
 
 from __future__ import annotations
@@ -31,11 +38,13 @@ from meshpoint.adapters.sql.operation_statements import (
 
 
 def _unnested_rows(first: int, **types: str) -> str:
-    """A row for each element of the arrays `$first`, `$first + 1`, …: its columns, and its `place`, from 1 on.
+    """A subquery with a row for each element of the arrays `$first`, `$first + 1`, …
 
-    One array is unnested and the others are indexed by its places: to unnest them all costs a buffer for each, which
-    for the few tasks of a batch is most of the work. Of calls there are many, so their arrays are all unnested: there
-    indexing is what costs, since a text has no fixed place.
+    Its columns are named by `types`, and `place` is the element's position, from 1.
+
+    Only the first array is unnested; the others are indexed by position. Unnesting costs a buffer
+    per array, which is most of the work for the few tasks of a batch. Arrays of calls are long, so
+    those are unnested instead: indexing an array of texts takes time proportional to the position.
     """
     (key, kind), *others = types.items()
     indexed = "".join(
@@ -45,7 +54,7 @@ def _unnested_rows(first: int, **types: str) -> str:
     return f"(SELECT i.{key}, i.place{indexed} FROM {unnested})"
 
 
-# The instant of a batch: taken after the last lock.
+# The time of a batch, read after the last lock.
 _CLOCK_AFTER_LOCKS = """
 clock AS MATERIALIZED (
   SELECT coalesce($1::double precision, CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS double precision)) AS now
@@ -70,7 +79,7 @@ CONTEXT_TYPES = {
 }
 _CONTEXT_COLUMNS = ", ".join(CONTEXT_TYPES)
 
-# What of a task's row its next segment needs.
+# The columns of a task that its next segment needs.
 _RESUME_COLUMNS = ", ".join(
     f"t.{name}"
     for name in (
@@ -82,8 +91,9 @@ _RESUME_COLUMNS = ", ".join(
     )
 )
 
-# Delete the calls of the tasks that `{moved}` holds, but for those whose peer is still to be told. While this
-# statement waited for its locks, such a peer may have been told: the snapshot does not show it, the row's lock does.
+# Delete the done calls of the tasks in `{moved}`. Calls with an unsent cancel stay. A cancel may
+# have been sent while this statement waited for its locks; the snapshot does not show that, but
+# locking the row does.
 _DELETE_DONE_CALLS = """
 cancels_sent AS MATERIALIZED (
   SELECT c.logical_task_id, c.sub_task_id, c.status
@@ -100,8 +110,9 @@ done_calls AS (
                                         WHERE l.logical_task_id = c.logical_task_id
                                           AND l.sub_task_id = c.sub_task_id AND l.status = 'done')))"""
 
-# Write the calls and joins of the tasks that `written` holds. Calls of one task seldom differ in their terms, which
-# are so given once; of an array, the driver looks at every element several times.
+# Insert the calls and joins of the tasks in `written`. The calls of a task rarely differ in peer,
+# headers and timeouts, so these terms are passed once per distinct value: the driver visits each
+# array element several times.
 _INSERT_CALLS_AND_JOINS = """
 calls AS (
   INSERT INTO agent_peer_sub_tasks (
@@ -126,7 +137,7 @@ joins AS (
     FROM given JOIN written AS w ON w.logical_task_id = given.task_id)
 SELECT logical_task_id, now FROM written"""
 
-# What every pause brings, and those of new tasks besides.
+# The values of every pause, and the additional ones of pauses of new tasks.
 _PAUSE_TYPES = {
     "task_id": "text",
     "run_id": "text",
@@ -150,7 +161,7 @@ _NEW_TASK_TYPES = {
 }
 _WAKE_AT = "LEAST(now + earliest_timeout, task_deadline, now + join_timeout)"
 
-# Write the first checkpoints of tasks that have no row.
+# Insert tasks that have no row, with their first checkpoints.
 PAUSE_NEW = f"""/* commits: pause */
 WITH locked AS (SELECT 1), {_CLOCK_AFTER_LOCKS},
 given AS MATERIALIZED (
@@ -171,7 +182,8 @@ written AS (
 {_INSERT_CALLS_AND_JOINS}
 """
 
-# Write the checkpoints of tasks that have a row, and delete what they waited for before.
+# Write the checkpoints of tasks that have a row, and delete the done calls and the joins of their
+# earlier pauses.
 PAUSE_EXISTING = f"""/* commits: pause existing */
 WITH locked AS MATERIALIZED (
   SELECT t.logical_task_id
@@ -198,13 +210,18 @@ met_joins AS (
 {_INSERT_CALLS_AND_JOINS}
 """
 
-# Written so that each row is found by its whole key, whatever the statistics say: calls are joined to `given` alone,
-# and the agent's name is kept from choosing an index.
+# Record outcomes of calls whose join needs an outcome of every call. Tasks whose join is met are
+# assigned to the replica `$2`, or made ready.
 #
-# Record outcomes of calls that every call of a join must have; give the tasks whose join that meets to `$2`, or make
-# them ready. Returns the outcomes recorded, for each task, by their place in the arrays; if the task goes on, whether
-# it does here; if so, its row, and the outcomes that it had before, as far as this statement sees them.
-# Earlier outcomes above `$15` bytes are left to `READ_OWNED`: a result row must stay below 1 GiB.
+# Returns one row per task:
+# - the positions in the arrays of the outcomes recorded;
+# - `acquired`: whether the replica owns the task now, or NULL if the join is not met;
+# - for an acquired task, its row, and its earlier outcomes as far as the statement's snapshot has
+#   them. Earlier outcomes of more than `$15` bytes are left to `READ_OWNED`, since a result row
+#   must stay below 1 GiB.
+#
+# The statement finds each row by its whole key, regardless of the planner's statistics: calls are
+# joined to `given` only, and `|| ''` prevents the use of an index on the agent's name.
 CLAIM = f"""/* commits: claim */
 WITH locked AS MATERIALIZED (
   SELECT t.logical_task_id, t.generation, t.state_format
@@ -269,13 +286,13 @@ SELECT counted.places, met.acquired, met.total_expected, before.*, owned.*,
                AND s.status <> 'pending') <= $15::bigint) AS before ON true
 """
 
-# The same, skipping tasks that other sessions hold: they are left to the general transaction.
+# The same, but tasks that other sessions hold are skipped and left to the general transaction.
 CLAIM_SKIP_LOCKED = CLAIM.replace("commits: claim", "commits: claim skip locked").replace(
     "FOR NO KEY UPDATE OF t)", "FOR NO KEY UPDATE OF t SKIP LOCKED)"
 )
 
-# Read tasks that these runs of this replica own, and no later run that has taken them over: whole, with the outcomes
-# of their pause in call order, unless they have more than `$4` bytes.
+# Read tasks that exactly these runs of this replica own, with the outcomes of their pause in call
+# order, unless those have more than `$4` bytes.
 READ_OWNED = f"""/* reads: owned */
 SELECT {_RESUME_COLUMNS}, sizes.outcome_bytes, calls.*
   FROM agent_paused_tasks AS t,
@@ -300,8 +317,8 @@ _END_TYPES = {
     "dead_reason": "text",
 }
 
-# Turn tasks into tombstones: what they held is wiped, their replies are due. Not operations: what becomes of their
-# checkpoints is not decided here.
+# Turn tasks into tombstones: wipe their context and state, and make their replies due. Operations
+# are left to the general transaction, which also handles their checkpoints.
 END = f"""/* commits: end */
 WITH given AS MATERIALIZED (
   SELECT * FROM {_unnested_rows(4, **_END_TYPES)} AS e),
@@ -335,7 +352,7 @@ _SAVED_TYPES |= dict.fromkeys(JSON_COLUMNS, "text::jsonb")
 SAVED_COLUMNS = tuple(
     name for name in (*PLAIN_COLUMNS, *JSON_COLUMNS, *SNAPSHOT_COLUMNS) if name not in _TIME_COLUMNS
 )
-"""What a checkpoint brings."""
+"""The columns whose values come from the checkpoint, in the order of the parameters of `SAVE`."""
 
 _POSITIONS = {name: place for place, name in enumerate(SAVED_COLUMNS, 7)}
 _CHECKPOINT_VALUES = ", ".join(
@@ -344,8 +361,9 @@ _CHECKPOINT_VALUES = ", ".join(
 )
 _HAS_SNAPSHOT = f"${_POSITIONS['l1_snapshot']}::bytea IS NOT NULL"
 
-# Write the checkpoint of one operation that runs, delete those that are too old, and if it brings a working memory,
-# take theirs from the others. Which row is deleted and which is changed is told by `seq` alone: no row may be both.
+# Write the checkpoint of one running operation and delete those beyond the history. If the new
+# checkpoint has a working memory, it is removed from the others. Deleted and updated rows are
+# distinguished by `seq`, because one statement must not do both to a row.
 SAVE = f"""/* commits: save */
 WITH locked AS MATERIALIZED (
   SELECT t.logical_task_id, t.agent_name
@@ -373,13 +391,14 @@ SELECT locked.logical_task_id, locked.agent_name, $4::int, {_CHECKPOINT_VALUES} 
 RETURNING seq
 """
 
-# Let COMMIT be answered before the disk has it: a mark may be lost, what it marks is then sent again. For this
-# transaction alone.
+# Let COMMIT return before the data is on disk, for this transaction only. A crash may lose sent
+# marks, which only causes resends.
 _ASYNC_COMMIT = "async_commit AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))"
 
-# Mark the requests of pauses as sent, of those where so many were sent as the pause has calls. Returns the tasks that
-# are left: those of which a part was sent or whose requests the release before wrote, and those that are whole but
-# whose join somebody holds just now (without the lock of its task, it is not waited for).
+# Mark the requests of pauses as sent where as many were sent as the pause has calls. Returns the
+# remaining tasks: with `complete` false, if only some requests were sent or the previous release
+# wrote them; with `complete` true, if another session holds the join. The statement does not lock
+# the task, so it never waits for the join.
 CONFIRM_DISPATCHED = f"""/* commits: confirm dispatched */
 WITH {_ASYNC_COMMIT},
 due AS MATERIALIZED (
@@ -403,8 +422,9 @@ SELECT due.logical_task_id, due.complete FROM due
  WHERE NOT EXISTS (SELECT 1 FROM confirmed WHERE confirmed.logical_task_id = due.logical_task_id)
 """
 
-# Mark replies, given in the order of locks, as sent, if they are those of the last ends of their tasks, to the same
-# addresses: the rows stay as tombstones. Each row is looked for by itself, so that no plan compares all with all.
+# Mark replies as sent if their tasks have not ended again since and their addresses are the same.
+# The rows stay as tombstones. Replies are given in lock order. The lateral join looks up each row
+# separately, so that no plan compares all rows with all replies.
 CONFIRM_REPLIED = f"""/* commits: confirm replied */
 WITH {_ASYNC_COMMIT},
 locked AS MATERIALIZED (
@@ -418,8 +438,8 @@ UPDATE agent_paused_tasks AS t SET reply_sent = true, wake_at = expires_at
   FROM locked WHERE t.logical_task_id = locked.logical_task_id
 """
 
-# Look up tasks by id, without a lock; ended tasks include their reply. Also returns the time, in a row of NULLs if
-# no task exists.
+# Look up tasks by id, without a lock; ended tasks include their reply. Also returns the time, in a
+# row of NULLs if no task exists.
 LOOKUP = """/* reads: lookup */
 SELECT t.logical_task_id, t.agent_name, t.status, t.fence, t.reply, t.reply_to, t.requester_app_id, t.parent_task_id,
        t.task_deadline, t.idle_timeout, t.ended_at, t.reply_attempts, t.request_digest, clock.now

@@ -1,6 +1,7 @@
-"""Natural batching: what came while the last batch was on the wire goes next, as one.
+"""Natural batching: items that arrive while one batch is being flushed form the next batch.
 
-There is no timer: whoever comes to an idle batcher goes in the next turn of the event loop, and load shares commits.
+No timer is involved by default. Items that arrive at an idle batcher are flushed in the next turn
+of the event loop, and items that arrive under load share commits.
 """
 
 from __future__ import annotations
@@ -20,17 +21,21 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 BATCH_BYTES = 4 * 1024 * 1024
-"""About what one batch carries, so that none takes so long that others wait for it."""
+"""Approximate maximum bytes of a batch, which keeps the wait for the next batch short."""
 PART_BYTES = 16 * 1024 * 1024
-"""Maximum bytes sent in one statement, or read at once: PostgreSQL aborts a statement above 1 GiB."""
+"""Maximum bytes sent or read by one statement: PostgreSQL aborts statements above 1 GiB."""
 BATCH_ITEMS = 32
-"""What one batch holds: enough to share a commit, few enough for the next batch to be packed while it is away."""
-_IDLE_LOOP_SECONDS = 0.0002
-"""Seconds. A turn of the event loop that is shorter had nothing to do."""
+"""Items after which a batch is full.
 
-_MAX_WAIT = 0.01
+Enough to share a commit, and few enough that the next batch can be packed while this one is
+flushed.
+"""
+_IDLE_LOOP_SECONDS = 0.0002
+"""A shorter turn of the event loop had nothing to do."""
+
+_MAX_WAIT = 0.01  # seconds
 _FLUSH_LINGER = 0.005
-"""Seconds. Replaces `linger` while `flush` is being awaited."""
+"""Replaces `linger`, in seconds, while a caller awaits `flush`."""
 _CLOSED = "the store is closed"
 
 log = logging.getLogger("meshpoint.store")
@@ -38,21 +43,21 @@ log = logging.getLogger("meshpoint.store")
 
 @dataclass(slots=True)
 class _Group(Generic[Item, Result]):
-    """What one caller brought. Without `results`, nobody waits for them."""
+    """The items of one caller. `results` is `None` if the caller does not wait for them."""
 
     items: Sequence[Item]
     results: asyncio.Future[list[Result]] | None
 
     @property
     def is_done(self) -> bool:
-        """Whether its caller was cancelled, or knows the results already."""
+        """Whether its caller was cancelled, or already has the results."""
         return self.results is not None and self.results.done()
 
 
 def split_by_size(
     items: Sequence[Item], sizes: Sequence[int], max_bytes: int = PART_BYTES
 ) -> Iterator[Sequence[Item]]:
-    """Split `items`, in order, into parts of at most `max_bytes` bytes. A larger item gets a part of its own."""
+    """Split `items`, in order, into parts of at most `max_bytes`. A larger item is one part."""
     if items and sum(sizes) <= max_bytes:
         yield items
         return
@@ -69,12 +74,17 @@ def split_by_size(
 
 
 class Batcher(Generic[Item, Result]):
-    """Collects what concurrent callers bring into calls of `flush`, one at a time.
+    """Collects the items of concurrent callers into batches, flushed one at a time.
 
-    `flush` returns a result for each item. Whatever it raises is for all of its items; unless the database is away,
-    each caller's are then tried on their own, so that one that cannot be written does not keep others from it. `size`
-    is an item's in bytes. `linger`: seconds that a batch waits for more, where nobody waits for it. A batch of
-    `max_items` items is full.
+    If a flush fails while the database is available, each caller's items are flushed separately,
+    so that an item that cannot be written does not fail the others.
+
+    Args:
+        flush: Writes a batch and returns a result for each item. An exception applies to all
+            items.
+        size: The size of an item in bytes.
+        linger: Seconds that a batch which is not full waits for more items.
+        max_items: Number of items after which a batch is full.
     """
 
     def __init__(
@@ -90,15 +100,18 @@ class Batcher(Generic[Item, Result]):
         self._flushing: asyncio.Task[None] | None = None
         self._linger = linger
         self._max_items = max_items
-        self._last_flush_seconds = 0.0  # seconds, the last flush
+        self._last_flush_seconds = 0.0
         self._closed = False
         self._flush_requested = asyncio.Event()
-        self._flush_waiters = 0  # calls of `flush`
+        self._flush_waiters = 0  # callers that await `flush`
 
     async def put(self, items: Sequence[Item]) -> list[Result]:
-        """The results of `items`, in their order.
+        """Flush `items` with others, and return their results in the same order.
 
-        A caller that is cancelled does not take back what is on the wire already.
+        Cancelling the caller does not undo items that are already being flushed.
+
+        Raises:
+            StoreUnavailable: The batcher is closed.
         """
         if not items:
             return []
@@ -107,7 +120,7 @@ class Batcher(Generic[Item, Result]):
         return await results
 
     def put_nowait(self, items: Sequence[Item]) -> None:
-        """Have `items` flushed soon, or never: nobody waits for it, and a crash loses them."""
+        """Flush `items` soon, without waiting. A crash or an error loses them."""
         if items:
             self._enqueue(_Group(items, None))
 
@@ -120,7 +133,7 @@ class Batcher(Generic[Item, Result]):
             self._flushing = asyncio.create_task(self._flush_all())
 
     async def flush(self) -> None:
-        """Return when all that was brought so far is flushed, or lost."""
+        """Wait until all items added so far are flushed or lost."""
         self._flush_waiters += 1
         self._flush_requested.set()
         try:
@@ -132,12 +145,15 @@ class Batcher(Generic[Item, Result]):
                 self._flush_requested.clear()
 
     async def close(self) -> None:
-        """Give up what is on the wire, and take nothing more. Whoever waits is told that the database is away."""
+        """Abort the flush in progress, and accept no more items.
+
+        Waiting callers get `CommitInDoubt` for items being flushed, `StoreUnavailable` for others.
+        """
         self._closed = True
         if self._flushing is not None:
             self._flushing.cancel()
             await asyncio.gather(self._flushing, return_exceptions=True)
-            self._flushing = None  # a flush that had not begun has not said so
+            self._flushing = None  # a task cancelled before it started has not reset this
         _fail_groups(self._waiting, StoreUnavailable(_CLOSED))
         self._waiting.clear()
 
@@ -153,7 +169,8 @@ class Batcher(Generic[Item, Result]):
             self._flushing = None
 
     async def _wait_for_more(self) -> None:
-        # Also after a batch, so that items requeued by a flush do not spin on the lock that blocks them.
+        # Linger after a batch too: otherwise, items that a flush puts back because a row is locked
+        # would be flushed again in a tight loop.
         if self._linger and self._waiting and sum(len(group.items) for group in self._waiting) < self._max_items:
             if self._flush_waiters:
                 await asyncio.sleep(_FLUSH_LINGER)
@@ -163,7 +180,7 @@ class Batcher(Generic[Item, Result]):
         await self._yield_to_loop()
 
     async def _yield_to_loop(self) -> None:
-        """Let a turn of the event loop pass, and more while it is busy, but no longer than a flush takes."""
+        """Yield a turn of the event loop, and more while it is busy, up to the time of a flush."""
         turn = monotonic()
         end = turn + self._last_flush_seconds
         while True:
@@ -203,7 +220,7 @@ class Batcher(Generic[Item, Result]):
         try:
             while left:
                 await self._flush_batch([left.popleft()])
-        finally:  # closed meanwhile: none of these were written
+        finally:  # cancelled by `close`: none of the remaining items were written
             _fail_groups(left, StoreUnavailable(_CLOSED))
 
 
@@ -219,6 +236,6 @@ def _deliver_results(batch: Sequence[_Group[Item, Result]], results: Sequence[Re
 def _fail_groups(batch: Iterable[_Group[Item, Result]], error: Exception) -> None:
     for group in batch:
         if group.results is None:
-            log.debug("lost, and done again later: %s", error)
+            log.debug("lost a batch that no caller waits for: %s", error)
         elif not group.results.done():
             group.results.set_exception(error)

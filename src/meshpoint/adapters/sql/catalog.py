@@ -1,4 +1,4 @@
-"""Tasks and calls, for people and scripts."""
+"""Summaries of tasks and calls, for people and scripts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshpoint.model.outcomes import Ok
 async def list_tasks(
     tx: Transaction, names: AgentNames, agent: AgentName | None, states: list[str], limit: int
 ) -> list[TaskSummary]:
-    """Tasks, newest first; no states mean all."""
+    """List tasks, newest first. An empty list of states means all."""
     statuses = states or [state.value for state in TaskState]
     if agent is None:
         rows = await tx.fetch(sql.LIST_TASKS, prefix=names.prefix, statuses=statuses, limit=limit)
@@ -29,7 +29,7 @@ async def list_tasks(
 async def show_task(
     tx: Transaction, names: AgentNames, task_id: TaskId
 ) -> tuple[TaskSummary, list[CallSummary]] | None:
-    """One task of this namespace and its calls in call order."""
+    """One task of this namespace and its calls in call order, or `None` if it does not exist."""
     rows = await tx.fetch(sql.SHOW_TASK, task_id=task_id)
     if not rows or not rows[0].agent_name.startswith(names.prefix):
         return None

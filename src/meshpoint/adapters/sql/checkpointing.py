@@ -1,4 +1,4 @@
-"""Begin and pause: a task's row comes to be, and its checkpoints."""
+"""Begin and pause: write a task's row and its checkpoints."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ KEEP_ALIVES_PER_TIMEOUT = 3  # so that a requester misses two before it gives up
 async def begin(
     tx: Transaction, begins: Sequence[tuple[Begin, bytes | None]], options: StoreOptions
 ) -> list[BeginResult | Locked]:
-    """Write tasks as running, each with its packed request."""
+    """Insert tasks as running, or as ready if queued, each with its packed request."""
 
     async def process_round(batch: list[tuple[Begin, bytes | None]]) -> list[BeginResult | Locked]:
         locked = await lock_tasks(tx, [wish.run.task_id for wish, _ in batch])
@@ -87,7 +87,10 @@ async def begin(
 async def _delete_unrelated_early_cancels(
     tx: Transaction, first_runs: Sequence[tuple[Run, Requester]], locked: LockedTasks, options: StoreOptions
 ) -> LockedTasks:
-    """Delete the tombstones of early cancels that do not apply to these first runs; return the remaining rows."""
+    """Delete tombstones of early cancels that do not apply to these first runs.
+
+    Returns `locked` without them.
+    """
     unrelated = [
         run.task_id
         for run, requester in first_runs
@@ -122,7 +125,8 @@ def _begin_result(command: Begin, row: Row[Any] | None, options: StoreOptions) -
     if _is_cancelled(row, run, command.requester, options):
         return CancelFound(None)
     is_repeat = (row.run_id, row.fence, row.generation) == (run.id, 1, 0)
-    queued = row.status == TaskState.READY and row.attempt == 0  # a run that was released counts as an attempt
+    # A released run has attempt 1 or more.
+    queued = row.status == TaskState.READY and row.attempt == 0
     return Begun(owned, queued) if is_repeat and (queued or row.status == TaskState.RUNNING) else Fenced()
 
 
@@ -154,26 +158,27 @@ def _operation_rows(begins: Sequence[Begin], locked: LockedTasks, options: Store
     ]
 
 
-# ── pause ──────────────────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True, slots=True)
 class PackedPause:
-    """A pause whose bytes are ready to be written, so that no lock is held while they are compressed."""
+    """A pause with its values encoded, so that no lock is held while they are compressed."""
 
     pause: Pause
     columns: Columns
     bodies: tuple[bytes | None, ...]
     outcomes: tuple[bytes | None, ...]
-    met: bool  # the join, at once: no call could be sent
-    failed: int  # calls that could not be sent
-    earliest_timeout: float | None  # seconds until the first of the others times out
-    checkpoint: Columns | None  # the operation's, if the pause brings one
-    size: int  # about how many bytes it adds to a statement
+    met: bool  # the join is met by calls that could not be sent
+    failed: int  # number of calls that could not be sent
+    earliest_timeout: float | None  # seconds until the first sendable call times out
+    checkpoint: Columns | None  # the operation's checkpoint, if the pause has one
+    size: int  # approximate bytes it adds to a statement
 
     @classmethod
     async def pack(cls, pause: Pause) -> PackedPause:
-        """`pause`, packed."""
+        """Encode `pause`.
+
+        Raises:
+            AgentMisbehaved: The state is larger than a row can store.
+        """
         columns = {
             **await context_columns(pause.context),
             "state": await pack(pause.state),
@@ -203,7 +208,11 @@ class PackedPause:
 
     @property
     def fits_fast_path(self) -> bool:
-        """Whether it writes a task, its calls, all of them to be sent, and their join: no more."""
+        """Whether the fast path can write it.
+
+        It cannot if a call failed before it was sent, if the pause adds children or a checkpoint,
+        or if it is larger than one statement may be.
+        """
         return not (self.failed or self.pause.children or self.checkpoint or self.size > PART_BYTES)
 
 
@@ -215,7 +224,10 @@ def _size(pause: Pause, bodies: Iterable[bytes | None], checkpoint: Columns | No
 async def pause(
     tx: Transaction, pauses: Sequence[tuple[PackedPause, bytes | None]], options: StoreOptions
 ) -> list[PauseResult | Locked]:
-    """Write checkpoints, each with the packed request of its task."""
+    """Write checkpoints, each with the packed request of its task.
+
+    A repeated pause finds its own checkpoint and returns the requests that are still unsent.
+    """
 
     async def process_round(batch: list[tuple[PackedPause, bytes | None]]) -> list[PauseResult | Locked]:
         locked = await lock_tasks(tx, [packed.pause.run.task_id for packed, _ in batch])
@@ -232,13 +244,16 @@ async def pause(
 
 
 def _check_pause(pause: Pause, locked: LockedTasks, options: StoreOptions) -> PauseResult | Locked | None:
-    """Why `pause` is not to be written; None: write it. A `Committed` without dispatches has found itself."""
+    """The result of a pause that must not be written, or `None` to write it.
+
+    `Committed` means that the pause is a repetition; its dispatches are loaded later.
+    """
     run, row = pause.run, locked.rows.get(pause.run.task_id)
     if run.task_id in locked.locked_elsewhere:
         return Locked(run.task_id)
     late = pause.requester.deadline is not None and pause.requester.deadline.timestamp() <= locked.now
     if row is None:
-        if run.fence != 0 or pause.checkpoint is not None:  # which only an operation has
+        if run.fence != 0 or pause.checkpoint is not None:  # an operation always has a row
             return Fenced()
         return PastDeadline() if late else None
     if _is_cancelled(row, run, pause.requester, options):
@@ -312,7 +327,7 @@ async def _reload_dispatches(
 
 
 def committed_pause(packed: PackedPause, now: float) -> Committed:
-    """What became of a checkpoint that was written at `now`."""
+    """The result of a checkpoint written at `now`, with the requests to dispatch."""
     pause = packed.pause
     if packed.met:
         return Committed(TaskState.READY, ())
@@ -337,7 +352,7 @@ def committed_pause(packed: PackedPause, now: float) -> Committed:
 
 
 def _deadlines(pause: Pause, now: float) -> dict[timedelta, datetime]:
-    """The deadline of each call by its timeout: most calls of a pause have the same."""
+    """The calls' deadlines by timeout, since most calls of a pause have the same timeout."""
     calls = {call.timeout: call for call in pause.calls}
     return {timeout: instant(_absolute_deadline(pause, call, now)) for timeout, call in calls.items()}
 
@@ -362,7 +377,7 @@ def _join_deadline(pause: Pause, now: float) -> float | None:
 
 
 def keep_alive_at(requester: Requester, now: float) -> float | None:
-    """When `requester` is to hear of its task that waits since `now`."""
+    """When to send `requester` the first keep-alive of a task that waits since `now`."""
     idle = requester.idle_timeout
     return None if idle is None else now + idle.total_seconds() / KEEP_ALIVES_PER_TIMEOUT
 

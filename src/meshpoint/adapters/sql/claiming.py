@@ -1,4 +1,4 @@
-"""Claim: record the outcomes that messages bring, each once, and take the tasks whose join they meet."""
+"""Claim: record each outcome once, and acquire the tasks whose joins are met."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ from meshpoint.model.outcomes import Ok
 
 @dataclass(frozen=True, slots=True)
 class Acquired:
-    """A claim met the join, and the task is this replica's: an `AllArrived` whose task is still to be decoded."""
+    """A claim met the join, and this replica owns the task.
+
+    It becomes an `AllArrived` when the task is decoded.
+    """
 
     task_id: TaskId
     sub_task_id: TaskId
@@ -46,14 +49,14 @@ class Acquired:
 
 @dataclass(frozen=True, slots=True)
 class ClaimResults:
-    """What became of a batch of claims."""
+    """Results of a batch of claims, in their order, and the rows of acquired tasks."""
 
     results: list[Arrival | Acquired]
     owned: OwnedTasks
 
 
 def with_tasks(results: Sequence[Arrival | Acquired], readable: Mapping[str, Resumable]) -> list[Arrival]:
-    """`results` with each acquired task. A task that is not `readable` was released."""
+    """Replace `Acquired` by the decoded tasks. A task that is not in `readable` was released."""
     return [_with_task(each, readable.get(each.task_id)) if isinstance(each, Acquired) else each for each in results]
 
 
@@ -65,7 +68,7 @@ def _with_task(acquired: Acquired, task: Resumable | None) -> AllArrived | MadeR
 
 @dataclass(slots=True)
 class _Tally:
-    """One locked task while the claims of a batch are counted on it."""
+    """Counts of one locked task while the claims of a batch are applied."""
 
     row: Row[Any]
     completed: int = 0
@@ -102,7 +105,10 @@ class _Tally:
 async def claim(
     tx: Transaction, claims: Sequence[tuple[Claim, bytes | None]], replica: Replica, slots: int, options: StoreOptions
 ) -> ClaimResults:
-    """Record outcomes, given packed beside their claims."""
+    """Record outcomes, each given as the claim and the packed outcome.
+
+    A repeated claim finds what it wrote and gets its first result again.
+    """
     locked = await lock_tasks(tx, [wish.task_id for wish, _ in claims])
     tallies, now = _tallies(locked, replica, options), locked.now
     calls = await _read_calls(tx, claims)
@@ -165,7 +171,7 @@ def _apply_claims(
 def _apply_claim(
     command: Claim, outcome: bytes | None, tally: _Tally | None, call: Row[Any] | None, replica: Replica
 ) -> Arrival | Acquired:
-    """Record `command` on its task's tally, or say why not."""
+    """Record a claim on its task's tally, or return why it does not count."""
     if tally is None or call is None:
         return Unknown(command.task_id, command.sub_task_id)
     if command.sender is not None and command.sender != call.peer_agent:
@@ -180,7 +186,10 @@ def _apply_claim(
 
 
 def _repeated_result(command: Claim, row: Row[Any], call: Row[Any], replica: Replica) -> Arrival | Acquired | None:
-    """The first result of a claim that was repeated because the answer to its COMMIT was lost."""
+    """The result of a claim's first attempt, whose response to COMMIT was lost.
+
+    `None` if another claim recorded the outcome.
+    """
     if call.claim_id != command.id:
         return None
     if row.run_id == command.id and call.invocation_id == row.generation:
@@ -194,7 +203,10 @@ def _repeated_result(command: Claim, row: Row[Any], call: Row[Any], replica: Rep
 async def _write_outcomes(
     tx: Transaction, tallies: Sequence[_Tally], now: float, options: StoreOptions
 ) -> dict[str, tuple[CancelNotice, ...]]:
-    """Write outcomes and counters, and close what a met join no longer needs; by task, whom to tell."""
+    """Write outcomes and counters, and close calls that met joins no longer need.
+
+    Returns the cancels to send, by task.
+    """
     await tx.execute_many(
         sql.UPDATE_CALL_OUTCOME, [columns for tally in tallies for columns in tally.answered.values()]
     )
@@ -206,7 +218,7 @@ async def _write_outcomes(
 async def _read_unsent_cancels(
     tx: Transaction, task_ids: Sequence[str], options: StoreOptions
 ) -> dict[str, tuple[CancelNotice, ...]]:
-    """By task, in call order, the peers that were to be told when these tasks' joins were met before."""
+    """Read the unsent cancels of tasks whose joins were met earlier, by task, in call order."""
     if not task_ids:
         return {}
     rows = group_by_task(await tx.fetch(sql.READ_CANCELLING, ids=sorted(set(task_ids))))
@@ -218,7 +230,10 @@ async def _read_unsent_cancels(
 async def close_pending(
     tx: Transaction, task_ids: Sequence[str], now: float, options: StoreOptions
 ) -> dict[str, tuple[CancelNotice, ...]]:
-    """Close the calls of locked tasks that have no outcome; by task, in call order, whom to tell."""
+    """Close the pending calls of locked tasks.
+
+    Returns the cancels to send, by task, in call order.
+    """
     if not task_ids:
         return {}
     outcome = await outcome_column(NOT_NEEDED)
@@ -235,7 +250,10 @@ async def close_pending(
 def _assign_owners(
     met: dict[str, _Tally], replica: Replica, slots: int, now: float
 ) -> dict[str, tuple[Columns, bool]]:
-    """Owner columns of each met task, and whether it is this replica's; slots go to the first ids."""
+    """Owner columns of each task whose join is met, and whether this replica owns it.
+
+    Slots go to the first tasks in order of id.
+    """
     assigned: dict[str, tuple[Columns, bool]] = {}
     for task_id, tally in met.items():
         assert tally.met_by is not None

@@ -1,6 +1,7 @@
-"""How bytes rest in a column: one marker byte, then the bytes as they are or compressed.
+"""Encoding of bytes in a column: one marker byte, then the bytes, plain or compressed.
 
-The marker leaves room for other forms, so a later release can seal what an earlier one wrote in the clear.
+The marker leaves room for other formats, so that a later release can encrypt values and still read
+those written in the clear.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _MIN_THREAD_BYTES = 256 * 1024
 
 
 class _ThreadCodec(threading.local):
-    """A compressor and a decompressor of each thread's own: to make them costs more than to use them."""
+    """A compressor and decompressor per thread. Creating them costs more than using them."""
 
     def __init__(self) -> None:
         self.compress = zstandard.ZstdCompressor(level=1).compress
@@ -31,7 +32,10 @@ _thread_codec = _ThreadCodec()
 
 
 async def pack(value: bytes | None) -> bytes | None:
-    """`value` as it rests."""
+    """Encode `value` for a column, compressed if that makes it smaller.
+
+    Large values are compressed in another thread.
+    """
     if value is None or len(value) < _MIN_COMPRESS_BYTES:
         return None if value is None else RAW + value
     if len(value) < _MIN_THREAD_BYTES:
@@ -40,7 +44,7 @@ async def pack(value: bytes | None) -> bytes | None:
 
 
 async def pack_all(values: Iterable[bytes | None]) -> list[bytes | None]:
-    """Several values as they rest."""
+    """Encode several values, as `pack` does, in the same order."""
     return [
         RAW + value if value is not None and len(value) < _MIN_COMPRESS_BYTES else await pack(value)
         for value in values
@@ -48,10 +52,10 @@ async def pack_all(values: Iterable[bytes | None]) -> list[bytes | None]:
 
 
 async def unpack(stored: bytes | None) -> bytes | None:
-    """The bytes that `pack` made `stored` of.
+    """Decode what `pack` encoded.
 
     Raises:
-        ValueError: the marker is of no form this release knows.
+        ValueError: This release does not know the marker.
     """
     if stored is None:
         return None
@@ -59,14 +63,14 @@ async def unpack(stored: bytes | None) -> bytes | None:
     if marker == RAW:
         return rest
     if marker != ZSTD:
-        raise ValueError(f"a stored value begins with the unknown marker {marker!r}")
+        raise ValueError(f"a stored value begins with unknown marker {marker!r}")
     if len(rest) < _MIN_THREAD_BYTES:
         return _decompress(rest)
     return await run_in_own_thread(_decompress, rest)
 
 
 def unpacked_size(stored: bytes) -> int:
-    """Size in bytes of `stored` after unpacking."""
+    """Size in bytes of `stored` after unpacking, without unpacking it."""
     if stored[:1] != ZSTD:
         return len(stored) - 1
     return max(int(zstandard.frame_content_size(stored[1:])), 0)

@@ -1,4 +1,4 @@
-"""Transactions: begun, repeated after a conflict, committed; and what a failure meant."""
+"""Transactions: begin, commit, repetition after a conflict, and classification of failures."""
 
 from __future__ import annotations
 
@@ -53,13 +53,14 @@ AnyConnection = AsyncConnection | ThreadConnection
 _write_locks: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakValueDictionary[str, asyncio.Lock]] = (
     WeakKeyDictionary()
 )
-"""Turns to write to each SQLite file, by path."""
+"""Locks that order the writers of this process to each SQLite file, by event loop and path."""
 
 
 class Transaction:
-    """One open transaction, or one autocommitted read.
+    """An open transaction, or a connection for reads that each see their own snapshot.
 
-    With `skip_locked` it does not wait for rows that another session holds; their tasks are left out.
+    With `skip_locked`, tasks with a row that another session holds are left out instead of waited
+    for.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Transaction:
         self._clock = clock
 
     async def fetch(self, template: str, **values: Any) -> Sequence[Row[Any]]:
-        """What the statement returns."""
+        """Execute a statement and return all its rows."""
         statement = self.dialect.statement(template)
         bound = {name: self.dialect.bind(value) for name, value in values.items()}
         return (await self.connection.execute(statement, bound | self._fake_now(template))).all()
@@ -99,7 +100,10 @@ class Transaction:
 
 
 class Database:
-    """The connections of one store."""
+    """Connections and transactions of one store.
+
+    On SQLite, write transactions run in a thread of their own; see `WriterThread`.
+    """
 
     def __init__(
         self,
@@ -129,7 +133,7 @@ class Database:
             self._writer = WriterThread(self.writing_engine)
 
     async def close(self) -> None:
-        """Release every connection; one whose other end is silent is dropped."""
+        """Release every connection. Connections still open after five seconds are dropped."""
         if self._writer is not None:
             self._writer.stop()
         with suppress(TimeoutError):
@@ -139,16 +143,19 @@ class Database:
                     await self._writer.wait_stopped()
 
     def stop_waiting(self) -> None:
-        """Let no transaction wait any longer for another process that writes to a SQLite file."""
+        """Make write transactions fail instead of waiting for another process's SQLite lock."""
         if self._writer is not None:
             self._writer.waits_for_lock = False
 
     async def check_session(self, time: DatabaseTime) -> None:
-        """Check that sessions of this URL, possibly through a pooler, behave as transitions require; update `time`.
+        """Check that sessions, possibly through a pooler, behave as transitions require.
+
+        Also updates `time`. Does nothing on SQLite.
 
         Raises:
-            ConfigurationError: they do not, or the database refuses the URL's user.
-            StoreUnavailable: the database did not answer.
+            ConfigurationError: The sessions are unsuitable, or the database refuses the URL's
+                user.
+            StoreUnavailable: The database does not respond.
         """
         if self.dialect.is_sqlite:
             return
@@ -158,21 +165,25 @@ class Database:
             raise as_configuration_error(error) or StoreUnavailable(summarize(error)) from error
 
     async def read(self, body: Callable[[Transaction], Awaitable[T]]) -> T:
-        """What `body` reads, each statement on its own."""
+        """Run `body` without a transaction, so that each statement has its own snapshot.
+
+        Raises:
+            StoreUnavailable: The database does not respond.
+        """
         return await self._retry(
             lambda: self._with_connection(lambda connection: body(self._transaction(connection)))
         )
 
     async def write(self, body: Callable[[Transaction], Awaitable[T]], *, skip_locked: bool = False) -> T:
-        """What `body` returned, after its transaction has committed.
+        """Run `body` in a transaction and return its result after the commit.
 
-        `body` may run several times: a conflict with another transaction rolls it back and repeats it. On SQLite it
-        runs on another thread's event loop.
+        `body` may run several times: after a conflict with another transaction, it is rolled back
+        and repeated. On SQLite, it runs on another thread's event loop.
 
         Raises:
-            StoreUnavailable: nothing was written.
-            CommitInDoubt: COMMIT was sent, and no answer came.
-            RowLocked: timed out waiting for a lock; nothing was written.
+            StoreUnavailable: Nothing was written.
+            CommitInDoubt: COMMIT was sent, but the response was lost.
+            RowLocked: A lock wait timed out. Nothing was written.
         """
 
         async def transaction(connection: AnyConnection) -> T:
@@ -186,9 +197,10 @@ class Database:
 
     @asynccontextmanager
     async def _write_lock(self) -> AsyncIterator[None]:
-        """Wait for the other writers of this process to the file, which has one writer at a time.
+        """Serialize the writers of this process to the SQLite file, in the order of their arrival.
 
-        SQLite's own waiting has no order: with a few busy stores in a process, some wait for seconds.
+        SQLite allows one writer at a time, and its own waiting has no order: with a few busy
+        stores in a process, some would wait for seconds.
         """
         lock = _write_locks.setdefault(asyncio.get_running_loop(), WeakValueDictionary()).setdefault(
             self._file, asyncio.Lock()
@@ -197,7 +209,7 @@ class Database:
             async with asyncio.timeout(self._command_timeout):
                 await lock.acquire()
         except TimeoutError as error:
-            raise StoreUnavailable("this process has written to the file for too long") from error
+            raise StoreUnavailable("timed out waiting for this process's other writers") from error
         try:
             yield
         finally:
@@ -247,7 +259,10 @@ class Database:
         return result
 
     async def _rollback(self, connection: AnyConnection) -> None:
-        """Roll back at once: a server may notice only later that the connection was closed, and keep its locks."""
+        """Roll back explicitly.
+
+        A server may notice a closed connection late, and would keep its locks until then.
+        """
         with suppress(*driver_errors()):
             await connection.exec_driver_sql("ROLLBACK")
 
@@ -265,7 +280,7 @@ class Database:
                     case Failure.RETRY if is_duplicate(error):
                         raise
                     case Failure.UNAVAILABLE if number == 1 and is_stale(error):
-                        pass  # the server was restarted since this connection was last used: take a new one
+                        pass  # the server was restarted since the connection's last use: reconnect
                     case _:
                         raise StoreUnavailable(summarize(error)) from error
         raise AssertionError("the last attempt returns or raises")
@@ -275,9 +290,9 @@ class Database:
             try:
                 return await attempt(connection)
             except RowLocked:
-                raise  # rolled back
+                raise  # the transaction has rolled back, so the connection is still usable
             except BaseException:
-                # Whatever state it is in, nobody else may get it: closing it also rolls it back.
+                # The connection may be in any state, so it must not be reused. Closing rolls back.
                 await connection.invalidate()
                 raise
 
@@ -286,14 +301,21 @@ class Database:
 
 
 def _is_lock_failure(error: Exception, skip_locked: bool) -> bool:
-    """Whether a row lock caused it. A step that skips locked rows and still timed out met a table lock: an outage."""
+    """Whether a row lock caused the error.
+
+    If the transaction skips locked rows, only a timeout on a row's lock counts. A timeout on a
+    table's lock makes the store unavailable.
+    """
     if isinstance(error, RowLocked):
         return True
     return is_row_lock_timeout(error) if skip_locked else is_lock_timeout(error)
 
 
 async def _run_to_completion(step: Coroutine[Any, Any, T]) -> T:
-    """Run `step` to completion even if cancelled: an abandoned statement would keep SQLite's write lock."""
+    """Run `step` to completion even if the caller is cancelled, then re-raise the cancellation.
+
+    An abandoned statement would keep SQLite's write lock.
+    """
     running = asyncio.create_task(step)
     cancelled: asyncio.CancelledError | None = None
     while not running.done():

@@ -1,4 +1,4 @@
-"""What differs between PostgreSQL and SQLite, as fragments that statements name in braces."""
+"""Differences between PostgreSQL and SQLite, as fragments that statements name in braces."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _FAKE_CLOCK = "CAST(:clock_now AS double precision)"
 class _ParameterFragment:
     """A fragment around a parameter.
 
-    `{one_of:ids}`: a comparison with any element of the list bound as `ids`. `{jsonb:name}`: the JSON text bound as
-    `name`, as it rests.
+    `{one_of:ids}` compares with any element of the list bound as `ids`. `{jsonb:name}` converts
+    the JSON text bound as `name` to the type of a JSON column.
     """
 
     def __init__(self, template: str) -> None:
@@ -28,7 +28,7 @@ class _ParameterFragment:
 
 @dataclass(frozen=True)
 class Dialect:
-    """One database's dialect. With `fake_clock`, instants come from the bound `clock_now`."""
+    """The SQL dialect of one database. With `fake_clock`, instants come from bound `clock_now`."""
 
     name: str
     fake_clock: bool = False
@@ -38,11 +38,11 @@ class Dialect:
         return self.name == "sqlite"
 
     def bind(self, value: Any) -> Any:
-        """`value` as its driver takes it: a list is an array, or JSON where there are no arrays."""
+        """Convert `value` for the driver. SQLite has no arrays, so it takes lists as JSON."""
         return json.dumps(value) if self.is_sqlite and isinstance(value, list) else value
 
     def statement(self, template: str) -> TextClause:
-        """The statement that `template` stands for here."""
+        """Fill in the fragments of `template` for this database."""
         return _statement(template, self.name, self.fake_clock)
 
 
@@ -61,16 +61,17 @@ _POSTGRES = {
         "(SELECT value ->> 0 AS task_id, value ->> 1 AS sub_task_id"
         " FROM json_array_elements(CAST(CAST(:pairs AS text) AS json))) AS pair"
     ),
-    # after a lock was waited for, time has passed
+    # Read anew at each use, since a statement may have waited for a lock.
     "clock": "CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS double precision)",
-    # the same throughout a statement, so that an index can be searched for it
+    # Constant within a statement, so that it can be a condition of an index scan.
     "instant": "CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS double precision)",
     "for_update": "FOR NO KEY UPDATE",
     "skip_locked": "FOR NO KEY UPDATE SKIP LOCKED",
     "for_delete_skip_locked": "FOR UPDATE SKIP LOCKED",
 }
 
-# A writing transaction holds SQLite's one write lock from its BEGIN IMMEDIATE on; rows need none.
+# On SQLite, rows need no locks: a write transaction holds the file's only write lock from its
+# BEGIN IMMEDIATE on.
 _SQLITE = {
     "one_of": _ParameterFragment("IN (SELECT value FROM json_each(:{}))"),
     "jsonb": _ParameterFragment(":{}"),

@@ -1,4 +1,4 @@
-"""Take, take over, renew, keep alive and purge: what time alone makes due."""
+"""Work that becomes due by time: acquire, rescue, renew, keep alive and purge."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshpoint.model.ids import TaskId, new_id
 
 
 async def count_due(tx: Transaction, replica: Replica, limit: int, options: StoreOptions) -> Due:
-    """Count the work of each kind that is due."""
+    """Count the due work of each kind, up to `limit`, without locks."""
     (row,) = await tx.fetch(
         sql.COUNT_DUE, agent=options.names.qualified(replica.agent), formats=sorted(replica.formats), limit=limit
     )
@@ -31,12 +31,12 @@ async def count_due(tx: Transaction, replica: Replica, limit: int, options: Stor
 
 
 def pick_ready(replica: Replica, limit: int, suspects: int, options: StoreOptions) -> DueQuery:
-    """Ready tasks that `replica` can resume."""
+    """The query for ready tasks that `replica` can resume."""
     return _pick_resumable(sql.PICK_READY, replica, limit, options, suspects=suspects, suspect_from=SUSPECT_FROM)
 
 
 def pick_lost(replica: Replica, limit: int, options: StoreOptions) -> DueQuery:
-    """Running tasks with an expired lease that `replica` can resume."""
+    """The query for running tasks with an expired lease that `replica` can resume."""
     return _pick_resumable(sql.PICK_LOST, replica, limit, options)
 
 
@@ -48,7 +48,7 @@ def _pick_resumable(template: str, replica: Replica, limit: int, options: StoreO
 async def acquire(
     tx: Transaction, replica: Replica, limit: int, suspects: int, options: StoreOptions, only: str | None = None
 ) -> OwnedTasks:
-    """Acquire ready tasks, including at most `suspects` suspects."""
+    """Acquire ready tasks, most overdue first, including at most `suspects` suspects."""
     rows = await pick_ready(replica, limit, suspects, options).fetch(tx, only)
     mine, _ = _split_suspects(rows, suspects, lambda row: int(row.rescues))
     await tx.execute_many(sql.UPDATE_OWNER, [_acquired_columns(replica, row) for row in mine])
@@ -58,10 +58,14 @@ async def acquire(
 async def rescue(
     tx: Transaction, replica: Replica, limit: int, suspects: int, options: StoreOptions, only: str | None = None
 ) -> OwnedTasks:
-    """Acquire running tasks whose lease has expired. Suspects beyond `suspects` become ready instead."""
+    """Acquire running tasks whose lease has expired.
+
+    At most `suspects` of them are suspects; further ones become ready instead.
+    """
     rows = await pick_lost(replica, limit, options).fetch(tx, only)
     mine, others = _split_suspects(rows, suspects, lambda row: row.rescues + 1)
-    # Without isolated processes, each lost owner counts as an attempt.
+    # A replica that does not isolate suspects cannot count deaths, so each lost owner counts as an
+    # attempt.
     attempts = {row.logical_task_id: max(row.attempt, 1) + (not replica.isolates) for row in rows}
     acquired = [_acquired_columns(replica, row) for row in mine]
     left = [ready_columns(row, new_id(), row.now) for row in others]
@@ -73,7 +77,7 @@ async def rescue(
 def _split_suspects(
     rows: Sequence[Row[Any]], suspects: int, rescues: Callable[[Row[Any]], int]
 ) -> tuple[list[Row[Any]], list[Row[Any]]]:
-    """Split tasks into what a replica with room for `suspects` suspects can run, and the rest."""
+    """Split rows into tasks that fit a replica with room for `suspects` suspects, and the rest."""
     mine, others = list[Row[Any]](), list[Row[Any]]()
     for row in rows:
         suspect = rescues(row) >= SUSPECT_FROM
@@ -94,14 +98,18 @@ async def _read_in_order(tx: Transaction, rows: Sequence[Row[Any]]) -> OwnedTask
 
 @dataclass(frozen=True, slots=True)
 class Renewals:
-    """Leases that were not extended: lost to another run, or on a row that another session holds."""
+    """Runs whose leases were not extended.
+
+    Runs in `lost` no longer own their task. Another session holds the task's row of runs in
+    `locked`.
+    """
 
     lost: list[Run]
     locked: list[Run]
 
 
 async def renew(tx: Transaction, runs: Sequence[Run], replica: Replica) -> Renewals:
-    """Extend leases, skipping rows that another session holds so that they do not delay the others."""
+    """Extend leases. Rows that another session holds are skipped, so that they delay no others."""
     ids = sorted({run.task_id for run in runs})
     locked = await tx.fetch(sql.LOCK_TASKS_SKIP_LOCKED, ids=ids)
     mine, others = _split_by_ownership(runs, locked)
@@ -125,28 +133,28 @@ async def renew_when_unlocked(tx: Transaction, run: Run, replica: Replica, lock_
 
 
 def _split_by_ownership(runs: Sequence[Run], rows: Sequence[Row[Any]]) -> tuple[list[Run], list[Run]]:
-    """Split runs into owners of `rows` and the rest."""
+    """Split runs into owners of a task in `rows`, and others."""
     owned = {(row.logical_task_id, row.fence) for row in rows if row.status == TaskState.RUNNING}
     mine = [run for run in runs if (run.task_id, run.fence) in owned]
     return mine, [run for run in runs if (run.task_id, run.fence) not in owned]
 
 
 def pick_keep_alives(replica: Replica, limit: int, options: StoreOptions) -> DueQuery:
-    """Paused tasks that are due to send a keep-alive."""
+    """The query for paused tasks that are due to send a keep-alive."""
     return DueQuery(sql.PICK_KEEP_ALIVES, {"agent": options.names.qualified(replica.agent), "limit": limit})
 
 
 async def keep_alives(
     tx: Transaction, replica: Replica, limit: int, options: StoreOptions, only: str | None = None
 ) -> list[KeepAlive]:
-    """Paused tasks whose requester is to hear of them now."""
+    """Return due keep-alives of paused tasks, and set when the next ones are due."""
     rows = await pick_keep_alives(replica, limit, options).fetch(tx, only)
     await tx.execute_many(
         sql.UPDATE_KEEP_ALIVE,
         [
             {
                 "task_id": row.logical_task_id,
-                # At most one a second, so that a single requester cannot keep the sweeper busy.
+                # At most one per second, so that one requester cannot keep the sweeper busy.
                 "keep_alive_at": row.now + max(row.idle_timeout / KEEP_ALIVES_PER_TIMEOUT, 1.0),
             }
             for row in rows
@@ -156,12 +164,15 @@ async def keep_alives(
 
 
 def pick_purgeable(agent: str, limit: int) -> DueQuery:
-    """Tombstones whose time is over."""
+    """The query for expired tombstones with nothing left to send."""
     return DueQuery(sql.PICK_PURGEABLE, {"agent": agent, "limit": limit})
 
 
 async def purge(tx: Transaction, agent: str, limit: int, only: str | None = None) -> int:
-    """Delete tombstones whose time is over; how many."""
+    """Delete expired tombstones with everything that belongs to them, and return their number.
+
+    Tasks with a row that another session holds are left for a later call.
+    """
     rows = await pick_purgeable(agent, limit).fetch(tx, only)
     locked_elsewhere = await lock_child_rows(tx, [row.logical_task_id for row in rows])
     rows = [row for row in rows if row.logical_task_id not in locked_elsewhere]

@@ -1,4 +1,4 @@
-"""End, release and cancel: a run gives its task up, or somebody else ends it."""
+"""End and release, by the run that owns a task, and cancel, from outside the run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ Packed = bytes | None
 
 
 async def end(tx: Transaction, ends: Sequence[tuple[End, Packed]], options: StoreOptions) -> list[EndResult | Locked]:
-    """Turn tasks into tombstones, each with its packed reply."""
+    """Turn running tasks into tombstones, each with its packed reply.
+
+    A repeated end finds its own tombstone and returns the same result.
+    """
 
     async def process_round(batch: list[tuple[End, Packed]]) -> list[EndResult | Locked]:
         locked = await lock_tasks(tx, [wish.run.task_id for wish, _ in batch])
@@ -98,7 +101,8 @@ def _tombstone_columns(row: Row[Any], state: TaskState, reply: Packed, now: floa
         "wake_at": now + options.backoff(1),
         "reply": reply,
         "now": now,
-        # An old duplicate of the request finds the tombstone, or is past its deadline.
+        # Until then, a late duplicate of the request finds the tombstone; after that, it is past
+        # its deadline.
         "expires_at": max(now, row.task_deadline or now) + options.tombstone_ttl,
         "checkpoint_seq": None,
     }
@@ -110,7 +114,7 @@ def _new_reply(row: Row[Any], state: TaskState, body: bytes, age: timedelta, opt
 
 
 async def _write_tombstones(tx: Transaction, tombstones: Sequence[Columns], closed: Mapping[str, Columns]) -> None:
-    """Write tombstones; those of operations with what `closed` says."""
+    """Write tombstones. For operations, the columns in `closed` override the defaults."""
     if tombstones:
         ids = [columns["task_id"] for columns in tombstones]
         await tx.execute_many(
@@ -120,11 +124,11 @@ async def _write_tombstones(tx: Transaction, tombstones: Sequence[Columns], clos
         await tx.execute(sql.DELETE_JOINS, ids=ids)
 
 
-# ── release ────────────────────────────────────────────────────────────────────────────────────────
-
-
 async def release(tx: Transaction, releases: Sequence[Release], options: StoreOptions) -> list[bool | Locked]:
-    """Make running tasks ready again, or park those that nobody could read for too long."""
+    """Make running tasks ready again, or park them if no replica could read them for too long.
+
+    `False` means that the run no longer owns its task.
+    """
 
     async def process_round(batch: list[Release]) -> list[bool | Locked]:
         locked = await lock_tasks(tx, [wish.run.task_id for wish in batch])
@@ -142,7 +146,7 @@ async def release(tx: Transaction, releases: Sequence[Release], options: StoreOp
 
 def _is_repeated_release(run: Run, locked: LockedTasks) -> bool:
     row = locked.rows.get(run.task_id)
-    # A pause of the same run would have raised the generation.
+    # A pause by the same run also makes a task ready, but raises the generation.
     return (
         row is not None
         and row.status in {TaskState.READY, TaskState.PARKED}
@@ -167,13 +171,14 @@ def _release_columns(command: Release, locked: LockedTasks, options: StoreOption
     }
 
 
-# ── cancel ─────────────────────────────────────────────────────────────────────────────────────────
-
-
 async def cancel(
     tx: Transaction, cancels: Sequence[tuple[Cancel, Packed]], options: StoreOptions
 ) -> list[CancelResult]:
-    """Cancel tasks, each with its packed reply."""
+    """Cancel tasks, each with its packed reply.
+
+    Waiting, ready and parked tasks end at once. Running tasks are flagged for their owner. An
+    unknown task gets a tombstone that its request will find.
+    """
 
     async def process_round(batch: list[tuple[Cancel, Packed]]) -> list[CancelResult]:
         locked = await lock_tasks(tx, [wish.task_id for wish, _ in batch])
@@ -215,17 +220,21 @@ _IDLE_STATES = frozenset({TaskState.WAITING, TaskState.READY, TaskState.PARKED})
 
 
 def _row_of_agent(command: Cancel, locked: LockedTasks, options: StoreOptions) -> Row[Any] | None:
-    """The task's row. That of another agent is not touched: this agent knows no such task."""
+    """The task's row, or `None` if it is missing or belongs to another agent."""
     row = locked.rows.get(command.task_id)
     return row if row is not None and row.agent_name == options.names.qualified(command.agent) else None
 
 
 def _refusal(command: Cancel, row: Row[Any] | None) -> CancelStale | CancelRefused | CancelRequested | None:
-    """Why the cancel is refused: the task has another requester, or was requested again since."""
+    """The refusal of a cancel, or `None` if it applies.
+
+    A cancel is refused if the task has another requester, or if another parent has requested the
+    task since.
+    """
     if row is None or is_early_cancel(row):
         return None
     if command.sender not in {None, command.agent} and not same_requester(row.requester_app_id, command.sender):
-        if row.status == TaskState.RUNNING and row.cancel_requested:  # its owner may not know yet
+        if row.status == TaskState.RUNNING and row.cancel_requested:  # the owner may not know yet
             return _cancel_requested(row)
         return None if row.status == TaskState.CANCELLED else CancelRefused()
     stale = command.parent is not None and row.parent_task_id not in {None, command.parent}
@@ -233,7 +242,7 @@ def _refusal(command: Cancel, row: Row[Any] | None) -> CancelStale | CancelRefus
 
 
 def _canceller_columns(command: Cancel, row: Row[Any] | None) -> Columns | None:
-    """An early cancel's tombstone, with one more sender to add."""
+    """The update that adds this sender to an early cancel's tombstone, or `None`."""
     if row is None or not is_early_cancel(row) or not _adds_canceller(command, row):
         return None
     return {"task_id": command.task_id, "cancellers": with_canceller(row.requester_app_id, command.sender)}
@@ -296,6 +305,6 @@ async def _cancel_result(
     if not TaskState(row.status).ended:
         return CancelledNow(_new_reply(row, TaskState.CANCELLED, command.reply, timedelta(), options), notices)
     if is_early_cancel(row) and (row.run_id == command.run_id or _adds_canceller(command, row)):
-        return CancelBeforeRequest()  # the same cancel again: its broadcast may not have been sent
+        return CancelBeforeRequest()  # a repeated cancel: its broadcast may not have been sent
     tombstone = late[command.task_id]
     return CancelTooLate(await reply_from_row(tombstone, tombstone.now, options.names))

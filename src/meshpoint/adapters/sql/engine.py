@@ -1,4 +1,4 @@
-"""Engines for the databases that a store runs on."""
+"""SQLAlchemy engines for PostgreSQL and SQLite, with the session settings that the store needs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from meshpoint.errors import ConfigurationError
 from meshpoint.private_files import create_private
 
 MAX_ATTEMPTS = 5
-"""How often a transaction is tried that others stand in the way of."""
+"""Maximum attempts of a transaction that conflicts with others."""
 
 TRANSACTION_TIMEOUT = timedelta(seconds=10)
-"""When PostgreSQL takes the locks from a process that stands still in a transaction."""
+"""How long a process may be idle in a transaction before PostgreSQL frees its locks."""
 
 _SET_CONFIG = """
 SELECT set_config(name, value, false) FROM unnest($1::text[], $2::text[]) AS given(name, value)
@@ -30,12 +30,18 @@ SELECT set_config(name, value, false) FROM unnest($1::text[], $2::text[]) AS giv
 """
 
 LOCK_TIMEOUT = timedelta(seconds=1)
-"""How long a statement waits for a lock. Replicas hold locks for one commit; a longer one belongs to an open
-transaction elsewhere, and the step is repeated without the locked rows."""
+"""How long a statement waits for a lock.
+
+Replicas hold locks only for one commit. A longer lock belongs to an open transaction of another
+program, so the step is repeated without the locked rows.
+"""
 
 _SQLITE_BUSY_MS = 8
-"""How long SQLite itself waits for a lock before the statement is repeated here. Its pauses grow to 100 ms, so a
-connection that waits longer rarely gets the lock while others want it (`sqliteDefaultBusyCallback` in main.c)."""
+"""How long SQLite itself waits for a lock; after that, the store repeats the statement.
+
+SQLite's own pauses grow to 100 ms (`sqliteDefaultBusyCallback` in main.c), so a connection that
+waits longer rarely gets a contended lock.
+"""
 
 FAST_PATH_CONNECTIONS = 6
 """Connections that a store on PostgreSQL keeps for its fast path, in addition to its pool."""
@@ -50,10 +56,11 @@ _DRIVERS = {"postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"
 
 
 def async_url(url: str) -> URL:
-    """`url` with the driver that Meshpoint uses.
+    """Parse `url` and set the driver that Meshpoint uses.
 
     Raises:
-        ConfigurationError: neither PostgreSQL nor a SQLite file, or PostgreSQL without its driver.
+        ConfigurationError: The URL names neither PostgreSQL nor a SQLite file, has an unknown or
+            invalid option, or needs a driver that is not installed.
     """
     try:
         parsed = make_url(url)
@@ -65,7 +72,7 @@ def async_url(url: str) -> URL:
     if name.startswith("sqlite") and (parsed.database or ":memory:") == ":memory:":
         raise ConfigurationError("session_db_url", "names no file", _FIX)
     _check_options(parsed, _SQLITE_OPTIONS if name.startswith("sqlite") else _POSTGRES_OPTIONS)
-    if "sslmode" in parsed.query:  # as libpq spells it
+    if "sslmode" in parsed.query:  # libpq's name for the option
         parsed = parsed.difference_update_query(["sslmode"]).update_query_dict({"ssl": parsed.query["sslmode"]})
     if parsed.get_backend_name() == "postgresql":
         extras.POSTGRESQL.require("session_db_url")
@@ -73,7 +80,7 @@ def async_url(url: str) -> URL:
 
 
 def _check_options(url: URL, known: frozenset[str]) -> None:
-    """Refuse options unknown to the driver, which would raise `TypeError` for each connection."""
+    """Reject options unknown to the driver, which would raise `TypeError` for each connection."""
     for name, value in url.query.items():
         if name not in known:
             problem = f"has the unknown option {name!r:.80}"
@@ -93,9 +100,10 @@ def engine_for(
     lock_timeout: timedelta = LOCK_TIMEOUT,
     pool_size: int,
 ) -> AsyncEngine:
-    """An engine whose connections are in autocommit: the store sends BEGIN and COMMIT itself.
+    """Create an engine whose connections are in autocommit mode.
 
-    So it knows when COMMIT was sent, and returning a connection costs no ROLLBACK.
+    The store sends BEGIN and COMMIT itself. It therefore knows when COMMIT was sent, and returning
+    a connection to the pool costs no ROLLBACK.
     """
     parsed = async_url(url)
     if parsed.get_backend_name() == "sqlite":
@@ -108,9 +116,9 @@ def _postgres(
 ) -> AsyncEngine:
     seconds = command_timeout.total_seconds()
     session = {
-        # A process that is frozen inside a transaction would keep its row locks, and others from its tasks.
+        # A process that freezes inside a transaction would keep its row locks and block its tasks.
         "idle_in_transaction_session_timeout": str(math.ceil(transaction_timeout.total_seconds() * 1000)),
-        # Every statement goes by key: a plan made for a small table is right for a large one.
+        # All statements look up rows by key, so a plan for a small table also fits a large one.
         "plan_cache_mode": "force_generic_plan",
         "enable_seqscan": "off",
         "jit": "off",
@@ -146,7 +154,7 @@ def _postgres(
 
 
 async def _apply_settings(driver: Any, settings: Mapping[str, str]) -> None:
-    """Set the parameters the store depends on, but not on connections that a pooler shares with other clients."""
+    """Set the parameters the store depends on, unless a pooler shares the session with others."""
     names, values = list(settings), list(settings.values())
     await driver.fetch(_SET_CONFIG, names, values, driver.get_server_pid())
 
@@ -158,7 +166,7 @@ def _sqlite(url: URL, command_timeout: timedelta) -> AsyncEngine:
 
 
 def writing_engine(url: str, command_timeout: timedelta) -> Engine:
-    """An engine for write transactions on a SQLite file, with the driver of the standard library."""
+    """Create an engine for write transactions on a SQLite file, with `sqlite3` as its driver."""
     engine = create_engine(
         async_url(url).set(drivername="sqlite+pysqlite"),
         connect_args={"check_same_thread": False},
@@ -200,7 +208,10 @@ def _require_regular_file(path: Path) -> None:
 
 
 def make_files_private(engine: Engine) -> None:
-    """Make a SQLite file that `engine` creates, with its two companion files, readable only by its owner."""
+    """Make a SQLite file that `engine` creates accessible only to its owner.
+
+    SQLite gives the WAL and shared-memory files the same permissions.
+    """
 
     @event.listens_for(engine, "do_connect")
     def create(dialect: object, record: object, arguments: list[Any], options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Expire: what the passing of time does to waiting tasks."""
+"""Expire: close calls and joins of waiting tasks that are past their deadline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TIMED_OUT = Failed(FailureKind.TIMEOUT, "the peer did not answer in time")
 
 @dataclass(frozen=True, slots=True)
 class _WaitingTask:
-    """One locked waiting task at the present instant."""
+    """A locked waiting task, its join, and its pending calls, at the time of the lock."""
 
     row: Row[Any]
     join: Row[Any]
@@ -33,7 +33,7 @@ class _WaitingTask:
 
     @property
     def timed_out(self) -> list[Row[Any]]:
-        """The calls that end now: those past their deadline, or all when the join is past its own."""
+        """The pending calls past their deadline; all pending calls if the join is past its own."""
         if self.join.join_deadline is not None and self.join.join_deadline <= self.row.now:
             return list(self.pending)
         return [call for call in self.pending if call.timeout_deadline <= self.row.now]
@@ -50,7 +50,7 @@ class _WaitingTask:
 
     @property
     def next_deadline(self) -> float:
-        """When to look again."""
+        """The earliest deadline that remains, which is when to check the task again."""
         closed = {call.sub_task_id for call in self.timed_out}
         deadlines = [call.timeout_deadline for call in self.pending if call.sub_task_id not in closed]
         join_deadline = [] if self.join.join_deadline is None else [self.join.join_deadline]
@@ -59,7 +59,7 @@ class _WaitingTask:
 
 @dataclass(frozen=True, slots=True)
 class ExpireResults:
-    """Expired tasks; those that were taken are still to be decoded."""
+    """Expired tasks by what happened to them. Acquired tasks are not decoded yet."""
 
     waiting: list[Expired]
     ready: list[Expired]
@@ -77,7 +77,7 @@ class ExpireResults:
         )
 
     def with_tasks(self, readable: Mapping[str, Resumable]) -> list[Expired]:
-        """All of them, with the tasks that were taken; those that are not `readable` were given back."""
+        """All expired tasks. An acquired task that is not in `readable` was released."""
         acquired = [
             Expired(task_id, ids, _arrival(task_id, ids[-1], readable.get(task_id)), cancels)
             for task_id, ids, cancels in self.acquired
@@ -90,14 +90,20 @@ def _arrival(task_id: TaskId, sub_task_id: TaskId, task: Resumable | None) -> Al
 
 
 def pick_expired(replica: Replica, limit: int, options: StoreOptions) -> DueQuery:
-    """Waiting tasks that may have passed a deadline."""
+    """The query for waiting tasks that may have passed a deadline."""
     return DueQuery(sql.PICK_EXPIRED, {"agent": options.names.qualified(replica.agent), "limit": limit})
 
 
 async def expire(
     tx: Transaction, replica: Replica, limit: int, slots: int, options: StoreOptions, only: str | None = None
 ) -> ExpireResults:
-    """Close what is past its deadline, count it, and take the tasks whose join it meets."""
+    """Close calls past their deadline, count them, and acquire the tasks whose joins are met.
+
+    Acquires at most `slots` tasks; further ones become ready.
+
+    Raises:
+        ValueError: A row is damaged: a task waits although its join is met.
+    """
     rows = {row.logical_task_id: row for row in await pick_expired(replica, limit, options).fetch(tx, only)}
     for task_id in await lock_child_rows(tx, rows):
         del rows[task_id]
@@ -109,7 +115,7 @@ async def expire(
     tasks = [_WaitingTask(rows[task_id], joins[task_id], pending.get(task_id, [])) for task_id in ids]
     for task in tasks:
         if task.met and not task.timed_out:
-            raise ValueError(f"task {task.row.logical_task_id} waits, and its join is met")
+            raise ValueError(f"task {task.row.logical_task_id} waits although its join is met")
     cancels = await _close_timed_out(tx, tasks, options)
     return await _continue_tasks(tx, [task for task in tasks if task.timed_out], cancels, replica, slots)
 
@@ -117,7 +123,10 @@ async def expire(
 async def _close_timed_out(
     tx: Transaction, tasks: Sequence[_WaitingTask], options: StoreOptions
 ) -> dict[str, tuple[CancelNotice, ...]]:
-    """Write the timeouts and their counts, and when to look again; by task, which peers to tell."""
+    """Write timeouts, counters, and when to check the tasks again.
+
+    Returns the cancels to send, by task.
+    """
     outcome = await outcome_column(_TIMED_OUT)
     await tx.execute_many(
         sql.UPDATE_TIMED_OUT, [row for task in tasks for row in _timeout_columns(task, outcome, options)]

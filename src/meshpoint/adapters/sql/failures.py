@@ -1,4 +1,4 @@
-"""What a driver's error means for the caller."""
+"""Classification of database drivers' errors by what the caller does next."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from meshpoint.errors import ConfigurationError
 
 
 class Failure(Enum):
-    """What to do about an error."""
+    """How to handle an error."""
 
-    RETRY = auto()  # the database rolled back in favour of another transaction
-    UNAVAILABLE = auto()  # no connection, or a server that cannot work now
-    BUG = auto()  # the statement is wrong
+    RETRY = auto()  # the database rolled back in favor of another transaction
+    UNAVAILABLE = auto()  # no connection, or the server cannot execute statements now
+    BUG = auto()  # the statement or a value is wrong
 
 
-# The names of wrong credentials, database or role.
+# Wrong credentials, a missing database, or missing privileges.
 _REFUSED = ("28", "3D000", "42501")
-# Classes of SQLSTATE: connection, resources, operator intervention, system error; a standby that cannot write; and
-# what somebody changed and will change again: a login, a right, a table, a column. No task is to blame for those.
+# Connection, resources, operator intervention and system errors; a standby, which cannot write; a
+# lock timeout. A missing table, column, login or privilege counts too: an administrator changed it
+# and is expected to restore it, and no task caused it.
 _UNAVAILABLE = ("08", "53", "57", "58", "25006", "55P03", "42P01", "42703", *_REFUSED)
-# A prepared statement is missing or exists already: a pooler has switched to another server session.
+# A prepared statement is missing or exists already: a pooler has switched to another server
+# session.
 _POOLER_SWITCHED = ("26000", "42P05")
 _POOLER = "a connection pooler does not keep prepared statements"
 _POOLER_FIX = "use PgBouncer 1.21 or later with max_prepared_statements above 0, or pool_mode = session"
@@ -37,19 +39,21 @@ _RETRY_SQLITE = ("SQLITE_BUSY", "SQLITE_LOCKED")
 
 
 def driver_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
-    """Errors from SQLAlchemy, its pool and the drivers in use, and `others`.
+    """Exception classes of SQLAlchemy, its pool and the loaded drivers, and `others`.
 
-    SQLAlchemy 2.0 does not wrap a refused connection, and the driver's timeout is an `OSError`.
+    `OSError` is among them, because SQLAlchemy 2.0 does not wrap a refused connection, and the
+    driver's timeout is an `OSError`.
     """
     return (*others, DBAPIError, PoolTimeout, OSError, *_asyncpg("PostgresError", "InterfaceError"))
 
 
 def classify(error: BaseException) -> Failure:
-    """What `error` means when it came before COMMIT was sent."""
+    """Classify an error that occurred before COMMIT was sent."""
     if isinstance(error, OSError | PoolTimeout):
         return Failure.UNAVAILABLE
     state, sqlite = _sqlstate(error), _sqlite_name(error)
-    # Two transactions wrote the first row of one task: the second finds it when it is repeated.
+    # A duplicate key is retried: two transactions inserted the row of one task, and the second one
+    # finds it when it is repeated.
     if state.startswith(_RETRY) or sqlite.startswith(_RETRY_SQLITE) or "cached statement plan" in str(error):
         return Failure.RETRY
     if (
@@ -63,12 +67,12 @@ def classify(error: BaseException) -> Failure:
 
 
 def is_pooler_switch(error: BaseException) -> bool:
-    """Whether a pooler has switched this connection to another server session. The statement did not run."""
+    """Whether a pooler switched to another server session, so that the statement did not run."""
     return _sqlstate(error) in _POOLER_SWITCHED
 
 
 def is_duplicate(error: BaseException) -> bool:
-    """Whether a row with this key was there already."""
+    """Whether a row with this key already exists."""
     return _sqlstate(error) == "23505"
 
 
@@ -87,18 +91,19 @@ def is_lock_timeout(error: BaseException) -> bool:
 def is_row_lock_timeout(error: BaseException) -> bool:
     """Whether the statement waited for another transaction's row lock rather than a table lock.
 
-    PostgreSQL names the row in the error's context, except when the statement queued behind another waiter.
+    PostgreSQL names the row in the error's context, except when the statement queued behind
+    another waiter.
     """
     return is_lock_timeout(error) and bool(getattr(_driver_error(error), "context", None))
 
 
 def is_stale(error: BaseException) -> bool:
-    """Whether the connection broke, as one does that was pooled while its server restarted."""
+    """Whether the connection broke, for example in a server restart since its last use."""
     return isinstance(error, DBAPIError) and error.connection_invalidated
 
 
 def certainly_rolled_back(error: BaseException) -> bool:
-    """Whether an error that answered COMMIT is the database's word that nothing was written."""
+    """Whether an error in response to COMMIT proves that nothing was written."""
     if not isinstance(error, DBAPIError):
         return False
     state = _sqlstate(error)
@@ -107,12 +112,12 @@ def certainly_rolled_back(error: BaseException) -> bool:
 
 
 def as_configuration_error(error: BaseException | None) -> ConfigurationError | None:
-    """Convert the database's refusal of the URL's user or database name to a configuration error."""
+    """A configuration error if the database refused the URL's user, name or file, else `None`."""
     if error is None:
         return None
     if _sqlite_name(error) == "SQLITE_NOTADB":
         return ConfigurationError(
-            "session_db_url", "the file is there and is no SQLite database", "name another file"
+            "session_db_url", "the file exists but is not a SQLite database", "name another file"
         )
     if _is_misconfigured(error):
         return ConfigurationError(
@@ -126,7 +131,7 @@ def as_configuration_error(error: BaseException | None) -> ConfigurationError | 
 
 
 def summarize(error: BaseException) -> str:
-    """The driver's own words, on one line."""
+    """The type and message of the driver's error, on one line."""
     cause = _dbapi_error(error)
     said = str(cause) or ("no answer in time" if isinstance(cause, TimeoutError) else "no reason given")
     words = f"{type(cause).__name__}: {said}".splitlines()[0]
@@ -134,25 +139,25 @@ def summarize(error: BaseException) -> str:
 
 
 def _is_misconfigured(error: BaseException) -> bool:
-    # SQLAlchemy may have wrapped the driver's error.
+    # SQLAlchemy may wrap the driver's error.
     cause = _dbapi_error(error)
     return isinstance(cause, kinds := _asyncpg("ClientConfigurationError")) or isinstance(cause.__cause__, kinds)
 
 
 def _asyncpg(*names: str) -> tuple[type[Exception], ...]:
-    """Exception classes of asyncpg. Empty if it is not loaded: then nothing can raise them."""
+    """Exception classes of asyncpg. Empty if it is not loaded, since nothing raises them then."""
     module = sys.modules.get("asyncpg")
     return tuple(kind for name in names if (kind := getattr(module, name, None)) is not None)
 
 
 def _is_misuse(error: BaseException) -> bool:
-    # A value that a driver could not encode; neither driver gives such errors a code.
+    # Neither driver gives an error code when it cannot encode a value.
     cause = _dbapi_error(error)
     return isinstance(cause, ValueError | sqlite3.Error) or isinstance(cause.__cause__, ValueError)
 
 
 def _driver_error(error: BaseException) -> BaseException:
-    """Unwrap the driver's error."""
+    """The error as the driver raised it, without the wrappers of SQLAlchemy and its adapter."""
     original = _dbapi_error(error)
     return original.__cause__ if original is not error and original.__cause__ is not None else original
 

@@ -1,6 +1,7 @@
-"""The hot path on PostgreSQL: what every task ordinarily needs, a batch in one round trip and one commit.
+"""The fast path on PostgreSQL: the ordinary steps of many tasks in one round trip and one commit.
 
-Each method does what it can and returns it, by the item's place; the store gives the rest to the general transaction.
+Each method returns results only for the items it handled, by their position in the batch. The
+store passes the others to the general transaction.
 """
 
 from __future__ import annotations
@@ -48,7 +49,15 @@ from meshpoint.ports.clock import Clock
 
 
 class FastPath:
-    """The ordinary steps of many tasks at once."""
+    """Runs the statements of `batch_statements`, each kind on a connection of its own.
+
+    Concurrent calls of one method run one after another.
+
+    Raises, from every method that writes:
+        StoreUnavailable: Nothing was written.
+        CommitInDoubt: The statement was sent, but the response was lost.
+        RowLocked: A lock wait timed out.
+    """
 
     def __init__(self, engine: AsyncEngine, options: StoreOptions, clock: Clock | None, time: DatabaseTime) -> None:
         self._options = options
@@ -60,7 +69,7 @@ class FastPath:
         )
 
     async def close(self) -> None:
-        """Give all connections back."""
+        """Return all connections to the pool."""
         for connection in self._connections:
             await connection.close()
 
@@ -69,17 +78,18 @@ class FastPath:
         return None if self._clock is None else self._clock.now().timestamp()
 
     async def lookup(self, task_ids: Sequence[TaskId]) -> Sequence[Any]:
-        """The rows that exist."""
+        """Read the rows that exist; ended tasks include their reply. Also updates `time`."""
         sent_at = self._time.clock()
         rows = await self._reads.read(sql.LOOKUP, self._now, task_ids)
         self._time.observe(rows[0].now, sent_at)
         return [row for row in rows if row.logical_task_id is not None]
 
-    # ── pause ──────────────────────────────────────────────────────────────────────────────────────
-
     async def pause(self, pauses: Sequence[tuple[PackedPause, bytes | None]]) -> dict[int, PauseResult]:
-        """Write checkpoints whose rows are as their runs expect. All their calls are to be sent."""
-        # Sorted, as locks are: an insert waits for another of its key.
+        """Write checkpoints if the task's row is as its run expects.
+
+        Only for pauses with `fits_fast_path`.
+        """
+        # In lock order, since an insert waits for a concurrent insert of the same key.
         places = dict(sorted(_first_positions(packed.pause.run.task_id for packed, _ in pauses).items()))
         written: dict[str, float] = {}
         fresh = [pauses[place] for place in places.values() if pauses[place][0].pause.run.fence == 0]
@@ -117,12 +127,13 @@ class FastPath:
             [packed.pause.digest for packed, _ in fresh],
         )
 
-    # ── claim ──────────────────────────────────────────────────────────────────────────────────────
-
     async def claim(
         self, claims: Sequence[tuple[Claim, bytes | None]], replica: Replica, slots: int, *, skip_locked: bool
     ) -> tuple[dict[int, Arrival | Acquired], OwnedTasks]:
-        """Record outcomes of pending calls, and take the tasks whose join they meet."""
+        """Record outcomes of pending calls, and acquire the tasks whose joins are met.
+
+        Also returns the rows of the acquired tasks.
+        """
         places = _first_positions((wish.task_id, wish.sub_task_id) for wish, _ in claims)
         commands = [claims[place] for place in places.values()]
         terms, term_numbers = _number_distinct(
@@ -144,7 +155,7 @@ class FastPath:
             replica.lease.total_seconds(),
             PART_BYTES,
         )
-        positions = [0, *places.values()]  # an array of SQL begins at 1
+        positions = [0, *places.values()]  # SQL arrays start at 1
         arrivals: dict[int, Arrival | Acquired] = {}
         owned, unseen = OwnedTasks(), list[Claim]()
         for row in rows:
@@ -160,7 +171,7 @@ class FastPath:
                 outcomes = _outcomes(row, [claims[positions[number]][0].outcome for number in row["places"]])
                 if len(outcomes) == row["total_expected"]:
                     owned.tasks[command.task_id], owned.calls[command.task_id] = as_namespace(row), outcomes
-                else:  # recorded while this statement waited for the task's lock
+                else:  # some were recorded while this statement waited for the task's lock
                     unseen.append(command)
         return arrivals, owned.merged_with(await self._read_owned(unseen, replica))
 
@@ -171,7 +182,7 @@ class FastPath:
         try:
             rows = await self._reads.read(sql.READ_OWNED, task_ids, replica.id, run_ids, PART_BYTES)
         except StoreUnavailable as error:
-            raise CommitInDoubt(f"claimed, but not read: {error}") from error
+            raise CommitInDoubt(f"recorded outcomes, but cannot read tasks: {error}") from error
         return OwnedTasks(
             {row.logical_task_id: row for row in rows},
             {
@@ -181,10 +192,8 @@ class FastPath:
             },
         )
 
-    # ── end ────────────────────────────────────────────────────────────────────────────────────────
-
     async def end(self, ends: Sequence[tuple[End, bytes | None]]) -> dict[int, EndResult]:
-        """Turn tasks that their runs own into tombstones."""
+        """Turn tasks into tombstones if their runs own them and they are not operations."""
         places = _first_positions(command.run.task_id for command, _ in ends)
         commands = [ends[place] for place in places.values()]
         rows = await self._ends.write(
@@ -210,10 +219,11 @@ class FastPath:
             Reply(agent, run.task_id, command.state, command.reply, requester_from_row(row), fence=run.fence)
         )
 
-    # ── save ───────────────────────────────────────────────────────────────────────────────────────
-
     async def save(self, command: Save, columns: Columns) -> bool:
-        """Write a checkpoint, given as columns too, of an operation that its run owns; whether it is written."""
+        """Write a checkpoint of an operation if its run owns it.
+
+        `columns` is the encoded checkpoint. Returns `True` if it was written.
+        """
         rows = await self._saves.write(
             sql.SAVE,
             self._now,
@@ -226,12 +236,11 @@ class FastPath:
         )
         return bool(rows)
 
-    # ── marks ──────────────────────────────────────────────────────────────────────────────────────
-
     async def confirm_dispatched(self, sent: Sequence[Dispatch]) -> tuple[list[Dispatch], list[Dispatch]]:
-        """Note that the broker has all requests of pauses.
+        """Record that the broker has stored requests, for pauses whose requests are all in `sent`.
 
-        Those of pauses of which others are still to be sent, and those of pauses that somebody holds just now.
+        Returns the requests that are not recorded: first the requests of pauses with other unsent
+        requests, then the requests of pauses whose join another session holds.
         """
         if not sent:
             return [], []
@@ -252,14 +261,14 @@ class FastPath:
         )
 
     async def confirm_replied(self, sent: Sequence[Reply]) -> None:
-        """Note that the broker has replies."""
+        """Record that the broker has stored replies. Rows locked by other sessions are skipped."""
         if sent:
             in_order = sorted({(send.task_id, send.fence, send.requester.reply_to or "") for send in sent})
             await self._confirms.write(sql.CONFIRM_REPLIED, *map(list, zip(*in_order, strict=True)))
 
 
 def _first_positions(keys: Iterable[Hashable]) -> dict[Any, int]:
-    """Where each key comes first."""
+    """The first position of each key."""
     places: dict[Any, int] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, place)
@@ -267,7 +276,7 @@ def _first_positions(keys: Iterable[Hashable]) -> dict[Any, int]:
 
 
 def _outcomes(row: Any, recorded: Sequence[Outcome]) -> list[StoredOutcome]:
-    """The outcomes of a task that goes on, in call order: `recorded` now, and those from before."""
+    """The outcomes of an acquired task in call order: `recorded` and earlier ones."""
     calls = list(zip(row["seqs"], row["call_ids"], row["peers"], recorded, strict=True))
     if row["seqs_before"] is not None:
         calls += zip(
@@ -278,7 +287,7 @@ def _outcomes(row: Any, recorded: Sequence[Outcome]) -> list[StoredOutcome]:
 
 
 def _task_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
-    """The columns of `pauses`, each as an array over them."""
+    """The columns of the pauses' tasks, each as an array with one element per pause."""
     plain = [
         (
             packed.pause.run.task_id,
@@ -300,7 +309,11 @@ def _task_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
 
 
 def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
-    """The columns of all calls of `pauses`, each as an array over them; then those of their different terms."""
+    """The columns of the pauses' calls, as arrays.
+
+    The first four have one element per call, the others one per distinct terms (task, peer,
+    headers and timeouts).
+    """
     calls = [call for packed in pauses for call in packed.pause.calls]
     first_places = accumulate((len(packed.pause.calls) for packed in pauses), initial=1)
     terms, term_numbers = _number_distinct(
@@ -324,7 +337,7 @@ def _call_arrays(pauses: Sequence[PackedPause]) -> list[list[Any]]:
 
 
 def _number_distinct(terms: Iterable[tuple[Any, ...]]) -> tuple[Collection[tuple[Any, ...]], list[int]]:
-    """The different ones among `terms`, and the number of each; arrays of SQL begin at 1."""
+    """The distinct `terms`, and for each term its number among them, from 1 as in SQL arrays."""
     numbers: dict[tuple[Any, ...], int] = {}
     assigned = [numbers.setdefault(each, len(numbers) + 1) for each in terms]
     return numbers, assigned

@@ -1,4 +1,4 @@
-"""Locked tasks, and batches in which a task occurs more than once."""
+"""Lock tasks for a transition, and process batches in which a task occurs more than once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """What every transition of one store goes by. Durations are in seconds."""
+    """Options that all transitions of one store share. Durations are in seconds."""
 
     names: AgentNames
     dispatch_lease: float
@@ -32,15 +32,15 @@ class StoreOptions:
     max_join_bytes: int
 
     def backoff(self, attempts: int) -> float:
-        """How long whoever sends something for the `attempts`-th time has it for itself."""
+        """Seconds that the sender of an item has it leased on the given attempt, starting at 1."""
         return self.dispatch_lease * float(2 ** min(max(attempts - 1, 0), 6))
 
 
 @dataclass(frozen=True, slots=True)
 class LockedTasks:
-    """Tasks that no other transaction can change, and when they were locked.
+    """Tasks locked by this transaction, and the database's time after the last lock.
 
-    `locked_elsewhere`: tasks left out because another session holds the task or one of its rows.
+    `locked_elsewhere` has the tasks left out because another session holds a row of them.
     """
 
     now: float
@@ -49,7 +49,7 @@ class LockedTasks:
 
 
 async def lock_tasks(tx: Transaction, task_ids: Iterable[str]) -> LockedTasks:
-    """Lock tasks in order of id; those that do not exist are left out."""
+    """Lock tasks in order of id. Tasks that do not exist are left out."""
     ids = sorted(set(task_ids))
     rows = await tx.fetch(sql.LOCK_TASKS_SKIP_LOCKED if tx.skip_locked else sql.LOCK_TASKS, ids=ids)
     present = {row.logical_task_id: row for row in rows if row.logical_task_id is not None}
@@ -67,7 +67,7 @@ async def lock_task(tx: Transaction, task_id: str) -> LockedTasks:
     """Lock one task.
 
     Raises:
-        RowLocked: another session holds it, or one of its rows.
+        RowLocked: Another session holds the task, or a row that belongs to it.
     """
     locked = await lock_tasks(tx, [task_id])
     if locked.locked_elsewhere:
@@ -76,9 +76,10 @@ async def lock_task(tx: Transaction, task_id: str) -> LockedTasks:
 
 
 async def lock_child_rows(tx: Transaction, task_ids: Iterable[str]) -> set[str]:
-    """Locked tasks with a call, join, checkpoint or operation that another session holds.
+    """Lock the calls, joins, checkpoints and operations of locked tasks.
 
-    Empty unless this transaction skips such rows. All other rows are locked.
+    Returns the tasks with a row that another session holds. Always empty if this transaction
+    waits for locked rows instead of skipping them.
     """
     ids = sorted(task_ids)
     if not (tx.skip_locked and ids):
@@ -91,9 +92,9 @@ async def run_in_rounds(
     task_id: Callable[[Item], str],
     process_round: Callable[[list[Item]], Awaitable[list[Result]]],
 ) -> list[Result]:
-    """Results of `process_round` in the order of `items`.
+    """Process `items` in rounds, and return their results in the same order.
 
-    A task occurs once in each turn, so that the next turn finds what this one wrote.
+    Each round has at most one item per task, so that the next round sees what this one wrote.
     """
     results: dict[int, Result] = {}
     waiting = list(enumerate(items))
@@ -108,5 +109,5 @@ async def run_in_rounds(
 
 
 def duration_seconds(duration: timedelta | None) -> float | None:
-    """A duration as the database has it."""
+    """Convert a duration to seconds, as the database stores it."""
     return None if duration is None else duration.total_seconds()

@@ -1,4 +1,7 @@
-"""Migrations, as the command line runs them. None of these may be called from a running event loop."""
+"""Migrations for the command line.
+
+`upgrade` and `check` start an event loop, so they must not be called from a running one.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,11 @@ _CONNECT_TIMEOUT = timedelta(seconds=10)
 
 
 def migrations_folder() -> Path:
-    """The folder of migrations: inside the installed package, or at the root of a checkout."""
+    """The folder of migrations, in the installed package or at the root of a checkout.
+
+    Raises:
+        ConfigurationError: The package was installed without migrations.
+    """
     here = Path(__file__).resolve()
     for folder in (here.parent / "alembic", here.parents[4] / "alembic"):
         if (folder / "env.py").is_file():
@@ -36,20 +43,23 @@ def migrations_folder() -> Path:
 
 
 def upgrade(url: str) -> None:
-    """Bring the tables to this release's revision.
+    """Upgrade the tables to this release's revision, in one transaction.
 
     Raises:
-        ConfigurationError: the database rejects the URL's user, does not exist, or has conflicting tables.
-        StoreUnavailable: the database does not answer.
+        ConfigurationError: The database rejects the URL's user, does not exist, has conflicting
+            tables, or is at a revision that this release does not know.
+        StoreUnavailable: The database does not respond.
     """
     _run(url, _upgrade)
 
 
 def check(url: str) -> tuple[str | None, str]:
-    """The revision that the database has (None: no tables), and the one that this release brings.
+    """The database's revision, `None` if it has no tables, and this release's newest one.
 
     Raises:
-        ConfigurationError, StoreUnavailable: as `upgrade`.
+        ConfigurationError: The database rejects the URL's user, does not exist, or has an invalid
+            version table.
+        StoreUnavailable: The database does not respond.
     """
     found: list[str | None] = []
     _run(url, lambda connection: found.append(recorded_revision(connection)))
@@ -57,7 +67,7 @@ def check(url: str) -> tuple[str | None, str]:
 
 
 def upgrade_sql(url: str) -> str:
-    """The statements that `upgrade` runs on an empty database, for whoever runs them by hand."""
+    """The SQL that `upgrade` runs on an empty database, for administrators who run it by hand."""
     written = io.StringIO()
     config = _config(output=written)
     config.attributes["dialect_name"] = async_url(url).get_backend_name()
@@ -66,7 +76,7 @@ def upgrade_sql(url: str) -> str:
 
 
 def newest_revision() -> str:
-    """The last of the migrations."""
+    """The revision of this release's last migration."""
     head = ScriptDirectory.from_config(_config()).get_current_head()
     assert head is not None
     return head
@@ -106,9 +116,10 @@ async def _run_async(url: str, work: Callable[[Connection], None]) -> None:
 
 
 async def run_in_transaction(url: URL, work: Callable[[Connection], None]) -> None:
-    """Do `work` on a connection, all or nothing.
+    """Run `work` on a new connection, in one transaction that commits at the end.
 
-    Python's sqlite3 begins no transaction before a statement that changes the schema: here it is begun by hand.
+    On PostgreSQL, it runs under the migrations' advisory lock. On SQLite, the transaction is begun
+    explicitly, because Python's `sqlite3` begins none before a schema change.
     """
     sqlite = url.get_backend_name() == "sqlite"
     mode: dict[str, Any] = {"isolation_level": "AUTOCOMMIT" if sqlite else "READ COMMITTED"}
@@ -120,7 +131,8 @@ async def run_in_transaction(url: URL, work: Callable[[Connection], None]) -> No
             if sqlite:
                 await connection.exec_driver_sql("BEGIN IMMEDIATE")
             else:
-                # The default may be read-only. The lock makes concurrent upgrades run one after another.
+                # The default may be read-only. The lock makes concurrent upgrades run one after
+                # another.
                 await connection.exec_driver_sql("SET TRANSACTION READ WRITE")
                 await connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK_KEY})")
             await connection.run_sync(work)

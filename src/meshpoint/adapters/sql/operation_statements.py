@@ -1,11 +1,12 @@
-"""The statements on operations and their checkpoints, as `statements` has those on tasks, calls and joins.
+"""All statements on operations and their checkpoints. See `statements` for those on tasks.
 
-Whoever changes a row here holds the lock of its task, which is taken before.
+A transaction locks the task before it changes the task's operation or checkpoints.
 """
 
 from __future__ import annotations
 
-# The columns of a checkpoint, but for its key: values, JSON, and what may be large and is read by itself.
+# The columns of a checkpoint except its key: plain values, JSON, and large values that are read
+# separately.
 PLAIN_COLUMNS = (
     "subject",
     "checkpoint_time",
@@ -39,12 +40,10 @@ _VALUES = ", ".join(
     )
 )
 
-# Where an earlier task of the same id left a row behind.
+# Replaces a row that an earlier task with the same id left behind.
 ON_CONFLICT_REPLACE = "ON CONFLICT (analysis_id, agent_type, seq) DO UPDATE SET " + ", ".join(
     f"{name} = excluded.{name}" for name in (*PLAIN_COLUMNS, *JSON_COLUMNS, *SNAPSHOT_COLUMNS)
 )
-
-# ── secrets ────────────────────────────────────────────────────────────────────────────────────────
 
 # Store a key for a mesh, unless it has one.
 INSERT_SECRET = """
@@ -56,9 +55,7 @@ READ_SECRET = """
 SELECT copy_key FROM agent_mesh_secrets WHERE namespace = :namespace
 """
 
-# ── operations ─────────────────────────────────────────────────────────────────────────────────────
-
-# Write an operation, in place of what an earlier task of the same id may have left behind.
+# Insert an operation, or replace the row that an earlier task with the same id left behind.
 INSERT_OPERATION = """
 INSERT INTO agent_operations (
   operation_id, agent_name, type, subject, parameters, children, exclusive, preserve, created_at)
@@ -74,7 +71,7 @@ UPDATE_TRACKED = """
 UPDATE agent_paused_tasks SET checkpoint_seq = 0 WHERE logical_task_id = :task_id
 """
 
-# Append children, as the text of a JSON list, to those that an operation has.
+# Append children to an operation's list. Both are the text of a JSON list.
 ADD_CHILDREN = """
 UPDATE agent_operations
    SET children = substr(children, 1, length(children) - 1) || CASE WHEN children = '[]' THEN '' ELSE ',' END
@@ -82,32 +79,30 @@ UPDATE agent_operations
  WHERE operation_id = :task_id
 """
 
-# Which of these operations are exempt from deletion.
+# Read which of these operations are exempt from deletion.
 READ_PRESERVED = """
 SELECT operation_id FROM agent_operations WHERE operation_id {one_of:ids} AND preserve
 """
 
-# Exempt an operation from deletion, or stop that.
+# Exempt an operation from deletion, or end the exemption.
 UPDATE_PRESERVE = """
 UPDATE agent_operations SET preserve = :preserve WHERE operation_id = :task_id
 """
 
-# Set when an ended task may be deleted: it is due then, once its reply is sent.
+# Set when an ended task may be deleted. If its reply is sent, the task is due at that time.
 UPDATE_EXPIRY = """
 UPDATE agent_paused_tasks
    SET expires_at = :expires_at, wake_at = CASE WHEN reply_sent THEN :expires_at ELSE wake_at END
  WHERE logical_task_id = :task_id
 """
 
-# Delete operations with their tasks.
+# Delete operations whose tasks are deleted.
 DELETE_OPERATIONS = """
 DELETE FROM agent_operations WHERE operation_id {one_of:ids}
 """
 
-# ── checkpoints ────────────────────────────────────────────────────────────────────────────────────
-
-# Record the newest checkpoint of a running task. Progress resets its attempts and lowers its rescues to the number
-# at which a task is a suspect.
+# Record the newest checkpoint of a running task. Progress resets its attempt to 1, and lowers its
+# rescues to 2, from which on a task is a suspect.
 UPDATE_SAVED = """
 UPDATE agent_paused_tasks SET
   checkpoint_seq = :seq, attempt = CASE WHEN :progressed THEN 1 ELSE attempt END,
@@ -120,7 +115,8 @@ INSERT_CHECKPOINT = f"""
 INSERT INTO agent_checkpoints ({CHECKPOINT_COLUMNS}) VALUES ({_VALUES}) {ON_CONFLICT_REPLACE}
 """
 
-# Write an operation's last checkpoint once more, with why it ended; not the working memory that it may have.
+# Copy an operation's last checkpoint to a new row with the reason of the end, without the working
+# memory.
 COPY_LAST_CHECKPOINT = f"""
 INSERT INTO agent_checkpoints ({CHECKPOINT_COLUMNS})
 SELECT analysis_id, agent_type, seq + 1, subject, CAST(:now AS double precision), progress_pct, current_subtask,
@@ -131,13 +127,14 @@ SELECT analysis_id, agent_type, seq + 1, subject, CAST(:now AS double precision)
 {ON_CONFLICT_REPLACE}
 """
 
-# Take their working memories from the checkpoints of an operation that are older than this one, which has its own.
+# Remove the working memory from the checkpoints of an operation that are older than this one,
+# which has its own.
 DROP_OLDER_SNAPSHOTS = """
 UPDATE agent_checkpoints SET l1_snapshot = NULL
  WHERE analysis_id = :task_id AND agent_type = :agent AND seq < :seq AND l1_snapshot IS NOT NULL
 """
 
-# Delete the checkpoints of an operation up to this one, but for the one that has its working memory.
+# Delete the checkpoints of an operation up to this one, except the row with its working memory.
 PRUNE_CHECKPOINTS = """
 DELETE FROM agent_checkpoints
  WHERE analysis_id = :task_id AND agent_type = :agent AND seq <= :last AND l1_snapshot IS NULL
@@ -176,7 +173,7 @@ READ_ARCHIVE = f"""
 SELECT {", ".join(_READ_COLUMNS)} FROM agent_checkpoints_archive WHERE analysis_id = :task_id ORDER BY seq
 """
 
-# Read the newest working memory that an operation's checkpoints have.
+# Read the newest working memory among an operation's checkpoints.
 READ_SNAPSHOT = """
 SELECT c.agent_type, c.seq, c.l1_snapshot_hash, c.l1_snapshot
   FROM agent_paused_tasks AS t JOIN agent_checkpoints AS c
@@ -184,9 +181,7 @@ SELECT c.agent_type, c.seq, c.l1_snapshot_hash, c.l1_snapshot
  WHERE t.logical_task_id = :task_id AND c.l1_snapshot IS NOT NULL ORDER BY c.seq DESC LIMIT 1
 """
 
-# ── reviving ───────────────────────────────────────────────────────────────────────────────────────
-
-# Read what else decides whether a locked task is revived.
+# Read the other columns that decide whether a locked task can be revived.
 READ_REVIVABLE = """
 SELECT t.wake_at, t.resume_token, t.reply_sent, t.request IS NOT NULL AS has_request, t.request_digest, o.exclusive
   FROM agent_paused_tasks AS t LEFT JOIN agent_operations AS o
@@ -194,13 +189,13 @@ SELECT t.wake_at, t.resume_token, t.reply_sent, t.request IS NOT NULL AS has_req
  WHERE t.logical_task_id = :task_id
 """
 
-# Let only one of those who revive operations of an agent go on at a time; PostgreSQL only. Held until COMMIT, and
-# taken by those who have the lock of their task, so that nobody waits in a circle.
+# Let only one transaction at a time revive an operation of this agent. PostgreSQL only. Held until
+# the transaction ends, and acquired after the task's lock, so that transactions cannot deadlock.
 LOCK_AGENT = """
 SELECT pg_advisory_xact_lock(hashtextextended(CAST(:agent AS text), 0))
 """
 
-# Another operation of an agent that has not ended.
+# Find another operation of an agent that has not ended.
 READ_OTHER_ACTIVE = """
 SELECT logical_task_id FROM agent_paused_tasks
  WHERE agent_name = :agent AND status IN ('running', 'waiting', 'ready', 'parked')
@@ -208,7 +203,7 @@ SELECT logical_task_id FROM agent_paused_tasks
  LIMIT 1
 """
 
-# Make a task ready again, as new but for its fence, its request and its checkpoint.
+# Make a task ready again, in the state of a new task except for its fence, request and checkpoint.
 UPDATE_REVIVED = """
 UPDATE agent_paused_tasks SET
   status = 'ready', generation = 0, fence = fence + 1, run_id = :token,
@@ -225,17 +220,17 @@ UPDATE agent_paused_tasks SET
 WHERE logical_task_id = :task_id
 """
 
-# Delete the calls of a task that is revived, but for those whose peers are still to be told to stop.
+# Delete the calls of a revived task, except those with an unsent cancel.
 DELETE_CALLS_NOT_CANCELLING = """
 DELETE FROM agent_peer_sub_tasks WHERE logical_task_id = :task_id AND status <> 'cancelling'
 """
 
-# Let the others be of no pause: only their cancels are left.
+# Detach the remaining calls from any pause: only their cancels are left to send.
 DETACH_CALLS = """
 UPDATE agent_peer_sub_tasks SET invocation_id = -1 WHERE logical_task_id = :task_id
 """
 
-# Let a task that is at work answer another requester.
+# Let a task that has not ended reply to another requester.
 UPDATE_ADOPTED = """
 UPDATE agent_paused_tasks SET
   resume_token = coalesce(:order, resume_token), reply_to = :reply_to, requester_app_id = :requester_app_id,
@@ -243,8 +238,6 @@ UPDATE agent_paused_tasks SET
   keep_alive_at = :keep_alive_at, request_digest = coalesce(request_digest, :digest)
 WHERE logical_task_id = :task_id
 """
-
-# ── for people ─────────────────────────────────────────────────────────────────────────────────────
 
 _SUMMARY = """o.*, t.status, t.owner, t.wake_at, t.ended_at, t.retry_count, t.dead_reason, c.seq, c.checkpoint_time,
        c.progress_pct, c.current_subtask, c.pending_subtasks, c.failure_reason

@@ -1,4 +1,4 @@
-"""The part of the SQL store for operations and their checkpoints."""
+"""The methods of the SQL store for operations and their checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class SqlOperations:
-    """`meshpoint.ports.operations.Operations` on a SQL database."""
+    """`meshpoint.ports.operations.Operations` on a SQL database; a base class of `SqlStore`."""
 
     _database: Database
     _fast_path: FastPath | None
@@ -42,7 +42,7 @@ class SqlOperations:
     async def _write(self, body: Callable[[Transaction], Awaitable[T]]) -> T:
         """Run `body` in a transaction, commit, and return its result.
 
-        If waiting for a lock times out, the transaction is repeated without waiting for locked rows.
+        If a lock wait times out, the transaction is repeated and skips locked rows.
         """
         if not self._locked_rows.skip_locked:
             try:
@@ -52,11 +52,11 @@ class SqlOperations:
         return await self._database.write(body, skip_locked=True)
 
     async def track(self, command: Track) -> BeginResult:
-        """Make a running task an operation."""
+        """Make a running task an operation, if it is not one already."""
         return await self._write(lambda tx: subtasking.track(tx, command))
 
     async def save(self, command: Save) -> SaveResult:
-        """Write a checkpoint within a segment."""
+        """Write a checkpoint within a segment, through the fast path if possible."""
         columns = checkpoint_columns(command.checkpoint)
         if self._fast_path is not None and not self._locked_rows.recently_locked([command.run.task_id]):
             try:
@@ -74,22 +74,26 @@ class SqlOperations:
         except StoreUnavailable as error:
             if self._fast_path is None:
                 raise
-            raise CommitInDoubt(str(error)) from error  # the hot path may have saved it and not heard so
+            # The fast path may have committed the checkpoint and lost the response.
+            raise CommitInDoubt(str(error)) from error
 
     async def latest(self, task_id: TaskId, agent: AgentName | None = None) -> AgentCheckpoint | None:
-        """The operation's last checkpoint."""
+        """Read the operation's last checkpoint. `None` if missing or of another agent."""
         found = await self._checkpoints(sql.READ_LATEST, task_id)
         return next((each for each in found if agent in {None, each.agent}), None)
 
     async def l1_snapshot(self, task_id: TaskId, agent: AgentName | None = None) -> L1Snapshot | None:
-        """The working memory that was written last with one of its checkpoints."""
+        """Read the newest working memory among the operation's checkpoints.
+
+        `None` if missing or of another agent. It may be older than the last checkpoint.
+        """
         names = self._options.names
         rows = await self._database.read(lambda tx: tx.fetch(sql.READ_SNAPSHOT, task_id=task_id))
         found = [row for row in rows if row.agent_type.startswith(names.prefix)]
         return next((snapshot_from_row(row) for row in found if agent in {None, names.plain(row.agent_type)}), None)
 
     async def history(self, task_id: TaskId) -> list[AgentCheckpoint]:
-        """Its checkpoints, oldest first."""
+        """Read the operation's checkpoints, oldest first. Without any, reads archived ones."""
         checkpoints = await self._checkpoints(sql.READ_HISTORY, task_id)
         return checkpoints or await self._checkpoints(sql.READ_ARCHIVE, task_id)
 
@@ -99,12 +103,12 @@ class SqlOperations:
         return [checkpoint_from_row(row, names) for row in rows if row.agent_type.startswith(names.prefix)]
 
     async def revive(self, command: Revive) -> ReviveResult:
-        """Make an ended task ready again."""
+        """Make an ended task ready again, for any replica of its agent."""
         request = await pack(command.request)
         return await self._write(lambda tx: reviving.revive(tx, command, request, self._options))
 
     async def copy_key(self) -> bytes:
-        """The key that authenticates copies outside the database. The first caller generates it."""
+        """Read the key that authenticates copies outside the database, or create it."""
         namespace = self._options.names.namespace
 
         async def create_key(tx: Transaction) -> bytes:
@@ -115,11 +119,11 @@ class SqlOperations:
         return await self._database.write(create_key)
 
     async def preserve(self, task_id: TaskId, *, preserve: bool = True) -> bool:
-        """Exempt an operation's checkpoints from every deletion, or stop that."""
+        """Exempt an operation from deletion, or end the exemption. `False` if it is unknown."""
         return await self._write(lambda tx: reviving.preserve(tx, task_id, self._options, preserve=preserve))
 
     async def operation(self, task_id: TaskId) -> OperationSummary | None:
-        """One operation."""
+        """Summarize one operation of this namespace, or return `None` if it does not exist."""
         names = self._options.names
         rows = await self._database.read(lambda tx: tx.fetch(sql.SHOW_OPERATION, task_id=task_id))
         return next((summary_from_row(row, names) for row in rows if row.agent_name.startswith(names.prefix)), None)
@@ -127,7 +131,7 @@ class SqlOperations:
     async def operations(
         self, *, agent: AgentName | None = None, statuses: Sequence[OperationStatus] = (), limit: int = 100
     ) -> list[OperationSummary]:
-        """Operations, newest first."""
+        """List operations, newest first. Without `statuses`, in every status."""
         names = self._options.names
         states = [state.value for status in statuses or OperationStatus for state in STATES_BY_STATUS[status]]
 

@@ -1,4 +1,4 @@
-"""Unsent and mark sent: what was committed and is still to be told."""
+"""The outbox: committed messages that still have to be sent, and confirmation of those sent."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ log = logging.getLogger("meshpoint.store")
 
 @dataclass(frozen=True, slots=True)
 class UnsentRows:
-    """Rows of what is to be sent, leased to this caller."""
+    """Rows with messages to send, leased to this caller."""
 
     replies: Sequence[Row[Any]]
     calls: Sequence[Row[Any]]
 
     async def decode(self, names: AgentNames) -> list[Send]:
-        """What to send, most overdue first among replies, then among calls."""
+        """Decode the messages to send: replies first, then calls, each most overdue first."""
         sends: list[Send] = []
         for row in (*self.replies, *self.calls):
             try:
                 sends.append(await _send_from_row(row, names))
-            except Exception:  # it stays due; another release may read it
-                log.exception("task %s: what it has to send cannot be read here", row.logical_task_id)
+            except Exception:  # it stays due, and a replica of another release may decode it
+                log.exception("task %s: cannot decode a message to send", row.logical_task_id)
         return sends
 
 
@@ -65,7 +65,7 @@ async def _send_from_row(row: Row[Any], names: AgentNames) -> Send:
 
 
 def unsent_queries(agent: AgentName, limit: int, options: StoreOptions) -> tuple[DueQuery, DueQuery, DueQuery]:
-    """Replies, calls and joins of which something is due."""
+    """The queries for replies, calls and joins with due messages."""
     values = {"agent": options.names.qualified(agent), "limit": limit}
     return (
         DueQuery(sql.PICK_UNSENT_REPLIES, values),
@@ -77,7 +77,7 @@ def unsent_queries(agent: AgentName, limit: int, options: StoreOptions) -> tuple
 async def unsent(
     tx: Transaction, agent: AgentName, limit: int, options: StoreOptions, only: str | None = None
 ) -> UnsentRows:
-    """Lease what is due to the caller, for longer each time."""
+    """Lease due messages to the caller, with a longer lease at each attempt."""
     replies = await unsent_queries(agent, limit, options)[0].fetch(tx, only)
     await tx.execute_many(sql.LEASE_REPLY, [_lease_columns(row, row.reply_attempts + 1, options) for row in replies])
     calls: list[Row[Any]] = []
@@ -102,7 +102,10 @@ async def unsent(
 async def _lease_requests(
     tx: Transaction, due: Sequence[Row[Any]], limit: int, options: StoreOptions
 ) -> list[Row[Any]]:
-    """Lease pauses whose requests are due; these. Those of one pause come together, if need be past `limit`."""
+    """Lease pauses with due requests, and return those requests.
+
+    The requests of a pause stay together, so the result may exceed `limit`.
+    """
     joins: list[Row[Any]] = []
     for join in due:
         if limit > 0:
@@ -115,7 +118,7 @@ async def _lease_requests(
     await tx.execute_many(
         sql.LEASE_JOIN, [_join_lease_columns(join, join.logical_task_id in unsent, options) for join in joins]
     )
-    # A request past its deadline is not worth sending: it is about to expire.
+    # A request past its deadline is not sent: its call is about to expire.
     return [
         call for join in joins for call in unsent.get(join.logical_task_id, ()) if call.timeout_deadline > join.now
     ]
@@ -133,7 +136,10 @@ def _lease_columns(row: Row[Any], attempts: int, options: StoreOptions) -> dict[
 async def store_replies(
     tx: Transaction, commands: Sequence[tuple[KeepReply, bytes | None]], options: StoreOptions
 ) -> list[bool]:
-    """Insert tombstones with packed replies for tasks that have no row."""
+    """Insert tombstones with packed replies for tasks that have no row.
+
+    Returns, for each reply, whether it will be sent from its row.
+    """
 
     async def process_round(batch: list[tuple[KeepReply, bytes | None]]) -> list[bool]:
         locked = await _delete_early_cancels(
@@ -157,7 +163,10 @@ async def store_replies(
 async def _delete_early_cancels(
     tx: Transaction, locked: LockedTasks, commands: Sequence[tuple[KeepReply, bytes | None]]
 ) -> LockedTasks:
-    """`locked` without the rows of cancels that came while the task of a reply ran, which are deleted."""
+    """Delete tombstones of cancels that arrived while the task of a reply was running.
+
+    Returns `locked` without them.
+    """
     first = {command.reply.task_id for command, _ in commands if not command.again}
     early = [task_id for task_id, row in locked.rows.items() if task_id in first and is_early_cancel(row)]
     if not early:
@@ -201,11 +210,12 @@ def _is_repeated_store(command: KeepReply, locked: LockedTasks) -> bool:
 
 
 async def confirm_sent(tx: Transaction, sent: Sequence[Send]) -> None:
-    """Mark what the broker has."""
+    """Mark messages as sent. Tasks with a row that another session holds are left unmarked."""
     if not tx.dialect.is_sqlite:
         await tx.execute(sql.SET_ASYNC_COMMIT)
     locked = await lock_tasks(tx, [send.task_id for send in sent])
-    sent = [send for send in sent if send.task_id not in locked.locked_elsewhere]  # a lost mark only causes a resend
+    # Without its mark, a message is only sent again.
+    sent = [send for send in sent if send.task_id not in locked.locked_elsewhere]
     replies = [
         {"task_id": send.task_id, "fence": send.fence, "reply_to": send.requester.reply_to or ""}
         for send in sent
@@ -219,7 +229,7 @@ async def confirm_sent(tx: Transaction, sent: Sequence[Send]) -> None:
 
 
 async def _confirm_dispatched(tx: Transaction, sent: AbstractSet[tuple[str, str]]) -> None:
-    """Mark a pause when all requests that it has still to send are among `sent`; otherwise those that are."""
+    """Mark a pause as sent if `sent` has all its unsent requests, else mark single requests."""
     if not sent:
         return
     pauses, single_calls = list[Columns](), list[Columns]()

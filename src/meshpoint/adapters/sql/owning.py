@@ -1,4 +1,4 @@
-"""Tasks that change hands: what the new owner reads once they are its own."""
+"""Change of a task's owner, and what the new owner reads to run its next segment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger("meshpoint.store")
 
 
 def owner_columns(replica: Replica, row: Row[Any], run_id: str, *, attempt: int, now: float) -> Columns:
-    """The owner columns of a task that `replica` runs from now on."""
+    """The columns that make `replica` the owner of a task, with a new fence and lease."""
     return {
         "task_id": row.logical_task_id,
         "status": TaskState.RUNNING.value,
@@ -41,7 +41,7 @@ def owner_columns(replica: Replica, row: Row[Any], run_id: str, *, attempt: int,
 
 
 def ready_columns(row: Row[Any], run_id: str, now: float) -> Columns:
-    """The owner columns of a task that any replica may run from now on."""
+    """The columns that make a task ready for any replica."""
     return {
         "task_id": row.logical_task_id,
         "status": TaskState.READY.value,
@@ -57,14 +57,15 @@ def ready_columns(row: Row[Any], run_id: str, now: float) -> Columns:
 class OwnedTasks:
     """Rows of owned tasks, read under their locks and decoded after the locks are released.
 
-    A task missing from `calls` has too many outcome bytes to read at once: see `read_outcomes_in_parts`.
+    A task that is missing from `calls` has too many outcome bytes to read at once: see
+    `read_outcomes_in_parts`.
     """
 
     tasks: dict[str, Any] = field(default_factory=dict)
     calls: dict[str, list[StoredOutcome]] = field(default_factory=dict)
 
     def merged_with(self, others: OwnedTasks) -> OwnedTasks:
-        """These and `others`."""
+        """The union of both. Neither is changed."""
         return OwnedTasks(self.tasks | others.tasks, self.calls | others.calls)
 
     @classmethod
@@ -74,7 +75,7 @@ class OwnedTasks:
 
     @property
     def suspect_count(self) -> int:
-        """How many of them are suspects."""
+        """Number of suspects among the tasks."""
         return sum(row.rescues >= SUSPECT_FROM for row in self.tasks.values())
 
     @property
@@ -85,20 +86,24 @@ class OwnedTasks:
     async def decode(
         self, names: AgentNames, retry_after: timedelta, max_join_bytes: int
     ) -> tuple[dict[str, Resumable], list[Release]]:
-        """Those that can be decoded, by id, and how to give the others back: another release may read them."""
+        """Decode the tasks.
+
+        Returns the decoded tasks by id, and a release for each task that cannot be decoded here:
+        a replica of another release may be able to.
+        """
         readable: dict[str, Resumable] = {}
         unreadable: list[Release] = []
         for task_id, row in self.tasks.items():
             try:
                 readable[task_id] = await resumable_from_row(row, self.calls.get(task_id), names, max_join_bytes)
-            except Exception as error:  # whatever is wrong with one row, the others must go on
-                log.exception("task %s: its row cannot be read here", task_id)
+            except Exception as error:  # one damaged row must not stop the other tasks
+                log.exception("task %s: cannot decode its row; releasing it", task_id)
                 unreadable.append(Release(run_from_row(row, names), retry_after, f"the row cannot be read: {error}"))
         return readable, unreadable
 
 
 async def read_owned(tx: Transaction, task_ids: Sequence[str]) -> OwnedTasks:
-    """Read tasks that this transaction has locked."""
+    """Read tasks that this transaction has locked, with outcomes unless they are too large."""
     if not task_ids:
         return OwnedTasks()
     ids = sorted(task_ids)
@@ -112,10 +117,12 @@ async def read_owned(tx: Transaction, task_ids: Sequence[str]) -> OwnedTasks:
 
 
 async def read_outcomes_in_parts(database: Database, row: Any) -> list[StoredOutcome]:
-    """Read the outcomes of an owned task in parts, in call order. They do not change while the task is owned.
+    """Read the outcomes of an owned task in several reads, in call order.
+
+    They do not change while the task is owned, so the reads need no common transaction.
 
     Raises:
-        LookupError: some are missing, because another run owns the task by now.
+        LookupError: An outcome is missing, because another run owns the task by now.
     """
     task_id = row.logical_task_id
     sizes = await database.read(
@@ -130,7 +137,7 @@ async def read_outcomes_in_parts(database: Database, row: Any) -> list[StoredOut
 
 
 async def read_owned_by(tx: Transaction, run: Run) -> OwnedTasks:
-    """Read the task owned by exactly this run, without a lock."""
+    """Read the task owned by exactly this run, without a lock. Empty if the run has lost it."""
     owned = await read_owned(tx, [run.task_id])
     row = owned.tasks.get(run.task_id)
     mine = row is not None and (row.status, row.run_id, row.fence) == (TaskState.RUNNING, run.id, run.fence)
@@ -138,5 +145,5 @@ async def read_owned_by(tx: Transaction, run: Run) -> OwnedTasks:
 
 
 def can_run(replica: Replica, row: Row[Any], slots: int) -> bool:
-    """Whether `replica` can run the task at once."""
+    """Whether `replica` has a free slot and reads the task's state format."""
     return slots > 0 and (row.generation == 0 or row.state_format in replica.formats)

@@ -1,7 +1,7 @@
-"""One connection of the driver's own, on which the statements of one kind follow each other, prepared.
+"""A driver connection that runs prepared statements one at a time.
 
-Every statement that is sent here may be repeated: what it moved, the repetition does not move again, and the general
-transaction that then looks finds by the run's or the claim's id that it is done.
+Every statement sent here may be repeated. A repetition does not move a task again; the general
+transaction that follows finds, by the id of the run or claim, that the step is done.
 """
 
 from __future__ import annotations
@@ -29,23 +29,26 @@ from meshpoint.adapters.sql.failures import (
 from meshpoint.errors import CommitInDoubt, RowLocked, StoreUnavailable
 
 _CONNECTION_LOST = ("08", "40003", "57P")
-"""SQLSTATEs of a connection or a server that goes away, which may have committed before."""
+"""SQLSTATEs of a lost connection or a server shutdown. The statement may have committed."""
 
 
 class PreparedRow(asyncpg.Record):  # type: ignore[misc]
-    """A row whose columns are attributes, as SQLAlchemy's are."""
+    """A row whose columns are attributes, like SQLAlchemy's `Row`."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
 
 
 def as_namespace(row: PreparedRow) -> SimpleNamespace:
-    """`row` for a reader of all its columns: looking them up one by one takes longer."""
+    """Convert `row` for code that reads all its columns, since each lookup in a record is slow."""
     return SimpleNamespace(**dict(row))
 
 
 class PreparedConnection:
-    """Sends one statement at a time; each commits by itself. Connects when first used, and again when it must."""
+    """Sends one statement at a time, each in its own transaction.
+
+    Connects on first use, and reconnects when the connection is lost.
+    """
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -54,23 +57,23 @@ class PreparedConnection:
         self._driver: Any = None
 
     async def read(self, statement: str, *values: Any) -> Sequence[Any]:
-        """What the statement returns.
+        """Return the rows of a statement that writes nothing.
 
         Raises:
-            StoreUnavailable: no answer came.
+            StoreUnavailable: The database did not respond.
         """
         try:
             return await self.write(statement, *values)
-        except CommitInDoubt as error:  # of a statement that writes nothing
+        except CommitInDoubt as error:  # no doubt here: a read commits nothing
             raise StoreUnavailable(str(error)) from error
 
     async def write(self, statement: str, *values: Any) -> Sequence[Any]:
-        """What the statement returns, after it has committed.
+        """Return the rows of a statement after it has committed.
 
         Raises:
-            StoreUnavailable: nothing was written.
-            CommitInDoubt: it was sent, and no answer came.
-            RowLocked: timed out waiting for a lock. The connection stays usable.
+            StoreUnavailable: Nothing was written.
+            CommitInDoubt: The statement was sent, but the response was lost.
+            RowLocked: The statement timed out waiting for a lock. The connection stays usable.
         """
         in_doubt = False
         async with self._lock:
@@ -88,7 +91,8 @@ class PreparedConnection:
                         raise RowLocked(summarize(error)) from error
                     if lost or is_pooler_switch(error):
                         await self._discard()
-                    # A lost connection is made again once: the repeated statement finds what the first one wrote.
+                    # Reconnect once after a lost connection. The repeated statement does not move
+                    # again what the first one moved.
                     if number < (2 if lost else MAX_ATTEMPTS if meaning is Failure.RETRY else 0):
                         await asyncio.sleep(random.uniform(0.001, 0.02) * number)
                         continue
@@ -98,19 +102,19 @@ class PreparedConnection:
                         raise CommitInDoubt(f"the answer to a statement was lost: {summarize(error)}") from error
                     raise StoreUnavailable(summarize(error)) from error
                 except BaseException:
-                    await self._discard()  # cancelled: whatever state it is in, it is not used again
+                    await self._discard()  # cancelled: the connection may be in any state
                     raise
         raise AssertionError("the last attempt returns or raises")
 
     async def close(self) -> None:
-        """Give the connection back."""
+        """Return the connection to the pool."""
         connection, self._connection, self._driver = self._connection, None, None
         if connection is not None:
             with suppress(*driver_errors()):
                 await connection.close()
 
     async def _ensure_connected(self) -> Any:
-        # A loop, since the pool may have some that broke while they lay there.
+        # A loop, because pooled connections may have broken while idle.
         while self._driver is None or self._driver.is_closed():
             await self._discard()
             connection = await self._engine.connect()
@@ -132,6 +136,6 @@ class PreparedConnection:
 
 
 def _is_lost(error: Exception, driver: Any) -> bool:
-    """Whether the connection can tell no more what became of a statement; without a driver, there was none."""
+    """Whether the statement's result is lost with the connection, or there was no connection."""
     state = str(getattr(error, "sqlstate", None) or "")
     return driver is None or driver.is_closed() or state.startswith(_CONNECTION_LOST) or isinstance(error, OSError)

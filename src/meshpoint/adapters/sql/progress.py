@@ -1,4 +1,4 @@
-"""Progress: a peer's status update extends its call's idle deadline, and tells whom to forward it to."""
+"""Progress: a peer's status update extends its call's idle deadline and is forwarded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _MIN_EXTENSION = 0.1  # of the idle timeout
 
 
 async def read_calls(tx: Transaction, updates: Sequence[Progress]) -> list[Row[Any] | None]:
-    """The pending call of each update, with its task's requester; None where there is none for this sender."""
+    """Read the pending call of each update, with its task's requester.
+
+    `None` if the call is not pending or was made to another peer than the sender.
+    """
     keys = sorted({(update.task_id, update.sub_task_id) for update in updates})
     found = {
         (row.logical_task_id, row.sub_task_id, row.peer_agent): row
@@ -26,7 +29,7 @@ async def read_calls(tx: Transaction, updates: Sequence[Progress]) -> list[Row[A
 
 
 def extensions(calls: Sequence[Row[Any] | None]) -> list[Columns]:
-    """The idle deadlines that are worth writing."""
+    """New idle deadlines, where they are at least a tenth of the idle timeout later."""
     extended: dict[tuple[str, str], Columns] = {}
     for row in calls:
         if row is None or row.call_idle_timeout is None:
@@ -39,10 +42,13 @@ def extensions(calls: Sequence[Row[Any] | None]) -> list[Columns]:
 
 
 async def extend(tx: Transaction, deadlines: Sequence[Columns]) -> None:
-    """Write them. The task wakes no later for it: it is looked at once in vain."""
+    """Write extended deadlines.
+
+    The task's `wake_at` keeps the old deadline, so the sweeper checks the task once in vain.
+    """
     await tx.execute_many(sql.EXTEND_IDLE_DEADLINE, deadlines)
 
 
 def progress_result(update: Progress, row: Row[Any] | None) -> ProgressNoted | None:
-    """Whom to forward `update` to."""
+    """The requester to forward `update` to, or `None` if the update does not count."""
     return None if row is None else ProgressNoted(update.task_id, requester_from_row(row))

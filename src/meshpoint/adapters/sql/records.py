@@ -1,4 +1,4 @@
-"""Operations and their checkpoints as rows, and back."""
+"""Conversion of operations and their checkpoints to rows and back."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ STATES_BY_STATUS: dict[OperationStatus, tuple[TaskState, ...]] = {
     OperationStatus.FAILED: (TaskState.FAILED,),
     OperationStatus.CANCELLED: (TaskState.CANCELLED,),
 }
-"""The states in which a task stands for an operation of this status."""
+"""Task states that are reported as each operation status."""
 
 _STATUS_BY_STATE = {state: status for status, states in STATES_BY_STATUS.items() for state in states}
 
 
 def sanitize(text: str | None) -> str | None:
-    """`text` without the characters that no database keeps: they must not fail a checkpoint."""
+    """Remove characters that a database cannot store, so that they do not fail a checkpoint.
+
+    NUL is dropped; lone surrogates become question marks.
+    """
     return None if text is None else text.replace("\0", "").encode(errors="replace").decode()
 
 
@@ -49,14 +52,12 @@ def _to_json_text(value: object) -> str:
 
 
 def _parse_json(column: Any) -> Any:
-    return from_json(column) if isinstance(column, str) else column  # PostgreSQL's driver has read it
-
-
-# ── operations ─────────────────────────────────────────────────────────────────────────────────────
+    # On PostgreSQL, the driver has already parsed it.
+    return from_json(column) if isinstance(column, str) else column
 
 
 def operation_columns(task_id: str, agent: str, operation: Operation, now: float) -> Columns:
-    """The row of an operation of `agent`, a qualified name, that begins `now`."""
+    """Encode an operation that begins `now`. `agent` is a qualified name."""
     return {
         "task_id": task_id,
         "agent": agent,
@@ -70,12 +71,12 @@ def operation_columns(task_id: str, agent: str, operation: Operation, now: float
 
 
 def children_json(children: tuple[Child, ...]) -> str:
-    """`children` as they rest."""
+    """Encode `children` for the database."""
     return json.dumps([child.model_dump(mode="json") for child in children])
 
 
 def summary_from_row(row: Any, names: AgentNames) -> OperationSummary:
-    """An operation's row, joined with its task's and its last checkpoint's."""
+    """Decode an operation's row, joined with the rows of its task and its last checkpoint."""
     state, no_checkpoint = TaskState(row.status), row.seq is None
     status = _STATUS_BY_STATE[state]
     running = state is TaskState.RUNNING
@@ -104,11 +105,8 @@ def summary_from_row(row: Any, names: AgentNames) -> OperationSummary:
     )
 
 
-# ── checkpoints ────────────────────────────────────────────────────────────────────────────────────
-
-
 def checkpoint_columns(checkpoint: AgentCheckpoint) -> dict[str, Any]:
-    """`checkpoint` as the values of its columns, but for those that name it and its time."""
+    """Encode a checkpoint as column values, without its key and its times."""
     progress = checkpoint.progress
     results = {record.name: record.result for record in checkpoint.subtasks if record.result is not None}
     details = checkpoint.error_details
@@ -137,18 +135,19 @@ def _working_memory(checkpoint: AgentCheckpoint) -> dict[str, Any]:
     if checkpoint.l1_in_sql is not None:
         memory["l1_in_sql"] = checkpoint.l1_in_sql
     if checkpoint.memory_writes:
-        # As text: an answer may have a zero character.
+        # As text, since a response may contain NUL, which JSONB cannot store.
         memory["memory_writes"] = _to_json_text([write.model_dump(mode="json") for write in checkpoint.memory_writes])
     return memory
 
 
 def _record_column(record: SubtaskRecord) -> dict[str, Any]:
-    # Pointers as text: a key of a deliverable may have a zero character.
+    # Pointers to secrets as text, since a deliverable's key may contain NUL, which JSONB cannot
+    # store.
     return record.model_dump(mode="json", exclude={"result"}) | {"secrets": _to_json_text(record.secrets)}
 
 
 def checkpoint_from_row(row: Any, names: AgentNames) -> AgentCheckpoint:
-    """The checkpoint that a row of `agent_checkpoints`, or of the archive, holds."""
+    """Decode a row of `agent_checkpoints` or of the archive."""
     results, memory = _parse_json(row.interim_results), _parse_json(row.working_memory)
     return AgentCheckpoint(
         operation_id=TaskId(row.analysis_id),
@@ -172,7 +171,7 @@ def checkpoint_from_row(row: Any, names: AgentNames) -> AgentCheckpoint:
 
 
 def snapshot_from_row(row: Any) -> L1Snapshot:
-    """The working memory that a row of `agent_checkpoints` holds."""
+    """Decode the working memory in a row of `agent_checkpoints`."""
     return L1Snapshot(row.seq, row.l1_snapshot_hash, bytes(row.l1_snapshot))
 
 

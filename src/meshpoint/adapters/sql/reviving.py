@@ -1,4 +1,4 @@
-"""Revive and preserve: what people do with an operation that has ended."""
+"""Revive and preserve: commands on operations that have ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from meshpoint.model.requesters import same_input
 
 
 async def revive(tx: Transaction, command: Revive, request: bytes | None, options: StoreOptions) -> ReviveResult:
-    """Make an ended task ready again, with its packed new request."""
+    """Make an ended task ready again. `request` is packed and replaces the stored one if given.
+
+    With `command.adopt`, a task that has not ended continues for the new requester.
+    """
     locked = await lock_task(tx, command.task_id)
     row = _row_of_namespace(command, locked, options)
     if row is None:
@@ -77,7 +80,7 @@ def _requester(command: Revive, row: Row[Any], details: Row[Any]) -> Requester:
     if command.requester != NOBODY:
         return command.requester
     waits = row.reply_to is not None and not details.reply_sent
-    # No reply is expected, but the task still belongs to its requester.
+    # The requester expects no reply, but the task still belongs to it.
     return replace(requester_from_row(row), deadline=None) if waits else Requester(app_id=row.requester_app_id)
 
 
@@ -89,7 +92,11 @@ def _row_of_namespace(command: Revive, locked: LockedTasks, options: StoreOption
 
 
 def _requester_refusal(command: Revive, row: Row[Any], details: Row[Any]) -> NotRevived | None:
-    """Why a requester that asks again has no say, or none any more; None: it has, or the wish is by hand."""
+    """The refusal of a request that asks for the task again, or `None` if it is accepted.
+
+    It is refused if the task belongs to another requester, if the input differs, or if a newer
+    request has arrived. A command by an operator has no order and is never refused here.
+    """
     if command.order is None:
         return None
     if not is_early_cancel(row) and row.requester_app_id not in {None, command.requester.app_id}:
@@ -130,7 +137,10 @@ async def _other_active(tx: Transaction, command: Revive, row: Row[Any], details
 
 
 async def preserve(tx: Transaction, task_id: TaskId, options: StoreOptions, *, preserve: bool) -> bool:
-    """Exempt an operation from deletion, or stop that; whether there is such an operation."""
+    """Exempt an operation from deletion, or end the exemption.
+
+    Returns `False` if the namespace has no such operation.
+    """
     row = (await lock_task(tx, task_id)).rows.get(task_id)
     if row is None or row.checkpoint_seq is None or not row.agent_name.startswith(options.names.prefix):
         return False

@@ -1,4 +1,4 @@
-"""Rows as values of the model, and back."""
+"""Conversion of rows to values of the model and back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from meshpoint.model.messages import Address
 from meshpoint.model.outcomes import Failed, FailureKind, Outcome, decode_outcome, encode_outcome
 
 FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
-"""When a parked task is due: it waits for a person, not for time."""
+"""`wake_at` of a parked task, which waits for a person rather than for time to pass."""
 
 _EARLIEST = 0.0
 _YIELD_ABOVE_BYTES = 1_000_000
@@ -53,18 +53,18 @@ def instant(seconds: float) -> datetime:
 
 
 def epoch_seconds(at: datetime | None) -> float | None:
-    """An instant of the model as the database has it."""
+    """Convert a datetime to a database instant."""
     return None if at is None else at.timestamp()
 
 
 def encode_pairs(keys: Sequence[tuple[str, str]]) -> str:
-    """Keys of calls, as the `pairs` fragment takes them."""
+    """Encode keys of calls for the `pairs` fragment of statements."""
     return json.dumps(keys)
 
 
 @dataclass(frozen=True, slots=True)
 class AgentNames:
-    """Agents' names as they rest: behind the namespace."""
+    """Conversion of agents' names to qualified names, `namespace/agent`, and back."""
 
     namespace: str
 
@@ -73,19 +73,19 @@ class AgentNames:
         return f"{self.namespace}/"
 
     def qualified(self, agent: AgentName) -> str:
-        """The name that rests."""
+        """The agent's name as stored, with the namespace."""
         return self.prefix + agent
 
     def plain(self, stored: str) -> AgentName:
-        """The agent's own name; that of another namespace's stays qualified, so that it equals none of ours."""
+        """The agent's name without this namespace.
+
+        A name from another namespace stays qualified, so that it equals no agent of this one.
+        """
         return AgentName(stored.removeprefix(self.prefix))
 
 
-# ── the context ────────────────────────────────────────────────────────────────────────────────────
-
-
 async def context_columns(context: Checkpoint) -> dict[str, Any]:
-    """`context` as the values of its columns."""
+    """Encode a context as column values; keys without a column of their own share one."""
     columns: dict[str, Any] = {
         name: to_json(context[name]).decode() if name in context else None for name in _JSON_COLUMNS
     }
@@ -102,7 +102,7 @@ async def context_columns(context: Checkpoint) -> dict[str, Any]:
 
 
 async def context_from_row(row: Any) -> Checkpoint:
-    """The context that `context_columns` took apart."""
+    """Decode a context from the columns that `context_columns` returned."""
     context: Checkpoint = from_json(row.context_rest) if row.context_rest else {}
     for name in _JSON_COLUMNS:
         if (column := getattr(row, name)) is not None:
@@ -115,15 +115,13 @@ async def context_from_row(row: Any) -> Checkpoint:
 
 def _text_copy(places: Sequence[Mapping[str, object]], *names: str) -> str | None:
     value = next((place[name] for name in names for place in places if name in place), None)
-    # A character that PostgreSQL cannot keep must not fail a checkpoint for the sake of a copy.
+    # This is only a copy for people, so a character that PostgreSQL cannot store must not fail the
+    # checkpoint.
     return value.replace("\0", "") if isinstance(value, str) else None
 
 
-# ── requesters, replies, calls ─────────────────────────────────────────────────────────────────────
-
-
 def requester_columns(requester: Requester) -> dict[str, Any]:
-    """`requester` as the values of its columns."""
+    """Encode a requester as column values of its task."""
     idle = requester.idle_timeout
     return {
         "reply_to": requester.reply_to,
@@ -135,7 +133,7 @@ def requester_columns(requester: Requester) -> dict[str, Any]:
 
 
 def requester_from_row(row: Any) -> Requester:
-    """The requester that a task's row names."""
+    """Decode the requester from a task's row."""
     return Requester(
         reply_to=None if row.reply_to is None else Address(row.reply_to),
         app_id=row.requester_app_id,
@@ -146,7 +144,7 @@ def requester_from_row(row: Any) -> Requester:
 
 
 async def reply_from_row(row: Any, now: float, names: AgentNames) -> Reply:
-    """The reply on an ended task's row."""
+    """Decode the reply from an ended task's row. `now` is database time."""
     return Reply(
         agent=names.plain(row.agent_name),
         task_id=TaskId(row.logical_task_id),
@@ -159,7 +157,7 @@ async def reply_from_row(row: Any, now: float, names: AgentNames) -> Reply:
 
 
 async def existing_task_from_row(row: Any, names: AgentNames) -> Known:
-    """A task's row as a repeated request needs it."""
+    """Decode the parts of a task's row that decide what to do with a repeated request."""
     state = TaskState(row.status)
     reply = await reply_from_row(row, row.now, names) if state.ended else None
     return Known(
@@ -179,7 +177,7 @@ def is_early_cancel(row: Any) -> bool:
 
 
 async def dispatch_from_row(row: Row[Any], names: AgentNames, attempt: int) -> Dispatch:
-    """A pending call's row as a request to send."""
+    """Decode the request to send from a pending call's row."""
     return Dispatch(
         agent=names.plain(row.agent_name),
         task_id=TaskId(row.logical_task_id),
@@ -194,31 +192,28 @@ async def dispatch_from_row(row: Row[Any], names: AgentNames, attempt: int) -> D
 
 
 def cancel_notice_from_row(row: Row[Any], names: AgentNames) -> CancelNotice:
-    """A closed call's row as a cancel to send."""
+    """Decode the cancel to send from a closed call's row."""
     return CancelNotice(
         names.plain(row.agent_name), TaskId(row.logical_task_id), TaskId(row.sub_task_id), AgentName(row.peer_agent)
     )
 
 
-# ── outcomes, tasks to resume ──────────────────────────────────────────────────────────────────────
-
-
 async def outcome_column(outcome: Outcome) -> bytes | None:
-    """`outcome` as it rests."""
+    """Encode and pack an outcome."""
     return await pack(encode_outcome(outcome))
 
 
 async def outcome_columns(outcomes: Iterable[Outcome | None]) -> list[bytes | None]:
-    """`outcomes` as they rest; that of a call without one is None."""
+    """Encode and pack outcomes, in the same order. A missing outcome stays `None`."""
     return await pack_all(None if outcome is None else encode_outcome(outcome) for outcome in outcomes)
 
 
 StoredOutcome: TypeAlias = tuple[str, AgentName, bytes | Outcome | None]
-"""A call's id, its peer, and its outcome: as it rests, or as it was before it was stored."""
+"""A call's id, its peer, and its outcome, packed or not yet encoded."""
 
 
 async def unpack_outcome(packed: bytes | None) -> Outcome:
-    """The outcome that rests on a call's row."""
+    """Decode a packed outcome. A closed call without one counts as cancelled."""
     return _decode_stored(await unpack(packed))
 
 
@@ -229,7 +224,7 @@ def _decode_stored(stored: bytes | None) -> Outcome:
 
 
 def run_from_row(row: Any, names: AgentNames) -> Run:
-    """The run that owns a running task."""
+    """Decode the run that owns a running task."""
     return Run(
         task_id=TaskId(row.logical_task_id),
         agent=names.plain(row.agent_name),
@@ -244,7 +239,8 @@ async def resumable_from_row(
 ) -> Resumable:
     """Build the input of a task's next segment from its row and its calls, in call order.
 
-    `calls` is missing if their outcomes are too large to read.
+    `calls` is `None` if their outcomes are too large to read. The result is then refused with the
+    size in the message.
     """
     refused = None
     size = row.outcome_bytes if calls is None else _unpacked_size(calls)
@@ -277,7 +273,8 @@ async def resumable_from_row(
 async def _unpack_yielding(found: bytes | None) -> Outcome:
     stored = found[1:] if found is not None and found[:1] == RAW else await unpack(found)
     if stored is not None and len(stored) > _YIELD_ABOVE_BYTES:
-        await asyncio.sleep(0)  # decoding one takes milliseconds, and leases must be renewed meanwhile
+        # Decoding takes milliseconds per outcome, and leases must be renewed in the meantime.
+        await asyncio.sleep(0)
     return _decode_stored(stored)
 
 
@@ -286,7 +283,7 @@ def _unpacked_size(calls: Sequence[StoredOutcome]) -> int:
 
 
 def group_by_task(rows: Sequence[Row[Any]]) -> dict[str, list[Row[Any]]]:
-    """Rows of calls, by their task."""
+    """Group rows of calls by task, keeping their order."""
     grouped: dict[str, list[Row[Any]]] = {}
     for row in rows:
         grouped.setdefault(row.logical_task_id, []).append(row)

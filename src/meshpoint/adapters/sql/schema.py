@@ -1,4 +1,4 @@
-"""Which revision of the tables a database has."""
+"""The revision of a database's tables: read it, check it, and create the tables on SQLite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def recorded_revision(connection: Connection) -> str | None:
     """The latest migration applied to the database, or `None`.
 
     Raises:
-        ConfigurationError: the version table was not written by Alembic.
+        ConfigurationError: The version table was not written by Alembic.
     """
     inspector = inspect(connection)
     if not inspector.has_table(VERSION_TABLE):
@@ -29,13 +29,13 @@ def recorded_revision(connection: Connection) -> str | None:
 
 
 def _version_table_error(problem: str) -> ConfigurationError:
-    """The error for a version table that the migrations did not create, or that was changed since."""
+    """The error for a version table that Alembic did not write, or that was changed since."""
     fix = "use another database, or repair or drop that table"
     return ConfigurationError("session_db_url", f"cannot use table {VERSION_TABLE}: {problem}", fix)
 
 
 def create_if_empty(connection: Connection) -> None:
-    """Create the tables in a database that has none of them, and record their revision."""
+    """Create the tables in a database without a version table, and record their revision."""
     if inspect(connection).has_table(VERSION_TABLE):
         return
     metadata.create_all(connection)
@@ -44,9 +44,9 @@ def create_if_empty(connection: Connection) -> None:
 
 
 def is_outdated(revision: str | None) -> bool:
-    """Whether a database of `revision` lacks what this release needs.
+    """Whether a database at `revision` must be upgraded for this release.
 
-    A later revision than this release's own is none of its business: migrations leave the previous release working,
-    so that replicas can be replaced one by one.
+    A revision later than this release's own is accepted: migrations keep the previous release
+    working, so that replicas can be replaced one by one.
     """
     return revision is None or revision < REVISION

@@ -1,4 +1,4 @@
-"""Checks PostgreSQL sessions at the start: their settings, and whether a pooler keeps prepared statements."""
+"""Startup checks of PostgreSQL sessions: settings, privileges, and poolers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshpoint.errors import ConfigurationError, StoreUnavailable
 
 _PROBE_TIMEOUT = 2.0  # seconds
 _PROBE_CONNECTIONS = 6
-"""Connections opened to find the one with the prepared statement; fewer than the store uses in total."""
+"""Connections opened to look for the prepared statement; fewer than the store uses in total."""
 _SESSION_QUERY = """
 SELECT pg_backend_pid() AS pid, current_setting('default_transaction_isolation') AS isolation,
        current_setting('default_transaction_read_only') AS read_only, pg_is_in_recovery() AS standby,
@@ -34,9 +34,9 @@ async def check_session(engine: AsyncEngine, time: DatabaseTime) -> None:
     """Check that transitions work on the sessions of `engine`. Also updates `time`.
 
     Raises:
-        ConfigurationError: a pooler prevents the store from setting what it depends on, and the defaults differ;
-            or the role may not write the tables.
-        StoreUnavailable: the server is a standby.
+        ConfigurationError: A pooler prevents the store from setting parameters it depends on, and
+            the defaults differ; or the role may not write the tables.
+        StoreUnavailable: The server is a standby.
     """
     async with engine.connect() as connection:
         driver = await _driver(connection)
@@ -61,7 +61,11 @@ async def check_session(engine: AsyncEngine, time: DatabaseTime) -> None:
 
 
 async def _check_prepared_statements(engine: AsyncEngine, driver: Any) -> None:
-    """Use a prepared statement while another transaction occupies the server connection that prepared it."""
+    """Run a prepared statement while another transaction occupies its server connection.
+
+    Behind a pooler, another server session runs it, which fails unless the pooler prepares it
+    there.
+    """
     async with driver.transaction():
         prepared = await driver.prepare("SELECT pg_backend_pid()")
         pid = await prepared.fetchval()

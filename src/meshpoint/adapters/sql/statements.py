@@ -1,20 +1,23 @@
-"""Every statement on tasks, calls and joins, with what it is for. Fragments in braces differ between databases: see
-`dialect`. All are on one long page, so that whoever changes a column, or the order of locks, misses none; those on
-operations and their checkpoints are on a second one, `operation_statements`.
+"""All statements on tasks, calls and joins.
 
-Whoever changes a task, a call or a join first holds the lock of the task, and tasks are locked in order of id:
-so nothing deadlocks, and calls and joins need no locks of their own. (Only the sender's lease on a call or a join,
-its mark on a join, and an extended idle deadline are written without the task's lock, and without waiting.) LOCK
-statements wait for their rows up to `lock_timeout`; then the transaction is repeated with LOCK_FREE statements. These
-and PICK statements skip locked rows. The data for a decision is read by a statement after the lock:
-the snapshot of a statement that waited for a lock is older than the lock.
+They are in one file so that a change to a column or to the lock order can be checked against all
+of them. Statements on operations and their checkpoints are in `operation_statements`. Fragments in
+braces differ between databases: see `dialect`.
+
+A transaction locks a task before it changes the task, its calls or its joins, and locks tasks in
+order of id. So transactions cannot deadlock, and calls and joins need no locks of their own. Three
+writes do without the task's lock, and never wait: the sender's lease on a call or join, the sent
+mark on a join, and the extension of an idle deadline.
+
+LOCK statements wait for rows up to `lock_timeout`; after a timeout, the transaction is repeated
+with the variants that skip locked rows. PICK statements always skip them. The data for a decision
+is read in a later statement than the lock, since the snapshot of a statement that waited for a
+lock is older than the lock.
 """
 
 from __future__ import annotations
 
-# ── tasks ──────────────────────────────────────────────────────────────────────────────────────────
-
-# Lock tasks by id. Tells the time after the last lock, also when no such task exists (then in a row of NULLs).
+# Lock tasks by id. Also returns the time after the last lock, in a row of NULLs if no task exists.
 LOCK_TASKS = """
 WITH locked AS MATERIALIZED (
   SELECT logical_task_id, agent_name, status, generation, fence, run_id, owner, attempt, cancel_requested,
@@ -27,7 +30,7 @@ SELECT locked.*, {clock} AS now FROM (SELECT count(*) AS n FROM locked) AS count
 # The same, skipping tasks that other sessions hold.
 LOCK_TASKS_SKIP_LOCKED = LOCK_TASKS.replace("{for_update}", "{skip_locked}")
 
-# Find which of these tasks exist, without a lock.
+# Find which tasks exist, without a lock.
 READ_EXISTING_IDS = """
 SELECT logical_task_id FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
 """
@@ -40,7 +43,8 @@ SELECT logical_task_id, status, fence FROM agent_paused_tasks WHERE logical_task
 # Limit lock waits for the rest of this transaction.
 SET_LOCK_TIMEOUT = "SELECT set_config('lock_timeout', :limit, true)"
 
-# Lock the rows of locked tasks, and return the tasks with a row that another session holds.
+# Lock the calls, joins, checkpoints and operations of locked tasks. Returns the tasks with a row
+# that another session holds.
 LOCK_CHILD_ROWS = """
 WITH calls AS MATERIALIZED (
   SELECT logical_task_id, sub_task_id FROM agent_peer_sub_tasks
@@ -69,20 +73,20 @@ SELECT o.operation_id FROM agent_operations AS o
 _REPLY_COLUMNS = """logical_task_id, agent_name, status, fence, reply, reply_to, requester_app_id, parent_task_id,
        task_deadline, idle_timeout, ended_at, reply_attempts"""
 
-# Look tasks up by id, without a lock: those that have ended bring their reply.
+# Look up tasks by id, without a lock; ended tasks include their reply.
 LOOKUP = f"""
 SELECT {_REPLY_COLUMNS}, request_digest, {{instant}} AS now
   FROM agent_paused_tasks WHERE logical_task_id {{one_of:ids}}
 """
 
-# Read complete tasks to resume them, with the size of their pause's outcomes.
+# Read whole tasks to resume them, with the size of their pause's outcomes.
 READ_TASKS = """
 SELECT t.*, (SELECT coalesce(sum(length(c.outcome)), 0) FROM agent_peer_sub_tasks AS c
               WHERE c.logical_task_id = t.logical_task_id AND c.invocation_id = t.generation) AS outcome_bytes
   FROM agent_paused_tasks AS t WHERE t.logical_task_id {one_of:ids}
 """
 
-# Write a task as running, before its first segment, or as ready for it.
+# Insert a task before its first segment, as running or as ready.
 INSERT_TASK = """
 INSERT INTO agent_paused_tasks (
   logical_task_id, agent_name, status, generation, fence, run_id, owner, attempt, wake_at, request,
@@ -94,7 +98,7 @@ VALUES (
   :digest)
 """
 
-# Write the first checkpoint of a task that has no row.
+# Insert a task that has no row, with its first checkpoint.
 INSERT_PAUSED = """
 INSERT INTO agent_paused_tasks (
   logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, request, request_digest,
@@ -110,7 +114,7 @@ VALUES (
   :state, :state_format, :app_version, :framework)
 """
 
-# Write the checkpoint of a task that has a row. Its requester and request stand there already.
+# Write the checkpoint of a task that has a row, which already contains its requester and request.
 UPDATE_PAUSED = """
 UPDATE agent_paused_tasks SET
   status = :status, generation = :generation, run_id = :run_id, owner = NULL, attempt = 0, rescues = 0,
@@ -124,14 +128,14 @@ UPDATE agent_paused_tasks SET
 WHERE logical_task_id = :task_id
 """
 
-# Give a task to a run, or make it ready for any replica.
+# Assign a task to a run, or make it ready for any replica.
 UPDATE_OWNER = """
 UPDATE agent_paused_tasks SET
   status = :status, fence = :fence, run_id = :run_id, owner = :owner, attempt = :attempt, wake_at = :wake_at
 WHERE logical_task_id = :task_id
 """
 
-# Give a task whose lease has expired to a run, or make it ready. Its owner counts as lost.
+# Assign a task with an expired lease to a run, or make it ready. Either counts as a rescue.
 UPDATE_RESCUED = """
 UPDATE agent_paused_tasks SET
   status = :status, fence = :fence, run_id = :run_id, owner = :owner, wake_at = :wake_at,
@@ -139,12 +143,12 @@ UPDATE agent_paused_tasks SET
 WHERE logical_task_id = :task_id
 """
 
-# Set when a waiting task is to be looked at again.
+# Set when the sweeper checks a waiting task next.
 UPDATE_WAKE_AT = """
 UPDATE agent_paused_tasks SET wake_at = :wake_at WHERE logical_task_id = :task_id
 """
 
-# Give a running task back.
+# Release a running task: make it ready, or park it.
 UPDATE_RELEASED = """
 UPDATE agent_paused_tasks SET
   status = :status, run_id = :run_id, owner = NULL, wake_at = :wake_at, attempt = :attempt,
@@ -152,7 +156,7 @@ UPDATE agent_paused_tasks SET
 WHERE logical_task_id = :task_id
 """
 
-# Turn a task into a tombstone: what it held is wiped, its reply is due.
+# Turn a task into a tombstone: wipe its context and state, and make its reply due.
 UPDATE_ENDED = """
 UPDATE agent_paused_tasks SET
   status = :status, run_id = :run_id, owner = NULL, wake_at = :wake_at, keep_alive_at = NULL,
@@ -165,8 +169,8 @@ UPDATE agent_paused_tasks SET
 WHERE logical_task_id = :task_id
 """
 
-# Insert a tombstone for a task whose cancel came before its request. It names the sender of the cancel (NULL: it
-# applies to every request); no requester is known yet.
+# Insert a tombstone for a task whose cancel arrived before its request. It names the sender of the
+# cancel instead of a requester; NULL applies to every request.
 INSERT_EARLY_CANCEL = """
 INSERT INTO agent_paused_tasks (
   logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, reply, reply_sent,
@@ -181,7 +185,7 @@ UPDATE agent_paused_tasks SET requester_app_id = :cancellers
 WHERE logical_task_id = :task_id AND status = 'cancelled' AND fence = 0 AND reply_to IS NULL
 """
 
-# Keep the reply of a task without a row, because its requester's queue did not accept it.
+# Store the reply of a task without a row, because its requester's queue did not accept it.
 INSERT_STORED_REPLY = """
 INSERT INTO agent_paused_tasks (
   logical_task_id, agent_name, status, generation, fence, run_id, attempt, wake_at, reply, reply_sent, reply_attempts,
@@ -192,8 +196,8 @@ VALUES (:task_id, :agent, :status, 0, 0, :run_id, 0, :wake_at, :reply, false, 1,
   :digest)
 """
 
-# Make the reply of an ended task due again after a repeated request. A reply still due to the same address keeps its
-# turn.
+# Make the reply of an ended task due again after a repeated request. A reply that is still due to
+# the same address keeps its due time.
 UPDATE_REPLY_DUE = """
 UPDATE agent_paused_tasks SET
   reply_sent = false, reply_attempts = 1, wake_at = :wake_at, reply_to = :reply_to,
@@ -202,7 +206,7 @@ WHERE logical_task_id = :task_id AND ended_at IS NOT NULL
   AND (reply_sent OR coalesce(reply_to, '') <> CAST(:reply_to AS text))
 """
 
-# Tell a running task that it is to end.
+# Ask the owners of running tasks to cancel them.
 SET_CANCEL_REQUESTED = """
 UPDATE agent_paused_tasks SET cancel_requested = true WHERE logical_task_id {one_of:ids}
 """
@@ -212,10 +216,8 @@ UPDATE_LEASES = """
 UPDATE agent_paused_tasks SET wake_at = :wake_at WHERE logical_task_id {one_of:ids}
 """
 
-# ── what time makes due ────────────────────────────────────────────────────────────────────────────
-
-# Count due work, each kind up to a limit, without locks. Each part has the condition of the statement that picks its
-# rows.
+# Count due work, each kind up to a limit, without locks. Each part has the condition of the PICK
+# statement for its rows.
 COUNT_DUE = """
 SELECT
   (SELECT count(*) FROM (
@@ -246,19 +248,19 @@ SELECT
       WHERE agent_name = :agent AND send_due_at <= {instant} ORDER BY send_due_at LIMIT :limit) AS j) AS unsent
 """
 
-# Make a due task with a damaged row due later.
+# Postpone a due task with a damaged row.
 POSTPONE_TASK = """
 UPDATE agent_paused_tasks SET wake_at = {instant} + :delay
  WHERE logical_task_id = :task_id AND wake_at <= {instant}
 """
 
-# The same for the status updates to its requester.
+# Postpone its keep-alives.
 POSTPONE_KEEP_ALIVE = """
 UPDATE agent_paused_tasks SET keep_alive_at = {instant} + :delay
  WHERE logical_task_id = :task_id AND keep_alive_at <= {instant}
 """
 
-# The same for its reply, for its calls, and for its joins.
+# Postpone its reply, its calls, and its joins.
 POSTPONE_REPLY = """
 UPDATE agent_paused_tasks SET wake_at = {instant} + :delay
  WHERE logical_task_id = :task_id AND wake_at <= {instant} AND status IN ('completed', 'failed', 'cancelled')
@@ -272,7 +274,7 @@ UPDATE agent_parallel_invocations SET send_due_at = {instant} + :delay
  WHERE logical_task_id = :task_id AND send_due_at <= {instant}
 """
 
-# Waiting tasks one of whose deadlines may have passed.
+# Pick waiting tasks that may have passed a deadline.
 PICK_EXPIRED = """
 SELECT logical_task_id, agent_name, generation, fence, run_id, attempt, state_format, {instant} AS now
   FROM agent_paused_tasks
@@ -280,7 +282,8 @@ SELECT logical_task_id, agent_name, generation, fence, run_id, attempt, state_fo
  ORDER BY wake_at LIMIT :limit {skip_locked}
 """
 
-# Ready tasks that a replica can resume, including a limited number of suspects.
+# Pick ready tasks that a replica can resume. Suspects only if the replica has room for one; the
+# caller limits their number.
 PICK_READY = """
 SELECT logical_task_id, agent_name, generation, fence, attempt, rescues, {instant} AS now
   FROM agent_paused_tasks
@@ -289,7 +292,7 @@ SELECT logical_task_id, agent_name, generation, fence, attempt, rescues, {instan
  ORDER BY wake_at LIMIT :limit {skip_locked}
 """
 
-# Running tasks with an expired lease that a replica can resume.
+# Pick running tasks with an expired lease that a replica can resume.
 PICK_LOST = """
 SELECT logical_task_id, agent_name, generation, fence, attempt, rescues, {instant} AS now
   FROM agent_paused_tasks
@@ -298,7 +301,7 @@ SELECT logical_task_id, agent_name, generation, fence, attempt, rescues, {instan
  ORDER BY wake_at LIMIT :limit {skip_locked}
 """
 
-# Paused tasks whose requester is to hear that they are alive.
+# Pick paused tasks that are due to send a keep-alive to their requester.
 PICK_KEEP_ALIVES = """
 SELECT logical_task_id, reply_to, requester_app_id, parent_task_id, task_deadline, idle_timeout, {instant} AS now
   FROM agent_paused_tasks
@@ -306,12 +309,12 @@ SELECT logical_task_id, reply_to, requester_app_id, parent_task_id, task_deadlin
  ORDER BY keep_alive_at LIMIT :limit {skip_locked}
 """
 
-# Set when the requester is to hear again.
+# Set when the next keep-alive is due.
 UPDATE_KEEP_ALIVE = """
 UPDATE agent_paused_tasks SET keep_alive_at = :keep_alive_at WHERE logical_task_id = :task_id
 """
 
-# Tombstones whose time is over and of which nothing is left to send.
+# Pick expired tombstones with nothing left to send.
 PICK_PURGEABLE = """
 SELECT logical_task_id, checkpoint_seq FROM agent_paused_tasks AS t
  WHERE agent_name = :agent AND status IN ('completed', 'failed', 'cancelled') AND wake_at <= {instant}
@@ -321,14 +324,12 @@ SELECT logical_task_id, checkpoint_seq FROM agent_paused_tasks AS t
  ORDER BY wake_at LIMIT :limit {for_delete_skip_locked}
 """
 
-# Delete tasks; what is left of their calls and joins goes with them.
+# Delete tasks. Their calls and joins are deleted separately, since no foreign key ties them.
 DELETE_TASKS = """
 DELETE FROM agent_paused_tasks WHERE logical_task_id {one_of:ids}
 """
 
-# ── calls ──────────────────────────────────────────────────────────────────────────────────────────
-
-# Write one call of a pause.
+# Insert one call of a pause.
 INSERT_CALL = """
 INSERT INTO agent_peer_sub_tasks (
   logical_task_id, sub_task_id, agent_name, invocation_id, seq, call_id, peer_agent, correlation_data, request,
@@ -348,32 +349,32 @@ SELECT c.logical_task_id, c.sub_task_id, c.invocation_id, c.peer_agent, c.status
     ON j.logical_task_id = c.logical_task_id AND j.invocation_id = c.invocation_id
 """
 
-# Read complete calls by key, to get their requests.
+# Read whole calls by key, including their requests.
 READ_REQUESTS = """
 SELECT c.* FROM {pairs} JOIN agent_peer_sub_tasks AS c
     ON c.logical_task_id = pair.task_id AND c.sub_task_id = pair.sub_task_id
 """
 
-# Read the calls of tasks that have no outcome, in call order.
+# Read the calls without an outcome of tasks, in call order.
 READ_PENDING = """
 SELECT logical_task_id, sub_task_id, agent_name, peer_agent, timeout_deadline FROM agent_peer_sub_tasks
  WHERE logical_task_id {one_of:ids} AND status = 'pending' ORDER BY logical_task_id, seq
 """
 
-# Record an outcome that a message brought.
+# Record an outcome from a message.
 UPDATE_CALL_OUTCOME = """
 UPDATE agent_peer_sub_tasks SET status = 'done', outcome = :outcome, claim_id = :claim_id, send_due_at = NULL
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
 """
 
-# Close a call whose deadline has passed; its peer is still to be told.
+# Close a call past its deadline, and make a cancel to its peer due.
 UPDATE_TIMED_OUT = """
 UPDATE agent_peer_sub_tasks SET
   status = 'cancelling', outcome = :outcome, send_due_at = :send_due_at, send_attempts = 1
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
 """
 
-# Close the calls of tasks that still have no outcome; their peers are still to be told.
+# Close the pending calls of tasks, and make cancels to their peers due.
 CLOSE_PENDING = """
 UPDATE agent_peer_sub_tasks SET
   status = 'cancelling', outcome = :outcome, send_due_at = :send_due_at, send_attempts = 1
@@ -381,7 +382,7 @@ WHERE logical_task_id {one_of:ids} AND status = 'pending'
 RETURNING logical_task_id, sub_task_id, agent_name, peer_agent, seq
 """
 
-# Read the calls of a pause whose peers are still to be told, in call order.
+# Read the calls of a pause with an unsent cancel, in call order.
 READ_CANCELLING = """
 SELECT c.logical_task_id, c.sub_task_id, c.agent_name, c.peer_agent
   FROM agent_peer_sub_tasks AS c JOIN agent_paused_tasks AS t
@@ -398,20 +399,21 @@ SELECT c.logical_task_id, c.call_id, c.peer_agent, c.outcome
  WHERE c.logical_task_id {one_of:ids} ORDER BY c.logical_task_id, c.seq
 """
 
-# The sizes of one pause's outcomes, in call order.
+# Read the sizes of one pause's outcomes, in call order.
 READ_OUTCOME_SIZES = """
 SELECT sub_task_id, call_id, peer_agent, coalesce(length(outcome), 0) AS bytes FROM agent_peer_sub_tasks
  WHERE logical_task_id = :task_id AND invocation_id = :generation ORDER BY seq
 """
 
-# Some of them.
+# Read some of these outcomes.
 READ_OUTCOMES_BY_ID = """
 SELECT sub_task_id, outcome FROM agent_peer_sub_tasks
  WHERE logical_task_id = :task_id AND sub_task_id {one_of:ids}
 """
 
-# Read the calls of tasks that are pending and not themselves marked as sent, in call order, with what their join
-# says. Which of them are due is not asked here: it would make PostgreSQL read the whole index of what is.
+# Read the pending calls of tasks that have no sent mark of their own, in call order, with the
+# outbox columns of their join. The caller selects the due ones: a condition on due times would
+# make PostgreSQL read the whole index of unsent rows.
 READ_DISPATCHES = """
 SELECT c.*, j.send_due_at AS join_due_at, j.send_attempts AS attempts
   FROM agent_peer_sub_tasks AS c JOIN agent_parallel_invocations AS j
@@ -420,12 +422,12 @@ SELECT c.*, j.send_due_at AS join_due_at, j.send_attempts AS attempts
  ORDER BY c.logical_task_id, c.seq
 """
 
-# Delete calls that are done with; those whose peer is still to be told stay.
+# Delete the done calls of tasks. Calls with an unsent cancel stay.
 DELETE_DONE_CALLS = """
 DELETE FROM agent_peer_sub_tasks WHERE logical_task_id {one_of:ids} AND status = 'done'
 """
 
-# Delete all calls of tasks that are deleted.
+# Delete all calls of tasks, before the tasks are deleted.
 DELETE_CALLS = """
 DELETE FROM agent_peer_sub_tasks WHERE logical_task_id {one_of:ids}
 """
@@ -441,8 +443,8 @@ SELECT c.logical_task_id, c.sub_task_id, c.peer_agent, c.idle_timeout AS call_id
  WHERE c.status = 'pending'
 """
 
-# Extend an idle deadline, unless the call is closed, extended further or locked. The task is not locked: a session
-# that holds it must not make a call time out while its peer is working.
+# Extend an idle deadline, unless the call is closed, locked, or has a later deadline. Does not
+# lock the task: a session that holds it must not make a call time out while its peer is working.
 EXTEND_IDLE_DEADLINE = """
 UPDATE agent_peer_sub_tasks SET timeout_deadline = :timeout_deadline
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
@@ -451,9 +453,7 @@ WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
                  AND c.timeout_deadline < :timeout_deadline {skip_locked})
 """
 
-# ── joins ──────────────────────────────────────────────────────────────────────────────────────────
-
-# Write the join of a pause.
+# Insert the join of a pause.
 INSERT_JOIN = """
 INSERT INTO agent_parallel_invocations (
   logical_task_id, invocation_id, total_expected, completed_count, succeeded_count, needed, join_deadline,
@@ -470,22 +470,20 @@ SELECT j.* FROM agent_parallel_invocations AS j JOIN agent_paused_tasks AS t
  WHERE j.logical_task_id {one_of:ids}
 """
 
-# Count outcomes. A join that is met has nothing to send any more.
+# Count outcomes. A met join has nothing left to send.
 UPDATE_JOIN = """
 UPDATE agent_parallel_invocations SET
   completed_count = :completed, succeeded_count = :succeeded, send_due_at = CASE WHEN NOT :met THEN send_due_at END
 WHERE logical_task_id = :task_id AND invocation_id = :generation
 """
 
-# Delete the joins of tasks that go on, or are deleted.
+# Delete the joins of tasks that pause again, end, are revived, or are deleted.
 DELETE_JOINS = """
 DELETE FROM agent_parallel_invocations WHERE logical_task_id {one_of:ids}
 """
 
-# ── what is to be sent ─────────────────────────────────────────────────────────────────────────────
-
-# Calls whose cancel is due, or, when the release before wrote them, their request. One past its deadline is not worth
-# sending: it is about to expire.
+# Pick calls whose cancel is due, or whose request is due if the previous release wrote them. A
+# request past its deadline is left out: its call is about to expire.
 PICK_UNSENT_CALLS = """
 SELECT c.*, c.send_attempts AS attempts, {instant} AS now FROM agent_peer_sub_tasks AS c
  WHERE agent_name = :agent AND send_due_at <= {instant}
@@ -493,13 +491,13 @@ SELECT c.*, c.send_attempts AS attempts, {instant} AS now FROM agent_peer_sub_ta
  ORDER BY send_due_at LIMIT :limit {skip_locked}
 """
 
-# Lease a call to whoever sends its cancel or its request now.
+# Lease a call to the sender of its cancel or its request.
 LEASE_CALL = """
 UPDATE agent_peer_sub_tasks SET send_due_at = :due_at, send_attempts = :attempts
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id
 """
 
-# Joins with requests that are due: at most so many as calls have no outcome.
+# Pick joins with due requests: at most as many requests as the join has calls without an outcome.
 PICK_UNSENT_JOINS = """
 SELECT logical_task_id, invocation_id, send_attempts, total_expected - completed_count AS unanswered,
        {instant} AS now
@@ -508,13 +506,13 @@ SELECT logical_task_id, invocation_id, send_attempts, total_expected - completed
  ORDER BY send_due_at LIMIT :limit {skip_locked}
 """
 
-# Lease the requests of a pause to whoever sends them now; without a time: nothing of it is to be sent any more.
+# Lease the requests of a pause to their sender. With `:due_at` NULL, nothing is left to send.
 LEASE_JOIN = """
 UPDATE agent_parallel_invocations SET send_due_at = :due_at, send_attempts = :attempts
 WHERE logical_task_id = :task_id AND invocation_id = :generation
 """
 
-# Ended tasks whose reply is due.
+# Pick ended tasks whose reply is due.
 PICK_UNSENT_REPLIES = f"""
 SELECT {_REPLY_COLUMNS}, {{instant}} AS now FROM agent_paused_tasks
  WHERE agent_name = :agent AND status IN ('completed', 'failed', 'cancelled') AND wake_at <= {{instant}}
@@ -522,12 +520,13 @@ SELECT {_REPLY_COLUMNS}, {{instant}} AS now FROM agent_paused_tasks
  ORDER BY wake_at LIMIT :limit {{skip_locked}}
 """
 
-# Lease a reply to whoever sends it now.
+# Lease a reply to its sender.
 LEASE_REPLY = """
 UPDATE agent_paused_tasks SET wake_at = :due_at, reply_attempts = :attempts WHERE logical_task_id = :task_id
 """
 
-# Let PostgreSQL answer COMMIT before the disk does: marks may be lost, what they mark is then sent again.
+# Let COMMIT return before the data is on disk. A crash may lose sent marks, which only causes
+# resends.
 SET_ASYNC_COMMIT = "SET LOCAL synchronous_commit TO OFF"
 
 # Mark all requests of a pause as sent.
@@ -536,13 +535,14 @@ UPDATE agent_parallel_invocations SET dispatched_at = {clock}, send_due_at = NUL
 WHERE logical_task_id = :task_id AND invocation_id = :generation
 """
 
-# Mark one request as sent, unless it was answered or closed meanwhile.
+# Mark one request as sent, unless its call has been closed in the meantime.
 CONFIRM_CALL_DISPATCHED = """
 UPDATE agent_peer_sub_tasks SET dispatched_at = {clock}, send_due_at = NULL
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'pending'
 """
 
-# Mark a cancel as sent whose outcome the task still needs: it has neither ended nor gone on.
+# Mark a cancel as sent if the task still needs the call's outcome, because it is in the same
+# generation and has not ended.
 CONFIRM_CANCEL_SENT = """
 UPDATE agent_peer_sub_tasks SET status = 'done', send_due_at = NULL
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'cancelling'
@@ -550,20 +550,19 @@ WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'ca
                         WHERE t.logical_task_id = :task_id AND t.ended_at IS NULL)
 """
 
-# Delete a call whose cancel was sent and whose task has ended or gone on.
+# Delete a call whose cancel was sent and whose outcome is no longer needed.
 DELETE_CANCELLED_CALL = """
 DELETE FROM agent_peer_sub_tasks
 WHERE logical_task_id = :task_id AND sub_task_id = :sub_task_id AND status = 'cancelling'
 """
 
-# Mark a reply as sent, if it is still that of the task's last end, to the same address: the row stays as a tombstone.
+# Mark a reply as sent if the task has not ended again since and the address is the same. The row
+# stays as a tombstone.
 CONFIRM_REPLY_SENT = """
 UPDATE agent_paused_tasks SET reply_sent = true, wake_at = expires_at
 WHERE logical_task_id = :task_id AND fence = :fence AND coalesce(reply_to, '') = :reply_to AND ended_at IS NOT NULL
   AND NOT reply_sent
 """
-
-# ── for people ─────────────────────────────────────────────────────────────────────────────────────
 
 _SUMMARY = """t.logical_task_id, t.agent_name, t.status, t.generation, t.fence, t.attempt, t.owner, t.wake_at,
        t.checkpointed_at, t.dead_reason, t.rescues, j.completed_count, j.total_expected
@@ -589,7 +588,8 @@ SHOW_TASK = f"""
 SELECT {_SUMMARY} WHERE t.logical_task_id = :task_id
 """
 
-# Show the calls of a task. A request was sent for itself, or with the others of its pause.
+# Show the calls of a task. `dispatched_at` is the call's own, or its join's if all requests of the
+# pause were sent together.
 SHOW_CALLS = """
 SELECT c.sub_task_id, c.call_id, c.peer_agent, c.invocation_id, c.status, c.outcome, c.timeout_deadline,
        CASE WHEN c.dispatched_at IS NOT NULL THEN c.dispatched_at

@@ -1,4 +1,4 @@
-"""The checkpoint store on PostgreSQL and SQLite: one transaction for each method of the port."""
+"""The task store on PostgreSQL and SQLite."""
 
 from __future__ import annotations
 
@@ -93,39 +93,46 @@ Result = TypeVar("Result")
 _CLOSE_FLUSH_TIMEOUT = 2.0  # seconds
 _LOCK_RETRY_DELAYS = (0.02, 0.05, 0.1)  # seconds
 _LOCK_WARNING_DELAY = 1.0
-"""Seconds for which a row is locked before that is logged."""
+"""Seconds after which a lease that waits for a locked row is logged."""
 _MAX_SEPARATE_RENEWALS = 4
-"""Leases on locked rows that are waited for at once, each on its own connection."""
+"""Maximum leases that wait for locked rows at a time, each on its own connection."""
 _CONFIRM_BATCH_ITEMS, _CONFIRM_LOCK_BATCH = 4096, 256
 PackedPauseAndRequest: TypeAlias = tuple[checkpointing.PackedPause, bytes | None]
-"""A checkpoint, and the request of its task, packed."""
+"""A packed pause, and the packed request of its task."""
 PackedEnd: TypeAlias = tuple[End, bytes | None]
-"""An end, and its reply, packed."""
+"""An end, and its packed reply."""
 
 
 class SqlStore(SqlOperations):
-    """Tasks in a SQL database. See `meshpoint.ports.task_store` for what each method promises.
+    """Tasks in a SQL database. See `meshpoint.ports.task_store` for the contract of each method.
+
+    On PostgreSQL, ordinary pauses, claims, ends and saves use the fast path. All other steps, and
+    all steps on SQLite, run as general transactions.
 
     Args:
         url: `postgresql://user@host/name` or `sqlite:///file`.
-        namespace: separates meshes that share a database.
-        dispatch_lease: how long whoever commits something to be sent has it for itself.
-        tombstone_ttl: how long an ended task's row stays after its end and its deadline.
-        incompatible_limit: how long a task is offered whose state no replica can read, before it is parked.
-        checkpoint_ttl: how long an operation that failed or was cancelled stays with its checkpoints.
-        checkpoint_history: checkpoints of an operation that are kept, the last ones.
-        checkpoint_archive: on success, checkpoints are moved to an archive instead of deleted.
-        command_timeout: when a database that does not answer counts as away.
-        pool_size: connections to PostgreSQL, in addition to the hot path's; SQLite has one to read and one to write.
-        clock: for tests: replaces the database's clock.
-        confirm_linger: how long marks may wait for others; whoever brings them does not. A crash loses them, and what
-            they mark is sent again.
-        fast_path: False sends everything through the general transactions, as on SQLite.
-        max_join_bytes: limit for the unpacked outcomes of one join; tasks above it come without them, and fail.
-        lock_timeout: how long a PostgreSQL statement waits for a lock. After that, locked rows are skipped.
+        namespace: Separates meshes that share a database.
+        dispatch_lease: How long the replica that commits a message has to send it, before other
+            replicas may.
+        tombstone_ttl: How long an ended task's row is kept after its end and its deadline.
+        incompatible_limit: How long replicas may fail to read a task's state before it is parked.
+        checkpoint_ttl: How long a failed or cancelled operation is kept with its checkpoints.
+        checkpoint_history: Number of an operation's latest checkpoints to keep.
+        checkpoint_archive: Move checkpoints to an archive on success instead of deleting them.
+        command_timeout: How long to wait for the database before it counts as unavailable.
+        pool_size: Connections to PostgreSQL, in addition to the fast path's. SQLite has one for
+            reads and one for writes.
+        clock: Replaces the database's clock in tests.
+        confirm_linger: How long sent marks may wait to be written together; callers do not wait. A
+            crash loses them, which only causes resends.
+        fast_path: `False` runs every step as a general transaction, as on SQLite.
+        max_join_bytes: Limit for the unpacked outcomes of one join. A task above it is resumed
+            without them, and fails.
+        lock_timeout: How long a statement on PostgreSQL waits for a lock. After a timeout, the
+            step is repeated and skips locked rows.
 
     Raises:
-        ConfigurationError: `url` names no database that Meshpoint runs on.
+        ConfigurationError: `url` names no database that Meshpoint supports.
     """
 
     def __init__(
@@ -187,16 +194,24 @@ class SqlStore(SqlOperations):
 
     @property
     def durable(self) -> bool:
-        """A task kept here outlives the process."""
+        """`True`: tasks in this store outlive the process."""
         return True
 
     @property
     def present(self) -> datetime | None:
-        """The current time by the database's clock, if known. SQLite uses the host's clock."""
+        """The current time by the database's clock, without I/O.
+
+        `None` if unknown, and on SQLite, where the database uses the host's clock.
+        """
         return self._time.current_time if self._clock is None else self._clock.now()
 
     async def open(self) -> None:
-        """Connect and check the schema. A SQLite file that is empty gets it."""
+        """Connect and check the schema. Creates it in an empty SQLite file.
+
+        Raises:
+            ConfigurationError: The schema is outdated, or the database refuses the connection.
+            StoreUnavailable: The database does not respond.
+        """
         try:
             if self._database.dialect.is_sqlite:
                 await self._database.write(lambda tx: tx.connection.run_sync(schema.create_if_empty))
@@ -213,7 +228,7 @@ class SqlStore(SqlOperations):
             raise ConfigurationError("session_db_url", problem, fix)
 
     async def close(self) -> None:
-        """Release every connection."""
+        """Write pending sent marks for up to two seconds, then release every connection."""
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_FLUSH_TIMEOUT):
@@ -230,10 +245,8 @@ class SqlStore(SqlOperations):
             await self._fast_path.close()
         await self._database.close()
 
-    # ── transitions ────────────────────────────────────────────────────────────────────────────────
-
     async def lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, Known]:
-        """The rows that exist, by id."""
+        """Read the tasks that have a row, by id."""
         names, ids = self._options.names, sorted(set(task_ids))
         if not ids:
             return {}
@@ -244,14 +257,14 @@ class SqlStore(SqlOperations):
         return {TaskId(row.logical_task_id): await existing_task_from_row(row, names) for row in rows}
 
     async def begin(self, begins: Sequence[Begin]) -> list[BeginResult]:
-        """Write tasks as running, in generation 0."""
+        """Insert tasks before their first segment, as running or, if queued, as ready."""
         if not begins:
             return []
         packed = [(command, await pack(command.request)) for command in begins]
         return self._require_unlocked(await self._write(lambda tx: checkpointing.begin(tx, packed, self._options)))
 
     async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
-        """Write checkpoints, together with those that others write now."""
+        """Write checkpoints, in batches shared with concurrent callers."""
         packed = [(await checkpointing.PackedPause.pack(command), await pack(command.request)) for command in pauses]
         locked_ids = self._locked_rows.recently_locked(wish.run.task_id for wish in pauses)
         if self._fast_path is not None and (locked_ids or not all(wish.fits_fast_path for wish, _ in packed)):
@@ -278,7 +291,7 @@ class SqlStore(SqlOperations):
 
     @contextmanager
     def _recording_locked(self, task_ids: Iterable[TaskId]) -> Iterator[None]:
-        """Remember tasks with a locked row, so that their next attempt does not delay others."""
+        """Remember the tasks if a row is locked, so that their next attempt delays no others."""
         try:
             yield
         except RowLocked:
@@ -286,10 +299,11 @@ class SqlStore(SqlOperations):
             raise
 
     def _require_unlocked(self, results: Sequence[Result | Locked]) -> list[Result]:
-        """Return `results` if none of their tasks is locked by another session.
+        """Return `results` if no other session holds a task among them.
 
         Raises:
-            RowLocked: one is locked. Repeating the call finds the writes for the other tasks.
+            RowLocked: Another session holds a task. The other tasks are written; repeating the
+                call finds them.
         """
         locked_ids = {result.task_id for result in results if isinstance(result, Locked)}
         if locked_ids:
@@ -298,7 +312,7 @@ class SqlStore(SqlOperations):
         return [result for result in results if not isinstance(result, Locked)]
 
     async def claim(self, claims: Sequence[Claim], replica: Replica, slots: int) -> list[Arrival]:
-        """Record outcomes, one winner each."""
+        """Record outcomes, one claim per call, and acquire tasks whose joins are met."""
         if not claims:
             return []
         outcomes = await outcome_columns(wish.outcome for wish in claims)
@@ -324,7 +338,7 @@ class SqlStore(SqlOperations):
         except CommitInDoubt:
             raise
         except StoreUnavailable as error:
-            raise CommitInDoubt(f"claimed, but not read: {error}") from error
+            raise CommitInDoubt(f"recorded outcomes, but cannot read tasks: {error}") from error
 
     async def _claim_part(
         self, packed: Sequence[tuple[Claim, bytes | None]], replica: Replica, slots: int
@@ -359,9 +373,8 @@ class SqlStore(SqlOperations):
         self, packed: Sequence[tuple[Claim, bytes | None]], replica: Replica, slots: int
     ) -> claiming.ClaimResults:
         arrivals = await self._write(lambda tx: claiming.claim(tx, packed, replica, slots, self._options))
-        for (
-            pause
-        ) in _LOCK_RETRY_DELAYS:  # replicas lock the rows of a join only briefly; longer locks belong to people
+        # Replicas lock a join's rows only briefly; longer locks belong to people.
+        for pause in _LOCK_RETRY_DELAYS:
             locked = [place for place, each in enumerate(arrivals.results) if isinstance(each, Locked)]
             known = self._locked_rows.recently_locked(packed[place][0].task_id for place in locked)
             again = [place for place in locked if packed[place][0].task_id not in known]
@@ -378,7 +391,7 @@ class SqlStore(SqlOperations):
         return arrivals
 
     async def end(self, ends: Sequence[End]) -> list[EndResult]:
-        """Turn running tasks into tombstones with their reply, together with those that others end now."""
+        """Turn running tasks into tombstones, in batches shared with concurrent callers."""
         packed = [(command, await pack(command.reply)) for command in ends]
         if self._fast_path is not None and self._locked_rows.recently_locked(wish.run.task_id for wish in ends):
             return await self._end_in_transaction(packed)
@@ -406,10 +419,13 @@ class SqlStore(SqlOperations):
         fast_results: Sequence[Result | None],
         in_transaction: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
     ) -> list[Result]:
-        """Results in the order of `items`: those of the hot path, and what the general transaction says of the rest.
+        """Process items without a fast-path result in a general transaction.
 
-        What the hot path did not move it may have moved before the connection broke, so nobody may be told that
-        certainly nothing was written.
+        Returns all results in the order of `items`.
+
+        Raises:
+            CommitInDoubt: The store is unavailable. The fast path may have written an item before
+                its connection broke, so `StoreUnavailable` would be wrong.
         """
         rest = [item for item, result in zip(items, fast_results, strict=True) if result is None]
         if not rest:
@@ -423,20 +439,20 @@ class SqlStore(SqlOperations):
         return [next(answers) if result is None else result for result in fast_results]
 
     async def release(self, releases: Sequence[Release]) -> list[bool]:
-        """Give running tasks back."""
+        """Make running tasks ready again, or park them. `False` for a run that lost its task."""
         if not releases:
             return []
         return self._require_unlocked(await self._write(lambda tx: ending.release(tx, releases, self._options)))
 
     async def cancel(self, cancels: Sequence[Cancel]) -> list[CancelResult]:
-        """Cancel tasks whatever their state."""
+        """Cancel tasks in any state. Unknown tasks get a tombstone."""
         if not cancels:
             return []
         packed = [(command, await pack(command.reply)) for command in cancels]
         return await self._write(lambda tx: ending.cancel(tx, packed, self._options))
 
     async def requested(self, calls: Sequence[tuple[TaskId, TaskId]]) -> list[Dispatch | None]:
-        """The requests of calls, as sent."""
+        """Read the requests of calls as they were sent; `None` for a missing call."""
         keys = encode_pairs(sorted(set(calls)))
         rows = await self._database.read(lambda tx: tx.fetch(sql.READ_REQUESTS, pairs=keys)) if calls else []
         found = {
@@ -448,7 +464,7 @@ class SqlStore(SqlOperations):
         return [found.get(call) for call in calls]
 
     async def progress(self, updates: Sequence[Progress]) -> list[ProgressNoted | None]:
-        """Extend idle deadlines, and tell whom to forward to."""
+        """Extend idle deadlines, and return the requesters to forward the updates to."""
         if not updates:
             return []
         calls = await self._database.read(lambda tx: progress.read_calls(tx, updates))
@@ -457,14 +473,12 @@ class SqlStore(SqlOperations):
             await self._write(lambda tx: progress.extend(tx, deadlines))
         return [progress.progress_result(update, row) for update, row in zip(updates, calls, strict=True)]
 
-    # ── due work ───────────────────────────────────────────────────────────────────────────────────
-
     async def due(self, replica: Replica, limit: int) -> Due:
-        """Count the work of each kind that is due."""
+        """Count the due work of each kind, up to `limit`, without locks."""
         return await self._database.read(lambda tx: due.count_due(tx, replica, limit, self._options))
 
     async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
-        """Close calls and joins past their deadline."""
+        """Close calls and joins past their deadline, and acquire tasks whose joins are met."""
 
         async def body(tx: Transaction, only: str | None, before: Sequence[ExpireResults]) -> ExpireResults:
             left = slots - len(ExpireResults.merge(before).acquired)
@@ -476,13 +490,13 @@ class SqlStore(SqlOperations):
         return expiries.with_tasks(await self._decode_owned(expiries.owned, replica))
 
     async def take(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
-        """Own ready tasks."""
+        """Acquire ready tasks, including at most `suspects` suspects."""
         return await self._acquire_due(
             due.acquire, due.pick_ready(replica, limit, suspects, self._options), replica, limit, suspects
         )
 
     async def take_over(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
-        """Own running tasks whose lease is over."""
+        """Rescue running tasks whose lease has expired, including at most `suspects` suspects."""
         query = due.pick_lost(replica, limit, self._options)
         return await self._acquire_due(due.rescue, query, replica, limit, suspects)
 
@@ -502,12 +516,15 @@ class SqlStore(SqlOperations):
         return list((await self._decode_owned(OwnedTasks.merge(found), replica)).values())
 
     async def owned(self, run: Run) -> Resumable | None:
-        """Read the task owned by exactly this run."""
+        """Read the task owned by exactly this run. `None` if the run has lost it."""
         owned = await self._database.read(lambda tx: owning.read_owned_by(tx, run))
         return (await self._decode_owned(owned)).get(run.task_id)  # its owner renews the lease
 
     async def _decode_owned(self, owned: OwnedTasks, replica: Replica | None = None) -> dict[str, Resumable]:
-        """Decode owned tasks; unreadable ones are released to another replica. `replica` keeps the leases."""
+        """Decode owned tasks, and release the unreadable ones to other replicas.
+
+        If outcomes are too large to read at once, the leases of `replica` are renewed meanwhile.
+        """
         if not owned.with_unread_outcomes:
             return await self._decode_or_release(owned)
         if replica is None:
@@ -531,12 +548,12 @@ class SqlStore(SqlOperations):
                 except StoreUnavailable:
                     raise
                 except Exception:  # one damaged task must not stop the others
-                    log.exception("task %s: its calls cannot be read here", row.logical_task_id)
+                    log.exception("task %s: cannot read its calls' outcomes", row.logical_task_id)
                     del tasks[row.logical_task_id]
         return OwnedTasks(tasks, calls)
 
     async def _keep_renewing(self, runs: Sequence[Run], replica: Replica) -> None:
-        """Extend the leases of tasks that take long to read."""
+        """Extend the leases of `runs` every third of a lease, until cancelled."""
         while True:
             await asyncio.sleep(replica.lease.total_seconds() / 3)
             with suppress(StoreUnavailable):
@@ -548,12 +565,16 @@ class SqlStore(SqlOperations):
         for release in unreadable:
             try:
                 await self.release([release])
-            except Exception as error:  # then its lease runs out
-                log.warning("task %s: it cannot be given back: %s", release.run.task_id, error)
+            except Exception as error:
+                log.warning(
+                    "task %s: cannot release it; its lease will expire: %s",
+                    release.run.task_id,
+                    error,
+                )
         return readable
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
-        """Extend leases; return the runs that lost theirs.
+        """Extend leases, and return the runs that no longer own their task.
 
         A lease on a locked row is extended separately, as soon as the row is free.
         """
@@ -567,7 +588,7 @@ class SqlStore(SqlOperations):
 
     async def _renew_when_unlocked(self, run: Run, replica: Replica) -> None:
         lock_timeout = self._command_timeout * 0.9
-        # This process's own transactions hold rows as well, for a moment: those are not worth a warning.
+        # Delayed, because this process's own transactions also lock rows for a moment.
         text = "task %s: another session holds its row; its lease is extended later"
         warning = asyncio.get_running_loop().call_later(_LOCK_WARNING_DELAY, log.warning, text, run.task_id)
         try:
@@ -578,7 +599,7 @@ class SqlStore(SqlOperations):
             del self._separate_renewals[run]
 
     async def keep_alives(self, replica: Replica, limit: int) -> list[KeepAlive]:
-        """Paused tasks whose requester is due to hear of them."""
+        """Return due keep-alives of paused tasks, and set when the next ones are due."""
 
         async def body(tx: Transaction, only: str | None, before: object) -> list[KeepAlive]:
             return await due.keep_alives(tx, replica, limit, self._options, only)
@@ -588,7 +609,7 @@ class SqlStore(SqlOperations):
         return [*chain.from_iterable(found)]
 
     async def purge(self, agent: AgentName, limit: int) -> int:
-        """Delete tombstones whose time is over; how many."""
+        """Delete expired tombstones with nothing left to send, and return their number."""
         name = self._options.names.qualified(agent)
 
         async def body(tx: Transaction, only: str | None, before: object) -> int:
@@ -597,10 +618,8 @@ class SqlStore(SqlOperations):
         query = due.pick_purgeable(name, limit)
         return sum(await process_due(self._write, [query], [sql.POSTPONE_TASK], body))
 
-    # ── outbox ─────────────────────────────────────────────────────────────────────────────────────
-
     async def unsent(self, agent: AgentName, limit: int) -> list[Send]:
-        """What is due for sending, leased to the caller."""
+        """Lease due messages of the outbox to the caller."""
 
         async def body(tx: Transaction, only: str | None, before: object) -> outbox.UnsentRows:
             return await outbox.unsent(tx, agent, limit, self._options, only)
@@ -611,21 +630,24 @@ class SqlStore(SqlOperations):
         return [send for each in leased for send in await each.decode(self._options.names)]
 
     async def keep_replies(self, replies: Sequence[KeepReply]) -> list[bool]:
-        """Keep replies for tasks without a row."""
+        """Store replies of tasks without a row, to be sent later. Returns whether each will be."""
         if not replies:
             return []
         packed = [(command, await pack(command.reply.body)) for command in replies]
         return await self._database.write(lambda tx: outbox.store_replies(tx, packed, self._options))
 
     async def mark_sent(self, sent: Sequence[Send]) -> None:
-        """The broker has them."""
+        """Mark messages as sent, since the broker confirmed them.
+
+        With `confirm_linger`, returns at once, and the marks are written later with others.
+        """
         if self._defer_confirms:
             self._confirm_batcher.put_nowait(sent)
         else:
             await self._confirm_batcher.put(sent)
 
     async def marks_written(self) -> None:
-        """Return when all marks that were brought so far are written, or lost."""
+        """Wait until all sent marks added so far are written or lost."""
         await self._confirm_batcher.flush()
 
     async def _confirm_batch(self, sent: Sequence[Send]) -> Sequence[None]:
@@ -649,22 +671,23 @@ class SqlStore(SqlOperations):
             await self._write(partial(outbox.confirm_sent, sent=part))
         return [None] * len(sent)
 
-    # ── catalog ────────────────────────────────────────────────────────────────────────────────────
-
     async def tasks(
         self, *, agent: AgentName | None = None, states: Sequence[TaskState] = (), limit: int = 100
     ) -> list[TaskSummary]:
-        """Tasks, newest first."""
+        """List tasks, newest first. Without `states`, in every state."""
         names, wanted = self._options.names, [state.value for state in states]
         return await self._database.read(lambda tx: catalog.list_tasks(tx, names, agent, wanted, limit))
 
     async def task(self, task_id: TaskId) -> tuple[TaskSummary, list[CallSummary]] | None:
-        """One task and its calls in call order."""
+        """One task and its calls in call order, or `None` if it does not exist."""
         return await self._database.read(lambda tx: catalog.show_task(tx, self._options.names, task_id))
 
 
 def _add_duplicates(claims: Sequence[Claim], results: Sequence[Arrival | Acquired]) -> list[Arrival | Acquired]:
-    """Add verdicts on claims whose id came before; `results` are those on the first claims of each id."""
+    """Add results for claims with an id that occurred before in the batch.
+
+    `results` has one result per id, in order of first occurrence.
+    """
     left, firsts = iter(results), dict[str, Arrival | Acquired]()
     found: list[Arrival | Acquired] = []
     for claim in claims:

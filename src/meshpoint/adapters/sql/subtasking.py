@@ -1,4 +1,4 @@
-"""Track and save, and what the end of an operation does to its checkpoints."""
+"""Track and save operations, and close their checkpoints when they end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ async def track(tx: Transaction, command: Track) -> BeginResult:
 
 
 async def save(tx: Transaction, command: Save, columns: Columns, options: StoreOptions) -> SaveResult:
-    """Write a checkpoint, given as columns too."""
+    """Write a checkpoint of a running operation. `columns` is the encoded checkpoint.
+
+    A repeated save finds the checkpoint it wrote and changes nothing.
+    """
     locked = await lock_task(tx, command.run.task_id)
     row = locked.rows.get(command.run.task_id)
     if row is None or not _is_owned_by(row, command.run) or row.checkpoint_seq is None:
@@ -60,7 +63,10 @@ async def save(tx: Transaction, command: Save, columns: Columns, options: StoreO
 async def save_with_pauses(
     tx: Transaction, saves: Sequence[tuple[Row[Any], int, Columns]], now: float, options: StoreOptions
 ) -> None:
-    """Write checkpoints, each given as its operation's locked row, its `seq` and its columns, of those that pause."""
+    """Write the checkpoints of operations that pause.
+
+    Each is given as the operation's locked row, the checkpoint's `seq`, and its columns.
+    """
     new = [(row, seq, columns) for row, seq, columns in saves if seq > row.checkpoint_seq]
     saved = [{"task_id": row.logical_task_id, "seq": seq, "progressed": False} for row, seq, _ in new]
     await tx.execute_many(sql.UPDATE_SAVED, saved)
@@ -72,7 +78,7 @@ def _is_owned_by(row: Row[Any], run: Run) -> bool:
 
 
 def _checkpoint_row(row: Row[Any], seq: int, columns: Columns, now: float) -> Columns:
-    """The checkpoint `seq` of an operation whose task is locked, as it is written."""
+    """The row of checkpoint `seq` of an operation whose task is locked."""
     return {**_checkpoint_key(row, seq), "checkpoint_time": now, "created_at": now, **columns}
 
 
@@ -81,7 +87,10 @@ def _checkpoint_key(row: Row[Any], seq: int) -> Columns:
 
 
 async def _write_checkpoints(tx: Transaction, rows: Sequence[Columns], options: StoreOptions) -> None:
-    """Write checkpoints, one each of different operations; the older ones lose to them what is kept but once."""
+    """Write one checkpoint for each of several operations, and prune the older ones.
+
+    If the new checkpoint has a working memory, it is removed from the older ones.
+    """
     await tx.execute_many(sql.INSERT_CHECKPOINT, rows)
     with_memory = [row for row in rows if row["l1_snapshot"] is not None]
     keys = [{name: row[name] for name in ("task_id", "agent", "seq")} for row in with_memory]
@@ -90,18 +99,19 @@ async def _write_checkpoints(tx: Transaction, rows: Sequence[Columns], options: 
 
 
 async def _prune(tx: Transaction, newest: Sequence[Columns], options: StoreOptions) -> None:
-    """Delete the checkpoints that are too old beside these."""
+    """Delete checkpoints beyond the history that is kept, counted from `newest`."""
     last = [(key["task_id"], key["agent"], key["seq"] - options.checkpoint_history) for key in newest]
     too_old = [{"task_id": task_id, "agent": agent, "last": seq} for task_id, agent, seq in last if seq > 0]
     await tx.execute_many(sql.PRUNE_CHECKPOINTS, too_old)
 
 
-# ── the end ────────────────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True, slots=True)
 class EndingOperation:
-    """A locked operation that ends. `checkpoint` is its last one; None: the one that stands, with `reason`."""
+    """A locked operation that ends.
+
+    `checkpoint` is its last checkpoint. If it is `None`, the latest stored one is copied with
+    `reason`.
+    """
 
     row: Row[Any]
     state: TaskState
@@ -112,7 +122,10 @@ class EndingOperation:
 async def close_operations(
     tx: Transaction, closings: Sequence[EndingOperation], now: float, options: StoreOptions
 ) -> dict[str, Columns]:
-    """Keep, move or delete checkpoints; by task, what its tombstone has other than that of another task."""
+    """Keep, archive or delete the checkpoints of operations that end.
+
+    Returns, by task, the tombstone columns in which an operation differs from other tasks.
+    """
     if not closings:
         return {}
     ids = sorted(closing.row.logical_task_id for closing in closings)
@@ -139,13 +152,14 @@ async def _delete_checkpoints(tx: Transaction, ids: list[str], now: float, optio
 
 
 async def _write_last_checkpoint(tx: Transaction, closing: EndingOperation, now: float, options: StoreOptions) -> int:
-    """The number of its last checkpoint, once that of its failure is written."""
+    """Write the last checkpoint of an operation unless it has completed, and return its number."""
     row = closing.row
     current_seq: int = row.checkpoint_seq
     if closing.state is TaskState.COMPLETED:
         return current_seq
     if closing.checkpoint is not None:
-        seq = max(closing.checkpoint.seq, current_seq + 1)  # one that was saved unheard does not hide why it failed
+        # A save whose response was lost may have used this number, and must not hide the failure.
+        seq = max(closing.checkpoint.seq, current_seq + 1)
         await _write_checkpoints(
             tx, [_checkpoint_row(row, seq, checkpoint_columns(closing.checkpoint), now)], options
         )
@@ -166,7 +180,10 @@ async def _write_last_checkpoint(tx: Transaction, closing: EndingOperation, now:
 
 
 def expiry(row: Row[Any], state: TaskState, ended_at: float, options: StoreOptions, *, preserve: bool) -> float:
-    """When an operation may be deleted. An old duplicate of its request finds it, or is past its deadline."""
+    """When an operation may be deleted.
+
+    Until then, a late duplicate of its request finds the row; after that, it is past its deadline.
+    """
     if preserve:
         return FAR_FUTURE
     tombstone: float = max(ended_at, row.task_deadline or ended_at) + options.tombstone_ttl

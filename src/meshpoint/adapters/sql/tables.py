@@ -1,15 +1,17 @@
-"""The tables, as the migrations create them: tasks, calls and joins; operations and their checkpoints; secrets.
+"""The tables as the migrations create them.
 
-Instants are seconds since the epoch, by the database's clock. `agent_name` is the namespace and the agent's name,
-so that several meshes share one database. `invocation_id` is the generation: the number of the pause, -1 for a call
-of which only the cancel is left, since its task was revived.
+Instants are seconds since the epoch by the database's clock. `agent_name` is the namespace and the
+agent's name, so that several meshes can share a database. `invocation_id` is the generation, that
+is, the number of the pause. It is -1 for calls of a revived task that only wait for their cancel
+to be sent.
 
-A call's key begins with its task, so all calls of a task lie together, and the tables can be partitioned by
-`logical_task_id`. No foreign key ties calls and joins to their task: whoever deletes a task deletes them with it, and
-a look at the task for each of them would cost as much as the row. The same holds for operations and checkpoints.
+A call's key begins with its task, so that the calls of a task are adjacent and the tables can be
+partitioned by `logical_task_id`. Calls and joins have no foreign key to their task: a transaction
+that deletes a task deletes them too, and checking the key would cost as much as writing the row.
+The same holds for operations and checkpoints.
 
-A deliverable is JSON text within JSON, as a string: PostgreSQL would order its keys, round its numbers and refuse a
-zero character.
+A deliverable is stored as JSON text in a JSON string, since PostgreSQL would reorder its keys,
+round its numbers and reject NUL.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import JSONB, VARCHAR
 
 REVISION = "0005"
-"""The newest migration, which this code needs. A later one in the database is one this code can live with."""
+"""The newest migration of this release, which it requires. It also works with a later one."""
 
 VERSION_TABLE = "meshpoint_alembic_version"
 
@@ -49,7 +51,7 @@ metadata = MetaData(
 
 
 def _id() -> String:
-    # Compared byte by byte, as Python does: the order of locks is the same wherever it is computed.
+    # Compared byte by byte, as in Python, so that both compute the same lock order.
     return String().with_variant(VARCHAR(collation="C"), "postgresql")
 
 
@@ -65,33 +67,34 @@ tasks = Table(
     Column("status", String, nullable=False),
     Column("generation", Integer, nullable=False),
     Column("fence", Integer, nullable=False),
-    Column(
-        "run_id", String, nullable=False
-    ),  # of the run, claim or cancel that wrote last: a repetition finds itself
+    # The run, claim or cancel that wrote the row last; a repeated write finds its own id here.
+    Column("run_id", String, nullable=False),
     Column("owner", String),
     Column("attempt", Integer, nullable=False),
-    # When time alone makes the task due. running: its lease ends; waiting: no deadline is earlier; ready: not
-    # before; ended: its reply is due for sending, later its row is due for deletion.
+    # When the sweeper must look at the task. For a running task, the end of its lease; for a
+    # waiting one, at or before its earliest deadline; for a ready one, the earliest time to
+    # acquire it; for an ended one, when its reply is due, and after that, when its row may be
+    # deleted.
     Column("wake_at", Float, nullable=False),
     Column("cancel_requested", Boolean, nullable=False, server_default=false()),
-    # the context
+    # The context. The session, user and invocation ids are copies for people who query the table.
     Column("a2a_context", Text),
-    Column("effective_session_id", String),  # a copy, for people who look
-    Column("user_id", String),  # a copy, for people who look
-    Column("current_invocation_id", String),  # a copy, for people who look
+    Column("effective_session_id", String),
+    Column("user_id", String),
+    Column("current_invocation_id", String),
     Column("produced_artifacts", Text),
     Column("artifact_signals_to_return", Text),
     Column("response_buffer", Text),
     Column("flags", Text),
     Column("security_context", LargeBinary),
     Column("token_usage", Text),
-    Column("context_rest", Text),  # what has no column of its own
-    # the state, opaque
+    Column("context_rest", Text),  # context values without a column of their own
+    # The agent's state, opaque to Meshpoint.
     Column("state", LargeBinary),
     Column("state_format", String),
     Column("app_version", String),
     Column("framework", String),
-    # the request and its answer
+    # The request and its reply.
     Column("request", LargeBinary),
     Column("reply", LargeBinary),
     Column("reply_to", String),
@@ -102,19 +105,20 @@ tasks = Table(
     Column("keep_alive_at", Float),
     Column("reply_sent", Boolean, nullable=False, server_default=false()),
     Column("reply_attempts", Integer, nullable=False, server_default=text("0")),
-    # the end
+    # Parking, failure and end.
     Column("incompatible_since", Float),
     Column("dead_reason", Text),
     Column("checkpointed_at", Float, nullable=False),
     Column("ended_at", Float),
     Column("expires_at", Float),
-    # the operation
-    Column("checkpoint_seq", Integer),  # NULL: the task is none; 0: no checkpoint yet; else: the last checkpoint
-    Column("resume_token", String),  # the order in which its requester has asked for it last
+    # The operation. `checkpoint_seq` is the number of its last checkpoint, 0 before the first, and
+    # NULL if the task is not an operation.
+    Column("checkpoint_seq", Integer),
+    Column("resume_token", String),  # order of the requester's latest request for the task
     Column("retry_count", Integer, nullable=False, server_default=text("0")),
-    # what comes from outside
-    Column("rescues", Integer, nullable=False, server_default=text("0")),  # lost owners since the last pause
-    Column("request_digest", String),  # of the input; a second request under this id must match it
+    # The number of owners lost since the last pause.
+    Column("rescues", Integer, nullable=False, server_default=text("0")),
+    Column("request_digest", String),  # of the input; another request with this id must match it
 )
 
 calls = Table(
@@ -132,13 +136,14 @@ calls = Table(
     Column("status", String, nullable=False),
     Column("outcome", LargeBinary),
     Column("claim_id", String),
-    Column("dispatched_at", Float),  # NULL for what was sent with all requests of its pause: see the join
-    # The cancel is to be sent, not before this; NULL: nothing to send but what the join says. The release before
-    # wrote here also when the request is due.
+    # When the request was sent; NULL if the join has that time for all requests of the pause.
+    Column("dispatched_at", Float),
+    # When the cancel is due; NULL if none is. Requests are due by the join, except in rows of the
+    # previous release, which set this column for them too.
     Column("send_due_at", Float),
-    Column("send_attempts", Integer, nullable=False),  # 0: was never to be sent
+    Column("send_attempts", Integer, nullable=False),  # 0 if the request was never due
     Column("idle_timeout", Float),
-    Column("timeout_deadline", Float, nullable=False),  # the earlier of the idle and the absolute one
+    Column("timeout_deadline", Float, nullable=False),  # the earlier of idle and absolute deadline
     Column("absolute_deadline", Float, nullable=False),
     Column("created_at", Float, nullable=False),
 )
@@ -151,11 +156,11 @@ joins = Table(
     Column("total_expected", Integer, nullable=False),
     Column("completed_count", Integer, nullable=False),
     Column("succeeded_count", Integer, nullable=False),
-    Column("needed", Integer),  # results that meet the join; NULL: an outcome of every call
+    Column("needed", Integer),  # results that meet the join; NULL: it needs every call's outcome
     Column("join_deadline", Float),
     # The outbox of the pause: one lease for the requests of all its calls.
-    Column("agent_name", String),  # NULL: of the release before
-    Column("send_due_at", Float),  # requests are to be sent, not before this; NULL: all are sent, or answered
+    Column("agent_name", String),  # NULL in rows of the previous release
+    Column("send_due_at", Float),  # when the requests are due; NULL if sent or no longer needed
     Column("send_attempts", Integer, nullable=False, server_default=text("0")),
     Column("dispatched_at", Float),
 )
@@ -163,7 +168,7 @@ joins = Table(
 operations = Table(
     "agent_operations",
     metadata,
-    Column("operation_id", _id(), primary_key=True),  # the task, which has the status and the owner
+    Column("operation_id", _id(), primary_key=True),  # the task id; its row has status and owner
     Column("agent_name", String, nullable=False),
     Column("type", String, nullable=False),
     Column("subject", String),
@@ -175,7 +180,7 @@ operations = Table(
 )
 
 
-# The key that authenticates data that replicas keep in Redis. One row per mesh.
+# The key that authenticates copies that replicas keep in Redis. One row per mesh.
 secrets = Table(
     "agent_mesh_secrets",
     metadata,
@@ -186,8 +191,8 @@ secrets = Table(
 
 def _checkpoint_columns() -> list[Column[Any]]:
     return [
-        Column("analysis_id", _id(), primary_key=True),  # the operation
-        Column("agent_type", String, primary_key=True),  # as `agent_name` elsewhere
+        Column("analysis_id", _id(), primary_key=True),  # the id of the operation
+        Column("agent_type", String, primary_key=True),  # the same as `agent_name` in other tables
         Column("seq", Integer, primary_key=True, autoincrement=False),
         Column("subject", String),
         Column("checkpoint_time", Float, nullable=False),
@@ -198,15 +203,16 @@ def _checkpoint_columns() -> list[Column[Any]]:
         Column("planned_subtasks", _json(), nullable=False),
         Column("working_memory", _json(), nullable=False),
         Column("interim_results", _json(), nullable=False),  # deliverables by subtask
-        Column("subtasks", _json(), nullable=False),  # records without their deliverables
+        Column("subtasks", _json(), nullable=False),  # subtask records without their deliverables
         Column("agent_config", _json(), nullable=False),
         Column("failure_reason", Text),
         Column("error_details", _json()),
         Column("retry_count", Integer, nullable=False),
         Column("agent_version", String),
         Column("created_at", Float, nullable=False),
-        Column("l1_snapshot_hash", Text),  # NULL: the task had no working memory
-        # That memory, packed; NULL: not in this row. The last column: SQLite reads through it to those behind.
+        Column("l1_snapshot_hash", Text),  # NULL if the task had no working memory
+        # The working memory, packed; NULL if another row has it. It is the last column, because
+        # SQLite reads through large values to reach the columns after them.
         Column("l1_snapshot", LargeBinary),
     ]
 
@@ -242,11 +248,15 @@ Index(
 )
 
 FILLFACTOR = {tasks.name: 70, calls.name: 50, joins.name: 70, operations.name: 70}
-"""How full, in percent, rows make a page when they are new. Each is written again a moment later, a call with its
-outcome: in the same page, and where no indexed column changes without a new entry in any index."""
+"""Percentage of a page that inserts fill, by table.
+
+Rows are updated soon after they are inserted; a call, for example, gets its outcome. The free
+space keeps the new version on the same page. If no indexed column changes, no index gets a new
+entry.
+"""
 
 POSTGRES_STORAGE = (
-    # The codec has compressed these already.
+    # The codec has already compressed these columns.
     *(
         f"ALTER TABLE agent_paused_tasks ALTER COLUMN {column} SET STORAGE EXTERNAL"
         for column in ("state", "security_context", "request", "reply")
@@ -255,17 +265,18 @@ POSTGRES_STORAGE = (
         f"ALTER TABLE agent_peer_sub_tasks ALTER COLUMN {column} SET STORAGE EXTERNAL"
         for column in ("request", "outcome")
     ),
-    # Each checkpoint writes these once more, and most live for seconds: they are not worth compressing.
+    # Each checkpoint writes these columns anew, and most rows live for seconds: compression does
+    # not pay.
     *(
         f"ALTER TABLE agent_checkpoints ALTER COLUMN {column} SET STORAGE EXTERNAL"
         for column in ("working_memory", "interim_results")
     ),
-    # These come compressed.
+    # Snapshots are compressed before they are stored.
     *(
         f"ALTER TABLE {table} ALTER COLUMN l1_snapshot SET STORAGE EXTERNAL"
         for table in ("agent_checkpoints", "agent_checkpoints_archive")
     ),
-    # Rows live for minutes: vacuum after a fiftieth of the table has changed, not after a fifth.
+    # Rows live for minutes: vacuum after 2 % of the table has changed, instead of 20 %.
     *(
         f"ALTER TABLE {table} SET (autovacuum_vacuum_scale_factor = 0.02)"
         for table in (

@@ -10,8 +10,9 @@ from time import monotonic
 class DatabaseTime:
     """Estimates the database's clock from timestamps in results, advanced by the monotonic clock.
 
-    The database reads its clock between sending a statement and receiving its result, so each result bounds the
-    difference between the two clocks on both sides. The estimate changes only when it is outside these bounds.
+    The database reads its clock after the statement is sent and before its result is received.
+    Each result therefore bounds the difference between the two clocks on both sides. The estimate
+    changes only when it is outside these bounds.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -19,7 +20,7 @@ class DatabaseTime:
         self._offset: float | None = None
 
     def observe(self, now: float, sent_at: float) -> None:
-        """Record that a statement sent at `sent_at` (monotonic) returned `now` as the database's time."""
+        """Record that a statement sent at `sent_at` (monotonic) returned database time `now`."""
         least, most = now - self.clock(), now - sent_at
         self._offset = least if self._offset is None else min(max(self._offset, least), most)
 

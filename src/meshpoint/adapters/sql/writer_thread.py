@@ -1,7 +1,7 @@
-"""Write transactions on a SQLite file, each wholly in one thread.
+"""Write transactions on a SQLite file, run entirely in a thread of their own.
 
-A transaction holds the file's only write lock from its first statement to its last. On the caller's event loop it
-would keep the lock for as long as other callbacks delay it between its statements.
+A transaction holds the file's only write lock from its first statement to its last. On the
+caller's event loop, other callbacks would run between its statements while it holds the lock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ T = TypeVar("T")
 
 
 class ThreadConnection:
-    """What transactions use of `AsyncConnection`, on a connection of the calling thread; no method ever suspends."""
+    """The methods of `AsyncConnection` that transactions use, on a connection of this thread.
+
+    No method ever suspends.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self.sync_connection = connection
@@ -29,15 +32,15 @@ class ThreadConnection:
     async def execute(
         self, statement: Executable, values: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     ) -> CursorResult[Any]:
-        """The result of `statement`."""
+        """Execute `statement` with bound `values`."""
         return self.sync_connection.execute(statement, values)
 
     async def exec_driver_sql(self, statement: str) -> CursorResult[Any]:
-        """The result of `statement`, sent as it is."""
+        """Execute `statement` verbatim."""
         return self.sync_connection.exec_driver_sql(statement)
 
     async def run_sync(self, work: Callable[[Connection], T]) -> T:
-        """What `work` returned."""
+        """Call `work` with the connection and return its result."""
         return work(self.sync_connection)
 
 
@@ -46,25 +49,25 @@ ThreadTransaction = Callable[[ThreadConnection], Coroutine[Any, Any, T]]
 
 
 class WriterThread:
-    """A thread with an event loop and one connection, for the transactions of one store.
+    """A thread with an event loop and one connection, for the write transactions of one store.
 
-    The process does not wait for it on exit: SQLite rolls back open transactions.
+    The process does not wait for the thread on exit: SQLite rolls back open transactions.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.waits_for_lock = True
-        """Whether a transaction waits for the lock of another process."""
+        """Whether a transaction waits while another process holds the write lock."""
         self._jobs: SimpleQueue[tuple[Future[Any], ThreadTransaction[Any]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="meshpoint-sqlite", daemon=True)
         self._stopped: Future[None] = Future()
         self._closed = False
 
     async def run(self, transaction: ThreadTransaction[T]) -> T:
-        """What `transaction` returned.
+        """Run `transaction` in the thread, after those before it, and return its result.
 
         Raises:
-            StoreUnavailable: the store is closed.
+            StoreUnavailable: The store is closed.
         """
         if self._closed:
             raise StoreUnavailable("the store is closed")
@@ -75,7 +78,7 @@ class WriterThread:
         return await asyncio.wrap_future(result)
 
     def stop(self) -> None:
-        """Take no more transactions, and release the connection once the last one has ended."""
+        """Accept no more transactions, and release the connection after the last one."""
         if not self._closed:
             self.waits_for_lock, self._closed = False, True
             self._jobs.put(None)
@@ -85,7 +88,7 @@ class WriterThread:
         if self._thread.ident:
             await asyncio.shield(asyncio.wrap_future(self._stopped))
 
-    # From here on: runs in the thread.
+    # The methods below run in the thread.
 
     def _main(self) -> None:
         with asyncio.Runner() as loop:
@@ -106,7 +109,7 @@ class WriterThread:
             try:
                 return loop.run(transaction(ThreadConnection(connection)))
             except RowLocked:
-                raise  # rolled back
+                raise  # the transaction has rolled back, so the connection is still usable
             except BaseException:
-                connection.invalidate()  # which also rolls back
+                connection.invalidate()  # also rolls back
                 raise

@@ -1,4 +1,4 @@
-"""The broker that needs no server: durable queues in a SQLite file that several processes share."""
+"""The embedded broker: durable queues in a SQLite file that several processes share."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ T = TypeVar("T")
 
 
 class SqliteBroker:
-    """A `Broker` over the file at `path`, which must be on a disk of this host.
+    """A `Broker` on a SQLite file, which must be on a local disk.
 
     Args:
-        path: created if need be; may be the file of the task tables.
-        namespace: meshes with different namespaces do not see each other.
-        lease: how long the process may stand still before others get what it holds.
-        delivery_limit: a message given back after so many deliveries goes to the dead letters.
-        private_ttl: how long a private queue outlives its broker.
-        poll_interval: how long a message from another process may lie unseen.
-        busy_timeout: how long to wait for other writers before `BrokerUnavailable`.
-        max_length: maximum messages in a request queue before it refuses more; `None` means no limit.
-        private_max_length: the same for the private queues of this namespace.
-        dead_letters_max_length: maximum dead letters of one agent before the oldest are dropped.
+        path: The file, created if missing. It may also contain the task tables.
+        namespace: Separates meshes that share a file.
+        lease: How long the process may be stopped before its unacked messages are requeued.
+        delivery_limit: A message requeued after this many deliveries becomes a dead letter.
+        private_ttl: How long a private queue outlives its broker.
+        poll_interval: Maximum delay before a message from another process is noticed.
+        busy_timeout: How long to wait for other writers before `BrokerUnavailable`.
+        max_length: Maximum messages in a request queue before it refuses more; `None` for no
+            limit.
+        private_max_length: The same for the private queues of this namespace.
+        dead_letters_max_length: Maximum dead letters of an agent before the oldest are dropped.
     """
 
     def __init__(
@@ -87,15 +88,16 @@ class SqliteBroker:
 
     @property
     def max_message_bytes(self) -> int | None:
-        """No limit."""
+        """`None`: no limit is reported, although `publish` rejects bodies above 128 MiB."""
         return None
 
     async def open(self) -> None:
-        """Open the file and begin to beat.
+        """Open the file, create the tables if missing, and start the heartbeat.
 
         Raises:
-            ConfigurationError: the folder is not there, or the file has queues of another version.
-            BrokerUnavailable: the file cannot be opened or written.
+            ConfigurationError: The file can never be used: for example, its folder does not exist,
+                it is not a SQLite database, or its queues have another version.
+            BrokerUnavailable: The file cannot be opened or written now.
         """
         if self._thread is None:
             thread = QueueThread(self.path, self._namespace, self._options)
@@ -103,14 +105,17 @@ class SqliteBroker:
             self._thread = thread
 
     async def close(self) -> None:
-        """Settle what was asked before, give the rest back, close the file."""
+        """Finish jobs submitted before, requeue all unacked messages, and close the file."""
         thread, self._thread = self._thread, None
         self._subscriptions = []
         if thread is not None:
             await thread.stop()
 
     async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
-        """Make the queues of `agent`, and the private one of `replica`, exist."""
+        """Create the queues of `agent` and the private queue of `replica`, if missing.
+
+        The private queue is kept while the broker is open, and for `private_ttl` after that.
+        """
         session = self._session
 
         def declare(queues: Queues, holder: int) -> None:
@@ -122,7 +127,10 @@ class SqliteBroker:
         await self._execute(declare, durable=True)
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
-        """Append each message to its queue, if there is one; it is on the disk when this returns."""
+        """Append each message to its queue if that exists and has room.
+
+        Accepted messages are on disk when this returns.
+        """
         rows = [(address, _encode_row(message)) for address, message in messages]
         storable = [(address, row) for address, row in rows if row is not None]
         if not storable:
@@ -131,15 +139,15 @@ class SqliteBroker:
         return [Published.REJECTED if row is None else next(results) for _, row in rows]
 
     async def broadcast(self, agent: AgentName, message: Message) -> None:
-        """Append `message` to the private queues of `agent`."""
+        """Append `message` to the private queues of `agent` that have room."""
         if (row := _encode_row(message)) is not None:
             await self._execute(lambda queues, _: queues.broadcast(agent, row), durable=True)
 
     async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> SqliteSubscription:
-        """Deliver messages of `address` until cancelled.
+        """Deliver messages of `address` until cancelled, with at most `prefetch` unacked.
 
         Raises:
-            ConfigurationError: nobody declared `address`.
+            ConfigurationError: The queue was never declared.
         """
         if await self.depth(address) is None:
             raise ConfigurationError("broker", f"there is no queue {address!r}", "declare its agent first")
@@ -154,7 +162,7 @@ class SqliteBroker:
         return subscription
 
     async def depth(self, address: Address) -> int | None:
-        """Messages that no consumer holds; None when there is no such queue."""
+        """Number of messages that no consumer holds; `None` if the queue does not exist."""
         return await self._execute(lambda queues, _: queues.depth(address))
 
     async def _execute(self, operation: Callable[[Queues, int], T], *, durable: bool = False) -> T:
@@ -190,15 +198,15 @@ class SqliteSubscription:
 
     @property
     def cancelled(self) -> bool:
-        """Whether it has stopped taking deliveries."""
+        """Whether it has stopped receiving messages."""
         return self._cancelled
 
     async def resize(self, prefetch: int) -> None:
-        """Let up to `prefetch` deliveries be unsettled at a time."""
+        """Allow up to `prefetch` unacked deliveries at a time."""
         await self._thread.resize(self.consumer, prefetch)
 
     async def cancel(self) -> None:
-        """Take no more deliveries; those unsettled can still be settled."""
+        """Stop receiving messages. Unacked deliveries can still be settled."""
         await self.cancel_nowait()
 
     def cancel_nowait(self) -> asyncio.Future[None]:
@@ -207,10 +215,10 @@ class SqliteSubscription:
         return self._thread.detach(self.consumer)
 
     def _deliver(self, claimed: ClaimedMessage) -> None:
-        if self._thread.closing:  # all is given back at the end
+        if self._thread.closing:  # the thread requeues all unacked messages when it stops
             return
         delivery = SqliteDelivery(self._thread, self.consumer, claimed)
-        if self._cancelled:  # it was claimed just before
+        if self._cancelled:  # the thread claimed it just before it was detached
             task = asyncio.ensure_future(delivery.requeue())
             self._requeue_tasks.add(task)
             task.add_done_callback(self._requeue_tasks.discard)
@@ -218,7 +226,10 @@ class SqliteSubscription:
         try:
             self._on_delivery(delivery)
         except Exception:
-            _log.exception("on_delivery failed; message %s stays unsettled", claimed.message.message_id)
+            _log.exception(
+                "on_delivery failed; message %s stays unacked",
+                claimed.message.message_id,
+            )
 
 
 class SqliteDelivery:
@@ -231,19 +242,19 @@ class SqliteDelivery:
 
     @property
     def lost(self) -> bool:
-        """Whether the lease on it has expired, so another consumer may claim it."""
+        """Whether this process's lease has expired, so that another consumer may claim it."""
         return not self._settled and self._claimed.key not in self._consumer.unacked
 
     async def ack(self) -> bool:
-        """Settle it: done."""
+        """Delete the message. `False` if this process no longer holds it."""
         return await self._settle(lambda queues: queues.ack(self._claimed))
 
     async def requeue(self) -> bool:
-        """Give it back for another consumer; raises its count."""
+        """Make the message ready for any consumer; its next delivery has a higher count."""
         return await self._settle(lambda queues: queues.requeue(self._claimed))
 
     async def dead_letter(self, reason: str) -> bool:
-        """Move it to its agent's dead letters."""
+        """Move the message to its agent's dead letters, with `reason` cut at 500 characters."""
         return await self._settle(lambda queues: queues.dead_letter(self._claimed, bounded_reason(reason)))
 
     async def _settle(self, operation: Callable[[Queues], bool]) -> bool:

@@ -1,6 +1,7 @@
-"""A message as a row of `meshpoint_queue_content`.
+"""Conversion of messages to rows of `meshpoint_queue_content` and back.
 
-SQLite stores any type in any column, and other programs can write to the file, so each value is checked.
+SQLite stores any type in any column, and other programs can write to the file, so each value is
+checked when it is read.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from meshpoint.model.messages import Address, Header, HeaderValue, Message, Mess
 
 COLUMNS = "type, message_id, correlation_id, app_id, reply_to, user_id, headers, timestamp, body"
 MAX_BODY_BYTES = 128 * 1024 * 1024
-"""Bytes; the default limit of RabbitMQ."""
+"""Maximum bytes of a body; RabbitMQ's default limit."""
 _MAX_REASON_LENGTH = 10_000  # characters
 _MAX_TEXT_BYTES = 1024 * 1024
-"""Characters of one text column. RabbitMQ allows 128 KiB for all properties together."""
+"""Maximum bytes of one text column. RabbitMQ allows 128 KiB for all properties together."""
 
 ContentRow: TypeAlias = tuple[str, str, str, str, str | None, str | None, str, str | None, bytes]
 
@@ -30,7 +31,7 @@ def _bounded_column(column: str) -> str:
 
 
 READ_COLUMNS = ", ".join(_bounded_column(name) for name in COLUMNS.split(", "))
-"""`COLUMNS` for a SELECT. Values too large to load are replaced with values that `from_row` refuses."""
+"""`COLUMNS` for a SELECT. Values too large to load become values that `from_row` rejects."""
 READ_DELIVERIES = "CASE typeof(deliveries) WHEN 'integer' THEN deliveries END"
 READ_REASON = f"substr(dead_reason, 1, {_MAX_REASON_LENGTH})"
 
@@ -39,8 +40,8 @@ def to_row(message: Message) -> ContentRow:
     """Encode a message as the values of `COLUMNS`.
 
     Raises:
-        UnicodeEncodeError: a text cannot be stored.
-        ValueError: the body or a text is too large to read back.
+        UnicodeEncodeError: A text has lone surrogates, which cannot be stored.
+        ValueError: The body or a text is too large to be read back.
     """
     row = (
         message.type.value,
@@ -62,10 +63,10 @@ def to_row(message: Message) -> ContentRow:
 
 
 def from_row(row: tuple[Any, ...], dead_reason: str | None) -> Message:
-    """Decode such a row; `dead_reason` becomes a header.
+    """Decode the values of `READ_COLUMNS`. `dead_reason` becomes a header.
 
     Raises:
-        PoisonMessage: a value is missing, too large, or has the wrong type; names its column.
+        PoisonMessage: A value is missing, too large, or of the wrong type. Names its column.
     """
     kind, message_id, correlation_id, app_id, reply_to, user_id, headers, timestamp, body = row
     try:
@@ -73,7 +74,7 @@ def from_row(row: tuple[Any, ...], dead_reason: str | None) -> Message:
     except ValueError as error:
         raise PoisonMessage(f"type: {str(kind)[:100]!r} is not known") from error
     if not isinstance(body, bytes):
-        raise PoisonMessage("body: must be a blob of a size that can be loaded")
+        raise PoisonMessage("body: must be a blob small enough to load")
     table = _parse_headers(headers)
     if dead_reason is not None:
         table[Header.DEAD_REASON.value] = dead_reason
@@ -92,7 +93,7 @@ def from_row(row: tuple[Any, ...], dead_reason: str | None) -> Message:
 
 def _required(column: str, value: object) -> str:
     if not value:
-        raise PoisonMessage(f"{column}: is missing, or too large to be loaded")
+        raise PoisonMessage(f"{column}: is missing or too large to load")
     return _check_text(column, value)
 
 
@@ -108,7 +109,7 @@ def _check_text(column: str, value: object) -> str:
 
 
 def _parse_headers(text: object) -> dict[str, HeaderValue]:
-    """The headers with supported types; the wire specification ignores all others."""
+    """Parse headers, and drop values of other types than the wire specification has."""
     try:
         table = json.loads(_required("headers", text))
     except (ValueError, RecursionError) as error:
@@ -123,7 +124,7 @@ def _parse_headers(text: object) -> dict[str, HeaderValue]:
 
 
 def _parse_timestamp(value: object) -> datetime | None:
-    """When the message was sent, if readable; nothing depends on it."""
+    """Parse the time of sending. `None` if unreadable, since nothing depends on it."""
     try:
         instant = datetime.fromisoformat(value) if isinstance(value, str) else None
     except ValueError:

@@ -1,8 +1,9 @@
-"""Who holds messages, and who is dead.
+"""Holders of unacked messages, and detection of holders whose process has died.
 
-Each open broker has a row whose `beat` rises while its process lives. Another is taken for dead when its beat
-has stood still for a lease *of the observer's own clock*: no two processes need to agree on the time, and a
-host that was suspended as a whole declares nobody dead.
+Each open broker is a holder, with a row whose `beat` increases while its process lives. A broker
+declares another one dead if that beat has not changed for a lease *by the observer's own clock*.
+So processes need not agree on the time, and after the whole host was suspended, no holder is
+declared dead.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ class _LastHeartbeat:
 
 
 class HeartbeatMonitor:
-    """How long each holder's beat has stood still, as far as this process saw.
+    """Tracks for how long the beat of each holder has not changed, as observed by this process.
 
-    Times are seconds. One look adds at most two intervals of age, so that an observer that was stopped itself
-    first gives the others time to beat.
+    Times are in seconds. One observation adds at most two heartbeat intervals, so that an observer
+    that was stopped itself gives the others time to beat first.
     """
 
     def __init__(self, lease: float, interval: float, now: float) -> None:
@@ -29,7 +30,7 @@ class HeartbeatMonitor:
         self._last_heartbeats: dict[int, _LastHeartbeat] = {}
 
     def find_dead(self, beats: dict[int, int], now: float) -> list[int]:
-        """The holders among `beats` that have been still for a lease."""
+        """The holders among `beats` whose beat has not changed for a lease."""
         elapsed, self._checked_at = min(now - self._checked_at, self._max_step), now
         before, self._last_heartbeats = self._last_heartbeats, {}
         for holder, beat in beats.items():
@@ -46,21 +47,21 @@ class Holders:
         self._db = db
 
     def register(self) -> int:
-        """A new holder."""
+        """Insert a new holder and return its id, which is never reused."""
         holder = self._db.execute("INSERT INTO meshpoint_queue_holder DEFAULT VALUES").lastrowid
         assert holder is not None
         return holder
 
     def exists(self, holder: int) -> bool:
-        """Whether nobody took it for dead."""
+        """Whether the holder's row still exists; a broker that declares it dead deletes it."""
         query = "SELECT 1 FROM meshpoint_queue_holder WHERE id = ?"
         return self._db.execute(query, (holder,)).fetchone() is not None
 
     def record_heartbeat(self, holder: int) -> None:
-        """Show that it lives."""
+        """Increase the holder's beat."""
         self._db.execute("UPDATE meshpoint_queue_holder SET beat = beat + 1 WHERE id = ?", (holder,))
 
     def heartbeats(self) -> dict[int, int]:
         """The beat of every holder."""
-        # A beat may be anything, even a text that cannot be read.
+        # Another program may have written any value, even a text that cannot be decoded.
         return dict(self._db.execute("SELECT id, CAST(beat AS INTEGER) FROM meshpoint_queue_holder").fetchall())

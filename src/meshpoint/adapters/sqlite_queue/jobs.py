@@ -1,4 +1,4 @@
-"""What the event loop asks of the database thread, and what it hears back."""
+"""Jobs from the event loop for the database thread, and their results."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ Failure: TypeAlias = tuple[asyncio.Future[Any], Exception]
 
 @dataclass(frozen=True, slots=True)
 class Job(Generic[T]):
-    """One step of the next transaction; `future` gets what `run(queues, holder)` returns, once committed.
+    """One step of the next transaction.
 
-    `durable`: the future is set when the commit survives a loss of power, too. `settles`: never fails for
-    want of the database; it waits until the database takes it.
+    `future` gets the result of `run(queues, holder)` after the commit. With `durable`, the commit
+    also survives a power failure. With `settles`, the job does not fail while the database is
+    unavailable, but is retried until it is committed.
     """
 
     run: Callable[[Queues, int], T]
@@ -38,7 +39,7 @@ class ThreadCommand:
 
 @dataclass(slots=True, eq=False)
 class Consumer:
-    """A subscription as the database thread sees it. `deliver` is called on the event loop."""
+    """A subscription as seen by the database thread. `deliver` is called on the event loop."""
 
     address: Address
     prefetch: int
@@ -47,7 +48,7 @@ class Consumer:
 
     @property
     def room(self) -> int:
-        """How many more it takes."""
+        """Number of further messages it can hold unacked."""
         return max(0, self.prefetch - len(self.unacked))
 
 

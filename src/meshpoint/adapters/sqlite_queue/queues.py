@@ -1,4 +1,7 @@
-"""All statements on queues and messages. Each method runs inside the caller's transaction."""
+"""All statements on queues and messages.
+
+Except where noted, each method must be called inside a transaction.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +39,18 @@ from meshpoint.ports.broker import Published
 _log = logging.getLogger(__name__)
 
 DELIVERY_LIMIT_REASON = "delivery limit"
-"""Why a message is dead that was given back too often."""
+"""Reason of dead letters that were requeued too often."""
 
 _UNREADABLE_HOLDER = 0
-"""Holder of dead letters that consumers cannot read; operators read them with SQL. No broker uses this number."""
+"""Holder of dead letters that consumers cannot read, and operators read with SQL.
+
+No broker has this id.
+"""
 _BATCH_BYTES = 64 * 1024 * 1024
-"""Total body bytes after which a claim takes no more messages."""
+"""Total bytes of bodies after which a claim takes no more messages."""
 _MAX_DELIVERIES = 2**31
 _MAX_NAME_BYTES = 10_000  # bytes
-_MAX_COUNTED_QUEUES = 10_000  # queues whose room is remembered
+_MAX_COUNTED_QUEUES = 10_000  # maximum queues whose free room is remembered
 
 _CLAIM_MATCHES = "id = ? AND holder = ? AND deliveries = ?"
 _INSERT_CONTENT = f"""
@@ -72,7 +78,7 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedMessage:
-    """A message that `holder` holds since its `count`-th delivery: the three together name the right to settle."""
+    """A message claimed by `holder` as its `count`-th delivery. Only this claim may settle it."""
 
     id: int
     holder: int
@@ -81,7 +87,7 @@ class ClaimedMessage:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """What a settling statement must find unchanged."""
+        """The values that a settling statement must find unchanged."""
         return self.id, self.holder, self.count
 
 
@@ -92,13 +98,11 @@ class Queues:
         self, db: sqlite3.Connection, namespace: str, delivery_limit: int, limits: QueueLimits = QueueLimits()
     ) -> None:
         self._db, self._namespace, self._delivery_limit, self._limits = db, namespace, delivery_limit, limits
-        self.unreadable_count = 0  # unreadable rows
-        self._uncounted_room: dict[str, int] = {}  # messages that each queue accepts before it is counted again
-
-    # Queues
+        self.unreadable_count = 0  # unreadable rows found so far
+        self._uncounted_room: dict[str, int] = {}  # messages each queue accepts before a recount
 
     def declare(self, agent: AgentName, shards: int = 1) -> None:
-        """Make the shared queues of `agent` exist."""
+        """Create the shared queues of `agent` if missing, with `shards` request queues."""
         requests = [shard_of(agent, number) for number in range(shards)]
         for address in (*requests, nested_of(agent), responses_of(agent), dead_letters_of(agent)):
             self._db.execute(
@@ -108,7 +112,7 @@ class Queues:
             )
 
     def declare_private(self, agent: AgentName, replica: ReplicaId, holder: int) -> None:
-        """Make a private queue exist and belong to `holder`."""
+        """Create the private queue of `replica` if missing, and assign it to `holder`."""
         self._db.execute(
             "INSERT INTO meshpoint_queue (name, agent, dead_letters, private, holder) VALUES (?, ?, ?, 1, ?)"
             " ON CONFLICT (name) DO UPDATE SET holder = excluded.holder, left_at = NULL",
@@ -121,9 +125,10 @@ class Queues:
         )
 
     def drop_unused(self, private_ttl: float) -> None:
-        """Delete private queues, with what is in them, whose holder went `private_ttl` seconds ago."""
+        """Delete private queues and their messages `private_ttl` seconds after the holder left."""
         unused, before = "SELECT name FROM meshpoint_queue WHERE left_at <= ?", (time.time() - private_ttl,)
-        if self._db.execute(f"SELECT EXISTS ({unused})", before).fetchone() == (0,):  # spares looks at all messages
+        # This check avoids a scan of all messages at every heartbeat.
+        if self._db.execute(f"SELECT EXISTS ({unused})", before).fetchone() == (0,):
             return
         inside = f"SELECT id FROM meshpoint_queue_message WHERE queue IN ({unused})"
         self._db.execute(f"DELETE FROM meshpoint_queue_content WHERE id IN ({inside})", before)
@@ -131,7 +136,10 @@ class Queues:
         self._db.execute("DELETE FROM meshpoint_queue WHERE left_at <= ?", before)
 
     def depth(self, address: Address) -> int | None:
-        """Messages that nobody holds; None when there is no such queue."""
+        """Number of messages that no consumer holds, including unreadable dead letters.
+
+        `None` if the queue does not exist.
+        """
         name = self._queue_name(address)
         if self._is_private(name) is None:
             return None
@@ -139,8 +147,6 @@ class Queues:
             SELECT count(*) FROM meshpoint_queue_message
              WHERE queue = ? AND (holder IS NULL OR holder = {_UNREADABLE_HOLDER})"""
         return int(self._db.execute(query, (name,)).fetchone()[0])
-
-    # Messages
 
     def publish(self, messages: Sequence[tuple[Address, ContentRow]]) -> list[Published]:
         """Append each message to its queue if the queue exists and has room."""
@@ -160,13 +166,13 @@ class Queues:
         return results
 
     def broadcast(self, agent: AgentName, row: ContentRow) -> None:
-        """Append a message to every private queue of `agent` with room for it."""
+        """Append a message to every private queue of `agent` that has room."""
         for name in self._distinct_names("name", "agent = ? AND private", self._queue_name(agent)):
             if self._has_room(name, private=True):
                 self._insert(name, row)
 
     def trim_dead_letters(self) -> None:
-        """Drop the oldest dead letters above the limit."""
+        """Drop the oldest dead letters above the limit. Unreadable ones are counted separately."""
         if (limit := self._limits.dead_letters) is None:
             return
         prefix = self._queue_name("")
@@ -182,15 +188,16 @@ class Queues:
                 self._delete(dropped)
 
     def has_ready(self, address: Address) -> bool:
-        """Whether a message waits that nobody holds. Needs no transaction."""
+        """Whether the queue has a message that no holder has claimed. Needs no transaction."""
         return (
             self._db.execute(f"SELECT 1 {_READY_ROWS} LIMIT 1", (self._queue_name(address),)).fetchone() is not None
         )
 
     def claim_messages(self, address: Address, holder: int, limit: int) -> list[ClaimedMessage]:
-        """Hand up to `limit` messages to `holder`, oldest first.
+        """Assign up to `limit` messages to `holder`, oldest first.
 
-        An unreadable row becomes a dead letter unchanged, and counts towards `limit`.
+        An unreadable row becomes a dead letter with its content unchanged, and counts towards
+        `limit`.
         """
         claimed, size = list[ClaimedMessage](), 0
         for id_, deliveries, dead_reason, missing, *content in self._ready_rows(address, limit):
@@ -218,7 +225,7 @@ class Queues:
         except sqlite3.OperationalError as error:
             if "decode" not in str(error):
                 raise
-        # A text is not UTF-8: read it such that only its own row is unreadable.
+        # A text is not UTF-8. With surrogates, only its own row is unreadable.
         self._db.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
         try:
             return self._db.execute(_SELECT_READY, values).fetchall()
@@ -239,10 +246,8 @@ class Queues:
         orphaned = f"holder IS NOT {_UNREADABLE_HOLDER} AND holder NOT IN (SELECT id FROM meshpoint_queue_holder)"
         self._requeue_where(f"holder IS NOT NULL AND {orphaned}", ())
 
-    # Settling: each tells whether the message was still held.
-
     def ack(self, claimed: ClaimedMessage) -> bool:
-        """Delete the message."""
+        """Delete the message. `False` if the claim is invalid, since the message was requeued."""
         deleted = (
             self._db.execute(f"DELETE FROM meshpoint_queue_message WHERE {_CLAIM_MATCHES}", claimed.key).rowcount == 1
         )
@@ -251,16 +256,19 @@ class Queues:
         return deleted
 
     def requeue(self, claimed: ClaimedMessage) -> bool:
-        """Give the message back, in its old place."""
+        """Release the message at its old position in the queue. `False` if the claim is invalid.
+
+        At the delivery limit, it becomes a dead letter instead.
+        """
         return self._requeue_where(_CLAIM_MATCHES, claimed.key) == 1
 
     def dead_letter(self, claimed: ClaimedMessage, reason: str) -> bool:
-        """Move the message to the dead letters of its agent."""
+        """Move the message to its agent's dead letters. `False` if the claim is invalid."""
         statement = _DEAD_LETTER.format(holder="NULL", reason="?", which=_CLAIM_MATCHES)
         return self._db.execute(statement, (reason, *claimed.key)).rowcount == 1
 
     def remove_holder(self, holder: int) -> None:
-        """Delete a holder and give back whatever it holds."""
+        """Delete a holder and requeue its unacked messages."""
         self._requeue_where("holder = ?", (holder,))
         self._db.execute("UPDATE meshpoint_queue SET left_at = ? WHERE holder = ?", (time.time(), holder))
         self._db.execute("DELETE FROM meshpoint_queue_holder WHERE id = ?", (holder,))
@@ -276,7 +284,10 @@ class Queues:
         return dead_lettered + self._db.execute(statement, tuple(values)).rowcount
 
     def _has_room(self, name: str, *, private: bool) -> bool:
-        """Whether the queue has room. It is not counted each time, so it may exceed its limit slightly."""
+        """Whether the queue has room.
+
+        Messages are not counted each time, so a queue may slightly exceed its limit.
+        """
         limit = self._limits.private if private else self._limits.requests if takes_requests(name) else None
         if limit is None:
             return True
@@ -307,7 +318,7 @@ class Queues:
         return None if row is None else bool(row[0])
 
     def _distinct_names(self, column: str, condition: str, *values: str | int) -> list[str]:
-        """The distinct queue names in `column`, without names that no broker can have written."""
+        """The distinct queue names in `column`, except values that no broker can have written."""
         readable = f"typeof({column}) = 'text' AND length(CAST({column} AS BLOB)) <= {_MAX_NAME_BYTES}"
         query = f"SELECT DISTINCT CAST({column} AS BLOB) FROM meshpoint_queue WHERE {readable} AND {condition}"
         names = []

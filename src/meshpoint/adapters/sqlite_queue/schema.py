@@ -1,7 +1,7 @@
-"""The queue's tables, and how a connection to them is opened.
+"""The tables of the queues, and connections to them.
 
-They may share a file with the task tables; all names begin with `meshpoint_queue`. A message's state and its
-content are two rows, so that a claim rewrites a few bytes and never the body.
+They may share a file with the task tables; all names begin with `meshpoint_queue`. A message's
+state and content are separate rows, so that a claim rewrites a few bytes and never the body.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ VERSION = 1
 
 _TABLES = (
     "CREATE TABLE meshpoint_queue_schema (version INTEGER NOT NULL)",
-    # One row per open broker. Its beat rises while the process lives; ids are never used again.
+    # One row per open broker. Its beat increases while the process lives; ids are never reused.
     "CREATE TABLE meshpoint_queue_holder (id INTEGER PRIMARY KEY AUTOINCREMENT, beat INTEGER NOT NULL DEFAULT 0)",
-    # A private queue names the holder that declared it, and when that holder went.
+    # For a private queue, `holder` declared it, and `left_at` is when that holder was removed.
     """CREATE TABLE meshpoint_queue (
         name TEXT PRIMARY KEY, agent TEXT NOT NULL, dead_letters TEXT NOT NULL,
         private INTEGER NOT NULL, holder INTEGER, left_at REAL) WITHOUT ROWID""",
-    # holder: the broker that holds it unsettled; deliveries: how often it was handed out.
+    # `holder` is the broker that holds the message unacked; `deliveries` counts its deliveries.
     """CREATE TABLE meshpoint_queue_message (
         id INTEGER PRIMARY KEY AUTOINCREMENT, queue TEXT NOT NULL, holder INTEGER,
         deliveries INTEGER NOT NULL DEFAULT 0, dead_reason TEXT)""",
@@ -48,19 +48,20 @@ _COLUMNS = {
 }
 _MAX_ID = 2**62
 _ID_GAP = 2**20
-"""Ids left out after a repair, because those used since the last good one are not known."""
+"""Ids skipped after a repair, because some above the last valid one may have been used."""
 _UNUSABLE_FILE_ERRORS = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 
 
 def connect(path: Path, busy_timeout: float) -> sqlite3.Connection:
-    """An autocommit connection to the queues in `path`, created if they are not there.
+    """Open an autocommit connection to the queues in `path`, and create them if missing.
 
-    Several processes may do this at once. A new file and its two companion files can be read and written only by
-    their owner.
+    Several processes may do this concurrently. A new file, including its WAL and shared-memory
+    files, is accessible only to its owner.
 
     Raises:
-        ConfigurationError: this can never be a queue file: no folder, no database, no local disk, another version.
-        sqlite3.Error: the file cannot be opened, or stayed locked for `busy_timeout` seconds.
+        ConfigurationError: The file can never be used: its folder does not exist, it is not a
+            database, it is not on a local disk, or its queues have another version.
+        sqlite3.Error: The file cannot be opened, or stayed locked for `busy_timeout` seconds.
     """
     try:
         if not path.parent.is_dir():
@@ -87,7 +88,7 @@ def connect(path: Path, busy_timeout: float) -> sqlite3.Connection:
 
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """One write transaction: committed at the end, rolled back by an exception."""
+    """Run a write transaction. It is rolled back if the block raises."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -99,10 +100,10 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
 
 
 def remove_out_of_range_ids(db: sqlite3.Connection) -> bool:
-    """Delete messages and holders whose ids no counting could reach; returns whether there were any.
+    """Delete messages and holders whose ids are too high to be genuine. `True` if there were any.
 
-    Once the largest of all ids is taken, SQLite inserts nothing any more, and says that the disk is full. Runs inside
-    the caller's transaction.
+    Once the highest possible id is used, SQLite fails every insert with "database or disk is
+    full". Runs inside the caller's transaction.
     """
     messages, holders = _remove_out_of_range_ids(db, "message"), _remove_out_of_range_ids(db, "holder")
     if messages:
@@ -120,12 +121,12 @@ def _remove_out_of_range_ids(db: sqlite3.Connection, name: str) -> bool:
         f"UPDATE sqlite_sequence SET seq = ? + (SELECT coalesce(max(id), 0) FROM {table}) WHERE name = ?",
         (_ID_GAP, table),
     )
-    _log.warning("%s had impossible ids: removed %d rows", table, removed)
+    _log.warning("%s had ids out of range: removed %d rows", table, removed)
     return True
 
 
 def _use_wal(db: sqlite3.Connection, path: Path, busy_timeout: float) -> None:
-    # SQLite does not apply its busy timeout to a change of the journal mode.
+    # SQLite's busy timeout does not apply to a change of the journal mode.
     deadline = time.monotonic() + busy_timeout
     while True:
         try:
@@ -159,8 +160,8 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
     if version != VERSION:
         raise ConfigurationError(
             "mesh.broker_url",
-            f"the queues in {path} have version {version}, this Meshpoint reads version {VERSION}",
-            "use the Meshpoint that made them, or another file",
+            f"the queues in {path} have version {version}; this release reads version {VERSION}",
+            "use the Meshpoint release that created them, or another file",
         )
     for name, columns in _COLUMNS.items():
         table = f"meshpoint_queue_{name}".rstrip("_")

@@ -1,4 +1,4 @@
-"""One broker's connection to the file, and its existence as a holder. Used by one thread."""
+"""A broker's connection to its file, and its registration as a holder. Used by one thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class QueueOptions:
-    """Durations in seconds, and limits; see `SqliteBroker`."""
+    """Durations in seconds, and limits. See `SqliteBroker` for their meaning."""
 
     lease: float
     private_ttl: float
@@ -32,19 +32,20 @@ class QueueOptions:
 
     @property
     def heartbeat_interval(self) -> float:
-        """How often a holder shows that it lives."""
+        """Seconds between the heartbeats of a holder."""
         return self.lease / 5
 
 
 class QueueSession:
     """Transactions on the file as one holder.
 
-    A broker that was stopped for longer than its lease finds its holder gone, and what it held given back. It
-    then goes on as a new holder; settling what it held before finds nothing and changes nothing.
+    If a broker is stopped for longer than its lease, its holder is removed and its unacked
+    messages are requeued. It then continues as a new holder. Settling an old message finds nothing
+    to change.
 
-    Raises, here and in `transact`:
-        sqlite3.Error: nothing was written; or, from COMMIT, perhaps everything was, and the next transaction
-            gives up this holder.
+    Raises, on creation and in `transact`:
+        sqlite3.Error: Nothing was written. If COMMIT failed, the transaction may have been
+            written; the next transaction then registers a new holder.
     """
 
     def __init__(self, path: Path, namespace: str, options: QueueOptions) -> None:
@@ -66,23 +67,23 @@ class QueueSession:
             raise
 
     def register_private_queue(self, agent: AgentName, replica: ReplicaId) -> None:
-        """Keep this private queue for as long as the broker is open."""
+        """Keep this private queue while the broker is open, also under a new holder."""
         self._private_queues.add((agent, replica))
 
     def has_changes(self) -> bool:
-        """Whether another connection committed something since the last look. Costs microseconds."""
+        """Whether another connection has committed since the last call. Costs microseconds."""
         (version,) = self._db.execute("PRAGMA data_version").fetchone()
         changed, self._data_version = version != self._data_version, version
         return bool(changed)
 
     def has_ready(self, consumers: Sequence[Consumer]) -> bool:
-        """Whether a consumer with room has something to claim."""
+        """Whether a message is ready for a consumer with room. Needs no transaction."""
         return any(each.room and self._queues.has_ready(each.address) for each in consumers)
 
     def transact(
         self, jobs: Sequence[Job[Any]], consumers: Sequence[Consumer], *, heartbeat: bool
     ) -> TransactionResult:
-        """Run `jobs` and claim what `consumers` have room for, in one transaction."""
+        """Run `jobs` and claim messages for `consumers` with room, in one transaction."""
         try:
             return self._transact(jobs, consumers, heartbeat=heartbeat)
         except sqlite3.OperationalError as error:
@@ -92,7 +93,7 @@ class QueueSession:
         return self._transact(jobs, consumers, heartbeat=heartbeat)
 
     def _recover_ids(self) -> bool:
-        """Whether ids, and not the disk, were used up, and are no longer."""
+        """Repair exhausted ids. `False` if ids were not the problem, so the disk is full."""
         with transaction(self._db):
             return remove_out_of_range_ids(self._db)
 
@@ -125,7 +126,7 @@ class QueueSession:
         )
 
     def close(self) -> None:
-        """Give everything back and close the file."""
+        """Remove the holder, which requeues its unacked messages, and close the file."""
         try:
             with transaction(self._db):
                 self._queues.remove_holder(self._holder)
@@ -133,7 +134,8 @@ class QueueSession:
             self._db.close()
 
     def _set_synchronous(self, *, power_safe: bool) -> None:
-        # A lost claim, ack or beat only delivers again; what was published and confirmed must be on the disk.
+        # A lost claim, ack or heartbeat only causes a redelivery. Confirmed messages must be on
+        # disk.
         self._db.execute(f"PRAGMA synchronous = {'FULL' if power_safe else 'NORMAL'}")
 
     def _ensure_holder(self, consumers: Sequence[Consumer]) -> int:
@@ -160,17 +162,20 @@ class QueueSession:
                 self._queues.remove_holder(dead)
 
     def _run_maintenance(self, step: Callable[[], None]) -> None:
-        """Run `step`. If a row makes it fail, skip it: the beat and the pending jobs must not fail with it."""
+        """Run `step`, and skip it if it fails on a damaged row.
+
+        The heartbeat and the jobs of the same transaction must not fail with it.
+        """
         self._db.execute("SAVEPOINT chore")
         try:
             step()
         except Exception as error:
-            if not self._db.in_transaction:  # SQLite has given up the whole transaction
+            if not self._db.in_transaction:  # SQLite has rolled back the whole transaction
                 raise
             self._db.execute("ROLLBACK TO chore")
-            if str(error) != self._last_maintenance_error:  # not at every beat
+            if str(error) != self._last_maintenance_error:  # not at every heartbeat
                 self._last_maintenance_error = str(error)
-                _log.warning("the queues cannot be tidied: %s", error)
+                _log.warning("queue maintenance failed: %s", error)
         self._db.execute("RELEASE chore")
 
     def _commit(self) -> None:

@@ -1,7 +1,8 @@
 """The thread between a broker's event loop and its file.
 
-It puts whatever the loop asked for while the last transaction was in flight into the next one, and tells the
-loop after the commit. It also keeps the broker alive as a holder: agent code that blocks the loop loses nothing.
+Jobs that the loop submits during a transaction form the next one; their results are returned to
+the loop after the commit. The thread also writes the broker's heartbeats, so that it keeps its
+messages while agent code blocks the loop.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _RETRY_DELAY = 0.1
 
 
 class QueueThread:
-    """Runs jobs and the claims of consumers. Public methods are for the event loop."""
+    """Runs jobs and claims messages for consumers. Public methods are called on the event loop."""
 
     def __init__(self, path: Path, namespace: str, options: QueueOptions) -> None:
         self._path, self._namespace, self._options = path, namespace, options
@@ -41,20 +42,20 @@ class QueueThread:
         self._inbox: SimpleQueue[Job[Any] | ThreadCommand] = SimpleQueue()
         self.connected = False
         self.closing = False
-        # From here on the thread's own.
+        # The attributes below are used only by the thread.
         self._stopping = False
         self._consumers: list[Consumer] = []
         self._retry_jobs: list[Job[Any]] = []
-        self._may_be_ready = False  # something may be ready for a consumer
+        self._may_be_ready = False  # whether a message may be ready for a consumer
         self._poll_delay = _MIN_POLL_DELAY
         self._next_heartbeat = 0.0
 
     async def start(self) -> QueueSession:
-        """Open the file.
+        """Start the thread and open the file.
 
         Raises:
-            ConfigurationError: it can never be used.
-            BrokerUnavailable: it cannot be used now.
+            ConfigurationError: The file can never be used.
+            BrokerUnavailable: The file cannot be used now.
         """
         self._thread.start()
         try:
@@ -64,30 +65,36 @@ class QueueThread:
             raise
 
     async def execute(self, job: Job[T]) -> T:
-        """The result of `job`, once committed. It is done even if the caller is cancelled meanwhile."""
+        """Run `job` in the next transaction, and return its result after the commit.
+
+        The job runs even if the caller is cancelled.
+        """
         self._submit(job)
         return await job.future
 
     def run_in_thread(self, run: Callable[[], object]) -> asyncio.Future[None]:
-        """Schedule `run` in the thread, between transactions. It runs even if the future is never awaited."""
+        """Schedule `run` in the thread, between transactions.
+
+        It runs even if the future is never awaited.
+        """
         command = ThreadCommand(run, self._loop.create_future())
         self._submit(command)
         return command.future
 
     async def attach(self, consumer: Consumer) -> None:
-        """Begin to claim for `consumer`."""
+        """Start claiming messages for `consumer`."""
         await self.run_in_thread(lambda: self._consumers.append(consumer))
 
     def detach(self, consumer: Consumer) -> asyncio.Future[None]:
-        """Claim no more for `consumer`."""
+        """Stop claiming messages for `consumer`. The future is set after the last claim."""
         return self.run_in_thread(lambda: self._remove_consumer(consumer))
 
     async def resize(self, consumer: Consumer, prefetch: int) -> None:
-        """Let `consumer` hold up to `prefetch`."""
+        """Let `consumer` hold up to `prefetch` unacked messages."""
         await self.run_in_thread(lambda: setattr(consumer, "prefetch", prefetch))
 
     async def stop(self) -> None:
-        """Finish what was asked, give everything back, close the file."""
+        """Finish jobs submitted before, requeue all unacked messages, and close the file."""
         self.closing = True
         await self.run_in_thread(self._stop)
         await asyncio.shield(self._finished)
@@ -100,7 +107,7 @@ class QueueThread:
             self._inbox.put(item)
 
     def _reject(self, item: Job[Any] | ThreadCommand) -> None:
-        """Answer what comes too late. Runs on the event loop."""
+        """Answer an item submitted after the thread finished. Runs on the event loop."""
         if item.future.done():
             return
         if isinstance(item, ThreadCommand):
@@ -110,7 +117,7 @@ class QueueThread:
         else:
             item.future.set_exception(BrokerUnavailable(f"{self._path}: the broker is closed"))
 
-    # From here on: runs in the thread.
+    # The methods below run in the thread.
 
     def _main(self) -> None:
         try:
@@ -136,7 +143,7 @@ class QueueThread:
             self._transact(jobs, heartbeat=heartbeat)
 
     def _collect(self) -> list[Job[Any]]:
-        """Wait for something to do; perform controls, return jobs."""
+        """Wait for work. Runs the commands that arrive, and returns the jobs."""
         wait = self._wait_seconds()
         jobs, self._retry_jobs = self._retry_jobs, []
         while len(jobs) < _MAX_BATCH and not self._stopping:
@@ -154,7 +161,7 @@ class QueueThread:
         return jobs
 
     def _wait_seconds(self) -> float:
-        """Seconds to wait for the event loop before looking elsewhere."""
+        """Seconds to wait for jobs before the next heartbeat or poll of the file."""
         if not self.connected:
             return _RETRY_DELAY
         if self._may_be_ready:
@@ -164,7 +171,7 @@ class QueueThread:
         return min(self._poll_delay, until_heartbeat) if has_room else until_heartbeat
 
     def _has_claimable(self) -> bool:
-        """Whether there is something to claim. Polls less often as nothing happens."""
+        """Whether a consumer can claim a message. Doubles the poll delay if nothing changed."""
         try:
             if not self._session.has_changes() and not self._may_be_ready:
                 self._poll_delay = min(self._poll_delay * 2, self._options.poll_interval)
@@ -187,7 +194,12 @@ class QueueThread:
             self._call_in_loop(result.deliver)
 
     def _recover(self, jobs: Sequence[Job[Any]], error: Exception) -> None:
-        """Settling waits for the database; the rest fails. One unfit message must not fail its neighbours."""
+        """Handle a failed transaction.
+
+        If the database is unavailable, settling jobs are retried and other jobs fail. After any
+        other error, the jobs are run one by one, so that a message that cannot be stored fails no
+        others.
+        """
         if type(error) in {sqlite3.OperationalError, sqlite3.DatabaseError} or not jobs:
             self._record_unavailable(error)
             self._retry_jobs += [job for job in jobs if job.settles]
@@ -201,7 +213,7 @@ class QueueThread:
 
     def _record_unavailable(self, error: Exception) -> None:
         if self.connected:
-            _log.warning("the queues in %s are away: %s", self._path, error)
+            _log.warning("the queues in %s are unavailable: %s", self._path, error)
         self.connected, self._may_be_ready = False, True
 
     def _close(self) -> None:
@@ -209,18 +221,22 @@ class QueueThread:
         try:
             self._session.close()
         except sqlite3.Error as error:
-            _log.warning("%s: what was unsettled is given back when the lease ends: %s", self._path, error)
+            _log.warning(
+                "%s: unacked messages are requeued only when the lease expires: %s",
+                self._path,
+                error,
+            )
         self._call_in_loop(self._finish)
 
     def _call_in_loop(self, callback: Callable[[], None]) -> None:
-        """Run `callback` on the event loop, if there still is one."""
+        """Run `callback` on the event loop. If the loop is closed, stop the thread."""
         try:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:
             self._stopping = True
 
     def _finish(self) -> None:
-        """Let nobody wait for a thread that is gone. Runs on the event loop."""
+        """Answer the remaining items of a finished thread. Runs on the event loop."""
         for job in self._retry_jobs:
             self._reject(job)
         while not self._inbox.empty():
