@@ -123,7 +123,7 @@ class InProcessBroker:
 
     async def _require_open(self) -> None:
         if not self._open:
-            raise BrokerUnavailable("the memory broker is not open")
+            raise BrokerUnavailable("the in-process broker is not open")
         await asyncio.sleep(0)
 
 

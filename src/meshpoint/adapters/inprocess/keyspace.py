@@ -116,7 +116,7 @@ class Keyspace:
             case "PERSIST":
                 return self._persist(key)
             case _:
-                raise CommandRefused("there is no such command")
+                raise CommandRefused("unknown command")
 
     def _exists(self, key: str) -> bool:
         return key in self._entries
@@ -127,7 +127,7 @@ class Keyspace:
         if entry is None:
             return _FROM_CONTENT[kind]()
         if entry.kind is not kind:
-            raise CommandRefused(f"it holds a {entry.kind}, and this is for a {kind}")
+            raise CommandRefused(f"the key holds a {entry.kind}, not a {kind}")
         return entry.content
 
     def _number(self, key: str) -> bytes:

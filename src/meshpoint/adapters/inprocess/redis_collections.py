@@ -159,7 +159,7 @@ def _zrangebyscore(scores: SortedSet, low: bytes, high: bytes, with_scores: byte
 
 def _require_withscores(with_scores: bytes) -> None:
     if with_scores.upper() != b"WITHSCORES":
-        raise CommandRefused("it is always asked for WITHSCORES")
+        raise CommandRefused("it requires WITHSCORES")
 
 
 def _ranked(scores: SortedSet) -> list[tuple[float, bytes]]:
@@ -172,7 +172,7 @@ def _flatten(ranked: Iterable[tuple[float, bytes]]) -> list[bytes]:
 
 def _to_pairs(parts: tuple[bytes, ...]) -> Iterable[tuple[bytes, bytes]]:
     if len(parts) % 2:
-        raise CommandRefused("it takes pairs")
+        raise CommandRefused("it takes pairs of arguments")
     return zip(parts[::2], parts[1::2], strict=True)
 
 

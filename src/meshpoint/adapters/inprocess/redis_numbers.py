@@ -21,21 +21,21 @@ class CommandRefused(ValueError):
 def parse_int64(text: bytes) -> int:
     """Parse a signed 64-bit integer, in the only form that Redis accepts."""
     if _INT64_PATTERN.fullmatch(text) is None or not _INT64_MIN <= (number := int(text)) <= _INT64_MAX:
-        raise CommandRefused(f"{_excerpt(text)} is no whole number of 64 bits")
+        raise CommandRefused(f"{_excerpt(text)} is not a 64-bit integer")
     return number
 
 
 def add_int64(number: int, by: int) -> int:
     """Add integers like INCRBY and HINCRBY."""
     if not _INT64_MIN <= number + by <= _INT64_MAX:
-        raise CommandRefused(f"{number} and {by} together are no whole number of 64 bits")
+        raise CommandRefused(f"{number} plus {by} is not a 64-bit integer")
     return number + by
 
 
 def parse_float(text: bytes) -> float:
     """Parse a score. It may be infinite."""
     if len(text) > _MAX_LENGTH or _FLOAT_PATTERN.fullmatch(text) is None:
-        raise CommandRefused(f"{_excerpt(text)} is no number")
+        raise CommandRefused(f"{_excerpt(text)} is not a number")
     return float(text)
 
 
@@ -47,7 +47,7 @@ def format_float(number: float) -> bytes:
 def add_scores(score: float, by: float) -> float:
     """Add scores like ZINCRBY."""
     if isnan(score + by):
-        raise CommandRefused(f"{score} and {by} together are no number")
+        raise CommandRefused(f"{score} plus {by} is not a number")
     return score + by
 
 
@@ -65,7 +65,7 @@ def add_long_doubles(text: bytes, by: bytes) -> bytes:
     try:
         float(total)
     except OverflowError:
-        raise CommandRefused(f"{_excerpt(text)} and {_excerpt(by)} together are infinite") from None
+        raise CommandRefused(f"{_excerpt(text)} plus {_excerpt(by)} is infinite") from None
     scaled = round(total * 10**_DECIMAL_PLACES)
     before, after = divmod(abs(scaled), 10**_DECIMAL_PLACES)
     sign = "-" if scaled < 0 else ""

@@ -115,11 +115,11 @@ class InProcessWorkingMemory:
     def _require_owned(self, owner: Owner, seen: int) -> _Memory:
         memory = self._memories.get(owner.agent_id)
         if memory is None or (memory.run_id != owner.run_id and memory.fence < owner.fence):
-            raise MemoryLost(f"working memory {owner.agent_id}: nothing is there")
+            raise MemoryLost(f"working memory {owner.agent_id}: its contents are missing")
         if memory.run_id != owner.run_id or memory.fence > owner.fence:
             raise _fenced_error(owner, memory)
         if memory.version < seen:
-            raise MemoryLost(f"working memory {owner.agent_id}: it is older than it was")
+            raise MemoryLost(f"working memory {owner.agent_id}: it is older than last seen")
         return memory
 
     def _unless_fenced(self, owner: Owner) -> _Memory | None:
@@ -134,11 +134,11 @@ class InProcessWorkingMemory:
 
 def _require_unchanged(owner: Owner, memory: _Memory, seen: int) -> None:
     if memory.version != seen:
-        raise MemoryUnavailable(f"working memory {owner.agent_id}: it has changed since it was looked at")
+        raise MemoryUnavailable(f"working memory {owner.agent_id}: it has changed since it was last read")
 
 
 def _fenced_error(owner: Owner, memory: _Memory) -> MemoryFenced:
     return MemoryFenced(
-        f"working memory {owner.agent_id}: run {memory.run_id} with fence {memory.fence} has it, "
-        f"not run {owner.run_id} with fence {owner.fence}"
+        f"working memory {owner.agent_id}: owned by run {memory.run_id} with fence {memory.fence}, "
+        f"not by run {owner.run_id} with fence {owner.fence}"
     )
