@@ -131,7 +131,7 @@ class InProcessExchange:
     def put(self, queue: Queue, message: Message) -> None:
         """Append `message` and deliver it if a consumer has room.
 
-        Full dead letters drop the oldest.
+        A full dead-letter queue drops its oldest message.
         """
         if queue.address == dead_letters_of(queue.agent) and len(queue.ready) >= self._dead_letters_max_length:
             dropped = heapq.heappop(queue.ready).message
@@ -152,7 +152,7 @@ class InProcessExchange:
         """Remove a delivery from `consumer`. Returns `None` if the consumer no longer has it.
 
         Args:
-            count: the item's delivery count, which tells this delivery from a later one.
+            count: the item's delivery count, which distinguishes this delivery from a later one.
         """
         item = consumer.unacked.get(position)
         if item is None or item.count != count:

@@ -47,7 +47,7 @@ class _Entry:
 
 
 class Keyspace:
-    """Executes commands at `now`, in milliseconds since the epoch, when expired keys are gone."""
+    """Executes commands as of `now`, in milliseconds since the epoch. Expired keys are gone."""
 
     def __init__(self, items: Sequence[Item] = ()) -> None:
         self._entries = {

@@ -32,7 +32,7 @@ from meshpoint.ports.task_store import StoreTimings
 FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC)
 
 MAX_BACKOFF = 64
-"""A send is repeated after one dispatch lease, then after 2, 4, ... and at most this many."""
+"""Maximum back-off in dispatch leases. A send is repeated after 1, 2, 4, … leases."""
 
 
 KEEP_ALIVES_PER_TIMEOUT = 3

@@ -41,8 +41,8 @@ def translate_errors(action: str) -> Iterator[None]:
     """Turn the errors of a lost connection into `BrokerUnavailable`.
 
     aiormq raises `CancelledError` in the waiters of a closed channel although they were not
-    cancelled, and a bare `Exception` in those of a connection closed without a reason. If the
-    broker hangs up at once, connecting raises `StopAsyncIteration`.
+    cancelled, and a bare `Exception` if the connection was closed without a reason. If the broker
+    hangs up at once, connecting raises `StopAsyncIteration`.
     """
     try:
         yield

@@ -73,8 +73,7 @@ class Consumer:
                 tag, _ = self._prefetch_by_tag.popitem()
                 await self.channel.basic_cancel(tag.decode())
             # Prefer few, large consumers. While cancelled ones drain, add one only if it at least
-            # doubles the prefetch, or after a short wait, since their deliveries may stay unacked
-            # long.
+            # doubles the prefetch, or after a short wait, since draining may take a long time.
             if (
                 self._unsettled_of_cancelled
                 and self._is_full

@@ -148,7 +148,7 @@ class RabbitSubscription:
             try:
                 await self._ensure_declared(missing)
                 await self._attach()
-            # Whatever the error, not consuming any more would be worse.
+            # Retry after any error: no longer consuming the queue would be worse.
             except Exception as error:
                 if (seconds := self._outage.failed()) is not None:
                     log.warning("cannot consume %s yet, for %.0f s: %r", self._queue, seconds, error)

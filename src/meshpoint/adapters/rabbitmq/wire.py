@@ -61,7 +61,7 @@ class FrameTransport(TransportFactory):
     def abort(self) -> bool:
         """Drop the connection without sending pending frames.
 
-        Returns `False` if there is none yet.
+        Returns `False` if no connection was opened.
         """
         if self._writer is None:
             return False

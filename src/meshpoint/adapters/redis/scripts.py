@@ -276,8 +276,8 @@ _READ = """
 local prefix, limit, first, last = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local state, run, fence, version = read_head()
 if state == 'damaged' then return cmsgpack.pack({state, run}) end
-local READERS = {string = {'GET'}, list = {'LRANGE', 0, -1}, hash = {'HGETALL'}, set = {'SMEMBERS'},
-  zset = {'ZRANGE', 0, -1, 'WITHSCORES'}}
+local READERS = {string = {'GET'}, list = {'LRANGE', 0, -1}, hash = {'HGETALL'},
+  set = {'SMEMBERS'}, zset = {'ZRANGE', 0, -1, 'WITHSCORES'}}
 local COUNTERS = {list = 'LLEN', hash = 'HLEN', set = 'SCARD', zset = 'ZCARD', string = 'STRLEN'}
 local now, total, items, bytes = now_ms(), 0, {}, 0
 

@@ -83,8 +83,7 @@ class RedisSnapshotStore:
         self._max_bytes, self._ttl = max_bytes, ttl
 
     async def put(self, agent_id: str, packed: Packed) -> bool:
-        """Replace the stored snapshot, unless that has a higher `order`. Returns whether it was
-        replaced.
+        """Replace the stored snapshot unless that has a higher `order`. Returns whether it did.
 
         A few megabytes take one round trip. A failure at any point leaves either the old or the
         new snapshot.
@@ -155,7 +154,7 @@ class RedisSnapshotStore:
         return bool(answer == b"ok")
 
     async def _verify(self, agent_id: str, packed: Packed) -> Packed:
-        """Verify the manifest. It has a digest of every key, so chunks are not authenticated."""
+        """Verify the manifest. It has a digest of every key, so chunks need no authentication."""
         _, meta = self._keys(agent_id)
         try:
             manifest = await self._seal.unseal(self._sealed_name(agent_id, packed), packed.manifest)

@@ -1,4 +1,4 @@
-"""Working memories in Redis, which any replica can continue with."""
+"""Working memories in Redis, shared by all replicas of an agent."""
 
 from __future__ import annotations
 
