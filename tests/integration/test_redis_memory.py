@@ -572,7 +572,7 @@ async def test_garbage_in_the_books_is_told(
         memory.retain(FIRST, paused=True),
         memory.forget(FIRST),
     ):
-        with pytest.raises(MemoryUnavailable, match=f"{place} is not what Meshpoint has put there: delete it"):
+        with pytest.raises(MemoryUnavailable, match=f"{place} was not written by Meshpoint; delete it"):
             await attempt
     await raw.delete(key)
     assert contents(await memory.replace(SECOND, EVERY_KIND)) == given(EVERY_KIND)
@@ -877,7 +877,7 @@ async def test_a_restore_that_lost_some_of_what_it_staged_is_not_swapped_in(
         [key] = await raw.keys(path(namespace, "restore", "*", name))
         await raw.delete(key)
 
-    with pytest.raises(MemoryUnavailable, match="lost some of what it was given"):
+    with pytest.raises(MemoryUnavailable, match="lost part of the staged data"):
         await Gap(monkeypatch, at=3, then=evict).within(memory.replace(SECOND, NEW))
     held = await memory.read(A)
     assert (contents(held), held.run_id) == (given(OLD), "run-1")
@@ -898,7 +898,7 @@ async def test_a_restore_that_lost_its_last_step_is_not_swapped_in(
 
     monkeypatch.setattr(script_calls, "_send", without_last)
     items = [Item("x", Kind.STRING, b"1" * 40), Item("l", Kind.LIST, tuple(b"%d" % number for number in range(40)))]
-    with pytest.raises(MemoryUnavailable, match="lost some of what it was given"):
+    with pytest.raises(MemoryUnavailable, match="lost part of the staged data"):
         await memory.replace(SECOND, items)
     monkeypatch.setattr(script_calls, "_send", send)
     held = await memory.read(A)

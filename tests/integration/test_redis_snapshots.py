@@ -200,8 +200,8 @@ async def test_chunks_with_damage_are_passed_on(snapshots: RedisSnapshotStore, r
         ("field", "a field is missing"),
         ("number", "a field is damaged"),
         ("text", "a field is damaged"),
-        ("meta type", "it is of another type"),
-        ("chunks type", "it is of another type"),
+        ("meta type", "it has the wrong type"),
+        ("chunks type", "it has the wrong type"),
     ],
 )
 async def test_what_is_no_snapshot_is_told_and_healed_by_the_next(
@@ -310,7 +310,7 @@ async def test_a_put_that_lost_some_of_what_it_staged_is_not_kept(
         return await send(redis, calls, known)
 
     monkeypatch.setattr(script_calls, "_send", evict)
-    with pytest.raises(MemoryUnavailable, match="lost some of what it was given"):
+    with pytest.raises(MemoryUnavailable, match="lost part of the staged data"):
         await snapshots.put(A, a_snapshot(2, chunks=9))
     assert await snapshots.get(A) == a_snapshot(1)
     assert len(await raw.keys(f"{namespace}:*")) == 2

@@ -213,7 +213,7 @@ async def test_a_forged_number_in_the_head_is_told(
 ) -> None:
     await raw.hset(l1(namespace, "head"), field, number)
     for attempt in (memory.read(A), memory.execute(FIRST, [READ["text"]]), memory.replace(SECOND, ITEMS)):
-        with pytest.raises(MemoryUnavailable, match="head is not what Meshpoint has put there: delete it"):
+        with pytest.raises(MemoryUnavailable, match="head was not written by Meshpoint; delete it"):
             await attempt
 
 
@@ -225,7 +225,7 @@ async def test_a_forged_run_is_another_run(memory: RedisWorkingMemory, raw: Any,
 
 async def test_a_forged_run_is_not_read_to_its_end(memory: RedisWorkingMemory, raw: Any, namespace: str) -> None:
     await raw.hset(l1(namespace, "head"), "run", bytes(FORGED))
-    with little(), pytest.raises(MemoryUnavailable, match="head is not what Meshpoint has put there: delete it"):
+    with little(), pytest.raises(MemoryUnavailable, match="head was not written by Meshpoint; delete it"):
         await memory.read(A)
 
 

@@ -1,7 +1,8 @@
-"""What sessions leave in the embedded store: deleted with them, or before their next attempt.
+"""Deletion of the rows that `exec` sessions leave in the embedded store.
 
-The store deletes tombstones and keeps the rest for replicas that may come. Whoever holds a session's lock knows that
-none does, so its rows are deleted here, table by table.
+They are deleted with the session, or before its next attempt. The store itself deletes only
+tombstones and keeps all other rows, because a replica may still need them. The process that holds
+the session's lock knows that no replica does, so its rows are deleted here, table by table.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from pathlib import Path
 from meshpoint.errors import StoreUnavailable
 
 _BUSY_TIMEOUT = 10.0
-"""Seconds to wait for others who write."""
+"""Seconds to wait for other writers."""
 
-# By table, the column that holds the namespace and the agent.
+# Each table with the column that starts with the namespace.
 _AGENT_TABLES = {
     "agent_operations": "agent_name",
     "agent_checkpoints": "agent_type",
@@ -30,10 +31,10 @@ _TASK_IDS = f"SELECT logical_task_id FROM agent_paused_tasks WHERE {_HAS_PREFIX.
 
 
 def delete_namespace(file: Path, namespace: str) -> None:
-    """Delete all that `file` has of a namespace.
+    """Delete every row and queue of `namespace` from `file`.
 
     Raises:
-        StoreUnavailable: others write to it for too long.
+        StoreUnavailable: others kept the file locked for 10 seconds, or it is unreadable.
     """
     prefix = {"prefix": f"{namespace}/"}
     with _transaction(file) as (db, tables):
@@ -47,12 +48,13 @@ def delete_namespace(file: Path, namespace: str) -> None:
 
 
 def delete_unserved_queues(file: Path, namespace: str, served: Collection[str]) -> None:
-    """Delete the queues of agents that are not `served` any more, and those of processes that are gone.
+    """Delete the queues of agents not in `served`, and the private queues of all processes.
 
-    A request for such an agent then fails at once, in place of waiting for a replica that never comes.
+    A request for an agent that is no longer served then fails at once instead of waiting for a
+    replica that never starts.
 
     Raises:
-        StoreUnavailable: others write to the file for too long.
+        StoreUnavailable: others kept the file locked for 10 seconds, or it is unreadable.
     """
     agents = {f"{namespace}.{agent}" for agent in served}
     with _transaction(file) as (db, tables):
@@ -77,14 +79,17 @@ def _drop_queues(db: sqlite3.Connection, names: Iterable[str]) -> None:
 
 @contextmanager
 def _transaction(file: Path) -> Iterator[tuple[sqlite3.Connection, set[str]]]:
-    """A write transaction on `file`, and the tables in it; none of either where there is no file."""
+    """Open a write transaction; yields the connection and the names of the existing tables.
+
+    Without a file, it yields an empty in-memory database and no tables.
+    """
     if not file.exists():
         with closing(sqlite3.connect(":memory:")) as db:
             yield db, set()
         return
     try:
         with closing(sqlite3.connect(file, timeout=_BUSY_TIMEOUT, isolation_level=None)) as db:
-            db.execute("BEGIN IMMEDIATE")  # closing rolls back what is not committed
+            db.execute("BEGIN IMMEDIATE")  # closing rolls back an open transaction
             yield db, {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             db.execute("COMMIT")
     except sqlite3.DatabaseError as error:

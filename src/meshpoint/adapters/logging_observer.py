@@ -1,4 +1,4 @@
-"""Events as log lines: for people on a terminal, as JSON for machines. Never a payload."""
+"""Events as log lines, for people on a terminal or as JSON for machines, without payloads."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ _TASK_INFO_STEPS = frozenset(
     }
 )
 _TRACE = logging.DEBUG // 2
-"""The level of looks that found nothing: several in each sweep, which is told anyway."""
+"""Level of sweep queries that find no work: several per sweep, which has an event of its own."""
 _NOISY_LOGGERS = ("aio_pika", "aiormq", "aiosqlite", "sqlalchemy")
 _EXPECTED_ERRORS = ("CancelledError", "StoreUnavailable", "CommitInDoubt", "BrokerUnavailable")
-"""Draining cancels running steps, and an outage has its own events, so these failures are logged as debug."""
+"""Draining cancels running steps, and outages have their own events: such failures are debug."""
 _MAX_VALUE_LENGTH = 200
-"""Characters of a string in a line. Details tell what happened; what passes through is not theirs to tell."""
+"""Characters of a string in a log line. Details describe events and must not leak payloads."""
 _MAX_IDS_SHOWN = 3
 
 
 class LogSettings(TypedDict):
-    """This process's log settings, for its child processes."""
+    """Log settings of this process, passed on to its child processes."""
 
     level: str
     as_json: bool
@@ -87,24 +87,24 @@ def log_settings() -> LogSettings:
 class LoggingObserver:
     """Writes events to the logger `meshpoint.events`.
 
-    What loses or delays work is a warning, what a task lives through is info, the rest is debug. Safe to call from
-    any thread.
+    Lost or delayed work is logged as a warning, milestones of a task as info, everything else as
+    debug. Safe to call from any thread.
     """
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
         self._logger = logger or logging.getLogger("meshpoint.events")
 
     def emit(self, event: Event) -> None:
-        """Log `event` if its level is wanted."""
+        """Log `event` if its level is enabled."""
         level = level_of(event)
         if self._logger.isEnabledFor(level):
             self._logger.log(level, "%s", _EventLine(event), extra={"event": _fields(event)})
 
 
 def level_of(event: Event) -> int:
-    """How much `event` matters: `logging.WARNING`, `INFO` or `DEBUG`; less for the beat of the looks."""
+    """The log level of `event`: WARNING, INFO or DEBUG, or below DEBUG for sweep queries."""
     if event.step in LOOKS and event.phase is not Phase.AFTER:
-        return _TRACE  # the sweep around it tells that it failed
+        return _TRACE  # the enclosing sweep reports the failure
     if event.phase is Phase.FAILED:
         return logging.DEBUG if str(event.detail.get("error")).startswith(_EXPECTED_ERRORS) else logging.WARNING
     if event.step in _WARNING_STEPS and event.phase is Phase.NOTED:
@@ -118,13 +118,12 @@ def level_of(event: Event) -> int:
 
 @contextmanager
 def logging_to(stream: TextIO, level: str, *, as_json: bool = False) -> Iterator[None]:
-    """Send this process's logs to `stream` while the block runs: JSON lines, or lines for people on a terminal.
+    """Send this process's logs to `stream` while the block runs.
 
-    Without rich, a terminal gets JSON lines too.
-
-    A thread of its own writes, so that a slow terminal or pipe does not hold up the event loop.
+    A terminal gets readable lines if rich is installed; otherwise, or with `as_json`, each record
+    is a JSON line. A separate thread writes, so a slow terminal does not block the event loop.
     """
-    global _log_settings  # noqa: PLW0603 - as the root logger, there is one for a process
+    global _log_settings  # noqa: PLW0603 - process-wide, like the root logger
     handler: logging.Handler
     previous_settings, _log_settings = _log_settings, LogSettings(level=level, as_json=as_json)
     if stream.isatty() and not as_json and find_spec("rich") is not None:
@@ -149,10 +148,10 @@ def logging_to(stream: TextIO, level: str, *, as_json: bool = False) -> Iterator
 
 
 class JsonLinesFormatter(logging.Formatter):
-    """One JSON object per record; the fields of an event stand beside those of the record."""
+    """Formats each record as one JSON object, with an event's fields next to the record's own."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """`record` as one line."""
+        """Return `record` as a single JSON line."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -163,7 +162,7 @@ class JsonLinesFormatter(logging.Formatter):
 
 
 class _EventLine:
-    """The text of an event, made only when a line is written."""
+    """Formats an event only when a handler writes it."""
 
     def __init__(self, event: Event) -> None:
         self._event = event
@@ -206,15 +205,15 @@ def _rich_handler(stream: TextIO) -> logging.Handler:
     from rich.highlighter import NullHighlighter
     from rich.logging import RichHandler
 
-    # Ids are no numbers: without a highlighter they keep one colour.
+    # Without a highlighter, ids are not coloured as if they were numbers.
     console, plain = Console(file=stream), NullHighlighter()
     return RichHandler(console=console, show_path=False, log_time_format="[%X]", highlighter=plain)
 
 
 def _silence_libraries(level: str) -> None:
-    """Leave libraries' own chatter to those who debug."""
+    """Hide the debug and info logs of libraries unless the level is DEBUG."""
     if level.upper() != "DEBUG":
         for name in _NOISY_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
-        # Whatever ends a connection is raised too, and told from there.
+        # The cause of a lost connection is also raised, and logged by its caller.
         logging.getLogger("aiormq.connection").setLevel(logging.CRITICAL)

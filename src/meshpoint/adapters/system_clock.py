@@ -1,4 +1,4 @@
-"""The time of this machine."""
+"""A clock based on this machine's time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SystemClock:
         self._started_monotonic = self.monotonic()
 
     def now(self) -> datetime:
-        """The present instant, in UTC."""
+        """The current time, in UTC."""
         return self._started_at + timedelta(seconds=self.monotonic() - self._started_monotonic)
 
     def monotonic(self) -> float:
@@ -28,5 +28,5 @@ class SystemClock:
         return time.clock_gettime(time.CLOCK_BOOTTIME) if _HAS_BOOTTIME else time.monotonic()
 
     async def sleep(self, duration: timedelta) -> None:
-        """Return after `duration`."""
+        """Sleep for `duration`."""
         await asyncio.sleep(duration.total_seconds())

@@ -1,1 +1,1 @@
-"""Suites that any adapter, and any user's agent, can run with pytest."""
+"""Test suites for adapters and agents, to be subclassed in pytest modules."""

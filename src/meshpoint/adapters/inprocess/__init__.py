@@ -1,1 +1,1 @@
-"""Adapters that live in one process: for tests, notebooks and tasks that are not kept."""
+"""Adapters that keep everything in this process, for tests, notebooks and non-durable tasks."""

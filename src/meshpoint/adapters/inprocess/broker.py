@@ -1,4 +1,4 @@
-"""A broker in memory. Brokers of one process that share an exchange reach each other."""
+"""An in-process broker. Brokers that share an exchange can reach each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from meshpoint.ports.broker import OnDelivery, Published
 
 
 class InProcessBroker:
-    """A `Broker` over a `InProcessExchange`; gives the loop a turn in each call, as a real one would."""
+    """A `Broker` on an `InProcessExchange`.
+
+    Each call yields to the event loop, like a network call.
+    """
 
     def __init__(self, exchange: InProcessExchange) -> None:
         self._exchange = exchange
@@ -31,22 +34,22 @@ class InProcessBroker:
         return self.connected
 
     def consuming(self, address: Address) -> bool:
-        """Whether this broker has an active consumer of `address`."""
+        """Whether this broker is open and has an active consumer of `address`."""
         attached = any(each.queue.address == address and not each.cancelled for each in self._consumers)
         return self.connected and attached
 
     @property
     def max_message_bytes(self) -> int | None:
-        """No limit."""
+        """`None`: message size is not limited."""
         return None
 
     async def open(self) -> None:
-        """Connect."""
+        """Open the broker."""
         self._open = True
         await asyncio.sleep(0)
 
     async def close(self) -> None:
-        """Cancel consumers, give unsettled deliveries back, disconnect."""
+        """Cancel the consumers and requeue their unacked deliveries."""
         if not self._open:
             return
         self._open = False
@@ -58,31 +61,34 @@ class InProcessBroker:
         await asyncio.sleep(0)
 
     def lose_connection(self) -> None:
-        """For tests: as if the connection broke and came back; what is unsettled is delivered again."""
+        """Requeue all unacked deliveries, as if the connection had broken and come back.
+
+        For tests.
+        """
         self._exchange.requeue_unacked(self._consumers)
 
     async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
-        """Make the queues of `agent`, and the private one of `replica`, exist."""
+        """Declare the permanent queues of `agent`, and the private queue of `replica` if given."""
         await self._require_open()
         self._exchange.declare(agent, replica, self, shards)
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
-        """Append each message to its queue, if the queue exists and has room."""
+        """Append each message to its queue, if that queue exists and has room."""
         await self._require_open()
         return [self._publish(address, message) for address, message in messages]
 
     async def broadcast(self, agent: AgentName, message: Message) -> None:
-        """Append `message` to the private queues of `agent`."""
+        """Append `message` to every private queue of `agent` that has room."""
         await self._require_open()
         for queue in self._exchange.private_queues(agent):
             if self._exchange.has_room(queue):
                 self._exchange.put(queue, message)
 
     async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> InProcessSubscription:
-        """Deliver messages of `address` until cancelled.
+        """Deliver messages from `address` until cancelled.
 
         Raises:
-            ConfigurationError: nobody declared `address`.
+            ConfigurationError: no queue is declared at `address`.
         """
         await self._require_open()
         consumer = Consumer(self._queue(address), prefetch, on_delivery)
@@ -93,7 +99,7 @@ class InProcessBroker:
         return InProcessSubscription(self._exchange, consumer)
 
     async def depth(self, address: Address) -> int | None:
-        """Messages that no consumer holds; None when there is no such queue."""
+        """Number of ready messages in the queue, or `None` if it is not declared."""
         await self._require_open()
         queue = self._exchange.queue(address)
         return None if queue is None else len(queue.ready)
@@ -117,7 +123,7 @@ class InProcessBroker:
 
     async def _require_open(self) -> None:
         if not self._open:
-            raise BrokerUnavailable("the memory broker is not open")
+            raise BrokerUnavailable("the in-process broker is not open")
         await asyncio.sleep(0)
 
 
@@ -128,12 +134,12 @@ class InProcessSubscription:
         self._exchange, self._consumer = exchange, consumer
 
     async def resize(self, prefetch: int) -> None:
-        """Let up to `prefetch` deliveries be unsettled at a time."""
+        """Set the maximum number of unacked deliveries."""
         self._consumer.prefetch = prefetch
         self._exchange.deliver_ready(self._consumer.queue)
 
     async def cancel(self) -> None:
-        """Take no more deliveries; those unsettled can still be settled."""
+        """Stop receiving deliveries. Unacked ones can still be settled."""
         _cancel(self._consumer)
 
 

@@ -1,4 +1,4 @@
-"""A clock that a test moves."""
+"""A clock that only tests advance."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 
 class FakeClock:
-    """Stands still until `advance`."""
+    """A clock that stands still until `advance` is called."""
 
     def __init__(self, start: datetime = datetime(2026, 1, 1, tzinfo=UTC)) -> None:
         self._now = self._start = start
@@ -15,15 +15,15 @@ class FakeClock:
         self._sleeper_added = asyncio.Condition()
 
     def now(self) -> datetime:
-        """The instant it was moved to."""
+        """The current fake time, in UTC."""
         return self._now
 
     def monotonic(self) -> float:
-        """Seconds that the clock was advanced."""
+        """Seconds by which the clock has been advanced."""
         return (self._now - self._start).total_seconds()
 
     async def sleep(self, duration: timedelta) -> None:
-        """Return when `advance` has moved the clock by `duration`."""
+        """Sleep until the clock has been advanced by `duration`."""
         if duration <= timedelta():
             await asyncio.sleep(0)
             return
@@ -37,13 +37,13 @@ class FakeClock:
             del self._sleepers[woken]
 
     def advance(self, duration: timedelta) -> None:
-        """Move the clock and wake, earliest first, the sleepers whose time has come."""
+        """Move the clock forward and wake the sleepers that are due, earliest first."""
         self._now += duration
         for woken, due in sorted(self._sleepers.items(), key=lambda sleeper: sleeper[1]):
             if due <= self._now and not woken.done():
                 woken.set_result(None)
 
     async def wait_for_sleepers(self, count: int = 1) -> None:
-        """Return when at least `count` tasks sleep on this clock, so that an `advance` cannot come too early."""
+        """Wait until `count` tasks or more sleep on this clock, so that `advance` wakes them."""
         async with self._sleeper_added:
             await self._sleeper_added.wait_for(lambda: sum(not woken.done() for woken in self._sleepers) >= count)

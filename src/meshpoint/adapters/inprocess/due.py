@@ -1,4 +1,4 @@
-"""What time alone makes due, found in rows in memory."""
+"""Work that becomes due with time, found in the in-process rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger("meshpoint.store")
 
 @contextmanager
 def _skip_damaged(row: TaskRow) -> Iterator[None]:
-    """Log what is wrong with one row, so that the others are worked on."""
+    """Log an exception raised by one row, so that the remaining rows are still processed."""
     try:
         yield
     except Exception:
@@ -40,13 +40,13 @@ def _skip_damaged(row: TaskRow) -> Iterator[None]:
 
 
 class InProcessDueWork:
-    """`meshpoint.ports.task_store.DueWork` in memory."""
+    """In-process implementation of `meshpoint.ports.task_store.DueWork`."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
 
     async def due(self, replica: Replica, limit: int) -> Due:
-        """Count the work of each kind that is due."""
+        """Count the due work of each kind, up to `limit`."""
         now, own_rows = self._tables.clock.now(), [row for row in self._live() if row.agent == replica.agent]
         readable = [row for row in own_rows if row.readable_by(replica)]
         asleep = [row for row in own_rows if row.state in {TaskState.WAITING, TaskState.READY}]
@@ -60,7 +60,7 @@ class InProcessDueWork:
         )
 
     async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
-        """Close calls and joins past their deadline, and take the tasks that may go on."""
+        """Close overdue calls and joins, and acquire the tasks whose join is now met."""
         results: list[Expired] = []
         for row in self._due_rows(
             TaskState.WAITING, limit, [row for row in self._live() if row.agent == replica.agent]
@@ -72,7 +72,7 @@ class InProcessDueWork:
         return results
 
     async def take(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
-        """Ready tasks, oldest first, now running here."""
+        """Acquire ready tasks, oldest first."""
         readable = [row for row in self._live() if row.readable_by(replica)]
         due = self._due_rows(
             TaskState.READY, limit, [row for row in readable if suspects or row.rescues < SUSPECT_FROM]
@@ -87,7 +87,7 @@ class InProcessDueWork:
         return owned
 
     async def take_over(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
-        """Running tasks whose lease has expired, now running here."""
+        """Rescue running tasks whose lease has expired."""
         readable, owned = [row for row in self._live() if row.readable_by(replica)], list[Resumable]()
         for row in self._due_rows(TaskState.RUNNING, limit, readable):
             row.rescues += 1
@@ -103,12 +103,12 @@ class InProcessDueWork:
         return owned
 
     async def owned(self, run: Run) -> Resumable | None:
-        """The task owned by exactly this run."""
+        """The task owned by exactly this run, or `None` if the run lost it."""
         row = self._tables.live.get(run.task_id)
         return row.to_resumable() if row is not None and row.state is TaskState.RUNNING and row.run == run else None
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
-        """Extend leases; the runs that lost theirs."""
+        """Extend leases. Returns the runs that have lost theirs."""
         lost: list[Run] = []
         for run in runs:
             row = self._tables.live.get(run.task_id)
@@ -119,7 +119,10 @@ class InProcessDueWork:
         return lost
 
     async def keep_alives(self, replica: Replica, limit: int) -> list[KeepAlive]:
-        """Waiting tasks whose requester is due to hear of them."""
+        """Keep-alives that waiting and ready tasks owe their requesters.
+
+        Schedules the next ones.
+        """
         now, keep_alives = self._tables.clock.now(), list[KeepAlive]()
         for row in self._live():
             asleep = row.agent == replica.agent and row.state in {TaskState.WAITING, TaskState.READY}
@@ -130,7 +133,7 @@ class InProcessDueWork:
         return keep_alives
 
     async def purge(self, agent: AgentName, limit: int) -> int:
-        """Delete the tombstones that have had their time."""
+        """Delete up to `limit` expired tombstones of `agent`. Returns the number deleted."""
         tables, now, skipped, deleted = self._tables, self._tables.clock.now(), list[TaskRow](), 0
         while tables.tombstones and tables.tombstones[0][0] <= now and deleted < limit:
             due_at, task_id = heapq.heappop(tables.tombstones)

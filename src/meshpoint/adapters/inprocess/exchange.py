@@ -1,6 +1,6 @@
-"""The queues that the memory brokers of one process share.
+"""The queues shared by the in-process brokers of one process.
 
-Everything here is synchronous and runs on one event loop: a method is one atomic step.
+All methods are synchronous and run on one event loop, so each is atomic.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, order=True)
 class QueuedMessage:
-    """A message in a queue. Given back, it returns to the place that `position` tells."""
+    """A message in a queue. `position` is its place, which it returns to when requeued."""
 
     position: int
     message: Message = field(compare=False)
@@ -43,7 +43,7 @@ class QueuedMessage:
 
 @dataclass(slots=True, eq=False)
 class Consumer:
-    """One subscription. What it holds are the items it can settle; an item that left `unacked` is lost to it."""
+    """One subscription. It can settle only deliveries in `unacked`; it has lost any other."""
 
     queue: Queue
     prefetch: int
@@ -53,13 +53,13 @@ class Consumer:
 
     @property
     def has_room(self) -> bool:
-        """Whether it takes one more."""
+        """Whether it has fewer unacked deliveries than its prefetch limit."""
         return len(self.unacked) < self.prefetch
 
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """One queue. The consumer that was served last is asked last."""
+    """One queue, which serves its consumers in turn."""
 
     address: Address
     agent: AgentName
@@ -69,7 +69,7 @@ class Queue:
     users: set[object] = field(default_factory=set)
 
     def next_consumer(self) -> Consumer | None:
-        """The next consumer in turn that has room."""
+        """The next consumer in turn that has room, or `None`."""
         for _ in range(len(self.consumers)):
             self.consumers.rotate(-1)
             if self.consumers[-1].has_room:
@@ -78,11 +78,12 @@ class Queue:
 
 
 class InProcessExchange:
-    """What a broker's server would hold; it lasts as long as the object.
+    """Queues and messages, as a broker's server would hold them; they last as long as this object.
 
-    A message given back for the `delivery_limit`-th time goes to the dead letters. A private queue disappears
-    `private_ttl` after the last broker that used it was closed, and holds at most `private_max_length` messages.
-    A request queue holds at most `max_length`. Above `dead_letters_max_length`, the oldest dead letters are dropped.
+    A message requeued for the `delivery_limit`-th time becomes a dead letter. A private queue
+    holds at most `private_max_length` messages and disappears `private_ttl` after the last broker
+    that used it was closed. A request queue holds at most `max_length` messages. A queue of dead
+    letters holds at most `dead_letters_max_length`; beyond that, its oldest is dropped.
     """
 
     def __init__(
@@ -103,7 +104,10 @@ class InProcessExchange:
         self._positions = count()
 
     def declare(self, agent: AgentName, replica: ReplicaId | None, user: object, shards: int = 1) -> None:
-        """Make the queues of `agent` exist; `user` is the broker that asks."""
+        """Declare the queues of `agent`.
+
+        `user`, the calling broker, keeps the private queue alive.
+        """
         requests = [shard_of(agent, number) for number in range(shards)]
         for address in (*requests, nested_of(agent), responses_of(agent), dead_letters_of(agent)):
             self._queues.setdefault(address, Queue(address, agent))
@@ -112,20 +116,23 @@ class InProcessExchange:
             self._queues.setdefault(address, Queue(address, agent, private=True)).users.add(user)
 
     def queue(self, address: Address) -> Queue | None:
-        """The queue at `address`, if it was declared."""
+        """The queue at `address`, or `None` if it is not declared."""
         return self._queues.get(address)
 
     def private_queues(self, agent: AgentName) -> list[Queue]:
-        """The private queues of `agent`."""
+        """The private queues of all replicas of `agent`."""
         return [queue for queue in self._queues.values() if queue.private and queue.agent == agent]
 
     def has_room(self, queue: Queue) -> bool:
-        """Whether the queue has room for another message."""
+        """Whether `queue` accepts another message. Only request and private queues are limited."""
         limit = self._private_max_length if queue.private else self._max_length
         return len(queue.ready) < limit or not (queue.private or takes_requests(queue.address))
 
     def put(self, queue: Queue, message: Message) -> None:
-        """Append `message` and hand out what can be."""
+        """Append `message` and deliver it if a consumer has room.
+
+        A full dead-letter queue drops its oldest message.
+        """
         if queue.address == dead_letters_of(queue.agent) and len(queue.ready) >= self._dead_letters_max_length:
             dropped = heapq.heappop(queue.ready).message
             _log.warning("%s is full: dropped its oldest message %s", queue.address, dropped.message_id)
@@ -134,7 +141,7 @@ class InProcessExchange:
         self.deliver_ready(queue)
 
     def deliver_ready(self, queue: Queue) -> None:
-        """Give ready messages to consumers with room."""
+        """Deliver ready messages to the consumers that have room."""
         while queue.ready and (consumer := queue.next_consumer()):
             item = heapq.heappop(queue.ready)
             item.count += 1
@@ -142,7 +149,11 @@ class InProcessExchange:
             asyncio.get_running_loop().call_soon(self._deliver, consumer, item, item.count)
 
     def settle(self, consumer: Consumer, position: int, count: int) -> QueuedMessage | None:
-        """Take the item out of the consumer's hands; None if it is not, or no longer, there."""
+        """Remove a delivery from `consumer`. Returns `None` if the consumer no longer has it.
+
+        Args:
+            count: the item's delivery count, which distinguishes this delivery from a later one.
+        """
         item = consumer.unacked.get(position)
         if item is None or item.count != count:
             return None
@@ -151,7 +162,7 @@ class InProcessExchange:
         return item
 
     def requeue(self, queue: Queue, item: QueuedMessage) -> None:
-        """Put an item back in its place, or among the dead letters when it came too often."""
+        """Return `item` to its place in the queue, or dead-letter it at the delivery limit."""
         if item.count >= self._delivery_limit:
             self.dead_letter(queue, item.message, "delivery limit")
         else:
@@ -159,12 +170,12 @@ class InProcessExchange:
             self.deliver_ready(queue)
 
     def dead_letter(self, queue: Queue, message: Message, reason: str) -> None:
-        """Put `message` among the dead letters of the queue's agent."""
+        """Move `message` to the dead letters of the queue's agent."""
         headers = {**message.headers, Header.DEAD_REASON.value: bounded_reason(reason)}
         self.put(self._queues[dead_letters_of(queue.agent)], replace(message, headers=headers))
 
     def requeue_unacked(self, consumers: Sequence[Consumer]) -> None:
-        """Take everything these consumers hold away from them, then give it back."""
+        """Requeue all unacked deliveries of `consumers`."""
         lost = [(consumer.queue, item) for consumer in consumers for item in consumer.unacked.values()]
         for consumer in consumers:
             consumer.unacked.clear()
@@ -172,7 +183,7 @@ class InProcessExchange:
             self.requeue(queue, item)
 
     def detach(self, user: object) -> None:
-        """A broker was closed: private queues that nobody else uses begin to expire."""
+        """Forget a closed broker. Private queues that no other broker uses start to expire."""
         for queue in self._queues.values():
             if user in queue.users:
                 queue.users.discard(user)
@@ -184,7 +195,7 @@ class InProcessExchange:
 
     def _deliver(self, consumer: Consumer, item: QueuedMessage, count: int) -> None:
         if consumer.unacked.get(item.position) is not item or item.count != count:
-            return  # lost on the way
+            return  # lost before it was delivered
         if consumer.cancelled:
             del consumer.unacked[item.position]
             self.requeue(consumer.queue, item)
@@ -193,11 +204,11 @@ class InProcessExchange:
         try:
             consumer.on_delivery(delivery)
         except Exception:
-            _log.exception("on_delivery failed; the message stays unsettled: %s", item.message.message_id)
+            _log.exception("on_delivery failed; the message stays unacked: %s", item.message.message_id)
 
 
 class InProcessDelivery:
-    """One message handed to one consumer."""
+    """One message delivered to one consumer."""
 
     def __init__(self, exchange: InProcessExchange, consumer: Consumer, item: QueuedMessage) -> None:
         self._exchange, self._consumer = exchange, consumer
@@ -209,23 +220,23 @@ class InProcessDelivery:
 
     @property
     def lost(self) -> bool:
-        """Whether its connection was lost, so the message was requeued."""
+        """Whether the consumer has lost it, so another consumer may receive it."""
         unacked = self._consumer.unacked.get(self._position)
         return not self._settled and not (unacked is not None and unacked.count == self.count)
 
     async def ack(self) -> bool:
-        """Settle it: done."""
+        """Remove the message. Returns `False` if the delivery was lost or already settled."""
         return self._settle() is not None
 
     async def requeue(self) -> bool:
-        """Give it back for another consumer; raises its count."""
+        """Return the message to the queue for any consumer; raises its delivery count."""
         item = self._settle()
         if item is not None:
             self._exchange.requeue(self._consumer.queue, item)
         return item is not None
 
     async def dead_letter(self, reason: str) -> bool:
-        """Move it to its agent's dead letters."""
+        """Move the message to its agent's dead letters."""
         item = self._settle()
         if item is not None:
             self._exchange.dead_letter(self._consumer.queue, item.message, reason)

@@ -1,4 +1,4 @@
-"""What happens when a join is met."""
+"""What happens to a task when its join is met."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from meshpoint.model.outcomes import FailureKind
 def continue_task(
     tables: Tables, row: TaskRow, last: CallRow, replica: Replica, *, run_id: RunId, slots: int
 ) -> AllArrived | MadeReady:
-    """Close the calls the join no longer needs, and give the task to `replica` if it can run it now."""
+    """Close the calls that the join no longer needs, and acquire the task or make it ready.
+
+    `replica` acquires it if a slot is free and it reads the state's format.
+    """
     now = tables.clock.now()
     closed = row.pending_calls
     for call in closed:
@@ -39,7 +42,8 @@ def repeated_result(
 ) -> StillWaiting | MadeReady | AllArrived:
     """The result of a claim that is repeated because its answer was lost.
 
-    What it gave away is given again to the same replica only, and only while no other run has had the task.
+    A task that the claim acquired is returned only to the same replica, and only while no other
+    run has acquired it.
     """
     if row.run_id == claim.id and row.state is TaskState.READY:
         return MadeReady(row.task_id, call.sub_task_id, _cancel_notices(row))

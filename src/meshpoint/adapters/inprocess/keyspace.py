@@ -1,4 +1,4 @@
-"""The keys of one memory: values of five kinds, each with a time of its own or none, as Redis has them."""
+"""The keys of one working memory: Redis values of five kinds, each with an optional expiry."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Entry:
 
 
 class Keyspace:
-    """Does commands at the instant `now`, in milliseconds since the epoch. A key whose own time is over is gone."""
+    """Executes commands as of `now`, in milliseconds since the epoch. Expired keys are gone."""
 
     def __init__(self, items: Sequence[Item] = ()) -> None:
         self._entries = {
@@ -57,12 +57,12 @@ class Keyspace:
         }
 
     def keys(self, now: int) -> list[str]:
-        """The keys that are there."""
+        """The keys that exist at `now`, in insertion order."""
         self._remove_expired(list(self._entries), now)
         return list(self._entries)
 
     def items(self, now: int) -> tuple[Item, ...]:
-        """A copy of all that is there."""
+        """A copy of every key and its value at `now`."""
         self._remove_expired(list(self._entries), now)
         return tuple(
             Item(key, entry.kind, _TO_CONTENT[entry.kind](entry.content), entry.expires_at)
@@ -70,10 +70,10 @@ class Keyspace:
         )
 
     def execute(self, command: Command, now: int) -> Answer:
-        """Do one command: all of it, or nothing.
+        """Execute one command, completely or not at all.
 
         Raises:
-            MemoryRefused: it does not fit what the key holds, or its arguments; names the key.
+            MemoryRefused: wrong arguments, or wrong kind of value; names the key.
         """
         self._remove_expired([command.key], now)
         try:
@@ -116,20 +116,18 @@ class Keyspace:
             case "PERSIST":
                 return self._persist(key)
             case _:
-                raise CommandRefused("there is no such command")
-
-    # ── values ─────────────────────────────────────────────────────────────────────────────────────
+                raise CommandRefused("unknown command")
 
     def _exists(self, key: str) -> bool:
         return key in self._entries
 
     def _content(self, key: str, kind: Kind) -> Any:
-        """What the key holds; empty, and not kept, where there is none."""
+        """The key's value, or an empty value that is not stored yet."""
         entry = self._entries.get(key)
         if entry is None:
             return _FROM_CONTENT[kind]()
         if entry.kind is not kind:
-            raise CommandRefused(f"it holds a {entry.kind}, and this is for a {kind}")
+            raise CommandRefused(f"the key holds a {entry.kind}, not a {kind}")
         return entry.content
 
     def _number(self, key: str) -> bytes:
@@ -137,15 +135,16 @@ class Keyspace:
         return cast(bytes, content) if self._exists(key) else b"0"
 
     def _store(self, key: str, kind: Kind, content: Any) -> None:
-        """Let the key hold `content`, and keep its own time; an empty collection is no key."""
+        """Store `content` without changing the key's expiry.
+
+        An empty collection deletes the key.
+        """
         if not content and kind is not Kind.STRING:
             self._entries.pop(key, None)
         elif entry := self._entries.get(key):
             entry.content = content
         else:
             self._entries[key] = _Entry(kind, content)
-
-    # ── own times ──────────────────────────────────────────────────────────────────────────────────
 
     def _remove_expired(self, keys: Sequence[str], now: int) -> None:
         for key in keys:

@@ -1,4 +1,4 @@
-"""Operations and their checkpoints, in rows in memory."""
+"""Operations and their checkpoints, kept in the in-process rows."""
 
 from __future__ import annotations
 
@@ -44,17 +44,20 @@ _PENDING_STATES = {TaskState.READY, TaskState.PARKED}
 
 
 class InProcessOperations:
-    """`meshpoint.ports.operations.Operations` in memory."""
+    """In-process implementation of `meshpoint.ports.operations.Operations`."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
 
     async def copy_key(self) -> bytes:
-        """The key that authenticates copies. It is lost with the process, as the tasks are."""
+        """The key that authenticates cached copies.
+
+        Like the tasks, it is lost with the process.
+        """
         return self._tables.copy_key
 
     async def track(self, command: Track) -> BeginResult:
-        """Make a running task an operation."""
+        """Turn a running task into an operation."""
         row = self._owned_row(command.run)
         if row is None:
             return Fenced()
@@ -66,7 +69,7 @@ class InProcessOperations:
         return Begun(command.run)
 
     async def save(self, command: Save) -> SaveResult:
-        """Write a checkpoint within a segment."""
+        """Write a checkpoint within a segment. Repeating it changes nothing."""
         row = self._owned_row(command.run)
         if row is None or row.operation is None:
             return Fenced()
@@ -85,19 +88,19 @@ class InProcessOperations:
         return row if owned else None
 
     async def latest(self, task_id: TaskId, agent: AgentName | None = None) -> AgentCheckpoint | None:
-        """The operation's last checkpoint."""
+        """The operation's last checkpoint, without its working memory, or `None`."""
         found = self._checkpoints(task_id)[-1:]
         return next((_copy_checkpoint(each) for each in found if agent in {None, each.agent}), None)
 
     async def l1_snapshot(self, task_id: TaskId, agent: AgentName | None = None) -> L1Snapshot | None:
-        """The working memory that was written last with one of its checkpoints."""
+        """The latest working-memory snapshot stored with one of the operation's checkpoints."""
         for each in reversed(self._checkpoints(task_id)):
             if each.l1_snapshot is not None and agent in {None, each.agent}:
                 return L1Snapshot(each.seq, each.l1_snapshot_hash or "", each.l1_snapshot)
         return None
 
     async def history(self, task_id: TaskId) -> list[AgentCheckpoint]:
-        """Its checkpoints, oldest first."""
+        """The operation's checkpoints, oldest first, from the archive once it is completed."""
         return [
             _copy_checkpoint(each) for each in self._checkpoints(task_id) or self._tables.archive.get(task_id, [])
         ]
@@ -129,7 +132,7 @@ class InProcessOperations:
         return Revived(row.task_id, row.agent, row.retry_count)
 
     async def preserve(self, task_id: TaskId, *, preserve: bool = True) -> bool:
-        """Exempt an operation's checkpoints from every deletion, or stop that."""
+        """Exempt an operation's checkpoints from deletion, or lift that exemption."""
         row = self._tables.tasks.get(task_id)
         if row is None or row.operation is None:
             return False
@@ -140,14 +143,14 @@ class InProcessOperations:
         return True
 
     async def operation(self, task_id: TaskId) -> OperationSummary | None:
-        """One operation."""
+        """Summary of one operation, or `None` if the task is not an operation."""
         row = self._tables.tasks.get(task_id)
         return None if row is None or row.operation is None else _summary(row, row.operation)
 
     async def operations(
         self, *, agent: AgentName | None = None, statuses: Sequence[OperationStatus] = (), limit: int = 100
     ) -> list[OperationSummary]:
-        """Operations, newest first."""
+        """Summaries of operations, newest first."""
         found = [
             _summary(row, row.operation)
             for row in self._tables.tasks.values()
@@ -160,7 +163,11 @@ class InProcessOperations:
 def close_operation(
     tables: Tables, row: TaskRow, state: TaskState, reason: str | None, checkpoint: AgentCheckpoint | None = None
 ) -> None:
-    """Do with the checkpoints of an operation, if the task is one, what its end as `state` asks for."""
+    """Delete, archive or extend the checkpoints of an operation that ends as `state`.
+
+    A completed operation loses its checkpoints, unless they are preserved. Any other end appends
+    `checkpoint`, or else a copy of the last one with the reason. Other tasks are left alone.
+    """
     operation = row.operation
     if operation is None:
         return
@@ -182,12 +189,12 @@ def _copy_checkpoint(checkpoint: AgentCheckpoint) -> AgentCheckpoint:
 
 
 def save_checkpoint(tables: Tables, operation: OperationRow, checkpoint: AgentCheckpoint, seq: int) -> None:
-    """Write a checkpoint of an operation as `seq`."""
+    """Append a checkpoint with the number `seq`."""
     operation.save_checkpoint(checkpoint, seq, tables.clock.now(), tables.timings.checkpoint_history)
 
 
 def _requester_refusal(command: Revive, row: TaskRow) -> NotRevived | None:
-    """Why a requester that asks again has no say, or none any more; None: it has, or the wish is by hand."""
+    """Why this requester may not resume the task. `None` if it may, or if an operator asks."""
     if command.order is None:
         return None
     if not row.is_early_cancel and row.requester.app_id not in {None, command.requester.app_id}:
@@ -244,7 +251,7 @@ def _requester(command: Revive, row: TaskRow) -> Requester:
     if command.requester != NOBODY:
         return command.requester
     waits = row.requester.reply_to is not None and not row.reply_sent
-    # No reply is expected, but the task still belongs to its requester.
+    # No reply is due, but the task still belongs to its requester.
     return replace(row.requester, deadline=None) if waits else Requester(app_id=row.requester.app_id)
 
 

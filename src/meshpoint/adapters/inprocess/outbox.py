@@ -1,4 +1,4 @@
-"""What was committed and is still to be sent, and the catalog of tasks, from rows in memory."""
+"""The outbox and the task catalog, kept in the in-process rows."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from meshpoint.model.outcomes import Failed, decode_outcome
 
 
 class InProcessOutbox:
-    """`meshpoint.ports.task_store.Outbox` in memory."""
+    """In-process implementation of `meshpoint.ports.task_store.Outbox`."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
 
     async def unsent(self, agent: AgentName, limit: int) -> list[Send]:
-        """What is due to be sent, leased to the caller with back-off."""
+        """Requests, cancels and replies that are due, each leased to the caller with back-off."""
         now, lease = self._tables.clock.now(), self._tables.timings.dispatch_lease
         sends: list[Send] = []
         for row in self._tables.sending.values():
@@ -38,7 +38,7 @@ class InProcessOutbox:
         return sends
 
     async def keep_replies(self, replies: Sequence[KeepReply]) -> list[bool]:
-        """Keep replies for tasks without a row."""
+        """Keep undelivered replies. Returns, for each, whether the outbox will send it."""
         return [self._store_reply(command) for command in replies]
 
     def _store_reply(self, command: KeepReply) -> bool:
@@ -54,7 +54,7 @@ class InProcessOutbox:
         return row.state.ended and (row.run_id, row.fence) == (command.run_id, 0)
 
     async def mark_sent(self, sent: Sequence[Send]) -> None:
-        """The broker confirmed them."""
+        """Record that the broker confirmed these messages."""
         for send in sent:
             row = self._tables.tasks.get(send.task_id)
             if row is not None:
@@ -64,7 +64,7 @@ class InProcessOutbox:
 
 
 class InProcessCatalog:
-    """`meshpoint.ports.task_store.Catalog` in memory."""
+    """In-process implementation of `meshpoint.ports.task_store.Catalog`."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
@@ -82,19 +82,19 @@ class InProcessCatalog:
         return [_summary(row) for row in rows[:limit]]
 
     async def task(self, task_id: TaskId) -> tuple[TaskSummary, list[CallSummary]] | None:
-        """One task and its calls in call order."""
+        """One task and its calls, in call order, or `None`."""
         row = self._tables.tasks.get(task_id)
         return None if row is None else (_summary(row), [_call_summary(call) for call in row.calls.values()])
 
 
 def count_due_sends(row: TaskRow, now: datetime) -> int:
-    """Count the requests, cancels and replies of `row` that are due."""
+    """Number of requests, cancels and replies of `row` that are due."""
     calls = sum(_is_call_due(call, now) for call in row.calls.values())
     return calls + _is_reply_due(row, now)
 
 
 def _is_call_due(call: CallRow, now: datetime) -> bool:
-    # A request past its deadline is not sent: it is about to expire.
+    # A request past its deadline is not sent, because the call is about to expire.
     expired = call.state is CallState.PENDING and call.due_at <= now
     return call.unsent and not expired and call.send_at <= now
 
@@ -137,7 +137,7 @@ def _confirm_cancel(row: TaskRow, call: CallRow) -> None:
     if row.state.ended or call.generation < row.generation:
         del row.calls[call.sub_task_id]
     else:
-        call.state = CallState.DONE  # its outcome is still to be read
+        call.state = CallState.DONE  # its outcome has not been read yet
 
 
 def _summary(row: TaskRow) -> TaskSummary:

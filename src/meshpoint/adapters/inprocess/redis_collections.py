@@ -1,6 +1,6 @@
-"""What the commands of Redis do to a list, a hash, a set and a sorted set, as plain Python values.
+"""Redis commands on lists, hashes, sets and sorted sets, applied to plain Python values.
 
-Each function gets what the key holds, empty where there is no such key, and changes it in place.
+Each function receives the key's value, empty if the key does not exist, and changes it in place.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ Set: TypeAlias = set[bytes]
 SortedSet: TypeAlias = dict[bytes, float]
 
 OK = b"OK"
-
-# ── lists ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _rpush(values: List, *new: bytes) -> int:
@@ -69,14 +67,11 @@ def _lindex(values: List, index: bytes) -> bytes | None:
 
 
 def _slice(start: bytes, stop: bytes, size: int) -> tuple[int, int]:
-    """Redis' bounds, of which both are included and negative ones count from the end, as Python's for a slice."""
+    """Convert inclusive Redis bounds, where negative ones count from the end, to slice bounds."""
     first, last = parse_int64(start), parse_int64(stop)
     first = max(first + size if first < 0 else first, 0)
     last = min(last + size if last < 0 else last, size - 1)
     return (first, last + 1) if first <= last else (0, 0)
-
-
-# ── hashes ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _hset(fields: Hash, *pairs: bytes) -> int:
@@ -107,9 +102,6 @@ def _contains(members: Hash | Set, member: bytes) -> int:
     return int(member in members)
 
 
-# ── sets ───────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _sadd(members: Set, *new: bytes) -> int:
     before = len(members)
     members.update(new)
@@ -126,12 +118,10 @@ def _smembers(members: Set) -> list[bytes]:
     return list(members)
 
 
-# ── sorted sets ────────────────────────────────────────────────────────────────────────────────────
-
-
 def _zadd(scores: SortedSet, *pairs: bytes) -> int:
     before = len(scores)
-    for score, member in [(parse_float(score), member) for score, member in _to_pairs(pairs)]:  # all of them, or none
+    # Parse all pairs before setting any.
+    for score, member in [(parse_float(score), member) for score, member in _to_pairs(pairs)]:
         _set_score(scores, member, score)
     return len(scores) - before
 
@@ -169,7 +159,7 @@ def _zrangebyscore(scores: SortedSet, low: bytes, high: bytes, with_scores: byte
 
 def _require_withscores(with_scores: bytes) -> None:
     if with_scores.upper() != b"WITHSCORES":
-        raise CommandRefused("it is always asked for WITHSCORES")
+        raise CommandRefused("it requires WITHSCORES")
 
 
 def _ranked(scores: SortedSet) -> list[tuple[float, bytes]]:
@@ -182,16 +172,13 @@ def _flatten(ranked: Iterable[tuple[float, bytes]]) -> list[bytes]:
 
 def _to_pairs(parts: tuple[bytes, ...]) -> Iterable[tuple[bytes, bytes]]:
     if len(parts) % 2:
-        raise CommandRefused("it takes pairs")
+        raise CommandRefused("it takes pairs of arguments")
     return zip(parts[::2], parts[1::2], strict=True)
-
-
-# ── all of them ────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class CollectionCommand:
-    """What a command does to a key of this kind, and how many arguments it takes at least and at most."""
+    """A command's implementation, the kind of value it needs, and its number of arguments."""
 
     kind: Kind
     function: Callable[..., Answer]

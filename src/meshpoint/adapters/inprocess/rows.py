@@ -1,4 +1,4 @@
-"""The rows of tasks and calls in plain dicts, and what is read back from them."""
+"""In-process rows of tasks and calls, and the values read from them."""
 
 from __future__ import annotations
 
@@ -32,21 +32,25 @@ from meshpoint.ports.task_store import StoreTimings
 FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC)
 
 MAX_BACKOFF = 64
-"""A send is tried again after the dispatch lease, then after twice, four times... and at most so many leases."""
+"""Maximum back-off in dispatch leases. A send is repeated after 1, 2, 4, … leases."""
 
 
 KEEP_ALIVES_PER_TIMEOUT = 3
 
 
 def next_keep_alive_at(requester: Requester, now: datetime) -> datetime | None:
-    """When `requester` is to hear next of its task that waits."""
+    """When the task sends its next keep-alive, or `None` if `requester` has no idle timeout."""
     idle = requester.idle_timeout
     return None if idle is None else now + idle / KEEP_ALIVES_PER_TIMEOUT
 
 
 @dataclass(slots=True)
 class CallRow:
-    """One peer call. `due_at` is the earlier of the idle and the absolute deadline; `send_at` ends a send's lease."""
+    """One peer call.
+
+    `due_at` is the earlier of the idle and the absolute deadline. `send_at` is when the lease of
+    the current send ends.
+    """
 
     sub_task_id: TaskId
     call_id: str
@@ -66,24 +70,27 @@ class CallRow:
 
     @property
     def unsent(self) -> bool:
-        """Whether the request, or the cancel, is still to be sent."""
+        """Whether the request or the cancel still has to be sent."""
         undispatched = self.state is CallState.PENDING and self.dispatched_at is None
         return undispatched or self.state is CallState.CANCELLING
 
     def postpone(self, now: datetime, lease: timedelta) -> None:
-        """Lease the next send to the caller: twice as long each time."""
+        """Lease the next send to the caller, for twice as long each time."""
         self.send_at = now + lease * min(2**self.sends, MAX_BACKOFF)
         self.sends += 1
 
     def close(self, kind: FailureKind, message: str, send_at: datetime) -> None:
-        """End the call without its peer, who is still to be told."""
+        """Fail the call. Its peer still has to be sent a cancel."""
         self.outcome = encode_outcome(Failed(kind, message))
         self.state, self.send_at, self.sends = CallState.CANCELLING, send_at, 1
 
 
 @dataclass(slots=True)
 class OperationRow:
-    """What only an operation has. `seq` is the number of its last checkpoint, also when that was deleted."""
+    """Additional fields of an operation.
+
+    `seq` is the number of its last checkpoint, even if that has been deleted.
+    """
 
     operation: Operation
     created_at: datetime
@@ -93,7 +100,10 @@ class OperationRow:
     checkpoints: list[AgentCheckpoint] = field(default_factory=list)
 
     def save_checkpoint(self, checkpoint: AgentCheckpoint, seq: int, now: datetime, history: int) -> None:
-        """Add a checkpoint, and drop those that are too old; only the last working memory is kept, with its own."""
+        """Append a checkpoint and delete the oldest beyond `history`.
+
+        Only the latest working memory is kept. A checkpoint that holds it is not deleted.
+        """
         stored = checkpoint.model_copy(update={"seq": seq, "checkpoint_time": now}, deep=True)
         if stored.l1_snapshot is not None:
             self.checkpoints = [without_memory(each) for each in self.checkpoints]
@@ -104,17 +114,17 @@ class OperationRow:
 
 
 def without_memory(checkpoint: AgentCheckpoint) -> AgentCheckpoint:
-    """`checkpoint` without the working memory that was written with it."""
+    """A copy of `checkpoint` without its working memory."""
     return checkpoint.model_copy(update={"l1_snapshot": None})
 
 
 @dataclass(slots=True)
 class TaskRow:
-    """One task, its join and its calls.
+    """One task with its join and its calls.
 
-    `due_at` is when time alone makes it due: the end of a running task's lease, the instant a ready one may be
-    taken, the end of a tombstone. Context and outcomes are kept as JSON text, so that nobody else holds a
-    reference into them.
+    `due_at` is when the task needs attention: when a running task's lease expires, when a ready
+    task may be acquired, when a tombstone may be deleted. Context and outcomes are stored as JSON,
+    so that no caller shares mutable objects with them.
     """
 
     task_id: TaskId
@@ -137,28 +147,31 @@ class TaskRow:
     cancel_requested: bool = False
     incompatible_since: datetime | None = None
     keep_alive_at: datetime | None = None
-    # the join
+    # Join
     join: Join = ALL
     join_deadline: datetime | None = None
     expected: int = 0
     completed: int = 0
     succeeded: int = 0
     calls: dict[TaskId, CallRow] = field(default_factory=dict)
-    # the end
+    # End
     reply: bytes = b""
     reply_sent: bool = False
     ended_at: datetime | None = None
     send_at: datetime | None = None
     sends: int = 1
     dead_reason: str | None = None
-    # the operation
+    # Operation
     operation: OperationRow | None = None
     resume_token: str | None = None
     retry_count: int = 0
 
     @property
     def is_early_cancel(self) -> bool:
-        """Whether this is the tombstone of a cancel that came before its request; its requester is the canceller."""
+        """Whether this is the tombstone of a cancel that arrived before its request.
+
+        Its requester is the canceller.
+        """
         return self.state is TaskState.CANCELLED and self.fence == 0 and self.requester.reply_to is None
 
     @property
@@ -173,7 +186,7 @@ class TaskRow:
 
     @property
     def wake_at(self) -> datetime:
-        """When this task is next due."""
+        """When this task is next due. For a waiting task, its earliest deadline."""
         if self.state is not TaskState.WAITING:
             return self.due_at
         deadlines = [call.due_at for call in self.pending_calls]
@@ -181,41 +194,41 @@ class TaskRow:
 
     @property
     def unsent(self) -> bool:
-        """Whether a dispatch, a cancel or the reply is still to be sent."""
+        """Whether a request, a cancel or the reply still has to be sent."""
         return (self.state.ended and not self.reply_sent) or any(call.unsent for call in self.calls.values())
 
     @property
     def run(self) -> Run:
-        """The run that owns the task, or did last."""
+        """The current or latest run of this task."""
         return Run(self.task_id, self.agent, self.run_id, self.fence, self.generation)
 
     def readable_by(self, replica: Replica) -> bool:
-        """Whether `replica` may run the task: before its first pause there is no state to read."""
+        """Whether `replica` may run the task. Before its first pause, it has no state to read."""
         return self.agent == replica.agent and (self.generation == 0 or self.state_format in replica.formats)
 
     def record_outcome(self, call: CallRow, outcome: Outcome, claim_id: RunId | None) -> None:
-        """Give `call` its outcome and count it."""
+        """Record the outcome of `call` and count it on the join."""
         call.outcome, call.claim_id, call.state = encode_outcome(outcome), claim_id, CallState.DONE
         self.completed += 1
         self.succeeded += not isinstance(outcome, Failed)
 
     @property
     def is_join_met(self) -> bool:
-        """Whether the outcomes that are there meet the join."""
+        """Whether the outcomes recorded so far meet the join."""
         return self.join.met(total=self.expected, completed=self.completed, succeeded=self.succeeded)
 
     def delete_done_calls(self) -> None:
-        """Drop the calls that nobody needs any more; a cancel that is still to be sent stays."""
+        """Delete all calls except cancels that are still unsent."""
         self.calls = {key: call for key, call in self.calls.items() if call.state is CallState.CANCELLING}
 
     def detach_cancels(self) -> None:
-        """Keep only the cancels that are still to be sent, as those of no pause."""
+        """Delete all calls except unsent cancels, and detach those from their generation."""
         self.calls = {key: call for key, call in self.calls.items() if call.state is CallState.CANCELLING}
         for call in self.calls.values():
             call.generation = -1
 
     def to_dispatch(self, call: CallRow) -> Dispatch:
-        """The request of `call`, to be sent."""
+        """The request of `call`, ready to send."""
         return Dispatch(
             self.agent,
             self.task_id,
@@ -229,11 +242,11 @@ class TaskRow:
         )
 
     def to_cancel_notice(self, call: CallRow) -> CancelNotice:
-        """The cancel of `call`, to be sent."""
+        """The cancel of `call`, ready to send."""
         return CancelNotice(self.agent, self.task_id, call.sub_task_id, call.peer)
 
     def to_existing_task(self, reply: Reply | None) -> Known:
-        """The task as a repeated request sees it."""
+        """The task as a duplicate of its request sees it."""
         requester = self.requester.app_id
         return Known(
             self.task_id,
@@ -246,12 +259,12 @@ class TaskRow:
         )
 
     def to_reply(self, now: datetime) -> Reply:
-        """The reply of an ended task."""
+        """The reply of an ended task, with its age at `now`."""
         age = now - self.ended_at if self.ended_at else timedelta()
         return Reply(self.agent, self.task_id, self.state, self.reply, self.requester, age, fence=self.fence)
 
     def to_resumable(self) -> Resumable:
-        """The task as its new owner reads it."""
+        """The task as its new owner needs it."""
         outcomes = tuple(
             (c.call_id, c.peer, decode_outcome(c.outcome)) for c in self.current_calls if c.outcome is not None
         )
@@ -275,22 +288,23 @@ class TaskRow:
 
 
 _MAX_STALE_ENTRIES = 1_000
-"""Stale tombstone entries allowed before a clean-up."""
+"""Outdated entries tolerated in the tombstone heap before it is rebuilt."""
 
 
 _MAX_RESUMABLE = 100
-"""Failed operations, and archived ones, that a process keeps with their checkpoints."""
+"""Limit on failed operations, and on archived ones, that a process keeps with checkpoints."""
 
 
 class Tables:
-    """Every row, and indexes of them: `tombstones` are sorted by their end.
+    """All rows and their indexes.
 
-    A tombstone whose end was moved, or which is none any more, stands there once more or in vain.
+    `tombstones` is a heap ordered by expiry. It may hold outdated entries: of rows whose expiry
+    has changed, or that are no longer tombstones.
 
-    With `max_ended`, a task is forgotten when its outcome is confirmed. Only the requesters and input digests of the
-    last ones are kept, in `recently_ended`. As many early cancels are kept, and `_MAX_RESUMABLE` failed operations.
-    The oldest are forgotten first: the request of a forgotten cancel runs, and a forgotten operation cannot be
-    resumed.
+    With `max_ended`, a task is forgotten once its outcome is confirmed. Only the requesters and
+    input digests of the last `max_ended` tasks are kept, in `recently_ended`, along with as many
+    early cancels and `_MAX_RESUMABLE` failed operations. The oldest are forgotten first. The
+    request of a forgotten early cancel runs, and a forgotten operation cannot be resumed.
     """
 
     def __init__(self, clock: Clock, timings: StoreTimings, max_ended: int | None = None) -> None:
@@ -306,7 +320,7 @@ class Tables:
         self.copy_key = os.urandom(32)
 
     def put(self, row: TaskRow) -> None:
-        """Write `row`: every change of a row ends here."""
+        """Write `row` and update the indexes. Every change of a row ends here."""
         self.tasks[row.task_id] = row
         for index, belongs in (
             (self.live, not row.state.ended),
@@ -323,7 +337,7 @@ class Tables:
             self._forget_oldest(self.resumable, _MAX_RESUMABLE)
 
     def remove(self, row: TaskRow) -> None:
-        """Delete a row that nobody needs."""
+        """Delete `row` and its index entries."""
         for index in (self.tasks, self.live, self.sending, self.early_cancels, self.resumable):
             index.pop(row.task_id, None)
         if len(self.tombstones) > 2 * len(self.tasks) + _MAX_STALE_ENTRIES:
@@ -331,13 +345,13 @@ class Tables:
             heapq.heapify(self.tombstones)
 
     def archive_checkpoints(self, row: TaskRow, checkpoints: list[AgentCheckpoint]) -> None:
-        """Put the checkpoints of a completed operation into the archive."""
+        """Archive the checkpoints of a completed operation."""
         self.archive[row.task_id] = checkpoints
         if self._max_ended is not None and len(self.archive) > _MAX_RESUMABLE:
             del self.archive[next(iter(self.archive))]
 
     def forget_if_finished(self, row: TaskRow) -> None:
-        """Forget a task that needs no further work."""
+        """Forget an ended task with nothing left to send or to resume, if `max_ended` is set."""
         if (
             self._max_ended is not None
             and row.state.ended
@@ -358,14 +372,14 @@ class Tables:
             del self.recently_ended[next(iter(self.recently_ended))]
 
     def find_existing(self, task_id: TaskId) -> Known | None:
-        """The task as far as it is known, or `None`."""
+        """What is known of a task, including recently forgotten ones, or `None`."""
         row = self.tasks.get(task_id)
         if row is None:
             return self.recently_ended.get(task_id)
         return row.to_existing_task(row.to_reply(self.clock.now()) if row.state.ended else None)
 
     def assign_owner(self, row: TaskRow, replica: Replica, run_id: RunId) -> Resumable:
-        """Make `replica` the owner of `row`: whoever had it before is fenced from now on."""
+        """Make `replica` the owner of `row`. The previous owner is fenced from now on."""
         row.state, row.owner, row.run_id = TaskState.RUNNING, replica.id, run_id
         row.fence += 1
         row.attempt = max(row.attempt, 1)
@@ -376,7 +390,10 @@ class Tables:
     def write_tombstone(
         self, row: TaskRow, state: TaskState, run_id: RunId, reply: bytes, dead_reason: str | None = None
     ) -> None:
-        """End the task: only its reply, and cancels still to be sent, remain until it expires."""
+        """End the task. Only its reply and unsent cancels remain until it expires.
+
+        A failed or cancelled operation, and a dead task, also keep their request.
+        """
         now = self.clock.now()
         row.state, row.run_id, row.reply, row.ended_at, row.owner = state, run_id, reply, now, None
         row.due_at = self.expiry(row)
@@ -389,7 +406,7 @@ class Tables:
         self.put(row)
 
     def store_reply(self, command: KeepReply) -> None:
-        """Insert a tombstone with a due reply, for a task without a row."""
+        """Insert a tombstone with a reply to send, for a task without a row."""
         now, reply = self.clock.now(), command.reply
         row = TaskRow(reply.task_id, reply.agent, command.run_id, reply.requester, reply.state, now, now)
         row.fence, row.reply, row.ended_at, row.digest = 0, reply.body, now, command.digest
@@ -399,7 +416,7 @@ class Tables:
         self.put(row)
 
     def make_reply_due(self, row: TaskRow, requester: Requester) -> None:
-        """Make the reply of an ended task due again, for `requester`."""
+        """Send the reply of an ended task again, now to `requester`."""
         previous = row.requester
         row.requester = replace(requester, deadline=previous.deadline, idle_timeout=previous.idle_timeout)
         row.reply_sent, row.sends, row.send_at = False, 1, self.clock.now() + self.timings.dispatch_lease
@@ -408,7 +425,8 @@ class Tables:
     def expiry(self, row: TaskRow) -> datetime:
         """When an ended task may be deleted."""
         assert row.ended_at is not None
-        # A duplicate of the request may arrive until the deadline, and must find the tombstone.
+        # Until the deadline, a duplicate of the request may still arrive and must find the
+        # tombstone.
         tombstone = max(row.ended_at, row.requester.deadline or row.ended_at) + self.timings.tombstone_ttl
         if row.operation is not None and row.operation.preserve:
             return FAR_FUTURE

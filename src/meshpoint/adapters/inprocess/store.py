@@ -1,4 +1,4 @@
-"""The store of one process: the home of tasks without durable checkpoints, and of tests."""
+"""The in-process store, for tasks without durable checkpoints and for tests."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from meshpoint.ports.task_store import StoreTimings
 
 
 class InProcessStore(InProcessTransitions, InProcessDueWork, InProcessOutbox, InProcessCatalog, InProcessOperations):
-    """A `meshpoint.ports.task_store.CheckpointStore` whose tasks end with the process.
+    """A `meshpoint.ports.task_store.CheckpointStore` whose tasks are lost with the process.
 
-    No method awaits anything: each runs to its end before another task of the event loop can look, so none can
-    leave a transition half done, not even when it is cancelled.
+    No method awaits anything, so each is atomic on the event loop: even cancelling the caller
+    cannot leave a transition half done.
 
-    An ended task stays as a tombstone with its reply for `timings.tombstone_ttl`. With `max_ended`, it is forgotten
-    once its reply is sent, and only the last `max_ended` ids are kept: a duplicate of such a request is recognised
-    and not answered again.
+    An ended task remains as a tombstone with its reply for `timings.tombstone_ttl`. With
+    `max_ended`, it is forgotten once its reply is sent, and only the last `max_ended` ids are
+    kept. A duplicate of such a request is recognised and not answered again.
     """
 
     def __init__(self, clock: Clock, *, timings: StoreTimings, max_ended: int | None = None) -> None:
@@ -29,7 +29,7 @@ class InProcessStore(InProcessTransitions, InProcessDueWork, InProcessOutbox, In
 
     @property
     def durable(self) -> bool:
-        """False: a task kept here is lost with the process."""
+        """`False`: tasks are lost with the process."""
         return False
 
     @property
@@ -38,7 +38,7 @@ class InProcessStore(InProcessTransitions, InProcessDueWork, InProcessOutbox, In
         return self._tables.clock.now()
 
     async def open(self) -> None:
-        """Nothing to connect to."""
+        """Do nothing: there is no connection."""
 
     async def close(self) -> None:
-        """Nothing to release; tasks stay until the object goes."""
+        """Do nothing: tasks are released with this object."""

@@ -1,6 +1,6 @@
-"""The steps of a task's life, on rows in memory.
+"""Transitions of a task, on the in-process rows.
 
-No method awaits anything, so each is one transaction by itself.
+No method awaits anything, so each is a transaction.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ from meshpoint.model.requesters import binds, same_requester, with_canceller
 
 
 class InProcessTransitions:
-    """`meshpoint.ports.task_store.Transitions` in memory."""
+    """In-process implementation of `meshpoint.ports.task_store.Transitions`."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
 
     async def lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, Known]:
-        """The rows that exist, by id."""
+        """The known tasks among `task_ids`, by id."""
         found = [self._tables.find_existing(task_id) for task_id in task_ids]
         return {known.task_id: known for known in found if known is not None}
 
@@ -77,11 +77,11 @@ class InProcessTransitions:
         return [self._begin(begin) for begin in begins]
 
     async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
-        """Checkpoint."""
+        """Write checkpoints: tasks, calls and joins."""
         return [self._pause(pause) for pause in pauses]
 
     async def claim(self, claims: Sequence[Claim], replica: Replica, slots: int) -> list[Arrival]:
-        """Record outcomes, and take the tasks whose join they meet."""
+        """Record outcomes, and acquire the tasks whose join they meet while `slots` last."""
         arrivals: list[Arrival] = []
         for claim in claims:
             arrival = self._claim_response(claim, replica, slots)
@@ -94,21 +94,21 @@ class InProcessTransitions:
         return [self._end(end) for end in ends]
 
     async def release(self, releases: Sequence[Release]) -> list[bool]:
-        """Give running tasks back."""
+        """Turn running tasks back into ready ones. Returns `False` for a fenced run."""
         return [self._release(release) for release in releases]
 
     async def cancel(self, cancels: Sequence[Cancel]) -> list[CancelResult]:
-        """Cancel tasks whatever their state."""
+        """Cancel tasks in any state."""
         return [self._cancel(cancel) for cancel in cancels]
 
     async def requested(self, calls: Sequence[tuple[TaskId, TaskId]]) -> list[Dispatch | None]:
-        """The requests of calls, as sent."""
+        """The requests of calls as they were sent, or `None` for a missing call."""
         rows = [(self._tables.tasks.get(task_id), sub_task_id) for task_id, sub_task_id in calls]
         found = [(row, None if row is None else row.calls.get(sub_task_id)) for row, sub_task_id in rows]
         return [None if row is None or call is None else row.to_dispatch(call) for row, call in found]
 
     async def progress(self, updates: Sequence[Progress]) -> list[ProgressNoted | None]:
-        """Extend idle deadlines."""
+        """Extend the idle deadlines of pending calls."""
         return [self._progress(update) for update in updates]
 
     def _begin(self, begin: Begin) -> BeginResult:
@@ -134,7 +134,7 @@ class InProcessTransitions:
         return Begun(row.run, begin.queued)
 
     def _row_of_run(self, run: Run, requester: Requester) -> TaskRow | None:
-        """The task's row, ignoring an early cancel that does not apply to this first run."""
+        """The task's row, unless it is an early cancel that does not apply to this first run."""
         row = self._tables.tasks.get(run.task_id)
         if row is None or run.fence > 0 or not row.is_early_cancel:
             return row
@@ -179,7 +179,7 @@ class InProcessTransitions:
             if planned.outcome is not None:
                 row.record_outcome(call, planned.outcome, None)
         if row.is_join_met:
-            row.state = TaskState.READY  # failures alone meet a join only when no call is left
+            row.state = TaskState.READY  # failures alone meet a join only if no call is pending
 
     def _call_row(self, planned: PlannedCall, row: TaskRow, now: datetime) -> CallRow:
         deadline = min(now + planned.timeout, row.requester.deadline or now + planned.timeout)
@@ -249,7 +249,7 @@ class InProcessTransitions:
         if row is None:
             canceller = Requester(app_id=cancel.sender)
             row = TaskRow(cancel.task_id, cancel.agent, cancel.run_id, canceller, TaskState.CANCELLED, now, now)
-            row.fence = 0  # no run ever owned it
+            row.fence = 0  # no run ever owned the task
             tables.write_tombstone(row, TaskState.CANCELLED, cancel.run_id, cancel.reply)
             return CancelBeforeRequest()
         if row.agent != cancel.agent:  # this agent has no such task
@@ -291,7 +291,7 @@ class InProcessTransitions:
 
 
 def _check_pause(row: TaskRow | None, pause: Pause) -> PauseResult | None:
-    """Why `pause` may not be written over `row`, or what it has committed already."""
+    """The result of `pause` if it must not or need not be written, or `None` if it must be."""
     run = pause.run
     if row is None:
         return None if run.fence == 0 and pause.checkpoint is None else Fenced()
@@ -302,7 +302,7 @@ def _check_pause(row: TaskRow | None, pause: Pause) -> PauseResult | None:
         return _committed_pause(row) if is_repeat else Fenced()
     if row.state is not TaskState.RUNNING or row.fence != run.fence:
         return Fenced()
-    if row.operation is None and pause.checkpoint is not None:  # which only an operation has
+    if row.operation is None and pause.checkpoint is not None:  # only an operation has checkpoints
         return Fenced()
     return CancelFound(row.run) if row.cancel_requested else None
 
@@ -316,10 +316,10 @@ def _is_cancelled(row: TaskRow, run: Run, requester: Requester) -> bool:
 
 
 def _repeat_cancel(row: TaskRow, cancel: Cancel, now: datetime) -> CancelResult:
-    """Record another cancel that comes before the request."""
+    """Record a further cancel that arrives before the request."""
     previous = row.requester.app_id
     row.requester = replace(row.requester, app_id=with_canceller(previous, cancel.sender))
-    if row.requester.app_id != previous or row.run_id == cancel.run_id:  # its broadcast may be unsent
+    if row.requester.app_id != previous or row.run_id == cancel.run_id:  # maybe not broadcast yet
         return CancelBeforeRequest()
     return CancelTooLate(row.to_reply(now))
 

@@ -1,4 +1,4 @@
-"""Working memory in the process: what agents have where there is no Redis."""
+"""Working memory in this process, used where no Redis is configured."""
 
 from __future__ import annotations
 
@@ -26,32 +26,34 @@ class _Memory:
 
 
 class InProcessWorkingMemory:
-    """A `meshpoint.ports.working_memory.WorkingMemory` that ends with the process.
+    """A `meshpoint.ports.working_memory.WorkingMemory` that is lost with the process.
 
-    No method awaits anything: each runs to its end before another task of the event loop can look. A memory stays
-    until its owner forgets it, however long that takes: a task that may go on elsewhere is to be forgotten here.
+    No method awaits anything, so each is atomic on the event loop. A memory never expires: its
+    owner must call `forget` when the task may continue in another process.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._memories: dict[str, _Memory] = {}
-        self._versions = count(1)  # of all memories, so that none begun anew has a version that it had before
+        self._versions = count(1)  # shared, so that a recreated memory never reuses a version
 
     @property
     def survives(self) -> bool:
-        """False: it is gone with the process."""
+        """`False`: memories are lost with the process."""
         return False
 
     async def open(self) -> None:
-        """Nothing to check: the memory is in this process."""
+        """Do nothing: there is no connection to check."""
 
     async def execute(self, owner: Owner, commands: Sequence[Command], *, seen: int = 0) -> tuple[int, list[Answer]]:
-        """Do commands in order; the version then, and what each answered.
+        """Execute commands in order. Returns the memory's version and the answers.
 
         Raises:
-            MemoryFenced: the memory has another owner by now, or one with a higher fence.
-            MemoryLost: it has no owner, or an earlier one, or is older than `seen`.
-            MemoryRefused: a command does not fit what its key holds. Those before it are done.
+            MemoryFenced: another run owns the memory, with the same or a higher fence.
+            MemoryLost: the memory is missing, has an earlier owner, or is older than version
+                `seen`.
+            MemoryRefused: a command does not fit its key's value. Earlier commands were executed.
+            MemoryUnavailable: commands write, and the memory is newer than version `seen`.
         """
         memory, now = self._require_owned(owner, seen), self._now_ms()
         if any(command.writes for command in commands):
@@ -60,18 +62,18 @@ class InProcessWorkingMemory:
         return memory.version, [memory.keys.execute(command, now) for command in commands]
 
     async def keys(self, owner: Owner, *, seen: int = 0) -> list[str]:
-        """The keys that are there. Raises as `execute`."""
+        """The keys that exist, in no particular order. Raises like `execute`."""
         return self._require_owned(owner, seen).keys.keys(self._now_ms())
 
     async def read(self, agent_id: str) -> Held:
-        """A copy of all that is there."""
+        """A copy of the whole memory."""
         memory, now = self._memories.get(agent_id), self._now_ms()
         if memory is None:
             return Held((), 0, now)
         return Held(memory.keys.items(now), memory.version, now, memory.run_id, memory.fence)
 
     async def adopt(self, owner: Owner, version: int) -> bool:
-        """Become the owner of what is there, if it still has this version.
+        """Become the owner of the memory if it still has this version. Returns whether it has.
 
         Raises:
             MemoryFenced: its owner has a higher fence.
@@ -85,10 +87,11 @@ class InProcessWorkingMemory:
     async def replace(
         self, owner: Owner, items: Sequence[Item], *, seen: int | None = None, force: bool = False
     ) -> Held:
-        """Put `items` in place of all that is there, and become the owner.
+        """Replace the whole memory with `items` and become its owner.
 
         Raises:
-            MemoryFenced: its owner has a higher fence.
+            MemoryFenced: its owner has a higher fence, and `force` is not set.
+            MemoryUnavailable: this run owns the memory, but its version is not `seen`.
         """
         existing = self._memories.get(owner.agent_id) if force else self._unless_fenced(owner)
         if existing is not None and existing.run_id == owner.run_id and seen is not None:
@@ -98,25 +101,25 @@ class InProcessWorkingMemory:
         return await self.read(owner.agent_id)
 
     async def retain(self, owner: Owner, *, paused: bool) -> None:
-        """Nothing: a memory stays until it is forgotten."""
+        """Do nothing: memories never expire."""
 
     async def forget(self, owner: Owner) -> None:
-        """Delete it, unless a run with the same or a higher fence has it."""
+        """Delete the memory, unless another run with the same or a higher fence owns it."""
         memory = self._memories.get(owner.agent_id)
         if memory is not None and (memory.run_id == owner.run_id or memory.fence < owner.fence):
             del self._memories[owner.agent_id]
 
     async def close(self) -> None:
-        """Nothing to release; memories stay until the object goes."""
+        """Do nothing: memories are released with this object."""
 
     def _require_owned(self, owner: Owner, seen: int) -> _Memory:
         memory = self._memories.get(owner.agent_id)
         if memory is None or (memory.run_id != owner.run_id and memory.fence < owner.fence):
-            raise MemoryLost(f"working memory {owner.agent_id}: nothing is there")
+            raise MemoryLost(f"working memory {owner.agent_id}: its contents are missing")
         if memory.run_id != owner.run_id or memory.fence > owner.fence:
             raise _fenced_error(owner, memory)
         if memory.version < seen:
-            raise MemoryLost(f"working memory {owner.agent_id}: it is older than it was")
+            raise MemoryLost(f"working memory {owner.agent_id}: it is older than last seen")
         return memory
 
     def _unless_fenced(self, owner: Owner) -> _Memory | None:
@@ -131,11 +134,11 @@ class InProcessWorkingMemory:
 
 def _require_unchanged(owner: Owner, memory: _Memory, seen: int) -> None:
     if memory.version != seen:
-        raise MemoryUnavailable(f"working memory {owner.agent_id}: it has changed since it was looked at")
+        raise MemoryUnavailable(f"working memory {owner.agent_id}: it has changed since it was last read")
 
 
 def _fenced_error(owner: Owner, memory: _Memory) -> MemoryFenced:
     return MemoryFenced(
-        f"working memory {owner.agent_id}: run {memory.run_id} with fence {memory.fence} has it, "
-        f"not run {owner.run_id} with fence {owner.fence}"
+        f"working memory {owner.agent_id}: owned by run {memory.run_id} with fence {memory.fence}, "
+        f"not by run {owner.run_id} with fence {owner.fence}"
     )

@@ -47,19 +47,19 @@ class RabbitMqBroker:
     """A `Broker` on RabbitMQ.
 
     Args:
-        url: `amqp://` or `amqps://`; the parameters `heartbeat` (seconds), `cafile`, `certfile` and `keyfile`
-            are understood.
-        namespace: prefix of everything at the broker; meshes of different names never meet.
-        publish_timeout: how long the broker may take to connect, to confirm, or to answer.
+        url: `amqp://` or `amqps://`, with the optional parameters `heartbeat` (seconds), `cafile`,
+            `certfile` and `keyfile`.
+        namespace: prefix of all names at the broker. Different namespaces are separate meshes.
+        publish_timeout: limit for connecting, for a confirm, or for any other answer.
         private_ttl: how long a private queue outlives its last consumer.
-        delivery_limit: deliveries of one message before the broker moves it to the dead letters.
-        max_length: maximum messages in a new queue. A full queue refuses more; dead-letter queues drop their oldest
-        instead. `None` means no limit.
-        user_id: the name under which the broker knows the login, which it verifies on each message; by default
-            the user of `url`.
-        purpose: what this process is for, in the names of its connections; a replica has none.
-        make_connection: returns an aio-pika connection for a URL, not yet connected; defaults to
-        `aio_pika.Connection`. Robust connections are unsuitable: they hide that deliveries were lost.
+        delivery_limit: deliveries of one message before the broker dead-letters it.
+        max_length: maximum messages in a new queue. A full queue refuses more, but a dead-letter
+            queue drops its oldest. `None` means no limit.
+        user_id: the login's name at the broker, which verifies it on each message. Defaults to the
+            user in `url`.
+        purpose: added to the names of the connections. Empty for a replica.
+        make_connection: returns an unconnected aio-pika connection for a URL. Defaults to
+            `aio_pika.Connection`. Robust connections are unsuitable: they hide lost deliveries.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RabbitMqBroker:
 
     @property
     def connected(self) -> bool:
-        """Whether both connections stand and every consumer is at its queue, as far as is known here."""
+        """Whether both connections are open and every consumer is attached, as far as is known."""
         attached = all(subscription.attached for subscription in self._subscriptions)
         return self._consume_connection.up and self._publish_connection.up and attached
 
@@ -113,15 +113,15 @@ class RabbitMqBroker:
 
     @property
     def max_message_bytes(self) -> int | None:
-        """Largest body in bytes that the broker accepts; known once it has refused a larger one."""
+        """Largest body in bytes that the broker accepts; `None` until it refuses a larger one."""
         return self._publisher.max_body_bytes
 
     async def open(self) -> None:
-        """Connect.
+        """Open both connections.
 
         Raises:
             ConfigurationError: the broker refuses the login.
-            BrokerUnavailable: it does not answer.
+            BrokerUnavailable: the broker does not answer.
         """
         try:
             await self._consume_connection.open()
@@ -137,7 +137,7 @@ class RabbitMqBroker:
             self._redeclare_task = asyncio.create_task(self._redeclare_periodically())
 
     async def close(self) -> None:
-        """Cancel consumers, give unsettled deliveries back, disconnect."""
+        """Cancel the consumers, requeue their unacked deliveries, and disconnect."""
         if self._redeclare_task is not None:
             self._redeclare_task.cancel()
             self._redeclare_task = None
@@ -149,12 +149,12 @@ class RabbitMqBroker:
             await asyncio.gather(self._consume_connection.close(), self._publish_connection.close())
 
     async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
-        """Make the queues of `agent` exist, and the private queue of `replica`.
+        """Declare the queues of `agent`, and the private queue of `replica` if given.
 
-        They are declared again when the connection was lost, as private queues may have expired meanwhile.
+        They are declared again after a lost connection, because private queues may have expired.
 
         Raises:
-            ConfigurationError: a queue exists with other settings, or may not be declared; names it.
+            ConfigurationError: the login may not declare or bind a queue; names the queue.
         """
         if shards > self._shards.get(agent, 1):
             self._shards[agent] = shards
@@ -165,7 +165,7 @@ class RabbitMqBroker:
             self._declarations[agent, replica] = None
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
-        """Send messages and wait for the broker's word on each, in the order of the arguments."""
+        """Send messages and wait for the result of each, in the order of the arguments."""
         results = await self._publish_once(messages)
         unroutable = {
             address for (address, _), word in zip(messages, results, strict=True) if word is Published.UNROUTABLE
@@ -187,10 +187,10 @@ class RabbitMqBroker:
         await self._publish_once([(Address(self._topology.broadcast_key(agent)), message)])
 
     async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> RabbitSubscription:
-        """Deliver messages of `address` until cancelled, through lost connections.
+        """Deliver messages of `address` until cancelled, reattaching after lost connections.
 
         Raises:
-            ConfigurationError: nobody declared `address`.
+            ConfigurationError: no queue is declared at `address`.
         """
         subscription = RabbitSubscription(
             self._consume_connection,
@@ -209,7 +209,7 @@ class RabbitMqBroker:
         return subscription
 
     async def depth(self, address: Address) -> int | None:
-        """Messages in the queue that no consumer holds; None when there is no such queue."""
+        """Number of ready messages in the queue, or `None` if it does not exist."""
         name = self._topology.queue_name(address)
         try:
             short_string(name)
@@ -223,17 +223,22 @@ class RabbitMqBroker:
     def _lookup_done(self, lookup: asyncio.Task[int | None]) -> None:
         self._lookups.discard(lookup)
         if not lookup.cancelled():
-            lookup.exception()  # the caller may be gone
+            lookup.exception()  # retrieve it: the caller may have been cancelled
 
     async def _lookup_depth(self, name: str, address: Address) -> int | None:
-        """Never cancelled: aiormq then closes the channel, and RabbitMQ, which closes it too where there is no queue,
-        ends the connection of all consumers with "expected 'channel.open'" (seen with 3.10 and aiormq 7.2.4)."""
+        """Look up the queue length. Must never be cancelled.
+
+        aiormq closes the channel of a cancelled call. If the queue does not exist, RabbitMQ closes
+        it too, and then ends the connection of all consumers with "expected 'channel.open'" (seen
+        with 3.10 and aiormq 7.2.4).
+        """
         async with self._lookup_semaphore, self._consume_connection.channel() as channel:
             try:
                 with translate_errors(f"looking at {address[:100]}"):
                     async with asyncio.timeout(self._timeout):
                         queue = await channel.queue_declare(name, passive=True)
-            except ValueError:  # the library refuses to ask for this name; no queue of a mesh has one like it
+            # The library refuses this name, so no queue of a mesh has it.
+            except ValueError:
                 return None
             except BrokerUnavailable as error:
                 if isinstance(error.__cause__, ChannelNotFoundEntity):
@@ -264,9 +269,10 @@ class RabbitMqBroker:
         return [results[place] for place in range(len(messages))]
 
     async def _repair_route(self, address: Address) -> Published:
-        """Result for a message to `address` that was returned. ACCEPTED: the route is repaired; send it again.
+        """Try to repair the route for a message to `address` that was returned as unroutable.
 
-        A broker that is shutting down returns messages as if their queues did not exist; those messages wait.
+        Returns `ACCEPTED` if the message should be sent again; otherwise its result. A broker that
+        is shutting down returns messages as if their queues did not exist; those messages wait.
         """
         if self._missing_queues.recently_missing(address):
             return Published.UNROUTABLE
@@ -286,13 +292,13 @@ class RabbitMqBroker:
         return Published.UNROUTABLE
 
     async def _redeclare(self, address: Address, force: bool) -> None:
-        """Redeclare only what `address` needs, so that one queue that cannot be declared does not affect others."""
+        """Declare again only what `address` needs, so that it is independent of other queues."""
         if force:
             self._declared_connection = None
         await self._ensure_declared([each for each in self._declarations if self._declares(*each, address)])
 
     async def _redeclare_all(self) -> None:
-        """Redeclare everything, each item independently, because the exchange may be gone."""
+        """Declare everything again, each agent and replica independently of the others' errors."""
         self._declared_connection = None
         for each in list(self._declarations):
             try:
@@ -322,14 +328,20 @@ class RabbitMqBroker:
                 self._declared.add((agent, replica))
 
     async def _redeclare_periodically(self) -> None:
-        """Redeclare everything periodically: RabbitMQ does not notify clients of deleted exchanges or bindings."""
+        """Declare everything again about once a minute.
+
+        RabbitMQ does not report deleted exchanges or bindings.
+        """
         while True:
             await asyncio.sleep(_REDECLARE_INTERVAL * random.uniform(0.75, 1.25))
             if self._consume_connection.up:
                 await self._redeclare_all()
 
     async def _dead_letter(self, address: Address, raw: RawDelivery, content: Content, reason: str) -> bool:
-        """Copy a delivery to the dead-letter queue of the agent behind `address`, as completely as possible."""
+        """Copy a delivery to the dead letters of its agent, as completely as possible.
+
+        Returns `False` if the dead-letter queue refuses even a minimal copy.
+        """
         agent = AgentName(address.partition(".")[0])
         key, minimal = dead_letters_of(agent), minimal_dead_letter(reason, self._user_id)
         complete = to_dead_letter(raw, content, reason, self._user_id, self._publisher.max_payload)
@@ -356,20 +368,20 @@ class RabbitMqBroker:
 
 
 class _MissingQueues:
-    """Queues that existed recently. Their consumers will declare them again, so messages can wait for them."""
+    """Tracks missing queues. A recently used one will be declared again, so messages can wait."""
 
     def __init__(self) -> None:
-        self._missing_since: OrderedDict[Address, float | None] = OrderedDict()  # when it was first missing
-        self._looked_up_at: OrderedDict[Address, float] = OrderedDict()  # when it was last missing
+        self._missing_since: OrderedDict[Address, float | None] = OrderedDict()  # first missing at
+        self._looked_up_at: OrderedDict[Address, float] = OrderedDict()  # last missing at
 
     def record_missing(self, address: Address) -> None:
-        """Record that `address` has no queue."""
+        """Record that a lookup found no queue at `address`."""
         self._looked_up_at[address] = asyncio.get_running_loop().time()
         if len(self._looked_up_at) > _MAX_TRACKED_QUEUES:
             self._looked_up_at.popitem(last=False)
 
     def recently_missing(self, address: Address) -> bool:
-        """Whether a very recent lookup found no such queue."""
+        """Whether a lookup within the last second found no queue at `address`."""
         at = self._looked_up_at.pop(address, None)
         if at is None or asyncio.get_running_loop().time() - at > _MISSING_TTL:
             return False
@@ -377,7 +389,7 @@ class _MissingQueues:
         return True
 
     def record_reached(self, address: Address) -> None:
-        """Record that a message reached `address`."""
+        """Record that the queue of `address` accepted a message."""
         if address in self._missing_since:
             self._missing_since[address] = None
             return
@@ -386,7 +398,7 @@ class _MissingQueues:
             self._missing_since.popitem(last=False)
 
     def may_return(self, address: Address) -> bool:
-        """Whether a missing queue is likely to come back."""
+        """Whether the queue existed and has not been missing for too long."""
         if address not in self._missing_since:
             return False
         now = asyncio.get_running_loop().time()

@@ -37,7 +37,7 @@ class _Unconfirmed:
 
 
 class ConfirmingChannel:
-    """Publishes messages and matches them with the broker's confirms.
+    """Publishes messages and matches the broker's confirms to them.
 
     The broker returns an unroutable message before it confirms it, in publishing order.
     """
@@ -63,11 +63,11 @@ class ConfirmingChannel:
         )
 
     def stop_sending(self) -> None:
-        """Stop sending; the channel is about to be closed."""
+        """Refuse further messages, because the channel is about to be closed."""
         self._stopped = True
 
     def send(self, message: OutboundMessage) -> asyncio.Future[Published]:
-        """Send `message`. The future gets the broker's answer, or the exception that closed the channel."""
+        """Send `message`. The future gets its result, or the error that closed the channel."""
         confirmation: asyncio.Future[Published] = asyncio.get_running_loop().create_future()
         if not self.usable:
             confirmation.set_exception(self._close_error or ChannelInvalidStateError("the channel is closed"))

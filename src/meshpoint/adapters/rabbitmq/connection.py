@@ -1,4 +1,4 @@
-"""One connection to the broker that is made again when it is lost."""
+"""A connection to the broker that reconnects when it is lost."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ from meshpoint.model.outage import Outage
 log = logging.getLogger(__name__)
 
 _HEARTBEAT = "30"
-"""Seconds. A silent network is noticed after about three; an agent may block its event loop for two."""
+"""Seconds.
+
+A dead network is detected after about three of them. An agent may block its event loop for two."""
 
 _OPEN_TIMEOUT, _CLOSE_TIMEOUT, _ABORT_TIMEOUT = 10.0, 5.0, 0.5
 _MIN_BACKOFF, _MAX_BACKOFF = 0.1, 5.0
 
 MakeConnection = Callable[[URL], aio_pika.Connection]
-"""Returns an aio-pika connection, not yet connected and not robust: robust ones hide that deliveries were lost."""
+"""Returns an unconnected aio-pika connection. Not a robust one: it would hide lost deliveries."""
 
 
 @contextmanager
 def translate_errors(action: str) -> Iterator[None]:
-    """Turn what a lost connection raises into `BrokerUnavailable`.
+    """Turn the errors of a lost connection into `BrokerUnavailable`.
 
-    aiormq ends the waiters of a closed channel with `CancelledError`, although nobody cancelled them, and
-    those of a connection closed without a reason with a bare `Exception`. To connect to a broker that hangs up at
-    once ends with `StopAsyncIteration`.
+    aiormq raises `CancelledError` in the waiters of a closed channel although they were not
+    cancelled, and a bare `Exception` if the connection was closed without a reason. If the broker
+    hangs up at once, connecting raises `StopAsyncIteration`.
     """
     try:
         yield
@@ -65,7 +67,7 @@ def _describe_error(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OpenConnection:
-    """An open connection: the aio-pika object, its aiormq connection, and the wire underneath."""
+    """An open connection: the aio-pika object, its aiormq connection, and their transport."""
 
     connection: aio_pika.Connection
     underlay: aiormq.Connection
@@ -77,10 +79,10 @@ class OpenConnection:
         return self.underlay.is_opened
 
     async def open_channel(self, timeout: float = _OPEN_TIMEOUT, *, confirms: bool = False) -> OpenChannel:
-        """A new aiormq channel.
+        """Open a new aiormq channel.
 
         Raises:
-            BrokerUnavailable: the connection is lost.
+            BrokerUnavailable: the connection is lost, or the broker does not answer in time.
         """
         with translate_errors("opening a channel"):
             try:
@@ -91,23 +93,25 @@ class OpenConnection:
         return OpenChannel(channel, self.transport)
 
     async def close(self) -> None:
-        """Close it, ignoring errors if it is already lost. If the broker does not answer, drop the connection."""
+        """Close the connection. Ignores errors, and aborts if the broker does not answer."""
         closing = asyncio.create_task(self.connection.close(BrokerUnavailable("closed")))
         closing.add_done_callback(_retrieve_exception)
         try:
             await asyncio.wait({closing}, timeout=_CLOSE_TIMEOUT)
         finally:
-            if not closing.done():  # cancelled halfway, the library would leave its tasks behind
+            # If this is cancelled halfway, the library would leave its tasks behind.
+            if not closing.done():
                 self.transport.abort()
                 await asyncio.wait({closing}, timeout=_ABORT_TIMEOUT)
-            while not closing.done():  # the library waits for tasks that were cancelled with the event loop
+            # The library also waits for tasks that were cancelled together with the event loop.
+            while not closing.done():
                 closing.cancel()
                 await asyncio.wait({closing}, timeout=_ABORT_TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenChannel:
-    """An aiormq channel and the wire that bypasses the library."""
+    """An aiormq channel and the transport for frames that bypass the library."""
 
     channel: aiormq.Channel
     transport: FrameTransport
@@ -119,10 +123,10 @@ class OpenChannel:
 
 
 async def connect(url: str | URL, make_connection: MakeConnection | None = None) -> OpenConnection:
-    """Connect to `url` such that no message content can close the connection.
+    """Connect to `url` in a way that no message content can close the connection.
 
-    A message that the library could not decode arrives with its readable properties and the header
-    `x-dead-reason`.
+    A message that the library cannot decode is delivered with its readable properties and the
+    header `x-dead-reason`.
     """
     transport = FrameTransport()
     connection = (make_connection or aio_pika.Connection)(URL(url))
@@ -133,11 +137,12 @@ async def connect(url: str | URL, make_connection: MakeConnection | None = None)
         underlay = connection.transport and connection.transport.connection
         assert isinstance(underlay, aiormq.Connection)
         return OpenConnection(connection, underlay, transport)
-    except InvalidFrameError as error:  # the library expected another frame and drops the broker's reason
+    # The library expected another frame and drops the broker's reason.
+    except InvalidFrameError as error:
         await connection.close()
         raise AMQPConnectionError(transport.close_reason or str(error)) from error
     except asyncio.CancelledError:
-        # The library, cancelled just after the handshake, would leave an open connection behind.
+        # If cancelled just after the handshake, the library would leave an open connection behind.
         if not transport.abort():
             opening.cancel()
         opening.add_done_callback(lambda opened: opened.cancelled() or opened.exception())
@@ -151,9 +156,9 @@ async def connect(url: str | URL, make_connection: MakeConnection | None = None)
 
 
 class Connection:
-    """A connection that is made again, with growing pauses, as long as the link is not closed.
+    """Connects, and reconnects with growing delays until it is closed.
 
-    Whoever finds it lost may also ask at once; attempts are shared.
+    Callers may also trigger an attempt at once; concurrent callers share one attempt.
     """
 
     def __init__(
@@ -176,14 +181,14 @@ class Connection:
 
     @property
     def up(self) -> bool:
-        """Whether the connection stands, as far as is known here."""
+        """Whether the connection is open, as far as this process knows."""
         return self._connecting is not None and self._connecting.done() and not _is_lost(self._connecting)
 
     async def open(self) -> None:
-        """Connect, and stay connected from then on.
+        """Connect, and reconnect whenever the connection is lost.
 
         Raises:
-            BrokerUnavailable: the first attempt failed; nothing is tried any more.
+            BrokerUnavailable: the first attempt failed, and no other will be made.
         """
         self._closed = False
         await self.ensure_connected()
@@ -191,10 +196,10 @@ class Connection:
             self._reconnect_task = asyncio.create_task(self._keep_connected())
 
     async def ensure_connected(self) -> OpenConnection:
-        """The open connection.
+        """Return the open connection, connecting if necessary.
 
         Raises:
-            BrokerUnavailable: this attempt failed, or the link is closed.
+            BrokerUnavailable: this attempt failed, or `close` was called.
         """
         if self._closed:
             raise BrokerUnavailable("the broker is closed")
@@ -202,7 +207,8 @@ class Connection:
             self._discard_attempt()
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._connect(self._url))
-            self._connecting.add_done_callback(_is_lost)  # whoever asked may have gone: the failure is seen here
+            # Retrieve the failure here, because the callers may have been cancelled.
+            self._connecting.add_done_callback(_is_lost)
         with translate_errors("connecting"):
             return await asyncio.shield(self._connecting)
 
@@ -217,9 +223,10 @@ class Connection:
 
     @asynccontextmanager
     async def topology_channel(self) -> AsyncIterator[aio_pika.abc.AbstractChannel]:
-        """Borrow the aio-pika channel for declarations; one user at a time.
+        """Borrow the aio-pika channel for declarations. Only one caller holds it at a time.
 
-        It stays open: aio-pika keeps memory for each closed channel until the connection closes (as of 10.2.1).
+        The channel stays open: aio-pika keeps memory for each closed channel until the connection
+        closes (as of 10.2.1).
         """
         async with self._declare_lock:
             opened = await self.ensure_connected()
@@ -247,15 +254,17 @@ class Connection:
         return channel
 
     async def open_channel(self, *, confirms: bool = False) -> OpenChannel:
-        """A new aiormq channel on the open connection.
+        """Open a new aiormq channel on the open connection.
 
         Raises:
-            BrokerUnavailable: there is no connection now.
+            BrokerUnavailable: the connection could not be opened or is lost.
         """
         return await (await self.ensure_connected()).open_channel(self._timeout, confirms=confirms)
 
     async def open_separate(self) -> OpenConnection:
-        """Open an additional connection for risky messages, whose name ends in "apart"; the caller closes it.
+        """Open an additional connection for risky messages. The caller closes it.
+
+        Its name at the broker ends in "apart".
 
         Raises:
             BrokerUnavailable: the connection could not be opened.
@@ -278,11 +287,11 @@ class Connection:
             self._reconnect_task = asyncio.create_task(self._keep_connected())
 
     def close_in_background(self, channel: aiormq.Channel) -> None:
-        """Close a channel aside."""
+        """Close `channel` without waiting for it."""
         self._run_in_background(close_quietly(channel))
 
     async def close(self) -> None:
-        """Disconnect for good."""
+        """Disconnect and stop reconnecting."""
         self._closed = True
         if self._reconnect_task is not None:
             self._reconnect_task.cancel()
@@ -322,7 +331,7 @@ class Connection:
 
 
 def _check_certificates(url: URL) -> None:
-    """Refuse what the library would raise `ValueError` for, at each attempt to connect."""
+    """Reject a URL for which the library would raise `ValueError` at each attempt to connect."""
     try:
         b64decode(url.query.get("cadata", ""))
     except ValueError as error:
@@ -331,7 +340,7 @@ def _check_certificates(url: URL) -> None:
 
 
 def backoff_delays() -> Iterator[float]:
-    """Seconds to wait before each attempt, so that a broker that comes back is not run over."""
+    """Seconds to wait before each attempt, growing so as not to overload a recovering broker."""
     delay = _MIN_BACKOFF
     while True:
         yield delay * random.uniform(0.5, 1.0)
@@ -347,7 +356,8 @@ def _is_lost(attempt: asyncio.Task[OpenConnection]) -> bool:
 async def _close_attempt(attempt: asyncio.Task[OpenConnection]) -> None:
     if not attempt.done():
         attempt.cancel()
-    with suppress(Exception), translate_errors("closing"):  # callers waiting for the connection already got the error
+    # Callers that waited for the connection have already received the error.
+    with suppress(Exception), translate_errors("closing"):
         await (await attempt).close()
 
 
@@ -356,7 +366,7 @@ async def _close_topology_channel(channel: aio_pika.abc.AbstractChannel) -> None
 
 
 async def close_quietly(channel: aiormq.Channel) -> None:
-    """Close it after sending queued frames, ignoring errors if it is already lost."""
+    """Close `channel` after sending queued frames. Ignores errors."""
     if not channel.is_closed:
         await _wait_closed(channel.close(BrokerUnavailable("closed")))
 
@@ -365,10 +375,10 @@ _CLOSING = set[asyncio.Future[object]]()
 
 
 async def _wait_closed(closing: Awaitable[object]) -> None:
-    """Wait a while for the broker to close a channel.
+    """Wait up to 5 seconds for the broker to close a channel.
 
-    A slow broker closes it later. If cancelled, the library would close the channel once more, and for that RabbitMQ
-    closes the whole connection.
+    A slower broker closes it later. Cancelling the call would make the library close the channel
+    again, and RabbitMQ closes the whole connection for that.
     """
     task = asyncio.ensure_future(closing)
     _CLOSING.add(task)
@@ -378,5 +388,5 @@ async def _wait_closed(closing: Awaitable[object]) -> None:
 
 
 def _retrieve_exception(task: asyncio.Future[Any]) -> BaseException | None:
-    """The failure of a task that has ended, which then is not reported as unseen."""
+    """Retrieve the exception of a finished task, or asyncio would log it as unretrieved."""
     return None if task.cancelled() else task.exception()

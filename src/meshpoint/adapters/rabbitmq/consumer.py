@@ -1,8 +1,9 @@
-"""The consumers of one queue on one channel, so that never more than the allowed deliveries are unsettled.
+"""The consumers of one queue on one channel, which together respect a limit of unacked deliveries.
 
-RabbitMQ fixes the prefetch of a consumer when it starts. To raise the limit, another consumer is added for the
-difference; to lower it, consumers are cancelled, whose deliveries stay unsettled and are counted until they
-settle. Replacing one consumer by another would take up to the sum of both from the other replicas.
+RabbitMQ fixes the prefetch of a consumer when it starts. To raise the limit, another consumer is
+added for the difference. To lower it, consumers are cancelled; their deliveries stay unacked and
+count towards the limit until they are settled. Replacing a consumer by another could take up to
+the sum of both limits from the other replicas.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from meshpoint.adapters.rabbitmq.frames import DeliveryHandler, RawDelivery, enc
 _ADD_DELAY = 0.02
 """Seconds to wait before adding a small consumer, in case a larger one is needed."""
 _MAX_PREFETCH = 0xFFFF
-"""Maximum prefetch of one consumer: AMQP has 16 bits for it."""
+"""Maximum prefetch of one consumer: AMQP encodes it in 16 bits."""
 _ACK_DELAY = 0.01
-"""Seconds that an ack waits for others at most."""
+"""Maximum seconds that an ack waits for others."""
 
 
 class Consumer:
@@ -36,12 +37,12 @@ class Consumer:
         self._on_delivery = on_delivery
         self._wake = wake
         self._prefetch_by_tag: dict[bytes, int] = {}  # prefetch by consumer tag, oldest first
-        self._unsettled: Counter[bytes] = Counter()  # by consumer tag, including cancelled consumers
+        self._unsettled: Counter[bytes] = Counter()  # by consumer tag, including cancelled ones
         self._unacked: dict[int, bytes] = {}  # consumer tags of unacked deliveries, oldest first
-        self._pending_acks: set[int] = set()  # and not on the wire yet
+        self._pending_acks: set[int] = set()  # acked, but not sent yet
         self._ack_timer: asyncio.TimerHandle | None = None
         self._adjust_lock = asyncio.Lock()
-        self._below_limit = False  # fewer deliveries than the prefetch allows
+        self._below_limit = False  # another consumer may be added
         self._given_up = False
         self._closed = False
         self.cancelled_by_broker = False
@@ -52,27 +53,27 @@ class Consumer:
 
     @property
     def lost(self) -> bool:
-        """Whether nothing will come any more, and nothing can be settled."""
+        """Whether its deliveries are lost: nothing arrives and nothing can be settled any more."""
         return self._given_up or self._closed or self._delivery_handler.closed or self.channel.is_closed
 
     def give_up(self) -> None:
-        """Count it as lost: the broker cancelled a consumer, or does not answer."""
+        """Treat it as lost: the broker cancelled a consumer, or does not answer."""
         self._given_up = True
         self._wake()
 
     @property
     def idle(self) -> bool:
-        """Whether everything is settled."""
+        """Whether it has no unacked deliveries."""
         return not self._unsettled.total()
 
     async def adjust(self, limit: int) -> None:
-        """Let up to `limit` deliveries be unsettled; 0 takes none."""
+        """Set the maximum number of unacked deliveries; 0 stops the consumers."""
         async with self._adjust_lock:
             while self._total_prefetch > limit:
                 tag, _ = self._prefetch_by_tag.popitem()
                 await self.channel.basic_cancel(tag.decode())
-            # Prefer few, large consumers: while cancelled ones drain, add one only if it at least doubles
-            # the prefetch, or after a short wait, since their deliveries may stay unacked for a long time.
+            # Prefer few, large consumers. While cancelled ones drain, add one only if it at least
+            # doubles the prefetch, or after a short wait, since draining may take a long time.
             if (
                 self._unsettled_of_cancelled
                 and self._is_full
@@ -87,9 +88,9 @@ class Consumer:
             self._below_limit = self._remaining_prefetch(limit) > 0
 
     def ack(self, delivery_tag: int) -> None:
-        """Settle a delivery, a moment later: many acks that leave together are one write of the broker's.
+        """Ack a delivery, up to 10 ms later: acks sent together cost the broker one write.
 
-        Of the deliveries that nobody holds, half are not kept waiting: the consumer is not to run dry for it.
+        At most half of the free prefetch waits like this, so that the consumer does not run dry.
         """
         self._pending_acks.add(delivery_tag)
         unacked = len(self._unacked) - len(self._pending_acks)
@@ -99,7 +100,7 @@ class Consumer:
             self._ack_timer = asyncio.get_running_loop().call_later(_ACK_DELAY, self.flush_acks)
 
     def flush_acks(self) -> None:
-        """Flush pending acks."""
+        """Send all pending acks now."""
         if self._ack_timer is not None:
             self._ack_timer.cancel()
             self._ack_timer = None
@@ -115,13 +116,16 @@ class Consumer:
             self._record_settled(tag)
 
     def nack(self, delivery_tag: int, *, requeue: bool = True) -> None:
-        """Requeue a delivery, or let the broker dead-letter it. A lost channel requeues everything."""
+        """Requeue a delivery, or let the broker dead-letter it.
+
+        A lost channel requeues everything.
+        """
         if self._writable:
             self._transport.write(encode_nack(self.channel.number, delivery_tag, requeue))
         self._record_settled(delivery_tag)
 
     async def close(self) -> None:
-        """Requeue all unsettled deliveries. Earlier acks are on the wire when this returns."""
+        """Requeue all unacked deliveries. Earlier acks have been sent when this returns."""
         self.flush_acks()
         self._closed = True
         await close_quietly(self.channel)
@@ -131,7 +135,7 @@ class Consumer:
         return not (self._closed or self._delivery_handler.closed or self.channel.is_closed)
 
     def _last_contiguous_ack(self, acked_tags: set[int]) -> int | None:
-        """The last delivery before which none is left that is not acked."""
+        """The last delivery such that it and all earlier ones are acked, or `None`."""
         last = None
         for tag in self._unacked:
             if tag not in acked_tags:
@@ -169,7 +173,8 @@ class Consumer:
         await self.channel.basic_consume(self._queue, _unused_callback, consumer_tag=tag)
 
     def _receive(self, raw: RawDelivery) -> None:
-        if self._given_up or self._closed:  # requeued with the channel
+        # The broker requeues it when the channel closes.
+        if self._given_up or self._closed:
             return
         self._unsettled[raw.consumer_tag] += 1
         self._unacked[raw.delivery_tag] = raw.consumer_tag
@@ -186,4 +191,4 @@ class Consumer:
 
 
 async def _unused_callback(_: Any) -> None:
-    """Placeholder consumer for the library, which never sees a delivery."""
+    """Satisfies the library, which never sees a delivery."""

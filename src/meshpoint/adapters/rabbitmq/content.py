@@ -1,8 +1,9 @@
 """A decoder for AMQP content headers that never raises.
 
-RabbitMQ passes on nearly everything that a publisher puts into a content header: bytes that are not UTF-8, timestamps
-beyond any calendar, deeply nested tables. The library's decoder raises on those in its reader, which closes the
-connection. This decoder keeps every readable property and describes the first unreadable one in `defect`.
+RabbitMQ forwards almost anything that a publisher puts into a content header: bytes that are not
+UTF-8, timestamps beyond any calendar, deeply nested tables. The library's decoder raises on those
+in its reader, which closes the connection. This decoder keeps every readable property and
+describes the first unreadable one in `defect`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from decimal import Decimal
 from typing import TypeAlias
 
 _FIXED_BYTES = 12
-"""Bytes before the property flags: class, weight, size of the body."""
+"""Bytes before the property flags: class, weight and body size."""
 _MAX_NESTING = 16
 """Maximum nesting of tables and arrays inside a header. RabbitMQ's own headers use three levels."""
 _LAST_32_BIT_SECOND = 0xFFFFFFFF
-"""Larger timestamps are read as milliseconds, which many clients write."""
+"""Larger timestamps are taken as milliseconds, which many clients send."""
 _MAX_EXCERPT = 40
 
 Scalar: TypeAlias = str | int | float
@@ -54,10 +55,10 @@ _STRING, _BYTES, _TABLE, _ARRAY, _TIME, _DECIMAL, _VOID, _NOTHING = b"SxFATDV\x0
 
 
 class Content:
-    """The properties of one message; missing and unreadable ones are `None`.
+    """The properties of one message. Missing and unreadable ones are `None`.
 
-    `headers` contains only strings and numbers. Values of other types (void, bytes, tables, arrays) are omitted;
-    decimals become floats, timestamps become seconds.
+    `headers` contains only strings and numbers. Values of other types (void, bytes, tables,
+    arrays) are omitted. Decimals become floats, timestamps become seconds.
     """
 
     __slots__ = (
@@ -97,7 +98,7 @@ class Content:
 
 
 class _MalformedContent(Exception):
-    """The position of the next value in this part is unknown."""
+    """The rest of this part cannot be parsed, because the next value's position is unknown."""
 
 
 def body_size(payload: bytes) -> int:
@@ -214,7 +215,11 @@ class _Reader:
 
 
 def _value(data: bytes, kind: int, at: int, end: int, max_depth: int) -> tuple[Scalar | None, int]:
-    """Return the value at `at` (`None` unless it is a string or a number) and the offset of the next entry."""
+    """Parse the value at `at`.
+
+    Returns:
+        The value, or `None` unless it is a string or a number, and the offset of the next entry.
+    """
     value: Scalar | None = None
     if (number := _NUMBERS.get(kind)) is not None:
         (value,) = number.unpack_from(data, at)

@@ -1,4 +1,4 @@
-"""One message in the hands of one consumer."""
+"""One message delivered to one consumer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DeadLetterMessage = Callable[[Address, RawDelivery, Content, str], Awaitable[boo
 
 
 class RabbitDelivery:
-    """A `Delivery` that can be settled once, on the channel that brought it."""
+    """A `Delivery` that can be settled once, on the channel that delivered it."""
 
     __slots__ = ("_address", "_consumer", "_content", "_count", "_dead_letter", "_message", "_raw", "_settled")
 
@@ -56,21 +56,24 @@ class RabbitDelivery:
         return self._consumer.lost and not self._settled
 
     async def ack(self) -> bool:
-        """Settle it: done. The word is on the wire a moment later."""
+        """Ack the message. The ack may be sent a few milliseconds later."""
         if not self._start_settling():
             return False
         self._consumer.ack(self._raw.delivery_tag)
         return True
 
     async def requeue(self) -> bool:
-        """Give it back for another consumer; raises its count."""
+        """Return the message to the queue for any consumer; raises its delivery count."""
         if not self._start_settling():
             return False
         self._consumer.nack(self._raw.delivery_tag)
         return True
 
     async def dead_letter(self, reason: str) -> bool:
-        """Move it to its agent's dead letters. A crash between copy and ack leaves it in both places."""
+        """Move the message to its agent's dead letters.
+
+        A crash in between leaves it in both queues.
+        """
         if self._settled or self._consumer.lost:
             return False
         if await self._dead_letter(self._address, self._raw, self._content, reason):

@@ -1,4 +1,4 @@
-"""Converts messages to AMQP content and back."""
+"""Conversion between messages and AMQP content."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _OCTET_PERSISTENT = b"\x02"
 
 
 class UnencodableMessage(ValueError):
-    """AMQP cannot carry this message."""
+    """A message that AMQP cannot carry."""
 
 
 def to_properties(message: Message, user_id: str | None) -> bytes:
-    """Encode the properties of `message`; the broker verifies the login in `user_id`.
+    """Encode the properties of `message`. The broker verifies `user_id` against the login.
 
     Raises:
-        UnencodableMessage: a text is too long, or a value cannot be written.
+        UnencodableMessage: a string is too long, or a value cannot be encoded.
     """
     try:
         return _properties(
@@ -89,10 +89,11 @@ def minimal_dead_letter(reason: str, user_id: str | None) -> bytes:
 
 
 def to_message(raw: RawDelivery, content: Content) -> Message:
-    """What was sent.
+    """Decode a message.
 
     Raises:
-        PoisonMessage: it cannot be decoded, or a property that every message has is missing or unknown; names it.
+        PoisonMessage: it cannot be decoded, or a required property is missing or unknown; names
+            that property.
     """
     if content.defect is not None:
         raise PoisonMessage(content.defect)
@@ -114,7 +115,7 @@ def to_message(raw: RawDelivery, content: Content) -> Message:
 
 
 def from_dead_letter(raw: RawDelivery, content: Content) -> Message:
-    """Decode a dead letter as far as possible; `x-dead-type` keeps an unknown type."""
+    """Decode a dead letter as far as possible. The header `x-dead-type` keeps an unknown type."""
     headers = _headers(content)
     try:
         kind = MessageType(content.message_type or "")
@@ -137,9 +138,9 @@ def from_dead_letter(raw: RawDelivery, content: Content) -> Message:
 
 
 def quorum_delivery_count(content: Content) -> int | None:
-    """Delivery count of a quorum queue, including this delivery; `None` if the queue does not count.
+    """The quorum queue's count of deliveries, including this one. `None` if it does not count.
 
-    Only meaningful for a redelivered message: on a first delivery the header comes from the sender.
+    Only valid for a redelivered message: on a first delivery, the sender may have set the header.
     """
     redeliveries = content.headers.get(_DELIVERY_COUNT)
     return 1 + redeliveries if isinstance(redeliveries, int) and 0 < redeliveries < _MAX_COUNT else None
@@ -157,9 +158,6 @@ def _required(value: str | None, name: str) -> str:
     if not value:
         raise PoisonMessage(f"property {name} is missing")
     return value
-
-
-# Encoding
 
 
 def _properties(
@@ -203,7 +201,8 @@ def _encode_value(value: HeaderValue) -> bytes:
         raw = value.encode()
         return b"S" + _u32(len(raw)) + raw
     if isinstance(value, float):
-        if not math.isfinite(value):  # RabbitMQ ends the connection with an internal error
+        # RabbitMQ would close the connection with an internal error.
+        if not math.isfinite(value):
             raise ValueError(f"a header cannot be {value}")
         return b"d" + _double(value)
     if isinstance(value, bool):
@@ -214,7 +213,7 @@ def _encode_value(value: HeaderValue) -> bytes:
 
 
 def _encode_header(key: str, value: HeaderValue) -> bytes | None:
-    """Encode one header of a dead letter; `None` if it cannot be encoded."""
+    """Encode a header of a dead letter, or return `None` if it cannot be encoded."""
     try:
         return short_string(key) + _encode_value(value)
     except (ValueError, struct.error):
@@ -222,7 +221,7 @@ def _encode_header(key: str, value: HeaderValue) -> bytes | None:
 
 
 def _drop_largest_headers(entries: dict[str, bytes], max_bytes: int) -> dict[str, bytes]:
-    """As many of `entries` as fit with the other properties, always including the reason."""
+    """Drop the largest entries until the rest fits with the other properties. Keeps the reason."""
     available = max_bytes - 12 - 2 - 4 - 1 - 8 - 7 * (1 + _MAX_ID_BYTES) - 64
     total = sum(map(len, entries.values()))
     if total <= available:
@@ -240,7 +239,7 @@ def _drop_largest_headers(entries: dict[str, bytes], max_bytes: int) -> dict[str
 
 
 def _truncate(text: str | None) -> str | None:
-    """Cut `text` to 255 bytes: escaping makes undecodable text longer than the original."""
+    """Cut `text` to 255 bytes. Escaped text can be longer than the undecodable original."""
     if text is None or len(text) <= _MAX_ID_BYTES // 4:
         return text
     return text.encode("utf-8", "backslashreplace")[:_MAX_ID_BYTES].decode("utf-8", "ignore")

@@ -1,4 +1,4 @@
-"""Reads and writes the AMQP frames on the path of every message."""
+"""Reading and writing of the AMQP frames that carry messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_FRAME_MAX = 131072
 _DELIVER, _RETURN, _ACK, _NACK = (struct.pack(">HH", 60, method) for method in (60, 50, 80, 120))
 _CHANNEL_CLOSE, _CHANNEL_CLOSE_OK = (struct.pack(">HH", 20, method) for method in (40, 41))
 _CHANNEL_CLOSE_METHODS = {_CHANNEL_CLOSE, _CHANNEL_CLOSE_OK}
-"""The broker sends nothing more on the channel after these."""
+"""The broker sends no more frames on the channel after these methods."""
 _CONNECTION_CLOSE = struct.pack(">HH", 10, 50)
 _frame_start = struct.Struct(">BHI")
 _content_start = struct.Struct(">HHQ")
@@ -38,7 +38,7 @@ _settle_frame = struct.Struct(">BHIHHQBB")
 
 @dataclass(frozen=True, slots=True)
 class RawDelivery:
-    """A delivered message; its header is the undecoded payload of the content header frame."""
+    """A delivered message. `header` is the undecoded payload of its content header frame."""
 
     consumer_tag: bytes
     delivery_tag: int
@@ -63,7 +63,7 @@ class OnConfirm(Protocol):
 
 
 def max_frame_payload(frame_max: int) -> int:
-    """Payload bytes that fit into one frame; `frame_max` is the negotiated limit, 0 means none."""
+    """Payload bytes that fit into one frame. `frame_max` is the negotiated limit; 0 means none."""
     return max(_MIN_FRAME_MAX, min(frame_max or _MAX_FRAME_MAX, _MAX_FRAME_MAX)) - _FRAME_OVERHEAD
 
 
@@ -71,7 +71,7 @@ def short_string(text: str) -> bytes:
     """Encode a string of at most 255 bytes with its length prefix.
 
     Raises:
-        ValueError: it is longer, or cannot be encoded as UTF-8.
+        ValueError: it is longer, or not encodable as UTF-8.
     """
     raw = text.encode()
     if len(raw) > 255:
@@ -82,7 +82,7 @@ def short_string(text: str) -> bytes:
 def encode_publish(
     channel: int, exchange: bytes, routing_key: bytes, properties: bytes, body: bytes, max_payload: int
 ) -> bytes:
-    """Encode one mandatory `basic.publish`; `exchange` and `routing_key` include their length prefixes."""
+    """Encode a mandatory `basic.publish`. `exchange` and `routing_key` have length prefixes."""
     size = 7 + len(exchange) + len(routing_key)
     parts = [
         _frame_start.pack(METHOD, channel, size),
@@ -112,10 +112,11 @@ def encode_nack(channel: int, delivery_tag: int, requeue: bool) -> bytes:
 
 
 class FrameHandler(Protocol):
-    """Handles a channel's frames; returns `False` to leave a frame to the library.
+    """Handles a channel's frames. Returns `False` to leave a frame to the library.
 
-    `closed` is set when the broker has closed the channel. Writing another frame after the library's reply would
-    close the connection, and the library itself reports the close only a few loop iterations later.
+    `closed` is set once the broker has closed the channel. Writing a frame after the library has
+    replied would close the connection, and the library reports the close only a few loop
+    iterations later.
     """
 
     @property
@@ -187,7 +188,7 @@ class ConfirmHandler:
         if self._assembler.add(kind, payload):
             method, self._method = self._method, b""
             header, _ = self._assembler.pop()
-            at = 6  # after the reply code: the reply text, the exchange, the routing key
+            at = 6  # skip the reply code, the reply text and the exchange
             for _ in range(2):
                 at += 1 + method[at]
             self._on_return(ReturnedMessage(method[at + 1 : at + 1 + method[at]], header))
@@ -195,19 +196,20 @@ class ConfirmHandler:
 
 
 class CloseHandler:
-    """Reads why the broker closes the connection, and leaves every frame to the library."""
+    """Records why the broker closes the connection, and leaves all frames to the library."""
 
     closed = False
     reason = ""
 
     def __call__(self, kind: int, payload: bytes) -> bool:
-        if kind == METHOD and payload[:4] == _CONNECTION_CLOSE:  # then the reply code and the reply text
+        # The method has a reply code, then a reply text.
+        if kind == METHOD and payload[:4] == _CONNECTION_CLOSE:
             self.reason = payload[7 : 7 + payload[6]].decode(errors="replace")
         return False
 
 
 class _ContentAssembler:
-    """Collects the content header and body frames of one message."""
+    """Joins the content header and body frames of one message."""
 
     __slots__ = ("_header", "_parts", "_remaining")
 
@@ -231,10 +233,11 @@ class _ContentAssembler:
 
 
 class FrameReader(asyncio.StreamReaderProtocol):
-    """Splits incoming data into frames: message frames go to their takers, all others to the library.
+    """Splits incoming data into frames for their handlers; all other frames go to the library.
 
-    Content headers that the library cannot decode are replaced first, because they would close the connection. The
-    library treats a silent connection as lost, so it gets heartbeats in place of the frames it does not see.
+    Content headers that the library cannot decode are replaced first, because they would close the
+    connection. The library treats a silent connection as lost, so it gets heartbeats in place of
+    the frames it does not see.
     """
 
     def __init__(self, reader: asyncio.StreamReader, loop: asyncio.AbstractEventLoop) -> None:
@@ -246,14 +249,15 @@ class FrameReader(asyncio.StreamReaderProtocol):
         self._last_fed_at = 0.0
 
     def route(self, channel: int, handler: FrameHandler) -> None:
-        """Route the frames of `channel` to `handler` until the broker has closed it.
+        """Route the frames of `channel` to `handler` until the broker has closed the channel.
 
-        Also when the library has given the channel up: it would queue a few frames more and then stop reading.
+        The route outlasts the library's own use of the channel: without it, the library would
+        queue a few more frames and then stop reading.
         """
         self._handlers[channel] = handler
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes."""
+        """Split `data` into frames and dispatch the complete ones."""
         if self._passthrough:
             self._library.feed_data(data)
             return
@@ -262,13 +266,14 @@ class FrameReader(asyncio.StreamReaderProtocol):
         at, end = 0, len(data)
         while end - at >= _FRAME_OVERHEAD:
             kind, channel, size = _frame_start.unpack_from(data, at)
-            if kind == ord("A"):  # "AMQP": the broker speaks a different protocol version
+            if kind == ord("A"):  # the broker speaks another protocol version
                 self._passthrough = True
                 break
             stop = at + size + _FRAME_OVERHEAD
             if stop > end:
                 break
-            if data[stop - 1] != _FRAME_END[0]:  # the library reports it and closes the connection
+            # The library reports the error and closes the connection.
+            if data[stop - 1] != _FRAME_END[0]:
                 self._passthrough = True
                 break
             handler = self._handlers.get(channel)
@@ -286,7 +291,8 @@ class FrameReader(asyncio.StreamReaderProtocol):
     def _handle(self, handler: FrameHandler, kind: int, payload: bytes) -> bool:
         try:
             return handler(kind, payload)
-        except Exception:  # a defect in our own code must not close the connection that all agents share
+        # A bug here must not close the connection, which all agents share.
+        except Exception:
             log.exception("a frame could not be handled")
             return True
 
@@ -296,9 +302,9 @@ class FrameReader(asyncio.StreamReaderProtocol):
 
 
 def make_decodable(frame: bytes) -> bytes:
-    """Return the frame unchanged, or a re-encoded one with readable properties if the library cannot decode it.
+    """Return `frame`, re-encoded with its readable properties if the library cannot decode it.
 
-    The nesting that the library can decode varies with the depth of the stack, so `decode` judges that.
+    How much nesting the library can decode depends on the stack depth, so `decode` checks that.
     """
     payload = frame[7:-1]
     content = decode(payload)

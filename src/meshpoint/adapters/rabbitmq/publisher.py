@@ -1,7 +1,7 @@
-"""Confirmed publishing of many messages at once, with one result per message.
+"""Confirmed publishing of message batches, with one result per message.
 
-A message that makes the broker close the channel or the connection is `REJECTED` and never retried. The other
-messages in flight are sent again under their ids.
+A message that makes the broker close the channel or the connection is `REJECTED` and never
+retried. Other messages in flight are sent again under the same ids.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from meshpoint.ports.broker import Published
 log = logging.getLogger(__name__)
 
 _MAX_PROBE_TIMEOUT = 2.0
-"""Seconds to wait for a broker that did not confirm."""
+"""Maximum seconds to wait for the answer of a broker that did not confirm a message."""
 
 _TOO_LARGE = re.compile(r"message size \d+ is larger than (?:configured )?max size (\d+)")
-"""RabbitMQ's error for a body above `max_message_size`, the only place where clients can learn that limit."""
+"""RabbitMQ's error for a body above `max_message_size`, the only source of that limit."""
 
 _MESSAGE_ERRORS = (
     ChannelPreconditionFailed,
@@ -45,23 +45,24 @@ _MESSAGE_ERRORS = (
     ConnectionCommandInvalid,
     ConnectionUnexpectedFrame,
 )
-"""Errors with which a broker refuses a message; any other error is an outage."""
+"""Errors with which a broker refuses a message. Any other error is an outage."""
 
 _MAX_ATTEMPTS = 3
-"""Internal errors in a row that a message must cause on its own before it is blamed: the broker itself may be
-failing."""
+"""Consecutive internal errors that a message must cause on its own before it is rejected.
+
+Fewer may be the broker's own failure."""
 
 _RETRY_DELAY = 0.5
-"""Seconds before the second try; doubled before the last one."""
+"""Seconds before the second attempt; twice as long before the third."""
 
 _MAX_BATCH_ATTEMPTS = 3
-"""Joint retries of messages that shared a channel with a bad one, before they are sent one by one."""
+"""Attempts to resend messages together after one closed their channel. Then each is sent alone."""
 
 PublishResult = Published | BaseException
 
 
 class Publisher:
-    """Publishes on a channel of its own, which it opens again when it is lost."""
+    """Publishes on its own channel, which it reopens when it is lost."""
 
     def __init__(
         self, connection: Connection, topology: Topology, timeout: timedelta, redeclare: Callable[[], Awaitable[None]]
@@ -79,14 +80,16 @@ class Publisher:
         self.max_payload = max_frame_payload(0)
 
     async def publish(self, messages: Sequence[OutboundMessage]) -> list[Published]:
-        """Send `messages` and wait for the broker's word on each, in their order.
+        """Send `messages` and wait for the result of each, in order.
 
-        A message that the broker does not confirm while it answers otherwise counts as refused for now: a queue
-        has lost its leader, which holds up this channel but must not hold up the next.
+        A message that is not confirmed although the broker answers otherwise counts as overloaded.
+        Its queue has probably lost its leader, which blocks this channel but must not block the
+        next.
 
         Raises:
-            BrokerUnavailable: at least one is in doubt; all may be sent again.
-            ConfigurationError: the broker knows this login under another name than messages carry.
+            BrokerUnavailable: the result of at least one message is unknown; all may be sent
+                again.
+            ConfigurationError: messages name another user than the login's.
         """
         results: dict[int, Published] = {}
         remaining = dict(enumerate(messages))
@@ -125,7 +128,9 @@ class Publisher:
     async def _plan_resend(
         self, remaining: dict[int, OutboundMessage], batch_results: Sequence[PublishResult]
     ) -> tuple[dict[int, OutboundMessage], bool]:
-        """Return the messages to resend, and whether the cause is fixed so that they can be resent together.
+        """Return the messages to resend, and whether they can be resent together.
+
+        They can if the cause of the failure has been fixed.
 
         Raises:
             Exception: the channel was lost for a reason unrelated to its messages.
@@ -147,7 +152,7 @@ class Publisher:
         return resend, True
 
     def _learn_limit(self, error: BaseException) -> bool:
-        """Learn a limit from `error`; `False` if it contains none."""
+        """Learn the size limit from `error`. Returns `False` if it states none."""
         text = str(error)
         if isinstance(error, ChannelPreconditionFailed) and "user_id" in text:
             raise ConfigurationError(
@@ -172,7 +177,7 @@ class Publisher:
         return [_result_of(future) for future in sent]
 
     async def _send_separately(self, messages: Sequence[OutboundMessage]) -> list[Published]:
-        """Send messages one by one on a separate connection, to find the message that closed a channel."""
+        """Send messages one by one on a separate connection: one of them closed their channel."""
         results: list[Published] = []
         blamed = 0
         async with self._separate_lock:
@@ -191,7 +196,7 @@ class Publisher:
                             break
                         await asyncio.sleep(attempt * _RETRY_DELAY)
                     blamed += isinstance(result, ConnectionInternalError)
-                    if blamed > 1:  # several messages failed, so the cause is the broker
+                    if blamed > 1:  # several messages failed, so the broker is at fault
                         raise BrokerUnavailable(f"publishing: {result}")
                     results.append(self._to_published(message, result))
             finally:
@@ -216,7 +221,7 @@ class Publisher:
         return ConfirmingChannel(await opened.open_channel(self._timeout, confirms=True), self._topology.exchange)
 
     def _usable_channel(self) -> ConfirmingChannel | None:
-        """The channel, as long as nothing is known to be wrong with it."""
+        """The channel if it is open, as far as this process knows."""
         channel = self._channel
         return channel if channel and channel.usable else None
 
@@ -229,26 +234,27 @@ class Publisher:
                 opened = await self._connection.open_channel(confirms=True)
                 channel = self._channel = ConfirmingChannel(opened, self._topology.exchange)
                 self.max_payload = channel.max_payload
-                if opened.channel.connection is not self._last_connection:  # maybe another node, other settings
+                # This may be another node, with other settings.
+                if opened.channel.connection is not self._last_connection:
                     self._last_connection, self.max_body_bytes = opened.channel.connection, None
             return channel
 
     async def _abandon_channel(self, channel: ConfirmingChannel, sent: Sequence[asyncio.Future[Published]]) -> None:
-        """Give up `channel`, on which a message was not confirmed; its connection too if the broker is silent."""
+        """Abandon a channel that did not confirm a message, or its connection if it is silent."""
         connection = self._connection.current
         responds = await self._probe()
-        if responds:  # a broker that was slow as a whole confirms them now
+        if responds:  # a broker that was slow overall confirms them now
             await _wait_for_all(sent, asyncio.get_running_loop().time() + self._probe_timeout)
         if self._channel is channel:
             self._channel = None
             channel.stop_sending()
             self._connection.close_in_background(channel.opened.channel)
         if not responds:
-            self._connection.drop(connection)  # no-op if another message has replaced it already
+            self._connection.drop(connection)  # no-op if already replaced
             raise BrokerUnavailable("publishing: the broker does not answer")
 
     async def _probe(self) -> bool:
-        """Whether the broker opens a channel. It does not while it holds back this connection."""
+        """Whether the broker opens a channel. While it blocks this connection, it does not."""
         try:
             with translate_errors("probing"):
                 async with asyncio.timeout(self._probe_timeout):
@@ -260,7 +266,7 @@ class Publisher:
 
 
 async def _wait_for_all(sent: Sequence[asyncio.Future[Published]], end: float) -> bool:
-    """Wait until `end` for all answers; `True` if all arrived."""
+    """Wait until `end` for all results. Returns `True` if all arrived."""
     now = asyncio.get_running_loop().time
     for future in sent:
         if not future.done():
@@ -271,7 +277,7 @@ async def _wait_for_all(sent: Sequence[asyncio.Future[Published]], end: float) -
 
 
 def _result_of(future: asyncio.Future[Published]) -> PublishResult:
-    """The broker's answer; an unconfirmed message counts as refused for now."""
+    """The broker's answer. An unconfirmed message counts as overloaded."""
     if not future.done():
         return Published.OVERLOADED
     return future.exception() or future.result()

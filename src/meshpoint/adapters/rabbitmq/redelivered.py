@@ -10,13 +10,13 @@ _MAX_COUNTS = 1000
 
 
 class RedeliveryCounter:
-    """Counts deliveries by message content, for the last thousand redelivered messages."""
+    """Counts deliveries by message content, for the last 1,000 redelivered messages."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[tuple[int, int], int] = OrderedDict()
 
     def count(self, raw: RawDelivery) -> int:
-        """Delivery count of a redelivered message, including this delivery."""
+        """The delivery count of a redelivered message, including this delivery."""
         key = hash(raw.header), hash(raw.body)
         count = self._counts.pop(key, 1) + 1
         self._counts[key] = count

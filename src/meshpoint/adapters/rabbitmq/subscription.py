@@ -1,4 +1,4 @@
-"""A consumer that comes back: through lost channels, lost connections and restarted brokers."""
+"""A subscription that survives lost channels, lost connections and broker restarts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class RabbitSubscription:
-    """A `Subscription`. One task keeps it attached to its queue."""
+    """A `Subscription`. A background task keeps it attached to its queue."""
 
     def __init__(
         self,
@@ -62,17 +62,17 @@ class RabbitSubscription:
         self._outage = Outage(monotonic)
 
     async def start(self) -> None:
-        """Attach for the first time.
+        """Attach to the queue.
 
         Raises:
-            ConfigurationError: there is no such queue.
+            ConfigurationError: the queue does not exist.
             BrokerUnavailable: the broker does not answer.
         """
         try:
             await self._ensure_declared(False)
             await self._attach()
         except BaseException as error:
-            if self._consumer is not None:  # its deliveries would never be settled
+            if self._consumer is not None:  # nothing would settle its deliveries
                 self._connection.close_in_background(self._consumer.channel)
             if isinstance(error, BrokerUnavailable) and isinstance(error.__cause__, ChannelNotFoundEntity):
                 raise ConfigurationError(
@@ -83,29 +83,32 @@ class RabbitSubscription:
 
     @property
     def attached(self) -> bool:
-        """Whether it takes what it should: attached to its queue, or cancelled."""
+        """Whether it is attached to its queue, or cancelled and so need not be."""
         return self._cancelled or (self._consumer is not None and not self._consumer.lost)
 
     @property
     def is_consuming(self) -> bool:
-        """Whether it is attached to its queue and has not been cancelled."""
+        """Whether it is attached to its queue and not cancelled."""
         return self.attached and not self._cancelled
 
     @property
     def is_finished(self) -> bool:
-        """Whether it is cancelled and all it took is settled."""
+        """Whether it is cancelled and all its deliveries are settled."""
         return self._attach_task is not None and self._attach_task.done()
 
     async def resize(self, prefetch: int) -> None:
-        """Let up to `prefetch` deliveries be unsettled at a time; 0 takes none."""
+        """Set the maximum number of unacked deliveries; 0 stops deliveries."""
         if self._cancelled:
             return
         self._prefetch = prefetch
         await self._adjust_shielded()
 
     async def cancel(self) -> None:
-        """Take no more deliveries; those unsettled can still be settled, then the channel closes."""
-        self._cancelled = True  # from here on, a resize changes nothing
+        """Stop receiving deliveries.
+
+        Unacked ones can still be settled; then the channel closes.
+        """
+        self._cancelled = True  # makes a later `resize` a no-op
         self._prefetch = 0
         try:
             await self._adjust_shielded()
@@ -113,7 +116,7 @@ class RabbitSubscription:
             self._wake.set()
 
     async def close(self) -> None:
-        """Give unsettled deliveries back. What was settled before is on the wire when this returns."""
+        """Requeue unacked deliveries. Earlier acks have been sent when this returns."""
         self._cancelled = True
         for task in (self._attach_task, *self._dead_letter_tasks):
             if task is not None:
@@ -129,7 +132,8 @@ class RabbitSubscription:
             self._wake.clear()
             if self._cancelled and (self._consumer is None or self._consumer.lost or self._consumer.idle):
                 break
-            with suppress(BrokerUnavailable):  # gives the intake up, which wakes this loop
+            # After an error, `_adjust` gives up the consumer, which wakes this loop again.
+            with suppress(BrokerUnavailable):
                 await (self._reattach() if self._consumer is None or self._consumer.lost else self._adjust())
         if self._consumer is not None:
             await self._consumer.close()
@@ -144,7 +148,8 @@ class RabbitSubscription:
             try:
                 await self._ensure_declared(missing)
                 await self._attach()
-            except Exception as error:  # whatever it is, a consumer that stays away is worse
+            # Retry after any error: no longer consuming the queue would be worse.
+            except Exception as error:
                 if (seconds := self._outage.failed()) is not None:
                     log.warning("cannot consume %s yet, for %.0f s: %r", self._queue, seconds, error)
                 missing = isinstance(error.__cause__, ChannelNotFoundEntity)
@@ -160,14 +165,16 @@ class RabbitSubscription:
         await self._adjust()
 
     async def _adjust_shielded(self) -> None:
-        """Adjust to the limit, also if the caller is cancelled meanwhile. Ends with the connection at the latest.
+        """Adjust to the prefetch limit, even if the caller is cancelled.
 
-        The library closes the channel of a cancelled call, which would requeue the requests of all running code.
+        Returns at the latest when the connection is lost. The library closes the channel of a
+        cancelled call, which would requeue the requests of all running tasks.
         """
         adjustment = asyncio.create_task(self._adjust())
         self._adjustments.add(adjustment)
         adjustment.add_done_callback(self._adjustments.discard)
-        with suppress(BrokerUnavailable):  # the keeper attaches with the new limit, if it still wants to consume
+        # The background task attaches again with the new limit, unless cancelled.
+        with suppress(BrokerUnavailable):
             await asyncio.shield(adjustment)
 
     async def _adjust(self) -> None:
@@ -195,18 +202,19 @@ class RabbitSubscription:
         except PoisonMessage as error:
             self._start_dead_lettering(raw, content, consumer, str(error))
             return
-        except Exception as error:  # our own defect
+        except Exception as error:  # a bug in this package
             self._start_dead_lettering(raw, content, consumer, f"internal error: {error!r}")
             return
         delivery = RabbitDelivery(message, raw, content, self.address, consumer, self._dead_letter, count)
         try:
             self._on_delivery(delivery)
-        except Exception as error:  # a defect in the receiver must not close the connection that all agents share
+        # A bug in the receiver must not close the connection, which all agents share.
+        except Exception as error:
             log.exception("message %s could not be passed to its consumer", message.message_id)
             self._start_dead_lettering(raw, content, consumer, f"internal error: {type(error).__name__}: {error}")
 
     def _delivery_count(self, raw: RawDelivery, content: Content) -> int:
-        if not raw.redelivered:  # on a first delivery, any count in the headers comes from the sender
+        if not raw.redelivered:  # the sender may have set a count in the headers
             return 1
         counted = None if self._private else quorum_delivery_count(content)
         return self._redelivery_counter.count(raw) if counted is None else counted

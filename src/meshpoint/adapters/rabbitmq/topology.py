@@ -1,10 +1,10 @@
-"""Declares the exchange and the queues of a mesh.
+"""The exchange and the queues of a mesh.
 
-One direct exchange per namespace. A queue is bound under its address; private queues also under the broadcast
-key of their agent, so that a broadcast to an agent that nobody declared is a message without a receiver and
-not an error that closes the channel. The exchange carries dead letters as well.
+A namespace has one direct exchange, which also carries dead letters. A queue is bound under its
+address, a private queue also under the broadcast key of its agent. A broadcast to an unknown agent
+therefore just has no receiver, and does not close the channel with an error.
 
-An existing queue is used with its own arguments, so that no upgrade fails on a queue.
+An existing queue is used with its own arguments, so that an upgrade never fails on a queue.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from meshpoint.model.messages import Address, dead_letters_of, nested_of, privat
 log = logging.getLogger(__name__)
 
 MAX_LENGTH = 100_000
-"""Maximum messages in a new queue; a full queue refuses more."""
+"""Maximum messages in a new queue. A full queue refuses more."""
 _MAX_DEAD_LETTERS = 10_000
-"""Maximum dead letters in a new queue, or fewer if the other queues are shorter; the oldest are dropped."""
+"""Maximum dead letters in a new queue, unless `max_length` is lower. The oldest are dropped."""
 _RESPONSES_PER_REQUEST = 10
-"""Factor for the response queue: one task can wait for many responses."""
+"""Factor for response queues: one task can wait for many responses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Names and arguments of everything that a namespace holds at the broker."""
+    """Names and arguments of all exchanges and queues of a namespace."""
 
     namespace: str
     private_ttl: timedelta
@@ -43,11 +43,11 @@ class Topology:
 
     @property
     def exchange(self) -> str:
-        """The one exchange of the namespace."""
+        """The name of the namespace's exchange."""
         return f"{self.namespace}.mesh"
 
     def queue_name(self, address: Address) -> str:
-        """The queue of `address`."""
+        """The name of the queue at `address`."""
         return f"{self.namespace}.{address}"
 
     @staticmethod
@@ -56,7 +56,10 @@ class Topology:
         return f"{agent}.broadcast"
 
     def queues(self, agent: AgentName, shards: int = 1) -> dict[Address, FieldTable]:
-        """The shared queues of `agent` with their arguments; the dead letters first, as the others need them."""
+        """The shared queues of `agent` and their arguments.
+
+        Dead letters come first: others need them.
+        """
         return {
             dead_letters_of(agent): {"x-queue-type": "quorum", **self._dead_letter_arguments()},
             responses_of(agent): {**self._quorum_arguments(agent), **self._limit_arguments(_RESPONSES_PER_REQUEST)},
@@ -70,9 +73,9 @@ class Topology:
     def private_queue_arguments(self) -> FieldTable:
         """The arguments of a private queue.
 
-        Classic, because each incarnation declares its own: a quorum queue declared just before the broker is killed
-        may never get a leader (seen with 3.10), and then every broadcast waits for it. Its consumer counts
-        deliveries.
+        It is a classic queue, because each incarnation declares its own. A quorum queue declared
+        just before the broker is killed may never get a leader (seen with 3.10), and then blocks
+        every broadcast. Its consumer counts deliveries instead.
         """
         return {
             "x-queue-type": "classic",
@@ -81,8 +84,8 @@ class Topology:
         }
 
     def _quorum_arguments(self, agent: AgentName) -> FieldTable:
-        # A dead letter is moved only once the dead-letter queue has it, which RabbitMQ does only for queues
-        # that refuse what is too much.
+        # At-least-once dead-lettering (a message is removed only once the dead-letter queue has
+        # it) requires a queue that refuses messages beyond its limit.
         return {
             "x-queue-type": "quorum",
             "x-delivery-limit": self.delivery_limit,
@@ -101,7 +104,7 @@ class Topology:
 
 
 async def declare_exchange(connection: Connection, topology: Topology) -> None:
-    """Make the exchange exist. One that is there is only looked at, which needs no right to configure it."""
+    """Declare the exchange. If it exists, this needs no permission to configure it."""
     try:
         async with connection.topology_channel() as channel:
             with translate_errors("looking for the exchange"):
@@ -126,7 +129,7 @@ async def _create_exchange(connection: Connection, topology: Topology) -> None:
 
 
 class QueueDeclarer:
-    """Declares queues; warns once about each existing queue that has different arguments."""
+    """Declares queues, and warns once about each existing queue with different arguments."""
 
     def __init__(self, connection: Connection, topology: Topology) -> None:
         self._connection, self._topology = connection, topology
@@ -145,7 +148,7 @@ class QueueDeclarer:
         """Declare the private queue of `replica` and bind it to its agent's broadcasts.
 
         Raises:
-            ConfigurationError: as `agent`.
+            ConfigurationError: the login may not declare or bind the queue.
         """
         address = private_of(agent, replica)
         keys = address, self._topology.broadcast_key(agent)

@@ -1,7 +1,7 @@
-"""The wire to the broker: what is written in one turn of the event loop leaves in one system call.
+"""The transport below aiormq: all writes of one event-loop iteration take one system call.
 
-aiormq writes each frame separately, and the broker reads it separately. Incoming data is split into frames here, so
-that messages bypass the library (`frames.py`).
+aiormq writes each frame separately, and the broker then reads each separately. Incoming data is
+split into frames here, so that messages bypass the library (`frames.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from meshpoint.adapters.rabbitmq.frames import CloseHandler, FrameHandler, Frame
 
 
 class FrameTransport(TransportFactory):
-    """Both directions of one connection. The library creates it on connecting and uses it for all I/O."""
+    """Both directions of one connection.
+
+    The library creates it to connect, and uses it for all I/O.
+    """
 
     def __init__(self) -> None:
         self._frames: FrameReader | None = None
@@ -27,11 +30,11 @@ class FrameTransport(TransportFactory):
 
     @property
     def close_reason(self) -> str:
-        """Why the broker has closed the connection, in its own words; empty if it has not."""
+        """The broker's reason for closing the connection; empty if it has not closed it."""
         return self._close_handler.reason
 
     async def create(self, url: URL, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Like `asyncio.open_connection`, with a reader that splits frames and a writer that batches them."""
+        """Like `asyncio.open_connection`, but splits incoming frames and batches outgoing ones."""
         provider: SSLContextProvider = kwargs["ssl_context_provider"]
         context: ssl.SSLContext | None = await provider.get_context() if url.scheme == "amqps" else None
         loop = asyncio.get_running_loop()
@@ -46,17 +49,20 @@ class FrameTransport(TransportFactory):
         return reader, self._writer
 
     def route(self, channel: int, handler: FrameHandler) -> None:
-        """Route the frames of `channel` to `handler` until the broker has closed it."""
+        """Route the frames of `channel` to `handler` until the broker has closed the channel."""
         if self._frames is not None:
             self._frames.route(channel, handler)
 
     def write(self, frames: bytes) -> None:
-        """Send `frames` with all other writes of this loop iteration. They are lost if the connection is lost."""
+        """Send `frames` with all other writes of this loop iteration. Lost with the connection."""
         if self._writer is not None:
             self._writer.write(frames)
 
     def abort(self) -> bool:
-        """Drop the connection without sending the frames that wait; whether there was one."""
+        """Drop the connection without sending pending frames.
+
+        Returns `False` if no connection was opened.
+        """
         if self._writer is None:
             return False
         self._writer.transport.abort()
@@ -94,5 +100,5 @@ class _BatchingWriter(asyncio.StreamWriter):
 
     def _flush(self) -> None:
         chunks, self._chunks = self._chunks, []
-        if chunks and not self.transport.is_closing():  # one that closes has lost the rest too
+        if chunks and not self.transport.is_closing():  # earlier data is then lost too
             super().write(b"".join(chunks))

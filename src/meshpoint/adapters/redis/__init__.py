@@ -1,4 +1,4 @@
-"""What Redis 6 and later keeps: working memories, their snapshots, and copies of checkpoints for fast restores."""
+"""Adapters for Redis 6 and later: working memory, its snapshots, and cached checkpoints."""
 
 from meshpoint.adapters.redis.checkpoint_cache import RedisCheckpointCache
 from meshpoint.adapters.redis.snapshots import RedisSnapshotStore

@@ -1,4 +1,4 @@
-"""Copies of checkpoints in Redis."""
+"""Cached copies of checkpoints in Redis."""
 
 from __future__ import annotations
 
@@ -22,19 +22,27 @@ from meshpoint.ports.checkpoint_cache import CacheUnavailable
 _MAX_CONNECTIONS = 4
 
 MAX_COPY_BYTES = 16 * 1024 * 1024
-"""Maximum size of a copy, in bytes. Larger checkpoints are stored only in the database; larger values are ignored."""
+"""Maximum size of a copy, in bytes.
+
+Larger checkpoints are stored only in the database; larger values in Redis are ignored."""
 
 
 class RedisCheckpointCache:
-    """One copy for each operation and agent, under `{namespace}:checkpoint:{analysis_id}:{agent_type}`.
+    """Copies of checkpoints, one per operation and agent.
 
-    `secret` returns the key that authenticates copies; a copy written without it is never used.
-    A request takes `timeout` at most. After one that failed, Redis is not asked for `retry_after`; then one request
-    tries, while the others are still refused. `clock` counts seconds; `make_timeout` bounds a request. For one event
-    loop.
+    The key is `{namespace}:checkpoint:{analysis_id}:{agent_type}`. For one event loop.
+
+    Args:
+        secret: returns the key that authenticates copies. A copy written without it is never used.
+        ttl: how long a copy is kept after it was written.
+        timeout: limit for one request.
+        retry_after: after a failed request, how long Redis is not used. Then one request tries it
+            while all others are still refused.
+        clock: returns seconds.
+        make_timeout: limits a request, in seconds.
 
     Raises:
-        ConfigurationError: `url` is none of a Redis.
+        ConfigurationError: `url` is not a Redis URL.
     """
 
     def __init__(
@@ -91,7 +99,7 @@ class RedisCheckpointCache:
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}") from error
         if (checkpoint.operation_id, checkpoint.agent) != (operation_id, agent):
-            raise CheckpointError(f"{key}: it is of {checkpoint.operation_id!r} and {checkpoint.agent!r}")
+            raise CheckpointError(f"{key}: belongs to operation {checkpoint.operation_id!r} of {checkpoint.agent!r}")
         return checkpoint
 
     async def forget(self, operation_id: TaskId, agent: AgentName) -> None:
@@ -107,13 +115,13 @@ class RedisCheckpointCache:
         return f"{self._namespace}:checkpoint:{operation_id}:{agent}"
 
     async def _execute(self, key: str, request: Callable[[Redis], Awaitable[Any]]) -> Any:
-        """What Redis answers to `request`.
+        """Return the reply of Redis to `request`.
 
         Raises:
-            CacheUnavailable: it did not, or is not asked now.
-            CheckpointError: the key holds a list, a hash or the like.
+            CacheUnavailable: it did not answer, or is not used after a recent failure.
+            CheckpointError: the key's value is not a string.
         """
         try:
             return await self._connection.execute(key, request)
         except ResponseError as error:
-            raise CheckpointError(f"{key}: it is no string") from error
+            raise CheckpointError(f"{key}: not a string") from error

@@ -1,6 +1,6 @@
-"""A Redis that may be slow, full, away or empty at any time.
+"""Connections to a Redis that may be slow, full, unavailable or empty at any time.
 
-Whoever asks it then waits for one timeout at most; for a while after it, nobody waits at all.
+A caller waits for at most one timeout. After a failure, further callers fail at once for a while.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from meshpoint.errors import ConfigurationError, Unavailable
 T = TypeVar("T")
 
 _CONNECTION_OPTIONS: dict[str, Any] = {
-    "socket_timeout": None,  # the timeout is ours
+    "socket_timeout": None,  # `RedisConnection` has its own timeout
     "socket_connect_timeout": None,
-    "protocol": 2,  # needs no greeting
+    "protocol": 2,  # avoids the HELLO handshake
 }
 
 _URL_OPTIONS = frozenset(
@@ -32,26 +32,31 @@ _URL_OPTIONS = frozenset(
      "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_ciphers", "ssl_exclude_verify_flags",
      "ssl_include_verify_flags", "ssl_keyfile", "ssl_min_version", "ssl_password"]
 )  # fmt: skip
-"""What a URL can set. The driver takes more, of which a URL gives a text where it needs an object."""
+"""Options that a URL may set. Others of the driver's options take objects, not text."""
 
 _PROBE_SCRIPT = "return redis.call('SET', KEYS[1], '', 'PX', 1)"
 
-# uvloop raises RuntimeError for a transport that was closed between two awaits; the driver ValueError where something
-# that is no Redis answers.
+# uvloop raises RuntimeError for a transport that was closed between two awaits. The driver raises
+# ValueError if the server is not a Redis.
 _DRIVER_ERRORS = (RedisError, OSError, RuntimeError, ValueError, EOFError)
 
 
 class RedisConnection:
-    """A few connections to one Redis, and a circuit that opens when it fails.
+    """A few connections to one Redis, with a circuit breaker.
 
-    A request takes `timeout` at most. After one that failed, Redis is not asked for `retry_after`; then one request
-    tries, while the others are still refused. `clock` counts seconds. No request is sent twice. For one event loop.
+    No request is sent twice. For one event loop.
 
-    `setting` is the configuration key of the URL. `unavailable` is raised when Redis does not answer. `make_timeout`
-    limits a request, in seconds.
+    Args:
+        setting: configuration key of the URL, named in errors.
+        unavailable: exception class to raise if Redis does not answer.
+        timeout: limit for one request.
+        retry_after: after a failed request, how long Redis is not used. Then one request tries it
+            while all others are still refused.
+        clock: returns seconds.
+        make_timeout: limits a request, in seconds.
 
     Raises:
-        ConfigurationError: `url` is none of a Redis.
+        ConfigurationError: `url` is not a Redis URL.
     """
 
     def __init__(
@@ -73,19 +78,21 @@ class RedisConnection:
         self._retry_after = retry_after.total_seconds()
         self._clock = clock
         self._make_timeout = make_timeout
-        self._retry_at: float | None = None  # set while Redis is taken to be away
-        self._last_error = ""  # why
+        self._retry_at: float | None = None  # set while the circuit is open
+        self._last_error = ""  # the failure that opened it
 
     async def execute(self, subject: str, request: Callable[[Redis], Awaitable[T]]) -> T:
-        """What Redis answers to `request`, which is about `subject`.
+        """Return the reply of Redis to `request`. `subject` names the data in errors.
 
         Raises:
-            Unavailable: the class that was given: it did not answer, or is not asked now.
-            ResponseError: what stands there is of another kind (WRONGTYPE), or a script is not known (NOSCRIPT).
+            Unavailable: Redis did not answer, or is not used after a recent failure. The exception
+                has the class `unavailable`.
+            ResponseError: the value has another type (WRONGTYPE), or a script is unknown
+                (NOSCRIPT).
         """
         self.raise_if_unavailable(subject)
         if self._retry_at is not None:
-            self._open_circuit()  # for the others, while this one tries
+            self._open_circuit()  # for all others while this request tries
         try:
             async with self._make_timeout(self._timeout):
                 answer = await request(self._redis)
@@ -101,7 +108,7 @@ class RedisConnection:
         return answer
 
     def raise_if_unavailable(self, subject: str) -> None:
-        """Raise that Redis is unavailable while it is not asked."""
+        """Raise `unavailable` while the circuit is open."""
         if self._retry_at is not None and self._clock() < self._retry_at:
             raise self._unavailable(f"Redis, {subject}: {self._last_error} (not asked again yet)")
 
@@ -109,15 +116,16 @@ class RedisConnection:
         """Check that Redis runs scripts that write keys like `key`.
 
         Raises:
-            ConfigurationError: it refuses the login, or the login lacks a right.
-            Unavailable: the class that was given: it does not answer, or cannot write.
+            ConfigurationError: Redis refuses the login, or the user lacks a permission.
+            Unavailable: Redis does not answer, or cannot write. The exception has the class
+                `unavailable`.
         """
         try:
             await self.execute(self._setting, lambda redis: redis.eval(_PROBE_SCRIPT, 1, key))
         except Unavailable as error:
             if isinstance(error.__cause__, AuthenticationError | NoPermissionError):
                 problem = f"Redis refuses: {error.__cause__}"
-                fix = "correct the URL, or grant the user scripts and writes on the keys of the namespace"
+                fix = "correct the URL, or allow the user to run scripts and write the namespace's keys"
                 raise ConfigurationError(self._setting, problem, fix) from error
             raise
 
@@ -132,7 +140,7 @@ class RedisConnection:
 
 
 def _is_data_error(error: Exception) -> bool:
-    """Whether Redis is well, and only what it was asked for is not."""
+    """Whether Redis works, and only the requested data or script is at fault."""
     return isinstance(error, NoScriptError) or (
         isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")
     )
@@ -141,19 +149,22 @@ def _is_data_error(error: Exception) -> bool:
 def _pool(url: str, setting: str, connections: int) -> BlockingConnectionPool:
     try:
         options = parse_qs(urlsplit(url).query)
-        if not _URL_OPTIONS.issuperset(options):  # not named, because it may be a part of the password
+        # The option is not named, because it may be part of a password.
+        if not _URL_OPTIONS.issuperset(options):
             raise ConfigurationError(setting, "has an unknown option", f"use {', '.join(sorted(_URL_OPTIONS))}")
         pool = BlockingConnectionPool.from_url(url, max_connections=connections, timeout=None, **_CONNECTION_OPTIONS)
-        pool.connection_kwargs["decode_responses"] = False  # whatever the URL says
+        # Values are bytes, even if the URL asks for text.
+        pool.connection_kwargs["decode_responses"] = False
         for option in ("encoding", "encoding_errors"):
             pool.connection_kwargs.pop(option, None)
-        pool.connection_class(**pool.connection_kwargs)  # refuses unknown options; connects nowhere
+        pool.connection_class(**pool.connection_kwargs)  # validates the options without connecting
     except (RedisError, ValueError, TypeError):
-        # The cause is not told: it may hold the password.
+        # The cause is dropped, because its text may contain the password.
         raise ConfigurationError(
             setting,
-            "is no URL of a Redis",
+            "is not a Redis URL",
             "write redis://user:password@host:6379/0, or rediss://… for TLS",
         ) from None
-    pool.connection_kwargs.pop("retry_on_timeout", None)  # a write that is sent again may be done twice
+    # The driver must not resend a write, which may already have been executed.
+    pool.connection_kwargs.pop("retry_on_timeout", None)
     return pool

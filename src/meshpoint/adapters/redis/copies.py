@@ -1,4 +1,4 @@
-"""The stored form of a copy: a marker byte and the checkpoint as JSON, behind the authentication code of `seal`."""
+"""The stored form of a copy: a format marker byte and the checkpoint as JSON, sealed by `seal`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MIN_THREAD_BYTES = 256 * 1024
 
 
 async def encode_checkpoint(checkpoint: AgentCheckpoint) -> bytes:
-    """`checkpoint` as it rests.
+    """Encode `checkpoint` for storage, compressed if that makes it smaller.
 
     Raises:
-        CheckpointError: it holds what JSON cannot.
+        CheckpointError: it contains values that JSON cannot represent.
     """
     try:
         content = checkpoint.model_dump_json().encode()
@@ -29,10 +29,10 @@ async def encode_checkpoint(checkpoint: AgentCheckpoint) -> bytes:
 
 
 async def decode_checkpoint(stored: bytes) -> AgentCheckpoint:
-    """Decode authenticated bytes: decompressing anything else could exhaust memory.
+    """Decode a copy. Pass only authenticated bytes: decompressing others could exhaust memory.
 
     Raises:
-        CheckpointError: it is no checkpoint that this release can read.
+        CheckpointError: this release cannot read it as a checkpoint.
     """
     return _unpack(stored) if len(stored) < _MIN_THREAD_BYTES else await run_in_own_thread(_unpack, stored)
 
@@ -47,11 +47,11 @@ def _pack(content: bytes) -> bytes:
 def _unpack(stored: bytes) -> AgentCheckpoint:
     marker, content = stored[:1], stored[1:]
     if marker not in {_PLAIN, _ZSTD}:
-        raise CheckpointError(f"its content begins with the unknown marker {marker!r}")
+        raise CheckpointError(f"unknown format marker {marker!r}")
     try:
         return AgentCheckpoint.model_validate_json(content if marker == _PLAIN else zstandard.decompress(content))
     except (ValueError, zstandard.ZstdError) as error:
-        raise CheckpointError(f"its content is no checkpoint: {_first_line(error)}") from error
+        raise CheckpointError(f"not a valid checkpoint: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

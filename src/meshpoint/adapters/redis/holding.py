@@ -1,4 +1,4 @@
-"""What the script that reads a memory answers, as values."""
+"""Parsing of the replies that contain a memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from meshpoint.model.memory import Content, Held, Item, Kind
 
 
 def parse_contents(replies: Sequence[ScriptReply]) -> Held | None:
-    """What a memory holds, from the replies for its keys in order.
+    """The content of a memory, from the replies for consecutive ranks of its index.
 
-    None: somebody wrote between them, or they are not for all keys. A key whose own time ended before the last reply
-    is not there.
+    Returns `None` if the memory was written between these replies, or if they do not cover all
+    keys. Keys that expired before the last reply are left out.
     """
     state, _, run_id, fence, version, total, _ = replies[-1]
     now = max(reply[1] for reply in replies)
@@ -23,7 +23,7 @@ def parse_contents(replies: Sequence[ScriptReply]) -> Held | None:
     if state != b"ok":
         return Held((), version, now)
     entries = [entry for reply in replies for entry in reply[6]]
-    if len(entries) != total - 1:  # the index has one member that is no key
+    if len(entries) != total - 1:  # the index also has a member that is not a key
         return None
     items, lost, large = [], [], []
     for key, score, kind, *content in entries:
@@ -42,7 +42,7 @@ def parse_contents(replies: Sequence[ScriptReply]) -> Held | None:
 
 
 def decode_name(key: bytes) -> str:
-    """A key's name; what is no text is still told."""
+    """The name of a key. Bytes that are not UTF-8 are escaped."""
     return key.decode(errors="backslashreplace")
 
 
@@ -51,7 +51,7 @@ def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
 
 
 def _scores(flat: Sequence[bytes]) -> dict[bytes, float]:
-    # Redis forgets the sign of -0.0 in a small sorted set and keeps it in a large one: here it is 0.0 in both.
+    # Redis keeps the sign of -0.0 only in large sorted sets. Here it is always 0.0.
     return {member: float(score) + 0.0 for member, score in _pairs(flat).items()}
 
 

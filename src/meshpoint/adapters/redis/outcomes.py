@@ -1,4 +1,4 @@
-"""What the scripts of a working memory say when they did not do what was asked, as errors."""
+"""Errors for the refusals that working-memory scripts reply with."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from meshpoint.adapters.redis.script_calls import ScriptReply
 from meshpoint.errors import MemoryFenced, MemoryLost, MemoryRefused, MemoryUnavailable
 from meshpoint.model.memory import Owner
 
-_COMMAND_ERROR_PREFIXES = ("WRONGTYPE", "ERR")  # of Redis itself are OOM, READONLY, MISCONF, …
+_COMMAND_ERROR_PREFIXES = ("WRONGTYPE", "ERR")  # Redis itself fails with OOM, READONLY, …
 _MAX_KEYS_SHOWN = 10
 
 
 def raise_for_reply(owner: Owner, reply: ScriptReply) -> None:
-    """Raise what `reply` to `owner` says, unless it is well."""
+    """Raise the error that `reply` to `owner` stands for, if any."""
     match reply:
         case [b"fenced", run_id, fence]:
             raise fenced_error(owner, decode_name(run_id), int(fence))
@@ -25,7 +25,7 @@ def raise_for_reply(owner: Owner, reply: ScriptReply) -> None:
         case [b"lost", *keys]:
             shown = ", ".join(repr(decode_name(key)) for key in keys[:_MAX_KEYS_SHOWN])
             more = f" and {len(keys) - _MAX_KEYS_SHOWN} more" if len(keys) > _MAX_KEYS_SHOWN else ""
-            raise MemoryLost(f"working memory {owner.agent_id}: lost are the keys {shown}{more}")
+            raise MemoryLost(f"working memory {owner.agent_id}: lost keys: {shown}{more}")
         case [b"refused", key, command, problem]:
             text = decode_name(problem)
             if not text.startswith(_COMMAND_ERROR_PREFIXES):
@@ -33,28 +33,28 @@ def raise_for_reply(owner: Owner, reply: ScriptReply) -> None:
             reason = text.removeprefix("ERR ").removeprefix("WRONGTYPE ")
             raise MemoryRefused(f"memory key {decode_name(key)!r}: {decode_name(command)}: {reason}")
         case [b"stale"]:
-            raise MemoryUnavailable(f"Redis, memory {owner.agent_id}: it has changed since it was looked at")
+            raise MemoryUnavailable(f"Redis, memory {owner.agent_id}: it has changed since it was last read")
         case [b"incomplete"]:
-            raise MemoryUnavailable(f"Redis, memory {owner.agent_id}: it lost some of what it was given to restore")
+            raise MemoryUnavailable(f"Redis, memory {owner.agent_id}: it lost part of the staged data")
         case _:
             raise_if_damaged(reply)
 
 
 def raise_if_damaged(reply: ScriptReply) -> None:
-    """Raise if what the scripts build on is something else.
+    """Raise if the head or the index is not what Meshpoint wrote.
 
     Raises:
-        MemoryUnavailable: names the key; nothing but deleting it helps.
+        MemoryUnavailable: names the key, which must be deleted by hand.
     """
     if reply[0] == b"damaged":
-        raise MemoryUnavailable(f"Redis: {decode_name(reply[1])} is not what Meshpoint has put there: delete it")
+        raise MemoryUnavailable(f"Redis: {decode_name(reply[1])} was not written by Meshpoint; delete it")
 
 
 def unpack_reply(reply: Any) -> ScriptReply:
-    """What the script that reads has packed.
+    """Unpack a MessagePack reply of the `READ` script.
 
     Raises:
-        MemoryUnavailable: as `raise_if_damaged`.
+        MemoryUnavailable: like `raise_if_damaged`.
     """
     unpacked: ScriptReply = msgpack.unpackb(reply, raw=True)
     raise_if_damaged(unpacked)
@@ -62,8 +62,8 @@ def unpack_reply(reply: Any) -> ScriptReply:
 
 
 def fenced_error(owner: Owner, run_id: str, fence: int) -> MemoryFenced:
-    """Another run has the memory."""
+    """An error that says which run owns the memory."""
     return MemoryFenced(
-        f"working memory {owner.agent_id}: run {run_id} with fence {fence} has it, "
-        f"not run {owner.run_id} with fence {owner.fence}"
+        f"working memory {owner.agent_id}: owned by run {run_id} with fence {fence}, "
+        f"not by run {owner.run_id} with fence {owner.fence}"
     )

@@ -1,4 +1,4 @@
-"""Calls of scripts, sent together; whether Redis knows a script makes no difference."""
+"""Script calls, sent as one pipeline and repeated in full if Redis does not know a script yet."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from meshpoint.adapters.redis.scripts import Script
 from meshpoint.errors import MemoryUnavailable
 
 ScriptReply: TypeAlias = list[Any]
-"""What a script answers: a word in bytes, and what belongs to it."""
+"""A script's reply: a word as bytes, then its details."""
 
 PIPELINE_BYTES = 4 * 2**20
-"""About how much is sent at once."""
+"""Approximate limit on the bytes of one pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptCall:
-    """A script with its keys and arguments; all of them in one slot of a cluster."""
+    """A script with its keys and arguments. All keys are in the same cluster slot."""
 
     script: Script
     keys: tuple[bytes, ...]
@@ -30,18 +30,20 @@ class ScriptCall:
 
     @property
     def size(self) -> int:
-        """Bytes, about."""
+        """Approximate size of the arguments, in bytes."""
         return sum(len(arg) if isinstance(arg, bytes) else 8 for arg in self.args)
 
 
 async def run_scripts(
     connection: RedisConnection, subject: str, calls: Sequence[ScriptCall], *, by_digest: bool = True
 ) -> list[ScriptReply]:
-    """Do `calls` in one round trip; what each answered. With `by_digest`, only the digests of the scripts are sent.
+    """Run `calls` in one round trip and return their replies.
+
+    With `by_digest`, only the digests of the scripts are sent.
 
     Raises:
-        NoScriptError: Redis does not know a script; the other calls may be done. Never if not `by_digest`.
-        MemoryUnavailable: Redis did not answer, or not as expected; any call may be done.
+        NoScriptError: Redis does not know a script; other calls may have run. Only `by_digest`.
+        MemoryUnavailable: Redis did not answer, or failed a call; any call may have run.
     """
     try:
         return await connection.execute(subject, lambda redis: _send(redis, calls, by_digest))
@@ -52,7 +54,7 @@ async def run_scripts(
 
 
 async def run_idempotent(connection: RedisConnection, subject: str, calls: Sequence[ScriptCall]) -> list[ScriptReply]:
-    """As `run_scripts`, for calls that may be done twice as well as once, or for a single call."""
+    """Like `run_scripts`, for a single call, or for calls that may safely run twice."""
     try:
         return await run_scripts(connection, subject, calls)
     except NoScriptError:

@@ -1,6 +1,7 @@
-"""Authenticates what Redis returns, with a key that Redis never sees.
+"""Authentication of data read from Redis, with a key that Redis never sees.
 
-Without it, any client with write access to Redis could forge a checkpoint. The key is stored in the mesh's database.
+Without it, any client with write access to Redis could forge a checkpoint. The key is stored in
+the mesh's database.
 """
 
 from __future__ import annotations
@@ -13,33 +14,33 @@ from typing import TypeAlias
 from meshpoint.errors import CheckpointError, Unavailable
 
 CODE_BYTES = 32
-"""Bytes of an authentication code."""
+"""Length of an authentication code, in bytes."""
 
 Secret: TypeAlias = Callable[[], Awaitable[bytes]]
 """Returns the key of the mesh, 16 to 64 bytes. Called once."""
 
 
 class Seal:
-    """Computes and checks authentication codes, which also cover the name of a value."""
+    """Computes and verifies authentication codes, which also cover the name of a value."""
 
     def __init__(self, secret: Secret, unavailable: type[Unavailable] = Unavailable) -> None:
         self._secret, self._unavailable = secret, unavailable
         self._key: bytes | None = None
 
     async def seal(self, name: str, content: bytes) -> bytes:
-        """Prefix `content` with its authentication code.
+        """Return `content` prefixed with its authentication code.
 
         Raises:
-            Unavailable: the database that has the key does not answer.
+            Unavailable: the database that stores the key does not answer.
         """
         return await self._code(name, content) + content
 
     async def unseal(self, name: str, stored: bytes) -> bytes:
-        """Verify and return the content that `seal` wrote under `name`.
+        """Return the content that `seal` wrote under `name`, once verified.
 
         Raises:
-            CheckpointError: it was written without the key or under another name, or was changed.
-            Unavailable: the database that has the key does not answer.
+            CheckpointError: it was changed, or written without the key or under another name.
+            Unavailable: the database that stores the key does not answer.
         """
         code, content = stored[:CODE_BYTES], stored[CODE_BYTES:]
         if not hmac.compare_digest(code, await self._code(name, content)):
@@ -58,4 +59,4 @@ class Seal:
         try:
             return await self._secret()
         except Unavailable as error:
-            raise self._unavailable(f"{name}: the key that authenticates it: {error}") from error
+            raise self._unavailable(f"{name}: its authentication key is unavailable: {error}") from error

@@ -1,4 +1,4 @@
-"""Snapshots of working memories in Redis, apart from where the memories live."""
+"""Snapshots of working memories in Redis, stored separately from the memories themselves."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from meshpoint.model.ids import new_id
 from meshpoint.model.memory import Packed
 
 MAX_SNAPSHOT_BYTES = 129 * 2**20
-"""Maximum size of a snapshot, in bytes. Larger ones are stored only in the database; larger values are refused."""
+"""Maximum size of a snapshot, in bytes.
+
+Larger snapshots are stored only in the database; larger values in Redis are refused."""
 
 _MAX_CONNECTIONS = 8
 _MAX_DIGEST_BYTES = 200
-_CHUNK_OVERHEAD = 8  # overhead per chunk, in bytes
+_CHUNK_OVERHEAD = 8  # counted per chunk, in bytes
 _STAGING_TTL = timedelta(hours=1)
 _MILLISECOND = timedelta(milliseconds=1)
 
@@ -34,16 +36,23 @@ _MILLISECOND = timedelta(milliseconds=1)
 class RedisSnapshotStore:
     """A `meshpoint.ports.working_memory.SnapshotStore` in Redis 6.0 or later.
 
-        {namespace}:l1_snapshot:{A}         the chunks, A being the agent id in braces
-        {namespace}:l1_snapshot_meta:{A}    digest, order, number of chunks, manifest behind its authentication code
+        {namespace}:l1_snapshot:{A}         the chunks; A is the agent id in braces
+        {namespace}:l1_snapshot_meta:{A}    digest, order, chunk count, authenticated manifest
 
-    `secret` returns the key for that code; a snapshot written without it is never used.
-    A snapshot is limited to `max_bytes` bytes and expires after `ttl`. A request takes at most `timeout`. After a
-    failed request, Redis is not used for `retry_after`. `clock` counts seconds; `make_timeout` bounds a request.
     For one event loop.
 
+    Args:
+        secret: returns the key that authenticates manifests. A snapshot written without it is
+            never used.
+        max_bytes: maximum size of a snapshot.
+        ttl: how long a snapshot is kept after it was written.
+        timeout: limit for one request.
+        retry_after: after a failed request, how long Redis is not used.
+        clock: returns seconds.
+        make_timeout: limits a request, in seconds.
+
     Raises:
-        ConfigurationError: `url` is none of a Redis.
+        ConfigurationError: `url` is not a Redis URL.
     """
 
     def __init__(
@@ -74,9 +83,10 @@ class RedisSnapshotStore:
         self._max_bytes, self._ttl = max_bytes, ttl
 
     async def put(self, agent_id: str, packed: Packed) -> bool:
-        """Keep it in place of the one that is there, unless that has a higher `order`; whether so.
+        """Replace the stored snapshot unless that has a higher `order`. Returns whether it did.
 
-        A few megabytes are one round trip. A failure at any point leaves the old snapshot, or this one.
+        A few megabytes take one round trip. A failure at any point leaves either the old or the
+        new snapshot.
 
         Raises:
             ConsistencyError: it exceeds `max_bytes`, so it could not be read back.
@@ -90,30 +100,30 @@ class RedisSnapshotStore:
             return await self._put(agent_id, packed, by_digest=False)
 
     async def get(self, agent_id: str) -> Packed | None:
-        """The one that is there; None: none. What its chunks hold may be damaged.
+        """The stored snapshot, or `None`. Its chunks may be damaged; its manifest is verified.
 
         Raises:
-            ConsistencyError: there is something, but nothing that could be a snapshot.
+            ConsistencyError: the stored data is damaged, too large, or not authentic.
         """
         chunks, meta = self._keys(agent_id)
         [reply] = await script_calls.run_idempotent(
             self._connection, _name(agent_id), [ScriptCall(GET_SNAPSHOT, (chunks, meta), (self._max_bytes,))]
         )
         if reply[0] == b"damaged":
-            _raise_damaged(reply[1], "it is of another type")
+            _raise_damaged(reply[1], "it has the wrong type")
         if reply[0] == b"large":
             _raise_damaged(reply[1], f"larger than {self._max_bytes:,} bytes, so not written by Meshpoint")
         return None if reply[0] == b"none" else await self._verify(agent_id, _to_packed(meta, *reply[1:]))
 
     async def digest(self, agent_id: str) -> str | None:
-        """That of the one that is there, as it says itself; None: none."""
+        """The digest recorded with the stored snapshot, unverified, or `None`."""
         _, meta = self._keys(agent_id)
         call = ScriptCall(GET_DIGEST, (meta,), (_MAX_DIGEST_BYTES,))
         [reply] = await script_calls.run_idempotent(self._connection, _name(agent_id), [call])
         return decode_name(reply[1]) if reply[0] == b"ok" else None
 
     async def forget(self, agent_id: str) -> None:
-        """Delete it."""
+        """Delete the snapshot."""
         await self._connection.execute(_name(agent_id), lambda redis: redis.unlink(*self._keys(agent_id)))
 
     async def close(self) -> None:
@@ -121,7 +131,7 @@ class RedisSnapshotStore:
         await self._connection.close()
 
     def _keys(self, agent_id: str) -> tuple[bytes, bytes]:
-        """The keys of the chunks and of what is said of them, both in one slot of a cluster."""
+        """The keys of the chunks and of their metadata, both in one cluster slot."""
         return (
             f"{self._namespace}:l1_snapshot:{{{agent_id}}}".encode(),
             f"{self._namespace}:l1_snapshot_meta:{{{agent_id}}}".encode(),
@@ -140,11 +150,11 @@ class RedisSnapshotStore:
         swap = ScriptCall(PUT_SNAPSHOT, (chunks, meta, staged), (self._ttl // _MILLISECOND, *fields))
         *_, [answer, *_] = await self._run(agent_id, [*batch, swap], by_digest=by_digest)
         if answer == b"incomplete":
-            raise MemoryUnavailable(f"Redis, {_name(agent_id)}: it lost some of what it was given to keep")
+            raise MemoryUnavailable(f"Redis, {_name(agent_id)}: it lost part of the staged data")
         return bool(answer == b"ok")
 
     async def _verify(self, agent_id: str, packed: Packed) -> Packed:
-        """Verify the manifest of `packed`. It has a digest of every key, so chunks need no separate codes."""
+        """Verify the manifest. It has a digest of every key, so chunks need no authentication."""
         _, meta = self._keys(agent_id)
         try:
             manifest = await self._seal.unseal(self._sealed_name(agent_id, packed), packed.manifest)
@@ -164,7 +174,7 @@ def _name(agent_id: str) -> str:
 
 
 def _size(packed: Packed) -> int:
-    """Size in bytes, at least as large as `GET_SNAPSHOT` counts it."""
+    """Size in bytes; at least as large as `GET_SNAPSHOT` counts it."""
     return (
         CODE_BYTES
         + len(packed.digest)
@@ -175,7 +185,7 @@ def _size(packed: Packed) -> int:
 
 
 def _chunk_batches(chunks: Sequence[bytes]) -> Iterator[list[bytes]]:
-    """The chunks, as many at a time as are sent at once."""
+    """Batches of chunks, each small enough for one pipeline."""
     batch: list[bytes] = []
     size = 0
     for chunk in chunks:
@@ -198,9 +208,9 @@ def _to_packed(meta: bytes, fields: Sequence[bytes | None], chunks: Sequence[byt
     except ValueError:
         _raise_damaged(meta, "a field is damaged")
     if len(chunks) != expected:
-        _raise_damaged(meta, f"it is {len(chunks)} chunks instead of {expected}")
+        _raise_damaged(meta, f"it has {len(chunks)} chunks instead of {expected}")
     return packed
 
 
 def _raise_damaged(key: bytes, problem: str) -> NoReturn:
-    raise ConsistencyError(f"{decode_name(key)} is no snapshot: {problem}")
+    raise ConsistencyError(f"{decode_name(key)} is not a snapshot: {problem}")

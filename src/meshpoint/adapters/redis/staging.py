@@ -1,4 +1,4 @@
-"""Items on their way into Redis, in steps that neither a server nor a connection has long to do with."""
+"""Splits items into steps small enough not to block a Redis server or a connection for long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshpoint.adapters.redis.scripts import MAX_COMMAND_ARGS
 from meshpoint.model.memory import Item, Kind
 
 STEP_BYTES = 256 * 1024
-"""About how much one call of a script takes, unless one value has more."""
+"""Approximate limit on the bytes of one step. A larger element is a step of its own."""
 
 STEP_KEYS = 500
 
@@ -22,7 +22,7 @@ _ELEMENTS_PER_ENTRY = {Kind.HASH: 2, Kind.ZSET: 2}
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some of an item. `staged` is how many of its elements come before these."""
+    """Consecutive elements of an item. `staged` is the number of elements before these."""
 
     item: Item
     staged: int
@@ -34,7 +34,7 @@ class _Part:
 
 
 def encode_steps(items: Sequence[Item]) -> Iterator[bytes]:
-    """The argument for the script that stages, step by step."""
+    """Arguments for the `STAGE` script, one per step."""
     args: list[list[Any]] = []
     keys = count = size = 0
     for part in (part for item in items for part in _parts(item)):
@@ -51,11 +51,12 @@ def encode_steps(items: Sequence[Item]) -> Iterator[bytes]:
 
 
 def _pack(args: list[list[Any]]) -> bytes:
-    return cast(bytes, msgpack.packb(args, use_bin_type=False))  # Redis' Lua reads no other
+    # Redis' Lua cannot read the bin type.
+    return cast(bytes, msgpack.packb(args, use_bin_type=False))
 
 
 def is_storable(item: Item) -> bool:
-    """Whether Redis can have it: it has something in it, or is a string."""
+    """Whether Redis can store it: it is a string, or not empty."""
     return item.kind is Kind.STRING or bool(item.content)
 
 

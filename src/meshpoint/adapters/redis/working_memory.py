@@ -1,4 +1,4 @@
-"""Working memories in Redis, so that whichever replica goes on with a task finds its memory there."""
+"""Working memories in Redis, shared by all replicas of an agent."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from meshpoint.model.ids import new_id
 from meshpoint.model.memory import READS, WRITES, Answer, Command, Held, Item, Owner
 
 READ_BATCH_KEYS = 500
-"""Keys that one call of a script looks at, so that a large memory does not stop the server for others."""
+"""Keys that one script call handles, so that a large memory does not block the server."""
 
 READ_ATTEMPTS = 3
-"""How often a memory is read in parts. If somebody wrote between them each time, it is read in one."""
+"""Attempts to read a memory in parts that no write separates. Then it is read in one call."""
 
 MAX_MEMORY_BYTES = 129 * 2**20
-"""Maximum bytes of a memory that are read, counting eight extra bytes per element."""
+"""Maximum bytes of a memory to read at once, counting eight extra bytes per element."""
 
 _MAX_CONNECTIONS = 16
 _STAGING_TTL = timedelta(hours=1)
 _MILLISECOND = timedelta(milliseconds=1)
 
-_RankRange: TypeAlias = tuple[int, int]  # the first and the last, as Redis counts: from 0, and -1 is the last one
+# First and last rank, both inclusive, from 0; -1 is the last rank.
+_RankRange: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class _MemoryKeys:
-    """The keys in Redis of one memory. The braces keep all of them in one slot of a cluster."""
+    """The Redis keys of one memory. The braces put all of them into one cluster slot."""
 
     agent_id: str
     prefix: str
@@ -51,36 +52,40 @@ class _MemoryKeys:
 
     @property
     def head_and_index(self) -> tuple[bytes, bytes]:
-        """The head and the index."""
+        """Keys of the head and of the index."""
         return f"{self.prefix}head".encode(), f"{self.prefix}index".encode()
 
     @property
     def value_prefix(self) -> bytes:
-        """What comes before the name of a key."""
+        """Prefix of the keys of values."""
         return f"{self.prefix}working:".encode()
 
     def new_staging_prefix(self, owner: Owner) -> bytes:
-        """What comes before all that is staged; never the same twice."""
+        """A unique prefix for temporary keys."""
         return f"{self.prefix}restore:{owner.run_id}:{new_id()}:".encode()
 
 
 class RedisWorkingMemory:
     """A `meshpoint.ports.working_memory.WorkingMemory` in Redis 6.0 or later.
 
-        {namespace}:L1:{A}:working:{key}    the values, A being the agent id in braces
-        {namespace}:L1:{A}:index            the keys, with the instants at which they end by their own time
+        {namespace}:L1:{A}:working:{key}    the values; A is the agent id in braces
+        {namespace}:L1:{A}:index            all keys, with the expiry of each
         {namespace}:L1:{A}:head             run, fence and version
-        {namespace}:L1:{A}:restore:…        what `replace` puts beside them, for an hour
+        {namespace}:L1:{A}:restore:…        values staged by `replace`, for an hour
 
-    Everything lives for `active_ttl` after the last write, or for `paused_ttl` once the task paused. A key that is in
-    the index and not there was evicted. A key that somebody puts there otherwise is no part of the memory.
+    All of it expires `active_ttl` after the last write, or `paused_ttl` after the task paused. A
+    key that is in the index but does not exist was evicted. A key that is not in the index was
+    written by others and is not part of the memory. For one event loop.
 
-    At most `max_bytes` bytes of a memory are read at once, counting eight extra bytes per element.
-    A request takes `timeout` at most. After one that failed, Redis is not asked for `retry_after`. `clock` counts
-    seconds; `make_timeout` bounds a request. For one event loop.
+    Args:
+        max_bytes: maximum bytes of a memory to read at once, counting eight extra per element.
+        timeout: limit for one request.
+        retry_after: after a failed request, how long Redis is not used.
+        clock: returns seconds.
+        make_timeout: limits a request, in seconds.
 
     Raises:
-        ConfigurationError: `url` is none of a Redis.
+        ConfigurationError: `url` is not a Redis URL.
     """
 
     def __init__(
@@ -112,28 +117,28 @@ class RedisWorkingMemory:
 
     @property
     def survives(self) -> bool:
-        """True: it outlives the process."""
+        """`True`: a memory outlives the process."""
         return True
 
     async def open(self) -> None:
-        """Check that Redis answers and takes writes."""
+        """Check that Redis answers and accepts writes."""
         await self._connection.check(_MemoryKeys.for_memory(self._namespace, new_id()).head_and_index[0])
 
     async def execute(self, owner: Owner, commands: Sequence[Command], *, seen: int = 0) -> tuple[int, list[Answer]]:
-        """Do commands in one round trip; the version then, and what each answered.
+        """Execute commands in one round trip. Returns the memory's version and the answers.
 
         Raises:
-            MemoryFenced: the memory has another owner by now, or one with a higher fence.
-            MemoryLost: it has no owner or an earlier one, is older than `seen`, or a key that a command names was
-                evicted: nothing is done.
-            MemoryRefused: a command does not fit the type of its key, or its answer is too large; names the key.
-                Earlier commands took effect.
-            MemoryUnavailable: it is not known whether they are done.
+            MemoryFenced: another run owns the memory, with the same or a higher fence.
+            MemoryLost: the memory is missing, has an earlier owner, or is older than version
+                `seen`; or a key that a command names was evicted. No command was executed.
+            MemoryRefused: a command does not fit its key's type, or its answer is too large; names
+                the key. Earlier commands were executed.
+            MemoryUnavailable: the commands may or may not have been executed.
         """
         names = self._memory_keys(owner.agent_id)
         for command in commands:
             if command.name not in READS | WRITES:
-                raise MemoryRefused(f"memory key {command.key!r}: {command.name} is no command of a working memory")
+                raise MemoryRefused(f"memory key {command.key!r}: {command.name} is not a working-memory command")
             if not command.key:
                 raise MemoryRefused(f"memory key '': {command.name} needs a key")
         positions = {key: place for place, key in enumerate(dict.fromkeys(each.key for each in commands), start=3)}
@@ -157,7 +162,7 @@ class RedisWorkingMemory:
         return version, [_exact_integer(command, answer) for command, answer in zip(commands, answers, strict=True)]
 
     async def keys(self, owner: Owner, *, seen: int = 0) -> list[str]:
-        """The keys that are there. Raises as `execute`; MemoryLost also if any key was evicted."""
+        """The keys that exist. Raises like `execute`, and `MemoryLost` if any key was evicted."""
         names = self._memory_keys(owner.agent_id)
         args = (*_owner_args(owner), seen, names.value_prefix, self._max_bytes)
         [reply] = await self._run_idempotent(names, [ScriptCall(LIST_KEYS, names.head_and_index, args)])
@@ -165,7 +170,7 @@ class RedisWorkingMemory:
         return [decode_name(key) for key in reply[1] if key]
 
     async def read(self, agent_id: str) -> Held:
-        """All that is there at one instant: one round trip, or two for more than 500 keys."""
+        """The whole memory at one instant, in one round trip, or two for more than 500 keys."""
         return await self._read_all(self._memory_keys(agent_id), self._max_bytes)
 
     async def _read_all(self, names: _MemoryKeys, limit: int) -> Held:
@@ -180,14 +185,16 @@ class RedisWorkingMemory:
             found = parse_contents(replies)
             if found is not None and not (parts and found.large):
                 return found
-            if found is not None:  # one part exceeds its share of the limit
+            if found is not None:  # a part exceeds its share of the limit
                 break
         found = parse_contents(await self._read(names, 0, -1, limit))
-        assert found is not None, "one reply is one instant"
+        assert found is not None, "a single reply is consistent"
         return found
 
     async def adopt(self, owner: Owner, version: int) -> bool:
-        """Become the owner of what is there, if it still has this version: one round trip, or two as `read`.
+        """Become the owner of the memory if it still has this version. Returns whether it has.
+
+        Takes one round trip, or two for more than 500 keys.
 
         Raises:
             MemoryFenced: its owner has a higher fence.
@@ -209,12 +216,15 @@ class RedisWorkingMemory:
     async def replace(
         self, owner: Owner, items: Sequence[Item], *, seen: int | None = None, force: bool = False
     ) -> Held:
-        """Put `items` in place of all that is there, become the owner, and read them back.
+        """Replace the whole memory with `items`, become its owner, and read it back.
 
-        A few megabytes are one round trip. A failure at any point leaves the old memory, or the new one.
+        A few megabytes take one round trip. A failure at any point leaves either the old or the
+        new memory.
 
         Raises:
-            MemoryFenced: its owner has a higher fence.
+            MemoryFenced: its owner has a higher fence, and `force` is not set.
+            MemoryUnavailable: this run owns the memory, but its version is not `seen`; or Redis
+                did not answer, and the memory may or may not have been replaced.
         """
         items = [item for item in items if is_storable(item)]
         try:
@@ -222,23 +232,23 @@ class RedisWorkingMemory:
         except NoScriptError:
             replies = await self._replace(owner, items, seen, force, by_digest=False)
         found = parse_contents(replies)
-        if found is None:  # somebody wrote since
+        if found is None:  # another write came in between
             found = await self._read_all(self._memory_keys(owner.agent_id), self._read_limit(items))
         if found.run_id is not None and found.run_id != owner.run_id:
             raise fenced_error(owner, found.run_id, found.fence)
         return found
 
     async def retain(self, owner: Owner, *, paused: bool) -> None:
-        """Let the memory live as long as that of a paused, or of an active, task from now on.
+        """Let the memory expire after `paused_ttl` or `active_ttl` from now.
 
-        Nothing happens if another run with the same or a higher fence has it.
+        Does nothing if another run with the same or a higher fence owns it.
         """
         ttl = self.paused_ttl if paused else self.active_ttl
         if total := await self._retain(owner, ttl, [(0, READ_BATCH_KEYS - 1)]):
             await self._retain(owner, ttl, _ranks(total, after=READ_BATCH_KEYS))
 
     async def forget(self, owner: Owner) -> None:
-        """Delete it, unless another run with the same or a higher fence has it."""
+        """Delete the memory, unless another run with the same or a higher fence owns it."""
         names = self._memory_keys(owner.agent_id)
         [reply] = await self._run_idempotent(
             names, [ScriptCall(FORGET, names.head_and_index, (*_owner_args(owner), names.value_prefix))]
@@ -259,14 +269,14 @@ class RedisWorkingMemory:
         ]
 
     def _read_limit(self, items: Sequence[Item]) -> int:
-        """Read limit for restored `items`: at least their size, as `max_bytes` may have been higher when saved."""
+        """Read limit for restored `items`. They may exceed `max_bytes` if that was reduced."""
         return max(self._max_bytes, sum(map(max_read_bytes, items)))
 
     async def _retain(self, owner: Owner, ttl: timedelta, ranks: Iterable[_RankRange]) -> int:
-        """Let the keys with these ranks live for `ttl`.
+        """Let the keys at these ranks expire after `ttl` from now.
 
         Returns:
-            How many members the index has; 0: the memory is not the owner's.
+            The number of members in the index, or 0 if the memory has another owner.
         """
         names = self._memory_keys(owner.agent_id)
         args = (*_owner_args(owner), ttl // _MILLISECOND, names.value_prefix)
@@ -279,7 +289,7 @@ class RedisWorkingMemory:
     async def _replace(
         self, owner: Owner, items: Sequence[Item], seen: int | None, force: bool, *, by_digest: bool
     ) -> list[ScriptReply]:
-        """Stage, swap and read back; the replies for what is there then."""
+        """Stage `items`, swap them in and read them back. Returns the replies of the reads."""
         names = self._memory_keys(owner.agent_id)
         staged = names.new_staging_prefix(owner)
         index, values = staged + b"index", staged + b"working:"
@@ -320,7 +330,7 @@ def _owner_args(owner: Owner) -> tuple[bytes, int]:
 
 
 def _ranks(total: int, *, after: int = 0) -> Iterator[_RankRange]:
-    """The ranks from `after` on of an index with `total` members, as many at a time as one call looks at."""
+    """Split the ranks from `after` to `total` into ranges of `READ_BATCH_KEYS`."""
     for first in range(after, total, READ_BATCH_KEYS):
         yield first, first + READ_BATCH_KEYS - 1
 
@@ -330,6 +340,6 @@ def _read_call(names: _MemoryKeys, first: int, last: int, limit: int) -> ScriptC
 
 
 def _exact_integer(command: Command, answer: Answer) -> Answer:
-    """A number that is too long for a script comes as text."""
+    """Convert an integer too large for Lua, which the script returns as text."""
     exact = command.name in {"INCRBY", "HINCRBY"} and isinstance(answer, bytes)
     return int(answer) if exact else answer  # type: ignore[arg-type]

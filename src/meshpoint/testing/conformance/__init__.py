@@ -1,4 +1,4 @@
-"""Suites that any adapter, and any user's agent, can run with pytest."""
+"""Test suites for adapters and agents, to be subclassed in pytest modules."""
 
 from meshpoint import extras
 

@@ -1,6 +1,6 @@
-"""Drive an agent in memory, and check that it keeps the contract of `DurableAgent`.
+"""Run an agent in memory, and check that it keeps the contract of `DurableAgent`.
 
-No broker and no database: what a worker and its peers would do happens here, in one coroutine.
+There is no broker and no database: one coroutine does what a worker and its peers would do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshpoint.ports.agent import DurableAgent, readable_formats
 Out = TypeVar("Out")
 
 Answer = Callable[[Call], Outcome]
-"""Plays all peers: what becomes of a call."""
+"""Plays all peers: returns the outcome of a call."""
 
 
 async def run_agent(
@@ -34,17 +34,20 @@ async def run_agent(
     ctx: TaskExecutionContext | None = None,
     max_pauses: int = 1000,
 ) -> Out:
-    """The output of `agent` for `request`, with every pause taken through what a checkpoint keeps.
+    """Run `agent` to its end and return its output, restoring it from a checkpoint at each pause.
 
     Args:
-        agent: what to run.
-        request: its input; made JSON first, as it would travel.
-        answer: the peers. It is asked in call order, until the join is met; the other calls are closed.
-        ctx: the task's context; changed by nobody but the first segment.
-        max_pauses: fail when the agent pauses more often.
+        agent: the agent to run.
+        request: its input, which is first converted to JSON, as on the wire.
+        answer: plays the peers. It is called in call order until the join is met; the remaining
+            calls are cancelled.
+        ctx: the context of the first segment; by default a new one. Later segments get a context
+            restored from it.
+        max_pauses: number of pauses after which the run fails.
 
     Raises:
-        Exception: whatever the agent raised.
+        AssertionError: the agent paused `max_pauses` times without ending.
+        Exception: any exception of the agent.
     """
     current = ctx if ctx is not None else TaskExecutionContext(TaskId(new_id()))
     result = await agent.start(current, to_jsonable_python(request))
@@ -59,7 +62,10 @@ async def run_agent(
 
 
 def answered(paused: Paused, answer: Answer) -> Outcomes:
-    """The outcomes with which `paused` is resumed, each taken through its stored form."""
+    """The outcomes that `paused` resumes with, each encoded and decoded as in the store.
+
+    Calls that the join no longer needs are cancelled.
+    """
     outcomes: dict[str, Outcome] = {}
     for call in paused.calls:
         succeeded = sum(isinstance(outcome, Ok) for outcome in outcomes.values())
@@ -71,7 +77,7 @@ def answered(paused: Paused, answer: Answer) -> Outcomes:
 
 
 def restored(ctx: TaskExecutionContext, paused: Paused, outcomes: Outcomes) -> TaskExecutionContext:
-    """The context as another replica rebuilds it after `paused`, the peers' tokens counted in."""
+    """The context as another replica restores it after `paused`, with the peers' tokens added."""
     rebuilt = TaskExecutionContext.from_checkpoint_dict(ctx.to_checkpoint_dict())
     for call in paused.calls:
         rebuilt.token_usage.merge(outcomes[call.id].usage, source=call.peer)
@@ -79,22 +85,28 @@ def restored(ctx: TaskExecutionContext, paused: Paused, outcomes: Outcomes) -> T
 
 
 class DurableAgentSuite(ABC):
-    """What every agent must do. Subclass it as `Test…`, say which agent, and pytest-asyncio runs the tests."""
+    """Tests that every agent must pass.
+
+    Subclass it as `Test…` and implement `agent`, `request` and `answer`. Needs pytest-asyncio.
+    """
 
     @abstractmethod
     def agent(self) -> DurableAgent[Any, Any]:
-        """The agent; a new one, as a new replica would make it."""
+        """Return a new instance of the agent, as a new replica would create it."""
 
     @abstractmethod
     def request(self) -> JsonValue:
-        """An input with which the agent pauses at least once, and comes to an end."""
+        """An input for which the agent pauses at least once and then ends."""
 
     @abstractmethod
     def answer(self, call: Call) -> Outcome:
-        """What the peers say; the same whenever they are asked."""
+        """The outcome of `call`. It must be the same each time."""
 
     def wrong_request(self) -> JsonValue:
-        """An input that the agent must refuse; an agent that takes anything skips `test_wrong_input_is_refused`."""
+        """An input that the agent must refuse.
+
+        If it accepts any input, skip `test_wrong_input_is_refused`.
+        """
         return {"no such field": [None]}
 
     async def test_name_and_formats_can_be_used(self) -> None:
@@ -145,7 +157,7 @@ class DurableAgentSuite(ABC):
         except (IncompatibleState, AssertionError):
             raise
         except Exception as error:
-            # The task fails, and its requester reads this text.
+            # The exception becomes the error text of the reply, so it must not be empty.
             said = str(error)
             assert said
 

@@ -1,4 +1,4 @@
-"""What every broker must do: one test per sentence of `meshpoint.ports.broker`.
+"""Tests that every broker must pass: one per sentence of `meshpoint.ports.broker`.
 
 To test a broker of your own with pytest (and pytest-asyncio, with `asyncio_mode = auto`):
 
@@ -17,10 +17,10 @@ To test a broker of your own with pytest (and pytest-asyncio, with `asyncio_mode
             ...  # a second open broker on the same data, as another process would have
 
         async def break_connection(self, broker: Broker) -> None:
-            ...  # make `broker` lose its connection, or what stands for one
+            ...  # make `broker` lose its connection, or its equivalent
 
-Every test needs empty queues: give each its own file, namespace or exchange. A broker that itself vouches for the
-sender names the login of `broker` in `verified_user`.
+Every test needs empty queues, so give each its own file, namespace or exchange. If the broker
+itself puts the login on messages, set `verified_user` to the login of `broker`.
 """
 
 from __future__ import annotations
@@ -61,4 +61,4 @@ class BrokerSuite(
     PrefetchSuite,
     LossSuite,
 ):
-    """Conformance of a `Broker`. Subclass it in a test module; pytest finds the tests."""
+    """Conformance tests for a `Broker`. Subclass it in a test module, where pytest collects it."""

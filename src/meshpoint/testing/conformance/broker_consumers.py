@@ -1,4 +1,4 @@
-"""Consumers that compete, settle, come and go."""
+"""Competing consumers: settling, prefetch, and lost connections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshpoint.testing.conformance.broker_case import AGENT, REQUESTS, BrokerCas
 
 
 class SettleSuite(BrokerCase):
-    """Each message goes to one consumer, which settles it."""
+    """Each message is delivered to one consumer, which settles it."""
 
     async def test_each_message_goes_to_one_of_the_competing_consumers(self, broker: Broker, other: Broker) -> None:
         inbox, sent = Inbox(), [a_message() for _ in range(40)]
@@ -134,7 +134,7 @@ class SettleSuite(BrokerCase):
 
 
 class PrefetchSuite(BrokerCase):
-    """How much a consumer holds, and how it ends."""
+    """Limits on unacked deliveries, and cancelled consumers."""
 
     async def test_prefetch_bounds_unsettled_deliveries(self, broker: Broker, other: Broker) -> None:
         one, two = Inbox(), Inbox()
@@ -181,7 +181,7 @@ class PrefetchSuite(BrokerCase):
     async def test_resize_up_takes_more_while_what_was_taken_stays_unsettled(
         self, broker: Broker, taken: str
     ) -> None:
-        """Raise, lower and raise the prefetch while all `taken` deliveries stay unsettled."""
+        """Raise, lower and raise the prefetch while all deliveries stay unacked."""
         inbox = Inbox()
         subscription = await broker.consume(REQUESTS, 3, inbox)
         await send(broker, REQUESTS, *(a_message() for _ in range(2)))
@@ -292,7 +292,7 @@ class PrefetchSuite(BrokerCase):
 
 
 class LossSuite(BrokerCase):
-    """What a consumer lost with its connection comes again."""
+    """Deliveries lost with a connection are delivered again."""
 
     async def test_closing_gives_unsettled_deliveries_back(self, broker: Broker, other: Broker) -> None:
         one, two, message = Inbox(), Inbox(), a_message()

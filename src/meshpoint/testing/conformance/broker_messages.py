@@ -1,4 +1,4 @@
-"""Queues, and what is sent to them."""
+"""Publishing, declaring, message content and broadcasts."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ NEVER_SENT: dict[str, dict[str, object]] = {
     "long name of a header": {"headers": {"x" * 256: 1}},
     "other value": {"headers": {"x-some": b"bytes"}},
 }
-"""Changes that make a message impossible to send."""
+"""Changes that make a message impossible to send, by test id."""
 
 
 class PublishSuite(BrokerCase):
-    """The word on each message comes in the order of the arguments."""
+    """Each message has its own result, in the order of the arguments."""
 
     async def test_a_declared_queue_accepts_though_nobody_consumes(self, broker: Broker) -> None:
         for address in (REQUESTS, responses_of(AGENT), dead_letters_of(AGENT)):
@@ -93,7 +93,7 @@ class PublishSuite(BrokerCase):
 
 
 class DeclareSuite(BrokerCase):
-    """Queues exist once declared, for good."""
+    """Declared queues exist permanently."""
 
     async def test_declaring_again_keeps_what_is_there(self, broker: Broker, other: Broker) -> None:
         message = a_message()
@@ -156,7 +156,7 @@ class DeclareSuite(BrokerCase):
 
 
 class ContentSuite(BrokerCase):
-    """What a message carries arrives as it was."""
+    """Messages arrive unchanged."""
 
     async def test_every_field_arrives(self, broker: Broker, other: Broker) -> None:
         message = Message(
@@ -220,7 +220,7 @@ class ContentSuite(BrokerCase):
 
 
 class BroadcastSuite(BrokerCase):
-    """Broadcasts, and counting what lies in a queue."""
+    """Broadcasts and queue lengths."""
 
     async def test_a_broadcast_reaches_each_replica_of_its_agent_once(self, broker: Broker, other: Broker) -> None:
         replicas = [ReplicaId(new_id()) for _ in range(3)]

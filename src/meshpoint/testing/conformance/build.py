@@ -1,4 +1,4 @@
-"""Short words for the values that the store's suite sends through its port."""
+"""Builders for the values that the store suite uses, and helpers that bring tasks into a state."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ FORMAT, OTHER_FORMAT = "travel/1", "travel/2"
 SECOND, HOUR = timedelta(seconds=1), timedelta(hours=1)
 LEASE = 15 * SECOND
 TIMEOUT = 60 * SECOND
-"""How long a call may take unless a test says otherwise."""
+"""Default timeout of a call."""
 
 
 @dataclass(slots=True)
 class Timings:
-    """Durations that a store applies."""
+    """The durations and limits that a store is configured with."""
 
     dispatch_lease: timedelta
     tombstone_ttl: timedelta
@@ -74,11 +74,11 @@ TIMINGS = Timings(
     checkpoint_history=3,
     checkpoint_archive=False,
 )
-"""What the `store` under test is to be opened with."""
+"""The timings that the `store` under test must be opened with."""
 
 
 def a_replica(name: str = "A", *, formats: Iterable[str] = (FORMAT,), agent: AgentName = AGENT) -> Replica:
-    """A replica that reads `formats`."""
+    """A replica of `agent` that reads `formats`."""
     return Replica(ReplicaId(name), agent, frozenset(formats), LEASE)
 
 
@@ -88,12 +88,12 @@ STRANGER = a_replica("C", formats=[OTHER_FORMAT])
 
 
 def a_run(task_id: TaskId | None = None) -> Run:
-    """The first run of a task without a row."""
+    """The first run of a task that has no row yet."""
     return Run(task_id or TaskId(new_id()), AGENT, RunId(new_id()))
 
 
 def a_requester(**values: object) -> Requester:
-    """Who asked, with an address to answer to."""
+    """A requester with a reply address. `values` override its fields."""
     known = {"reply_to": Address("desk.resp"), "app_id": REQUESTER, "parent_task_id": "parent", **values}
     return Requester(**known)  # type: ignore[arg-type]
 
@@ -106,7 +106,7 @@ def a_call(
     outcome: Failed | None = None,
     peer: AgentName = PEER,
 ) -> PlannedCall:
-    """A call as a pause writes it."""
+    """A call as part of a pause."""
     body = f'{{"for": "{call_id}"}}'.encode()
     return PlannedCall(
         TaskId(new_id()),
@@ -130,7 +130,7 @@ def a_pause(
     state_format: str = FORMAT,
     digest: str | None = None,
 ) -> Pause:
-    """A checkpoint that waits for `calls`, by default for one."""
+    """A checkpoint that waits for `calls`, by default for one call "a"."""
     planned = tuple(a_call(call) if isinstance(call, str) else call for call in calls or ("a",))
     return Pause(
         run=run or a_run(),
@@ -148,22 +148,22 @@ def a_pause(
 
 
 def sub(pause: Pause, call_id: str) -> TaskId:
-    """The `sub_task_id` of one call of a pause."""
+    """The `sub_task_id` of the call `call_id`."""
     return one(call.sub_task_id for call in pause.calls if call.call_id == call_id)
 
 
 def ok(value: JsonValue = "result") -> Ok[JsonValue]:
-    """A result."""
+    """A successful outcome."""
     return Ok(value)
 
 
 def error(message: str = "broken") -> Failed:
-    """A peer's failure."""
+    """A peer's failed outcome."""
     return Failed(FailureKind.ERROR, message)
 
 
 def a_claim(pause: Pause, call_id: str = "a", outcome: Outcome | None = None, *, sender: str | None = PEER) -> Claim:
-    """A response to one call; each has its own id."""
+    """A response to one call, with a new claim id."""
     return Claim(RunId(new_id()), pause.run.task_id, sub(pause, call_id), outcome or ok(call_id), sender)
 
 
@@ -173,7 +173,7 @@ def a_begin(
     requester: Requester | None = None,
     operation: Operation | None = None,
 ) -> Begin:
-    """A task written before its first segment."""
+    """A command that writes a task before its first segment."""
     return Begin(run or a_run(), replica, requester or a_requester(), b"request", operation)
 
 
@@ -186,48 +186,51 @@ def an_end(
     reason: str | None = None,
     checkpoint: AgentCheckpoint | None = None,
 ) -> End:
-    """The end of a task."""
+    """A command that ends a task."""
     return End(run, state, reply, dead_reason, reason, checkpoint)
 
 
 def a_release(run: Run, *, not_before: timedelta = timedelta(), incompatible: str | None = None) -> Release:
-    """A task given back."""
+    """A command that releases a task."""
     return Release(run, not_before, incompatible)
 
 
 def a_cancel(
     task_id: TaskId, parent: str | None = None, *, sender: str | None = None, agent: AgentName = AGENT
 ) -> Cancel:
-    """A cancel of one task."""
+    """A cancel of one task, with a new run id."""
     return Cancel(task_id, agent, RunId(new_id()), b"cancelled", parent=parent, sender=sender)
 
 
 def a_kept_reply(run: Run | None = None, *, keep: timedelta | None = HOUR, again: bool = False) -> KeepReply:
-    """The reply of a task that completed in its first segment."""
+    """The undelivered reply of a task that completed in its first segment."""
     run = run or a_run()
     reply = Reply(run.agent, run.task_id, TaskState.COMPLETED, b"the reply", a_requester())
     return KeepReply(run.id, reply, keep, again)
 
 
 def a_progress(pause: Pause, call_id: str = "a", *, sender: str = PEER) -> Progress:
-    """A status update for one call."""
+    """A peer's status update for one call."""
     return Progress(pause.run.task_id, sub(pause, call_id), sender)
 
 
 def an_operation(**values: object) -> Operation:
-    """What is written of an operation."""
+    """An operation's definition. `values` override its fields."""
     known = {"type": "analysis", "parameters": {"ticker": "ACME"}, "subject": "ACME", **values}
     return Operation(**known)  # type: ignore[arg-type]
 
 
 def a_record(name: str, result: str | None = None) -> SubtaskRecord:
-    """A subtask that has its deliverable, as JSON text, or has only begun."""
+    """A completed subtask with `result`, which is JSON text, or a started one without."""
     status = SubtaskStatus.STARTED if result is None else SubtaskStatus.COMPLETED
     return SubtaskRecord(name=name, status=status, function="1", inputs={"ticker": "digest"}, result=result)
 
 
 def a_checkpoint(run: Run, seq: int = 1, *records: SubtaskRecord, **values: object) -> AgentCheckpoint:
-    """A checkpoint of an operation that plans to fetch, to weigh and to write, and has fetched."""
+    """A checkpoint of an operation that plans fetch, weigh and write, and has completed fetch.
+
+    `values` override its fields.
+    """
     known = {
         "subject": "ACME",
         "planned": ("fetch", "weigh", "write"),
@@ -240,36 +243,33 @@ def a_checkpoint(run: Run, seq: int = 1, *records: SubtaskRecord, **values: obje
 
 
 def a_revive(task_id: TaskId, **values: object) -> Revive:
-    """A wish to go on with a task; each has its own token."""
+    """A command that makes a task ready again, with a new token. `values` override its fields."""
     return Revive(**{"task_id": task_id, "token": new_id(), **values})  # type: ignore[arg-type]
 
 
-# ── steps that a test needs done before its own ────────────────────────────────────────────────────
-
-
 async def paused(store: CheckpointStore, *calls: str | PlannedCall, **values: object) -> Pause:
-    """A task that waits for `calls`."""
+    """Pause a new task that waits for `calls`."""
     pause = a_pause(*calls, **values)  # type: ignore[arg-type]
     assert isinstance(one(await store.pause([pause])), Committed)
     return pause
 
 
 async def begun(store: CheckpointStore, replica: Replica = HERE) -> Run:
-    """A task that `replica` runs in generation 0."""
+    """Begin a task, so that `replica` runs it in generation 0."""
     result = one(await store.begin([a_begin(replica=replica)]))
     assert isinstance(result, Begun)
     return result.run
 
 
 async def operating(store: CheckpointStore, run: Run | None = None, **values: object) -> Run:
-    """An operation that `HERE` runs in generation 0, without a checkpoint yet."""
+    """Begin an operation, so that `HERE` runs it in generation 0, without a checkpoint."""
     result = one(await store.begin([a_begin(run, operation=an_operation(**values))]))
     assert isinstance(result, Begun)
     return result.run
 
 
 async def saved(store: CheckpointStore, run: Run, **values: object) -> AgentCheckpoint:
-    """The operation's next checkpoint."""
+    """Write the operation's next checkpoint."""
     latest = await store.latest(run.task_id)
     checkpoint = a_checkpoint(run, 1 if latest is None else latest.seq + 1, **values)
     assert await store.save(Save(run, checkpoint)) == Saved()
@@ -277,7 +277,7 @@ async def saved(store: CheckpointStore, run: Run, **values: object) -> AgentChec
 
 
 async def failed(store: CheckpointStore, checkpoints: int = 1, **values: object) -> Run:
-    """An operation that failed after so many checkpoints, and wrote one more as it did."""
+    """Fail an operation that has written `checkpoints` checkpoints. Its end writes one more."""
     run = await operating(store, None, **values)
     for _ in range(checkpoints):
         await saved(store, run)
@@ -286,7 +286,7 @@ async def failed(store: CheckpointStore, checkpoints: int = 1, **values: object)
 
 
 async def revived(store: CheckpointStore, task_id: TaskId, **values: object) -> Run:
-    """A task that is ready again, taken by `HERE`."""
+    """Revive a task and acquire it for `HERE`."""
     assert isinstance(await store.revive(a_revive(task_id, **values)), Revived)
     return one(await store.take(HERE, 10)).run
 
@@ -294,7 +294,7 @@ async def revived(store: CheckpointStore, task_id: TaskId, **values: object) -> 
 async def answered(
     store: CheckpointStore, pause: Pause, *call_ids: str, replica: Replica = HERE, slots: int = 1
 ) -> Arrival:
-    """What became of the last of these responses, by default of all."""
+    """Answer calls of `pause`, by default all. Returns the result of the last response."""
     ids = call_ids or tuple(call.call_id for call in pause.calls)
     return (await store.claim([a_claim(pause, call_id) for call_id in ids], replica, slots))[-1]
 
@@ -302,66 +302,66 @@ async def answered(
 async def resumed(
     store: CheckpointStore, pause: Pause | None = None, *call_ids: str, replica: Replica = HERE
 ) -> Resumable:
-    """A task that `replica` runs, resumed by responses to these calls, by default to all."""
+    """Answer calls of a paused task, by default all, so that `replica` resumes it."""
     arrival = await answered(store, pause or await paused(store), *call_ids, replica=replica)
     assert isinstance(arrival, AllArrived)
     return arrival.task
 
 
 async def ready(store: CheckpointStore, pause: Pause | None = None) -> Pause:
-    """A task whose join is met and that nobody runs."""
+    """Meet the join of a paused task without a free slot, so that the task becomes ready."""
     pause = pause or await paused(store)
     await answered(store, pause, slots=0)
     return pause
 
 
 async def ended(store: CheckpointStore, **values: object) -> Run:
-    """A task that was answered."""
+    """Complete a task. Its reply is not sent yet."""
     run = (await resumed(store)).run
     await store.end([an_end(run, **values)])  # type: ignore[arg-type]
     return run
 
 
 async def taken_over(store: CheckpointStore, clock: FakeClock) -> Resumable:
-    """The only running task, now that its lease has expired, owned by `THERE`."""
+    """Expire the lease of the only running task, and rescue it for `THERE`."""
     clock.advance(LEASE + SECOND)
     return one(await store.take_over(THERE, 10, 10))
 
 
 async def cancels_to_send(store: CheckpointStore, clock: FakeClock) -> list[TaskId]:
-    """The calls whose peers are still to be told, once whoever closed them has had time to do so."""
+    """The calls whose cancels are due after the dispatch lease."""
     clock.advance(TIMINGS.dispatch_lease + SECOND)
     return [send.sub_task_id for send in await store.unsent(AGENT, 100) if isinstance(send, CancelNotice)]
 
 
 async def row(store: CheckpointStore, task_id: TaskId) -> tuple[TaskSummary, list[CallSummary]]:
-    """All that people can see of a task; two of them are equal when nothing changed."""
+    """Summaries of the task and its calls. Equal results mean that nothing changed."""
     found = await store.task(task_id)
     assert found is not None
     return found
 
 
 async def state_of(store: CheckpointStore, task_id: TaskId) -> TaskState:
-    """Where the task stands."""
+    """The task's state."""
     return (await row(store, task_id))[0].state
 
 
 def one(items: Iterable[T]) -> T:
-    """The only item."""
+    """The only item of `items`."""
     [item] = items
     return item
 
 
 def outcomes(task: Resumable) -> dict[str, Outcome]:
-    """Outcomes by call id, in their order."""
+    """The outcomes by call id, in call order."""
     return {call_id: outcome for call_id, _, outcome in task.outcomes}
 
 
 def kinds(task: Resumable) -> list[str]:
-    """For each call, in call order: "ok" or the kind of its failure."""
+    """For each call, in call order, "ok" or the kind of its failure."""
     return [outcome.kind.value if isinstance(outcome, Failed) else "ok" for _, _, outcome in task.outcomes]
 
 
 def task_ids(tasks: Sequence[Resumable]) -> list[TaskId]:
-    """Which tasks were taken."""
+    """The ids of `tasks`, in their order."""
     return [task.run.task_id for task in tasks]

@@ -1,4 +1,4 @@
-"""Short words for checkpoints that bring a working memory."""
+"""Builders for checkpoints that include a working memory."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from meshpoint.testing.conformance.build import a_checkpoint, a_pause, a_record
 
 
 def digest(word: str) -> str:
-    """What stands for the memory `word`."""
+    """A stand-in for the digest of the memory `word`."""
     return f"digest of {word}"
 
 
 def content(word: str) -> bytes:
-    """The memory `word`, packed."""
+    """The packed content of the memory `word`."""
     return f"\0{word}\xff".encode("latin-1")
 
 
 def remembering(run: Run, seq: int, word: str, **values: object) -> AgentCheckpoint:
-    """A checkpoint that brings the memory `word`."""
+    """A checkpoint with the memory `word`."""
     bring = {"l1_snapshot": content(word), "l1_snapshot_hash": digest(word)}
     return a_checkpoint(run, seq, a_record("fetch", f'"{word}"'), **bring, **values)
 
 
 def remembering_pause(run: Run, seq: int, word: str) -> Pause:
-    """A pause with a checkpoint that brings the memory `word`."""
+    """A pause whose checkpoint has the memory `word`."""
     return replace(a_pause(run=run), checkpoint=remembering(run, seq, word))
 
 
 async def save(store: CheckpointStore, run: Run, words: Sequence[str | None], *, first: int = 1) -> None:
-    """Write a checkpoint for each of `words`, from `first` on: with that memory, or without any."""
+    """Write a checkpoint for each of `words`, numbered from `first`. `None` means no memory."""
     for seq, word in enumerate(words, first):
         checkpoint = a_checkpoint(run, seq) if word is None else remembering(run, seq, word)
         assert await store.save(Save(run, checkpoint)) == Saved()
 
 
 async def memory_of(store: CheckpointStore, task_id: TaskId) -> tuple[int, str]:
-    """The memory that is kept: with which checkpoint, and its word."""
+    """The stored memory: the number of its checkpoint, and its word."""
     found = await store.l1_snapshot(task_id)
     assert found is not None
     word = found.content[1:-1].decode()
@@ -50,11 +50,11 @@ async def memory_of(store: CheckpointStore, task_id: TaskId) -> tuple[int, str]:
 
 
 async def kept(store: CheckpointStore, task_id: TaskId) -> list[int]:
-    """The checkpoints that are kept."""
+    """The numbers of the stored checkpoints, oldest first."""
     return [each.seq for each in await store.history(task_id)]
 
 
 async def nothing_new(store: CheckpointStore, run: Run) -> None:
-    """Since an operation wrote its first checkpoint."""
+    """Assert that the operation still has only its first checkpoint and memory."""
     assert await kept(store, run.task_id) == [1]
     assert await memory_of(store, run.task_id) == (1, "first")

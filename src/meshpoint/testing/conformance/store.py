@@ -1,4 +1,4 @@
-"""What every checkpoint store must do: one test per sentence of `meshpoint.ports.task_store` and `ports.operations`.
+"""Tests that every store must pass: one per sentence of `ports.task_store` and `ports.operations`.
 
 To test a store of your own with pytest (and pytest-asyncio, with `asyncio_mode = auto`):
 
@@ -18,7 +18,7 @@ To test a store of your own with pytest (and pytest-asyncio, with `asyncio_mode 
         async def other(self, clock: FakeClock, store: CheckpointStore) -> AsyncIterator[CheckpointStore]:
             ...  # a second open store on the same data; leave it out if only one process can use yours
 
-A class parametrised over several stores takes `@pytest.fixture(params=[...])` in place of `@pytest.fixture`.
+To run the class on several stores, use `@pytest.fixture(params=[...])` instead.
 """
 
 from __future__ import annotations
@@ -100,11 +100,14 @@ class CheckpointStoreSuite(
     RepliesSuite,
     DueSuite,
 ):
-    """Subclass it, and provide `store`: open, empty, driven by `clock`, with the durations of `TIMINGS`."""
+    """Conformance tests for a `CheckpointStore`. Subclass it and provide the fixture `store`.
+
+    The store must be open and empty, use `clock` as its time, and have the timings `TIMINGS`.
+    """
 
     @pytest.fixture
     def clock(self) -> FakeClock:
-        """The time that the store goes by."""
+        """The clock that the store must use."""
         return FakeClock()
 
     @pytest.fixture
@@ -114,5 +117,5 @@ class CheckpointStoreSuite(
 
     @pytest.fixture
     def other(self, store: CheckpointStore) -> CheckpointStore:
-        """What a second replica opens on the same data."""
+        """The store that a second replica opens on the same data."""
         return store

@@ -1,4 +1,4 @@
-"""Tasks that are asked for again: which request counts, who may ask, and the cancels that an earlier attempt left."""
+"""Tasks that are requested again: accepted requests, permitted requesters, and old cancels."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ DONE, FAILED = TaskState.COMPLETED, TaskState.FAILED
 
 
 class ApartSuite:
-    """Cancels that an earlier attempt still owes its peers."""
+    """Cancels that an earlier attempt has not sent yet."""
 
     async def _cancelled(self, store: CheckpointStore) -> Pause:
-        """An operation that was cancelled while it waited for a and b, after it was answered."""
+        """Cancel an operation while it waits for a and b. Its reply is already sent."""
         run = await operating(store)
         await saved(store, run)
         pause = await paused(store, "a", "b", run=run)
@@ -145,7 +145,7 @@ class ApartSuite:
 
 
 class OrderSuite:
-    """Which of a requester's wishes counts."""
+    """The order of a requester's repeated requests."""
 
     async def test_the_order_that_a_task_has_seen_finds_itself(self, store: CheckpointStore) -> None:
         run = await failed(store)
@@ -207,7 +207,8 @@ class OrderSuite:
     async def test_a_task_that_was_resumed_by_hand_stays_its_requesters(self, store: CheckpointStore) -> None:
         run = await failed(store)
         await sent(store, run.task_id)
-        await store.end([an_end(await revived(store, run.task_id), FAILED)])  # no reply is expected
+        # No requester expects a reply.
+        await store.end([an_end(await revived(store, run.task_id), FAILED)])
         stranger = again(run.task_id, "01", requester=a_requester(app_id="stranger"))
         assert await store.revive(stranger) == NotRevived(Refusal.NOT_FOUND, ASKED_BY_ANOTHER)
         assert await store.revive(again(run.task_id, "01")) == Revived(run.task_id, AGENT, 2)
@@ -226,7 +227,7 @@ class OrderSuite:
             assert not isinstance(await store.revive(replace(wish, digest="this")), NotRevived)
 
     async def test_a_task_of_the_release_before_learns_its_input(self, store: CheckpointStore) -> None:
-        """Its rows have no digest, so any input matches."""
+        """Rows of an earlier release have no digest, so any input matches."""
         run = await begun(store)
         assert await store.revive(again(run.task_id, "01", adopt=True, digest="this")) == Adopted()
         known = (await store.lookup([run.task_id]))[run.task_id]
@@ -247,7 +248,7 @@ class OrderSuite:
 
 
 class AdoptSuite:
-    """Active tasks that answer a new requester."""
+    """A new requester attaches to an active task."""
 
     @pytest.mark.parametrize("step", ["running", "waiting", "ready"])
     async def test_an_active_task_answers_the_new_requester(self, store: CheckpointStore, step: str) -> None:
@@ -308,12 +309,12 @@ class AdoptSuite:
         run = (await resumed(store)).run
         wish = again(run.task_id, "01", adopt=True, requester=a_requester(idle_timeout=9 * SECOND))
         await store.revive(wish)
-        await paused(store, run=run)  # as whoever ran it knows its requester
+        await paused(store, run=run)  # its run still knows the old requester
         clock.advance(4 * SECOND)
         assert one(await store.keep_alives(HERE, 10)).requester == wish.requester
 
 
 def again(task_id: TaskId, order: str, **values: object) -> Revive:
-    """A requester's wish that a task go on, for its next attempt."""
+    """A requester's request to resume a task as its next attempt."""
     known = {"requester": a_requester(parent_task_id=f"parent~resume-{order}"), **values}
     return replace(a_revive(task_id, **known), order=order)

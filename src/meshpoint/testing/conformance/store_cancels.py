@@ -1,4 +1,4 @@
-"""Cancels, whatever the state of the task."""
+"""Cancels of tasks in every state."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from meshpoint.testing.conformance.build import (
 
 
 class CancelSuite:
-    """One transaction ends what waits; a flag stops what runs; a tombstone stands for what has not come yet."""
+    """A cancel ends waiting tasks, flags running ones, and leaves a tombstone for unknown ones."""
 
     async def test_a_waiting_task_ends_at_once_and_its_open_calls_are_closed(
         self, store: CheckpointStore, clock: FakeClock
@@ -213,7 +213,7 @@ class CancelSuite:
 
 
 class CancellerSuite:
-    """A cancel counts only for its sender's own tasks."""
+    """Only a task's own requester can cancel it."""
 
     @pytest.mark.parametrize("step", ["running", "waiting", "ready", "ended"])
     async def test_a_cancel_of_another_sender_changes_nothing(
@@ -286,7 +286,7 @@ class CancellerSuite:
         assert isinstance(one(await store.begin([other])), Begun)
 
     async def test_an_early_cancel_of_nobody_in_particular_binds_all(self, store: CheckpointStore) -> None:
-        """Even if it finds the tombstone of another sender."""
+        """It also widens the tombstone of a cancel from another sender."""
         plain, widened = a_run(), a_run()
         await store.cancel([a_cancel(widened.task_id, sender="mallory")])
         for run in (plain, widened):

@@ -1,4 +1,4 @@
-"""How outcomes are recorded, and what meets a join."""
+"""Recording outcomes, and meeting joins."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ USAGE = TokenUsage(total=Tokens(input=3, output=2), by_model={"m": Tokens(input=
 
 
 class ClaimSuite:
-    """Each call gets one outcome, from the peer that was called."""
+    """Each call gets exactly one outcome, from the peer that was called."""
 
     async def test_an_outcome_before_the_last_leaves_the_task_waiting(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a", "b")
@@ -88,7 +88,7 @@ class ClaimSuite:
             state=pause.state,
             state_format=FORMAT,
             outcomes=(("a", PEER, ok({"price": 7})),),
-            request=task.request,  # may be left out once there is a state
+            request=task.request,  # optional once there is a state
             attempt=1,
         )
         summary, _ = await row(store, run.task_id)
@@ -296,7 +296,7 @@ class ClaimSuite:
 
 
 class JoinSuite:
-    """When a paused task may go on."""
+    """Which outcomes meet a join."""
 
     async def test_all_counts_outcomes_of_any_kind(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a", "b")

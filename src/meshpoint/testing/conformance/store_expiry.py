@@ -49,18 +49,18 @@ FOREIGNER = a_replica(agent=AgentName("hotels"))
 
 
 def taken(expired: Expired) -> Resumable:
-    """The task that an expiry resumed."""
+    """The task that `expired` resumed."""
     assert isinstance(expired.then, AllArrived)
     return expired.then.task
 
 
 def told(expired: Expired) -> list[TaskId]:
-    """The calls whose peers are to be told."""
+    """The calls whose peers are sent a cancel."""
     return [notice.sub_task_id for notice in expired.cancels]
 
 
 class ExpireSuite:
-    """Deadlines of calls and joins."""
+    """Calls and joins past their deadline."""
 
     async def test_before_its_deadline_nothing_expires(self, store: CheckpointStore, clock: FakeClock) -> None:
         await paused(store, "a", join=Join(deadline=TIMEOUT))
@@ -185,7 +185,7 @@ class ExpireSuite:
 
 
 class ProgressSuite:
-    """Status updates of peers."""
+    """Status updates extend idle deadlines."""
 
     async def test_progress_tells_whom_to_forward_to(self, store: CheckpointStore) -> None:
         pause = await paused(store, "a", a_call("b", idle_timeout=SOON))

@@ -1,4 +1,4 @@
-"""Operations that end: what is kept of them, and for how long."""
+"""What remains of an ended operation, and for how long."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ DONE, FAILED, CANCELLED = TaskState.COMPLETED, TaskState.FAILED, TaskState.CANCE
 
 
 class KeptSuite:
-    """What the end of an operation does to its checkpoints."""
+    """The checkpoints of ended operations."""
 
     @pytest.fixture
     def archiving(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Stores opened after this keep an archive."""
+        """Let stores opened after this archive checkpoints."""
         monkeypatch.setattr(TIMINGS, "checkpoint_archive", True)
 
     async def test_completed_operations_lose_their_checkpoints(self, store: CheckpointStore) -> None:
@@ -237,7 +237,7 @@ class RetentionSuite:
 
 
 async def nothing_is_left(store: CheckpointStore, task_id: TaskId) -> None:
-    """Of an operation that was deleted."""
+    """Assert that an operation was deleted completely."""
     assert await store.task(task_id) is None
     assert await store.operation(task_id) is None
     assert await store.history(task_id) == []

@@ -50,7 +50,7 @@ FOREIGNER = a_replica(agent=AgentName("hotels"))
 
 
 class LeaseSuite:
-    """Who owns a running task: take, take over, renew."""
+    """Ownership of running tasks: acquiring, rescuing and renewing."""
 
     async def test_ready_tasks_are_taken_oldest_first(self, store: CheckpointStore, clock: FakeClock) -> None:
         tasks = []
@@ -140,7 +140,7 @@ class LeaseSuite:
 
 
 class RescueSuite:
-    """Tasks that lost their owners repeatedly, and may have killed them."""
+    """Tasks that have repeatedly lost their owner, and may have killed it."""
 
     async def test_a_rescue_is_no_attempt_where_suspects_are_isolated(
         self, store: CheckpointStore, clock: FakeClock
@@ -212,7 +212,7 @@ class RescueSuite:
         task = one(await suspects(store, clock, 1))
         death = Release(task.run, SECOND, counted=True, death="killed by SIGKILL")
         assert await store.release([death]) == await store.release([death]) == [True]
-        assert await store.take(HERE, 10, 1) == []  # not yet
+        assert await store.take(HERE, 10, 1) == []  # not due yet
         clock.advance(SECOND)
         again = one(await store.take(HERE, 10, 1))
         assert (again.attempt, again.rescues, again.death) == (2, 2, "killed by SIGKILL")
@@ -252,7 +252,7 @@ class RescueSuite:
         assert kind_of(one(await store.begin([wish]))) == "Fenced"
 
     async def test_a_repeated_begin_tells_what_the_first_one_wrote(self, store: CheckpointStore) -> None:
-        """How many slots are free may have changed since."""
+        """The number of free slots may have changed in between."""
         for queued in (True, False):
             wish = replace(a_begin(), queued=queued)
             first = one(await store.begin([wish]))
@@ -262,13 +262,13 @@ class RescueSuite:
 
 
 async def rescued(store: CheckpointStore, clock: FakeClock) -> Resumable:
-    """Expire the only running task's lease, and return it owned by `ISOLATING`."""
+    """Expire the lease of the only running task, and rescue it for `ISOLATING`."""
     clock.advance(LEASE + SECOND)
     return one(await store.take_over(ISOLATING, 10, 10))
 
 
 async def suspects(store: CheckpointStore, clock: FakeClock, count: int) -> list[Resumable]:
-    """Tasks that lost two owners since they began, owned by `ISOLATING`."""
+    """Begin `count` tasks and rescue each twice, so that `ISOLATING` owns them as suspects."""
     for _ in range(count):
         await begun(store)
     for _ in range(2):
@@ -278,12 +278,12 @@ async def suspects(store: CheckpointStore, clock: FakeClock, count: int) -> list
 
 
 def kind_of(result: object) -> str:
-    """The name of a result's class."""
+    """The class name of a result."""
     return type(result).__name__
 
 
 class KeepAliveSuite:
-    """Requesters that want to hear of their waiting tasks."""
+    """Keep-alives to the requesters of waiting tasks."""
 
     async def test_an_impatient_requester_hears_within_its_idle_timeout(
         self, store: CheckpointStore, clock: FakeClock
@@ -320,7 +320,7 @@ class KeepAliveSuite:
 
 
 class PurgeSuite:
-    """Tombstones that have had their time."""
+    """Deletion of expired tombstones."""
 
     async def test_a_tombstone_goes_when_it_expires_and_its_reply_is_sent(
         self, store: CheckpointStore, clock: FakeClock
@@ -391,7 +391,7 @@ class PurgeSuite:
 
 
 async def sent(store: CheckpointStore, task_id: TaskId) -> None:
-    """Mark the reply of an ended task as sent."""
+    """Confirm the reply of an ended task as sent."""
     reply = (await store.lookup([task_id]))[task_id].reply
     assert reply is not None
     await store.mark_sent([reply])

@@ -1,4 +1,4 @@
-"""Working memories that are written with checkpoints: what is kept of them, and what is not."""
+"""Working memories written with checkpoints: which are kept, and which are dropped."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FAILED, CANCELLED = TaskState.FAILED, TaskState.CANCELLED
 
 
 class MemoryInCheckpointsSuite:
-    """Checkpoints within a segment that bring a working memory, or only its hash."""
+    """Checkpoints within a segment, with a working memory or only its hash."""
 
     async def test_a_memory_is_kept_with_its_checkpoint(self, store: CheckpointStore, other: CheckpointStore) -> None:
         run = await operating(store)
@@ -123,7 +123,7 @@ class MemoryInCheckpointsSuite:
         assert await memory_of(store, run.task_id) == (5, "second")
 
     async def test_only_the_newest_is_kept(self, store: CheckpointStore) -> None:
-        """A checkpoint that still had its own would not leave the history."""
+        """The superseded memories no longer protect their checkpoints from deletion."""
         run = await operating(store)
         await save(store, run, ["first", "second", "third", None, None, None])
         assert await kept(store, run.task_id) == [3, 4, 5, 6]
@@ -162,11 +162,11 @@ class MemoryInCheckpointsSuite:
 
 
 class MemoryAtTheEndSuite:
-    """What the end of an operation does to its memory, and what is there when it goes on."""
+    """An ended operation's memory, and what a resumed attempt finds."""
 
     @pytest.fixture
     def archiving(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Stores opened after this keep an archive."""
+        """Let stores opened after this archive checkpoints."""
         monkeypatch.setattr(TIMINGS, "checkpoint_archive", True)
 
     async def test_completed_operations_have_none(self, store: CheckpointStore) -> None:

@@ -1,4 +1,4 @@
-"""Working memories and checkpoints that are written with a pause."""
+"""Working memories and checkpoints written with a pause."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from meshpoint.testing.conformance.store_operations import a_child, latest_of
 
 
 class MemoryAtPausesSuite:
-    """Checkpoints that are written with a pause."""
+    """Checkpoints written with a pause."""
 
     async def test_a_pause_writes_its_checkpoint(
         self, store: CheckpointStore, other: CheckpointStore, clock: FakeClock

@@ -1,4 +1,4 @@
-"""Operations while they run: how one begins, its checkpoints, what people see of it."""
+"""Running operations: their begin, their checkpoints and their summaries."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ELSEWHERE = AgentName("hotels")
 
 
 class TrackSuite:
-    """A task is an operation from its first subtask on."""
+    """A task becomes an operation with its first subtask."""
 
     async def test_a_task_without_subtasks_is_no_operation(self, store: CheckpointStore) -> None:
         task = await resumed(store)
@@ -122,17 +122,17 @@ class TrackSuite:
 
 
 def a_child(**values: object) -> Child:
-    """A task at a peer."""
+    """A task that an operation started at a peer."""
     return Child.model_validate({"id": new_id(), "peer": PEER, "digest": "d", "subtask": "fetch", **values})
 
 
 class ChildrenSuite:
-    """The tasks that an operation started at peers."""
+    """Tasks that an operation started at peers."""
 
     async def test_each_pause_adds_its_children(self, store: CheckpointStore) -> None:
         run, first, second, third = await operating(store), a_child(), a_child(subtask=None, retry=2), a_child()
         pause = replace(a_pause(run=run), children=(first, second))
-        for _ in range(2):  # the second finds itself
+        for _ in range(2):  # the second is a repeat
             await store.pause([pause])
         await store.pause([replace(a_pause(run=(await resumed(store, pause)).run), children=(third,))])
         summary = await store.operation(run.task_id)
@@ -263,7 +263,7 @@ class SaveSuite:
 
 
 class SummarySuite:
-    """Operations, for people."""
+    """Summaries of operations."""
 
     async def test_an_operation_tells_how_far_it_is(self, store: CheckpointStore, clock: FakeClock) -> None:
         run = await operating(store)
@@ -276,7 +276,7 @@ class SummarySuite:
         await saved(store, run, current_subtask=None)
         summary = await store.operation(run.task_id)
         assert summary is not None
-        assert (summary.phase, summary.checkpoint) == ("weigh", 2)  # the next one
+        assert (summary.phase, summary.checkpoint) == ("weigh", 2)  # the next subtask of the plan
 
     async def test_an_operation_is_where_its_task_is(self, store: CheckpointStore, clock: FakeClock) -> None:
         assert await store.operation(TaskId("nobody")) is None
@@ -332,7 +332,7 @@ async def latest_of(store: CheckpointStore, task_id: TaskId) -> AgentCheckpoint:
 
 
 async def status_of(store: CheckpointStore, task_id: TaskId) -> tuple[object, object, object]:
-    """Where an operation stands, and who owns it until when."""
+    """The operation's status, its owner, and when the owner's lease ends."""
     summary = await store.operation(task_id)
     assert summary is not None
     return summary.status, summary.owner, summary.lease_until

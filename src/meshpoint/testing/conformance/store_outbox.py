@@ -1,4 +1,4 @@
-"""What is still to be sent, and what people see."""
+"""The outbox, and the catalog of tasks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LEASED = TIMINGS.dispatch_lease + SECOND
 
 
 class OutboxSuite:
-    """Everything committed is sent at least once."""
+    """Every committed message is sent at least once."""
 
     async def test_a_dispatch_is_offered_again_after_its_lease(
         self, store: CheckpointStore, clock: FakeClock
@@ -217,7 +217,7 @@ class OutboxSuite:
 
 
 class CatalogSuite:
-    """Tasks as people see them."""
+    """Tasks and their calls, as summaries."""
 
     async def test_tasks_are_listed_newest_first(self, store: CheckpointStore, clock: FakeClock) -> None:
         tasks = []
@@ -256,5 +256,5 @@ class CatalogSuite:
 
 
 def ids(send: Send) -> tuple[TaskId, TaskId | None]:
-    """The task and the call of a send."""
+    """The ids of the task and of the call; the latter is `None` for a reply."""
     return send.task_id, None if isinstance(send, Reply) else send.sub_task_id

@@ -1,4 +1,4 @@
-"""What a pause writes, and when it must not."""
+"""What a pause writes, and when it must not write."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from meshpoint.testing.conformance.build import (
 
 
 class PauseSuite:
-    """Checkpoints."""
+    """Writing of checkpoints."""
 
     async def test_a_first_pause_waits_and_hands_out_its_dispatches_in_call_order(
         self, store: CheckpointStore, clock: FakeClock

@@ -48,7 +48,7 @@ from meshpoint.testing.conformance.build import (
 
 
 class ReplicasSuite:
-    """`store` and `other` are what two replicas open; a store for one process runs these tests with itself."""
+    """Two replicas use `store` and `other`, which are the same for a store in one process."""
 
     async def test_what_one_replica_pauses_another_resumes(
         self, store: CheckpointStore, other: CheckpointStore
@@ -102,7 +102,7 @@ class ReplicasSuite:
     async def test_each_ready_task_is_taken_once(self, store: CheckpointStore, other: CheckpointStore) -> None:
         tasks = [(await ready(store)).run.task_id for _ in range(6)]
         taken = await asyncio.gather(store.take(HERE, 6), other.take(THERE, 6))
-        # One of them may have skipped a row that the other had locked but did not take.
+        # One replica may have skipped a row that the other had locked but did not acquire.
         rest = await store.take(HERE, 6)
         assert sorted(task_ids([*taken[0], *taken[1], *rest])) == sorted(tasks)
 

@@ -45,7 +45,7 @@ LEASED = TIMINGS.dispatch_lease + SECOND
 
 
 class RepliesSuite:
-    """A reply that its requester's queue refuses waits in a row of its own."""
+    """A reply that could not be delivered is kept in a row of its own."""
 
     async def test_a_kept_reply_is_offered_after_its_lease(self, store: CheckpointStore, clock: FakeClock) -> None:
         wish = a_kept_reply()
@@ -132,7 +132,7 @@ class RepliesSuite:
         assert reply is not None
         moved = replace(reply, requester=replace(reply.requester, reply_to=Address("desk.private.2")))
         assert await store.keep_replies([KeepReply(a_run().id, moved, again=True)]) == [True]
-        await store.mark_sent([reply])  # sent to the former address
+        await store.mark_sent([reply])  # to the previous address
         clock.advance(LEASED)
         assert one(await store.unsent(AGENT, 10)).task_id == run.task_id
         await store.mark_sent([moved])
@@ -143,7 +143,7 @@ class RepliesSuite:
         wish = a_kept_reply()
         await store.keep_replies([wish])
         clock.advance(LEASED)
-        await store.unsent(AGENT, 10)  # the lease has doubled
+        await store.unsent(AGENT, 10)  # this doubles the lease
         assert await store.keep_replies([replace(wish, run_id=a_run().id, again=True)]) == [True]
         clock.advance(LEASED)
         assert await store.unsent(AGENT, 10) == []
@@ -151,7 +151,7 @@ class RepliesSuite:
     async def test_a_kept_reply_takes_the_place_of_a_cancel_that_came_before_its_request(
         self, store: CheckpointStore, clock: FakeClock
     ) -> None:
-        """A cancel leaves a row while a task without one runs: the task's reply must not be lost for it."""
+        """The cancel's row must not displace the reply of a task that runs without a row."""
         wishes = [a_kept_reply(), a_kept_reply()]
         mine, theirs = (wish.reply.task_id for wish in wishes)
         await store.cancel([a_cancel(mine, sender="desk"), a_cancel(theirs, sender="stranger")])
@@ -187,7 +187,7 @@ class DueSuite:
         assert await store.due(HERE, 10) == Due()
         clock.advance(max(LEASE, TIMEOUT) + SECOND)
         await ready(store)
-        for _ in range(2):  # counting leases nothing
+        for _ in range(2):  # counting does not lease
             due = await store.due(HERE, 10)
             assert (due.ready, due.lapsed, due.expired, due.keep_alives) == (1, 1, 1, 1)
             assert due.unsent >= 2  # the reply, and the call that has an hour

@@ -1,4 +1,4 @@
-"""Ended tasks that are made ready again."""
+"""Ended tasks that become ready again."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ DONE, FAILED, CANCELLED = TaskState.COMPLETED, TaskState.FAILED, TaskState.CANCE
 
 
 class ReviveSuite:
-    """Ended tasks that are made ready again."""
+    """Ended tasks that become ready again."""
 
     async def test_a_revived_operation_is_ready_as_new(self, store: CheckpointStore, clock: FakeClock) -> None:
         pause = await paused(store, run=await operating(store), requester=a_requester(idle_timeout=HOUR))
@@ -105,7 +105,7 @@ class ReviveSuite:
         run = await operating(store)
         await saved(store, run)
         await store.end([an_end(await revived(store, run.task_id, requester=requester, abandoned=True), FAILED)])
-        run = await revived(store, run.task_id)  # that reply was not sent
+        run = await revived(store, run.task_id)  # its reply was never sent
         end = one(await store.end([an_end(run, reply=b"at last")]))
         assert isinstance(end, Ended)
         assert (end.reply.requester, end.reply.body) == (replace(requester, deadline=None), b"at last")
@@ -171,7 +171,7 @@ class ReviveSuite:
 
 
 class RefusalSuite:
-    """Why an operation is not resumed."""
+    """Reasons for not resuming an operation."""
 
     async def test_what_is_not_there_is_not_found(self, store: CheckpointStore) -> None:
         run = await failed(store)
@@ -230,7 +230,7 @@ class RefusalSuite:
 
     async def test_an_exclusive_agent_has_one_active_operation(self, store: CheckpointStore) -> None:
         over, other = await failed(store, exclusive=True), await operating(store)
-        await begun(store)  # is no operation
+        await begun(store)  # this one is not an operation
         wish = a_revive(over.task_id)
         assert await store.revive(wish) == NotRevived(Refusal.OTHER_ACTIVE, other.task_id)
         await store.end([an_end(other, FAILED)])
@@ -262,7 +262,7 @@ class RefusalSuite:
 
 
 class TokenSuite:
-    """Wishes by hand that come again, or late."""
+    """Manual requests to resume that are repeated or late."""
 
     async def test_a_repeated_wish_finds_itself(self, store: CheckpointStore) -> None:
         run = await failed(store)

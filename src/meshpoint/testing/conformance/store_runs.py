@@ -1,4 +1,4 @@
-"""What else a run writes: its begin, its end, its release."""
+"""Looking up, beginning, ending and releasing tasks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from meshpoint.testing.conformance.build import (
 
 
 class LookupSuite:
-    """Which rows there are."""
+    """Looking up tasks by id."""
 
     async def test_lookup_finds_the_rows_that_exist(self, store: CheckpointStore) -> None:
         waiting, running = (await paused(store)).run.task_id, (await begun(store)).task_id
@@ -97,7 +97,7 @@ class BeginSuite:
     ) -> None:
         run = await begun(store)
         clock.advance(LEASE + SECOND)
-        task = one(await store.take_over(STRANGER, 10))  # no state yet, so the format does not matter
+        task = one(await store.take_over(STRANGER, 10))  # any format: there is no state yet
         assert (task.run.task_id, task.run.generation, task.run.fence) == (run.task_id, 0, 2)
         assert (task.request, task.outcomes, task.attempt, task.requester) == (b"request", (), 2, a_requester())
 
@@ -139,7 +139,7 @@ class BeginSuite:
 
 
 class EndSuite:
-    """Ends."""
+    """Ending of tasks."""
 
     @pytest.mark.parametrize("state", [TaskState.COMPLETED, TaskState.FAILED, TaskState.CANCELLED])
     async def test_an_end_keeps_the_reply(self, store: CheckpointStore, state: TaskState) -> None:
@@ -205,7 +205,7 @@ class EndSuite:
 
 
 class ReleaseSuite:
-    """Tasks given back."""
+    """Tasks released by their owner."""
 
     async def test_a_released_task_is_ready_for_any_replica(self, store: CheckpointStore) -> None:
         task = await resumed(store)
@@ -260,7 +260,7 @@ class ReleaseSuite:
     async def test_a_begun_task_is_released_with_its_request(self, store: CheckpointStore) -> None:
         run = await begun(store)
         await store.release([a_release(run)])
-        task = one(await store.take(STRANGER, 10))  # no state yet, so the format does not matter
+        task = one(await store.take(STRANGER, 10))  # any format: there is no state yet
         assert (task.run.task_id, task.run.generation, task.request, task.outcomes) == (
             run.task_id,
             0,

@@ -1,4 +1,6 @@
-"""What every working memory must do: one test per sentence of `meshpoint.ports.working_memory`, and per command.
+"""Tests that every working memory must pass: one per sentence of its port, and per command.
+
+The port is `meshpoint.ports.working_memory`.
 
 To test a working memory of your own with pytest (and pytest-asyncio, with `asyncio_mode = auto`):
 
@@ -16,9 +18,9 @@ To test a working memory of your own with pytest (and pytest-asyncio, with `asyn
             ...  # a second one on the same data; leave it out if only one process can use yours
 
         async def pass_time(self, memory: WorkingMemory, duration: timedelta) -> None:
-            ...  # move its clock; leave it out if it goes by itself
+            ...  # advance its clock; leave it out if the clock runs by itself
 
-Every test has a task of its own. Nobody else's writes may reach what is tested.
+Every test uses a task of its own, and nothing else may write to its memory.
 """
 
 from __future__ import annotations
@@ -59,4 +61,4 @@ class WorkingMemorySuite(
     ReplaceSuite,
     WorkingMemoryCase,
 ):
-    """Conformance of a `WorkingMemory`. Subclass it in a test module; pytest finds the tests."""
+    """Conformance tests for a `WorkingMemory`. Subclass it in a test module."""

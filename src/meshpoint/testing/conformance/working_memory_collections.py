@@ -11,14 +11,14 @@ from meshpoint.model.memory import Answer, Item, Kind
 from meshpoint.testing.conformance.working_memory_case import BINARY, Hand, an_owner, contents, floats
 
 MANY = [b"%d" % number for number in range(100_000)]
-"""More values than a script of Redis takes as arguments of one call."""
+"""More values than a Lua script in Redis can pass to one call."""
 
 BOUNDS = [(0, -1), (0, 0), (1, 2), (-2, -1), (-100, 100), (3, 1), (4, 9), (-1, -2), (2, -2), (-100, -99), (9, 9)]
-"""For a range of four, some beyond it, some the wrong way round."""
+"""Bounds for a range of four elements, including inverted ones and some out of range."""
 
 
 def _within(bounds: tuple[int, int], values: list[bytes]) -> list[bytes]:
-    """What Redis has between bounds, in other words than those of any implementation."""
+    """The values that Redis selects between `bounds`, computed independently of any adapter."""
     places = [place + len(values) if place < 0 else place for place in bounds]
     return [value for place, value in enumerate(values) if places[0] <= place <= places[1]]
 
@@ -34,7 +34,7 @@ def _unordered(answer: Answer) -> list[bytes]:
 
 
 class ListSuite:
-    """Lists."""
+    """Commands on lists."""
 
     async def test_values_are_appended_in_order(self, do: Hand) -> None:
         assert await do("RPUSH", "k", b"a", b"b") == 2
@@ -88,7 +88,7 @@ class ListSuite:
 
 
 class HashSuite:
-    """Hashes."""
+    """Commands on hashes."""
 
     async def test_fields_are_set_and_new_ones_counted(self, do: Hand) -> None:
         assert await do("HSET", "k", b"f", b"1", b"g", b"2") == 2
@@ -126,7 +126,7 @@ class HashSuite:
 
 
 class SetSuite:
-    """Sets."""
+    """Commands on sets."""
 
     async def test_members_are_added_once(self, do: Hand) -> None:
         assert await do("SADD", "k", b"a", b"b", b"a") == 2
@@ -163,7 +163,7 @@ class SetSuite:
 
 
 class SortedSetSuite:
-    """Sorted sets."""
+    """Commands on sorted sets."""
 
     async def test_scores_are_set_and_new_members_counted(self, do: Hand) -> None:
         assert await do("ZADD", "k", b"1", b"a", b"2.5", b"b") == 2

@@ -1,4 +1,4 @@
-"""Whose a memory is."""
+"""Ownership of working memories."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHER = Item("k", Kind.STRING, b"other")
 
 
 class OwnerSuite:
-    """Only the owner works with a memory."""
+    """Only the owner can use a memory."""
 
     async def test_a_memory_that_nobody_began_is_lost(self, memory: WorkingMemory) -> None:
         do = Hand(memory, an_owner())
@@ -120,7 +120,7 @@ class OwnerSuite:
 
 
 class AdoptSuite:
-    """Going on with what is there."""
+    """A new run continues with the existing memory."""
 
     async def test_what_is_there_is_taken_over_as_it_is(self, memory: WorkingMemory, other: WorkingMemory) -> None:
         first = await hand_of(memory, an_owner(1))
@@ -173,7 +173,7 @@ class AdoptSuite:
 
 
 class ForgetSuite:
-    """The end of a memory, and its times."""
+    """The end of a memory, and its expiry."""
 
     async def test_a_forgotten_memory_is_as_if_it_had_never_been(self, memory: WorkingMemory) -> None:
         do = await hand_of(memory, an_owner(3))

@@ -1,4 +1,4 @@
-"""Keys, strings, numbers, and commands that are done together."""
+"""Keys, strings, numbers and batches of commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONE_OF_EACH: tuple[tuple[str, str, *tuple[bytes, ...]], ...] = (
     ("SADD", "set", b"a"),
     ("ZADD", "zset", b"1", b"a"),
 )
-"""Makes a key of each kind, named like it."""
+"""Commands that create a key of each kind, named after it."""
 
 OF_KIND: dict[Kind, tuple[tuple[str, *tuple[bytes, ...]], ...]] = {
     Kind.STRING: (("GET",), ("INCRBY", b"1"), ("INCRBYFLOAT", b"1")),
@@ -35,11 +35,11 @@ OF_KIND: dict[Kind, tuple[tuple[str, *tuple[bytes, ...]], ...]] = {
         *(("ZRANGE", b"0", b"1", b"WITHSCORES"), ("ZRANGEBYSCORE", b"0", b"1", b"WITHSCORES")),
     ),
 }
-"""The commands that want a key of one kind, without the key."""
+"""For each kind, the commands that require a key of that kind."""
 
 
 class KeySuite:
-    """Keys of any kind, and strings."""
+    """Keys of all kinds, and strings."""
 
     async def test_a_key_that_is_not_there_reads_as_empty(self, do: Hand) -> None:
         assert await do.all(("GET", "k"), ("TYPE", "k"), ("LLEN", "k"), ("HGETALL", "k"), ("SMEMBERS", "k")) == [
@@ -104,7 +104,7 @@ class KeySuite:
 
 
 class NumberSuite:
-    """Strings that are numbers."""
+    """Strings that contain numbers."""
 
     async def test_a_counter_begins_at_nought(self, do: Hand) -> None:
         assert await do.all(("INCRBY", "k", b"5"), ("INCRBY", "k", b"-7"), ("GET", "k")) == [5, -2, b"-2"]
@@ -166,7 +166,7 @@ class NumberSuite:
 
 
 class BatchSuite:
-    """Commands that are done together."""
+    """Commands executed as one batch."""
 
     async def test_no_commands_are_done(self, do: Hand) -> None:
         version, answers = await do.versioned()

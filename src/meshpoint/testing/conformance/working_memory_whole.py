@@ -1,4 +1,4 @@
-"""A memory as a whole: read at one instant, and replaced at one."""
+"""Reading and replacing a whole memory at one instant."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALL_KINDS = (
 
 
 class ReadSuite:
-    """`read` and `keys`."""
+    """`read` and `keys` return the memory at one instant."""
 
     async def test_all_that_is_there_is_read(self, do: Hand) -> None:
         await do.all(*ONE_OF_EACH)
@@ -74,7 +74,7 @@ class ReadSuite:
 
 
 class ReplaceSuite:
-    """`replace`."""
+    """`replace` swaps the whole memory at one instant."""
 
     async def test_a_memory_is_begun_with_nothing(self, memory: WorkingMemory) -> None:
         owner = an_owner(7)
