@@ -24,8 +24,8 @@ def register(app: typer.Typer) -> None:
 def demo(
     broker: sources.Broker = None,
     database: sources.Database = None,
-    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests to send.")] = 24,
-    seed: Annotated[int | None, typer.Option("--seed", help="Repeat how long the peers take.")] = None,
+    requests: Annotated[int, typer.Option("--requests", metavar="N", min=1, help="Requests to send.")] = 24,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Repeat how long the peers take.")] = None,
     as_json: sources.AsJson = False,
 ) -> None:
     """Kill replicas, and see every task answered.

@@ -34,9 +34,9 @@ def _commands(path: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 def _section(path: str, command: Any) -> str:
     context = typer.Context(command, info_name=path)
-    usage = " ".join([path, *command.collect_usage_pieces(context)])
+    usage = " ".join([path, "[OPTIONS]", *map(_argument, filter(_is_argument, command.params))])
     parts = [f"## {path}\n", f"{_text(command.help)}\n", f"```text\n{usage}\n```\n"]
-    rows = [_row(record) for each in command.params if (record := each.get_help_record(context))]
+    rows = [_row(each, record[1]) for each in command.params if (record := each.get_help_record(context))]
     if rows:
         parts.append("\n".join(["| Argument or option | Meaning |", "|---|---|", *rows]) + "\n")
     if command.epilog:
@@ -45,13 +45,31 @@ def _section(path: str, command: Any) -> str:
     return "\n".join(parts)
 
 
+# Typer writes usage lines and names differently from version to version, so these are written here.
+
+
+def _is_argument(param: Any) -> bool:
+    return bool(param.param_type_name == "argument")
+
+
+def _argument(param: Any) -> str:
+    return param.metavar if param.required else f"[{param.metavar}]"
+
+
+def _name(param: Any) -> str:
+    if _is_argument(param):
+        return str(param.metavar)
+    names = ", ".join(sorted([*param.opts, *param.secondary_opts], key=len))
+    return names if param.is_flag else f"{names} {param.metavar}"
+
+
 def _text(help_: str) -> str:
     """Help as Markdown: names of settings and options are code."""
     return re.sub(r"(?<![`\w-])(--[a-z-]+|[a-z]+(?:_[a-z]+)+)(?![`\w])", r"`\1`", inspect.cleandoc(help_))
 
 
-def _row(record: tuple[str, str]) -> str:
-    name, meaning = (text.replace("|", r"\|") for text in record)
+def _row(param: Any, help_: str) -> str:
+    name, meaning = (text.replace("|", r"\|") for text in (_name(param), help_))
     meaning = " ".join(_text(meaning).split()).replace("[", r"\[")  # "[default: 1]" is no link
     return f"| `{name}` | {meaning} |"
 

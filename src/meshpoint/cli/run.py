@@ -42,7 +42,9 @@ def register(app: typer.Typer) -> None:
 
 def run(
     configs: sources.Configs,
-    replicas: Annotated[int, typer.Option("--replicas", "-n", min=1, max=1000, help="Processes to serve with.")] = 1,
+    replicas: Annotated[
+        int, typer.Option("--replicas", "-n", metavar="N", min=1, max=1000, help="Processes to serve with.")
+    ] = 1,
     log_level: sources.LogLevel = "info",
     log_json: sources.LogJson = False,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
