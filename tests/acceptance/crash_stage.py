@@ -53,6 +53,7 @@ class Stage:
         self._asked_as: defaultdict[tuple[JsonValue, str], set[TaskId]] = defaultdict(set)
         self._turns = 0
         self._resumes = 0
+        self._playing: asyncio.Task[None] | None = None
 
     # ── the cast ───────────────────────────────────────────────────────────────────────────────────
 
@@ -219,8 +220,9 @@ class Stage:
 
     async def close(self) -> None:
         """End everything."""
-        self._playing.cancel()
-        await asyncio.gather(self._playing, return_exceptions=True)
+        if self._playing is not None:
+            self._playing.cancel()
+            await asyncio.gather(self._playing, return_exceptions=True)
         await self.mesh.close()
 
 

@@ -354,9 +354,13 @@ class Life:
         committed = [result for result in await self._store.pause(pauses) if isinstance(result, Committed)]
         await self._store.mark_sent([result.dispatches[0] for result in committed])
         kinds = set[type[Send]]()
-        while sends := await self._store.unsent(AGENT, 100):
+        # A slow machine has let deadlines of earlier steps pass: a batch of such pauses has nothing to send.
+        for _ in range(20):
+            sends = await self._store.unsent(AGENT, 100)
             kinds |= {type(send) for send in sends}
             await self._store.mark_sent(sends)
+            if not sends and len(kinds) == 3:
+                break
         assert len(kinds) == 3
 
     async def _operate(self) -> None:
