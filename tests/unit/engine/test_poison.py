@@ -24,7 +24,7 @@ from .puppet import Puppet
 LEASE = 17
 """Seconds after which the tasks of a dead replica are rescued."""
 ON_RECEIPT = {"ack_policy": AckPolicy.ON_RECEIPT}
-UNABLE = Exit(Ending.UNSTARTED, "could not begin: the database is unavailable")
+UNABLE = Exit(Ending.UNSTARTED, "could not start: the database is unavailable")
 
 
 async def suspected(mesh: Mesh, boss: Puppet, agent: Any, gate: Gate, *inputs: Any, **options: Any) -> list[str]:
