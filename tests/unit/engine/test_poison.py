@@ -319,7 +319,7 @@ async def test_a_process_that_cannot_start_counts_nothing(mesh: Mesh, boss: Pupp
 async def test_an_agent_that_cannot_be_imported_elsewhere_runs_alone(mesh: Mesh, boss: Puppet) -> None:
     gate = Gate()
     agent = gated("agent", gate)
-    cells = Cells(mesh, agent, Exit(Ending.IMPOSSIBLE, "cannot run it"))
+    cells = Cells(mesh, agent, Exit(Ending.IMPOSSIBLE, "cannot run the task"))
     (task,) = await suspected(mesh, boss, agent, gate, 1, isolation=cells)
     replica = await mesh.replica(agent, isolation=cells)
     await mesh.advance(LEASE)
