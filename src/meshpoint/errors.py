@@ -21,7 +21,7 @@
         ├── InvalidOutput       the agent's result does not fit its declared output
         ├── AgentMisbehaved     the agent broke its contract (returned neither Paused nor Done, …)
         ├── MemoryRefused       the working memory cannot store a value, a key or this many bytes
-        ├── ConsistencyError    no copy of the working memory matches the checkpoint: names the keys
+        ├── ConsistencyError    no copy of the working memory matches the checkpoint: names keys
         ├── SubtaskFailed       a subtask failed, and the agent's code did not handle it
         ├── SubtaskRefused      a subtask cannot be recorded: its name, inputs or deliverable
         ├── PeerFailed          a peer call has no result, and the agent's code did not handle it
@@ -76,7 +76,7 @@ class BrokerUnavailable(Unavailable):
 
 
 class QueueFull(BrokerUnavailable):
-    """The request queue of an agent is full. The broker works, and other agents are not affected."""
+    """The request queue of an agent is full. The broker works: other agents are not affected."""
 
 
 class StoreUnavailable(Unavailable):
@@ -104,11 +104,14 @@ class MemoryUnavailable(Unavailable):
 
 
 class MemoryLost(MemoryUnavailable):
-    """The working memory no longer has what the task stored: it was emptied, or keys were evicted."""
+    """The working memory lost what the task stored: it was emptied, or keys were evicted."""
 
 
 class MemoryFenced(MeshpointError):
-    """Another run of the task owns its working memory. This run is a zombie and changed nothing."""
+    """Another run of the task owns its working memory. This run is a zombie.
+
+    Nothing was changed.
+    """
 
 
 class CheckpointError(MeshpointError):
@@ -212,7 +215,7 @@ class SubtaskRefused(AgentFailed):
 
 
 class SubtaskFailed(AgentFailed):
-    """A subtask failed in an earlier run of this attempt, with an error that cannot be recreated."""
+    """A subtask failed in an earlier run of this attempt, and its error cannot be recreated."""
 
 
 class FailureLike(Protocol):

@@ -56,7 +56,7 @@ def _resilient_loop(loop_class: Any) -> Callable[[], asyncio.AbstractEventLoop]:
     class ResilientLoop(loop_class):  # type: ignore[misc]
         _main_future: asyncio.Future[Any] | None = None
         on_restart: Callable[[], object] | None = None
-        """Called when the loop continues after an exit: `uvloop` resets its signal wake-up then."""
+        """Called when the loop continues after an exit, which resets uvloop's signal wake-up."""
 
         def run_until_complete(self, future: Any) -> Any:
             self._main_future = main = asyncio.ensure_future(future, loop=self)

@@ -67,7 +67,8 @@ async def _run(job: Mapping[str, Any], reporter: ParentReporter) -> None:
     (agent,) = settings.agents
     options, loop = agent.options(), asyncio.get_running_loop()
     stop, cancel = asyncio.Event(), asyncio.Event()
-    # Some platforms signal every process of a service. The segment may then run as long as segments in the parent.
+    # Some platforms signal every process of a service. The segment may then run as long as
+    # segments in the parent.
     loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(options.drain_timeout.total_seconds(), stop.set))
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     event_by_request = {Word.CANCEL: cancel, Word.DRAIN: stop}
@@ -156,12 +157,12 @@ def _start_listener(handle: Callable[[Word], object]) -> None:
 
 
 def template(control_socket: socket.socket, modules: Sequence[str], idle_timeout: float) -> NoReturn:
-    """Import `modules`, then fork a process for each request, one at a time. Agent code is never imported here.
+    """Import `modules`, then fork a process for each request, one at a time.
 
-    Exits with its parent, after `idle_timeout` seconds without a child, or at the first error. The parent then starts
-    processes without a template.
+    Agent code is never imported here. Exits with its parent, after `idle_timeout` seconds without
+    a child, or at the first error. The parent then starts processes without a template.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # a service manager may signal every process; children handle it
+    for number in (signal.SIGINT, signal.SIGTERM):  # may be sent to every process; children handle it
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
     for name in modules:
@@ -199,7 +200,10 @@ def _fork(task_id: bytes, commands_fd: int, report_fd: int, status_fd: int) -> N
 
 
 def _run_child(parent: int, task_id: bytes, commands_fd: int, report_fd: int) -> NoReturn:
-    """Set up the child as `adapters.child_process` would, with `commands_fd` as its standard input, and run it."""
+    """Set up the child as `adapters.child_process` would, and run it.
+
+    `commands_fd` becomes its standard input.
+    """
     try:
         _die_with_parent()
         if os.getppid() != parent:
@@ -218,7 +222,7 @@ def _run_child(parent: int, task_id: bytes, commands_fd: int, report_fd: int) ->
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies, even if agent code holds the GIL."""
+    """Ask the kernel to kill this process with its parent, even while agent code holds the GIL."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -195,7 +195,7 @@ def make_snapshots(
 
 
 def _read_limit(agent: AgentSettings) -> int:
-    """Read limit in bytes for a working memory or its snapshot, above the largest that is written."""
+    """Read limit in bytes for a working memory or its snapshot, above the largest written."""
     return 2 * agent.memory_max_bytes + 2**20
 
 

@@ -79,7 +79,7 @@ class Replay:
         return [call.read(outcome) for call, outcome in zip(calls, recorded.outcomes, strict=True)]
 
     def skip(self, subtask: str) -> None:
-        """Pass the recorded calls of a subtask that does not run because its deliverable is known."""
+        """Pass the recorded calls of a subtask that is not run, since its deliverable is known."""
         while self.replaying and self._journal.entries[self._position].subtask == subtask:
             self._advance(self._journal.entries[self._position])
 
@@ -114,7 +114,7 @@ class Replay:
         self._closed = True
         if self.replaying:
             rewind(self._ctx, self._live)
-        del self._ctx, self._task  # break reference cycles, so that no garbage waits for the collector
+        del self._ctx, self._task  # break reference cycles: no garbage for the collector
 
     def _advance(self, recorded: JournalEntry) -> None:
         self._position += 1

@@ -210,7 +210,7 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
 
 
 def _resolve_types(cls: type[StatefulAgent[Any, Any, Any]]) -> _Types | None:
-    """Return the types that `cls` sets for In, State and Out; `None` while one is a type variable."""
+    """Return the types that `cls` sets for In, State and Out; `None` if one is a type variable."""
     found = _type_arguments(cls)
     if found is None:
         _raise_missing_types(cls)

@@ -38,8 +38,8 @@ def read_overrides(env: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     for name in variables:
         _check_variable(name)
     source = EnvSettingsSource(_Overrides)
-    # Replaces the process's variables that the source has read. Only nested names are passed: setting a whole
-    # section as JSON in one variable is not supported.
+    # Replaces the process's variables that the source has read. Only nested names are passed:
+    # setting a whole section as JSON in one variable is not supported.
     source.env_vars = {name.lower(): value for name, value in variables.items() if "__" in name and value}
     return dict(source())
 
