@@ -241,7 +241,8 @@ def test_the_version_is_printed(cli: Cli) -> None:
         (
             BrokerUnavailable("nothing at\n127.0.0.1"),
             3,
-            "the broker does not answer: nothing at 127.0.0.1; check that it is running and that mesh.broker_url is correct",
+            "the broker does not answer: nothing at 127.0.0.1; "
+            "check that it is running and that mesh.broker_url is correct",
         ),
         (
             CommitInDoubt("no COMMIT"),
