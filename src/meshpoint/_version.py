@@ -1,4 +1,4 @@
-"""Where the version of a release is written."""
+"""The version of this release."""
 
 __version__ = "0.1.0"
-"""The version of this release. The build reads it from here."""
+"""The build reads the version from here."""

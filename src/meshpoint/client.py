@@ -1,4 +1,4 @@
-"""Ask an agent from outside the mesh: a script, a test, the command line."""
+"""A client for programs outside the mesh: scripts, tests, the command line."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from meshpoint.model.outcomes import Outcome, encode_outcome
 from meshpoint.ports.broker import Broker, Delivery, Published, Subscription
 
 _SHARD_CACHE_SECONDS = 300.0
-"""Seconds. RabbitMQ logs an error for each lookup of a missing queue."""
+"""Seconds. RabbitMQ logs an error for each lookup of a missing queue, so lookups are cached."""
 _MAX_KEPT_REPLIES = 10_000
 """Number of replies whose digests are kept."""
 
 
 class UnknownAgent(MeshpointError):
-    """No replica of the agent ever declared its queues in this namespace."""
+    """No replica of the agent has ever declared its queues in this namespace."""
 
     def __init__(self, agent: str) -> None:
         fix = "start one with `meshpoint run`, or correct the agent's name, the broker or the namespace"
@@ -49,7 +49,7 @@ class UnknownAgent(MeshpointError):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The one answer to a request, and the agent that gave it."""
+    """The single answer to a request, and the agent that sent it."""
 
     task_id: TaskId
     outcome: Outcome
@@ -57,7 +57,7 @@ class Reply:
 
 
 class ShardCounts:
-    """The number of request queues of each agent, checked with the broker every five minutes."""
+    """The number of request queues of each agent, refreshed from the broker every five minutes."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -65,7 +65,7 @@ class ShardCounts:
         self._counts: dict[AgentName, tuple[int, float]] = {}
 
     async def count(self, agent: AgentName) -> int:
-        """The number of request queues of `agent`, at least 1."""
+        """Return the number of request queues of `agent`, at least 1."""
         if (count := self._cached(agent)) is None:
             async with self._lookup_lock:
                 if (count := self._cached(agent)) is None:
@@ -78,7 +78,7 @@ class ShardCounts:
         return count if expires_at > asyncio.get_running_loop().time() else None
 
     def invalidate(self, agent: AgentName) -> None:
-        """Check again before the next request."""
+        """Query the broker again before the next request."""
         self._counts.pop(agent, None)
 
     async def _query_broker(self, agent: AgentName) -> int:
@@ -90,7 +90,7 @@ class ShardCounts:
 
 @dataclass(frozen=True, slots=True)
 class _ReceivedReply:
-    """Identifies a reply, to distinguish a repeated reply from a conflicting one."""
+    """Distinguishes a repeated reply from a conflicting one."""
 
     agent: str
     request_fingerprint: str | None
@@ -98,14 +98,18 @@ class _ReceivedReply:
 
 
 class Client:
-    """Sends requests and waits for their replies, on a broker that it opens and closes.
+    """Sends requests and waits for their replies.
 
-    Request queues are chosen by sender name: use different names for clients that should not wait behind each other.
+    It opens and closes the broker itself, as an async context manager.
 
-    Replies come to a queue of this client's own; a reply to a client that is gone is dropped by the agent after
-    `reply_retry_time`. Replies are matched by task id; the first one counts. A further one is dropped, and
-    counted: in `duplicates` when it says the same (it was sent again), else in `conflicts`. The client keeps open
-    requests, and digests of the last 10,000 replies.
+    The sender's name decides which request queue is used: give clients different names if they
+    must not wait behind each other.
+
+    Replies go to a private queue of this client. If the client is gone, the agent drops the reply
+    after `reply_retry_time`. Replies are matched by task id, and the first one counts. Later ones
+    are dropped and counted: in `duplicates` if they are equal to the first (it was sent again),
+    otherwise in `conflicts`. The client keeps open requests, and digests of the last 10,000
+    replies.
     """
 
     def __init__(self, broker: Broker, name: str = "client") -> None:
@@ -114,9 +118,9 @@ class Client:
         self._id = ReplicaId(new_id())
         self._pending: dict[TaskId, asyncio.Future[Reply]] = {}
         self._agents: dict[TaskId, str] = {}
-        self._received_replies: dict[TaskId, _ReceivedReply] = {}  # the most recent ones
+        self._received_replies: dict[TaskId, _ReceivedReply] = {}  # up to _MAX_KEPT_REPLIES
         self._shards = ShardCounts(broker)
-        self._request_fingerprints: dict[TaskId, str] = {}  # the fingerprints of requests
+        self._request_fingerprints: dict[TaskId, str] = {}
         self._subscription: Subscription | None = None
         self._ack_tasks: set[asyncio.Task[bool]] = set()
         self.duplicates = 0
@@ -149,13 +153,16 @@ class Client:
         task_id: TaskId | None = None,
         context_id: str | None = None,
     ) -> asyncio.Future[Reply]:
-        """Send a request; the future of its reply. `timeout` becomes the task's deadline.
+        """Send a request and return a future of its reply.
+
+        `timeout` sets the deadline of the task.
 
         Raises:
             NotJson: `input_` is not JSON.
-            UnknownAgent: nobody ever served `agent` here.
-            QueueFull: the agent's request queue is full; try again later.
-            BrokerUnavailable: the broker did not take the request; sending again with the same `task_id` is safe.
+            UnknownAgent: No replica has ever served `agent` in this namespace.
+            QueueFull: The agent's request queue is full; try again later.
+            BrokerUnavailable: The broker did not accept the request. Sending again with the same
+                `task_id` is safe.
         """
         name = agent_name(agent)
         task_id = task_id or TaskId(new_id())
@@ -184,7 +191,7 @@ class Client:
         """Send a request and wait for its outcome.
 
         Raises:
-            TimeoutError: no reply within `timeout` and a little more; the task may still end.
+            TimeoutError: No reply within `timeout` plus five seconds. The task may still complete.
         """
         reply = await self.send(agent, input_, timeout=timeout)
         limit = None if timeout is None else (timeout + timedelta(seconds=5)).total_seconds()
@@ -192,7 +199,10 @@ class Client:
             return (await reply).outcome
 
     def expect(self, agent: str, task_id: TaskId) -> asyncio.Future[Reply]:
-        """The future of the reply of `agent` to a task: one that is handed in with `request` by another way."""
+        """Return a future of the reply of `agent` to a task.
+
+        For requests that are built with `request` and sent by other means.
+        """
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._pending[task_id], self._agents[task_id] = reply, agent_name(agent)
         self._received_replies.pop(task_id, None)
@@ -200,16 +210,16 @@ class Client:
         return reply
 
     def _discard_pending(self, task_id: TaskId, reply: asyncio.Future[Reply]) -> None:
-        """Forget a request without a waiting caller."""
+        """Discard a request that no caller waits for any more."""
         if self._pending.get(task_id) is reply:
             del self._pending[task_id], self._agents[task_id]
             self._request_fingerprints.pop(task_id, None)
 
     async def cancel(self, agent: str, task_id: TaskId) -> None:
-        """Ask `agent` to end a task as cancelled; its requester hears the outcome.
+        """Ask `agent` to end a task as cancelled; its requester receives the outcome.
 
         Raises:
-            UnknownAgent: nobody ever served `agent` here.
+            UnknownAgent: No replica has ever served `agent` in this namespace.
         """
         envelope = (responses_of(agent_name(agent)), cancel_message(self._name, task_id))
         (result,) = await self._broker.publish([envelope])
@@ -224,7 +234,7 @@ class Client:
         timeout: timedelta | None = None,
         context_id: str | None = None,
     ) -> Message:
-        """Build the request for a task, with this client as the reply address. Does not send it.
+        """Build the request for a task without sending it. This client is the reply address.
 
         Raises:
             NotJson: `input_` is not JSON.

@@ -1,33 +1,33 @@
-"""What can go wrong, grouped by what the caller does next.
+"""All errors, grouped by what the caller does next.
 
     MeshpointError
     ├── ConfigurationError      refuse to start: names the key and the fix
-    ├── PoisonMessage           reject: the delivery goes to the dead-letter queue with the reason
-    ├── Unavailable             wait and retry: nothing is lost, nothing is answered
+    ├── PoisonMessage           dead-letter the message, with the reason
+    ├── Unavailable             wait and retry: nothing is lost, no reply is sent
     │   ├── BrokerUnavailable
-    │   │   └── QueueFull       the broker works, but the agent's request queue takes no more for now
+    │   │   └── QueueFull       the broker works, but the agent's request queue is full
     │   ├── StoreUnavailable    nothing was written
-    │   │   └── CommitInDoubt   a COMMIT was sent and its answer lost: repeat with the same run id
-    │   │       └── RowLocked   another session holds a row that this step needs: repeat it, the database works
-    │   └── MemoryUnavailable   the working memory cannot be had now: the task goes on later, or the agent without it
-    │       └── MemoryLost      it lost what the task has put there; the task's last checkpoint has it
+    │   │   └── CommitInDoubt   a COMMIT was sent but not confirmed: repeat with the same run id
+    │   │       └── RowLocked   another session locks a row that this step needs: repeat the step
+    │   └── MemoryUnavailable   retry the task later, or let the agent continue without memory
+    │       └── MemoryLost      stored keys were lost: recover them from the last checkpoint
     ├── MemoryFenced            stop: another run of the task owns its working memory
     ├── CheckpointError
-    │   └── IncompatibleState   give the task back for another replica; park it after a limit
+    │   └── IncompatibleState   release the task to another replica; park it after a limit
     ├── ResumeRefused           an operation cannot be resumed: one class for each reason
-    ├── SessionLocked             another process runs this session of `meshpoint exec`: says which
+    ├── SessionLocked           another process runs this session of `meshpoint exec`: says which
     └── AgentFailed             answer with the error, then ack
         ├── InvalidInput        the request does not fit the agent's declared input
         ├── InvalidOutput       the agent's result does not fit its declared output
         ├── AgentMisbehaved     the agent broke its contract (returned neither Paused nor Done, …)
-        ├── MemoryRefused       a value, a key or a size that the working memory cannot keep
-        ├── ConsistencyError    no place has the working memory as it was kept: names the keys
-        ├── SubtaskFailed       a subtask had failed, and the agent's code did not expect that
-        ├── SubtaskRefused      a subtask cannot be recorded: its name, its inputs or its deliverable
-        ├── PeerFailed          a peer call has no result, and the agent's code did not expect that
-        └── ReplayMismatch      a function agent took another path than the one recorded
+        ├── MemoryRefused       the working memory cannot store a value, a key or this many bytes
+        ├── ConsistencyError    no copy of the working memory matches the checkpoint: names keys
+        ├── SubtaskFailed       a subtask failed, and the agent's code did not handle it
+        ├── SubtaskRefused      a subtask cannot be recorded: its name, inputs or deliverable
+        ├── PeerFailed          a peer call has no result, and the agent's code did not handle it
+        └── ReplayMismatch      a function agent made other calls than the recorded ones
 
-    NotJson(ValueError)         a value that a checkpoint cannot keep, refused when it is set
+    NotJson(ValueError)         a value that a checkpoint cannot store, refused when it is set
 
 Expected results (a lost claim, a partial join, a fenced write) are values, not exceptions.
 """
@@ -39,15 +39,21 @@ from typing import Protocol
 
 
 class MeshpointError(Exception):
-    """Any error that Meshpoint raises on purpose."""
+    """Base class of all errors that Meshpoint raises deliberately."""
 
 
 _MAX_PART_LENGTH = 2_000
-"""Characters: an error quotes what somebody wrote, and stays readable."""
+"""Characters. Errors quote user input and must stay readable."""
 
 
 class ConfigurationError(MeshpointError):
-    """The configuration cannot work. `key` names the setting, `fix` what to write instead."""
+    """The configuration cannot work.
+
+    Attributes:
+        key: The setting, entrypoint or argument that is wrong.
+        problem: What is wrong with it.
+        fix: What to write instead.
+    """
 
     def __init__(self, key: str, problem: str, fix: str) -> None:
         key, problem = (
@@ -62,11 +68,11 @@ class PoisonMessage(MeshpointError):
 
 
 class Unavailable(MeshpointError):
-    """A database or broker is away for now."""
+    """A database or broker is unavailable for now. Retrying is safe."""
 
 
 class BrokerUnavailable(Unavailable):
-    """The broker did not take or confirm the message."""
+    """The broker did not accept or confirm the message."""
 
 
 class QueueFull(BrokerUnavailable):
@@ -74,34 +80,38 @@ class QueueFull(BrokerUnavailable):
 
 
 class StoreUnavailable(Unavailable):
-    """The database did not answer; the transaction certainly did not commit."""
+    """The database did not answer, and the transaction did not commit."""
 
 
 class CommitInDoubt(StoreUnavailable):
-    """COMMIT was sent and its answer lost: the transaction may have committed."""
+    """COMMIT was sent but not confirmed: the transaction may have committed."""
 
 
 class RowLocked(CommitInDoubt):
-    """Another session holds a lock on a row that this step needs. The database works: other tasks are not affected.
+    """Another session holds a lock on a row that this step needs.
 
-    Part of the batch may have committed. Repeat the whole call with the same values.
+    The database works, and other tasks are not affected. Part of the batch may have committed:
+    repeat the whole call with the same values.
     """
 
 
 class MemoryUnavailable(Unavailable):
     """The working memory cannot be read or written now.
 
-    An agent may catch it and go on without. Where it passes, the task is given back and goes on from its last
-    checkpoint in a while: it does not fail.
+    An agent may catch it and continue without memory. If not caught, it does not fail the task:
+    the task is released, and resumes from its last checkpoint after a delay.
     """
 
 
 class MemoryLost(MemoryUnavailable):
-    """The working memory no longer has what the task has put there: it was emptied, or keys were evicted."""
+    """The working memory lost what the task stored: it was emptied, or keys were evicted."""
 
 
 class MemoryFenced(MeshpointError):
-    """Another run of the task owns its working memory by now: this one is a zombie and changed nothing."""
+    """Another run of the task owns its working memory. This run is a zombie.
+
+    Nothing was changed.
+    """
 
 
 class CheckpointError(MeshpointError):
@@ -109,11 +119,11 @@ class CheckpointError(MeshpointError):
 
 
 class IncompatibleState(CheckpointError):
-    """This version of the agent cannot read the state; another replica may."""
+    """This version of the agent cannot read the state. A replica with another version may."""
 
 
 class ResumeRefused(MeshpointError):
-    """An operation cannot be resumed. `operation_id` is the one that was asked for."""
+    """An operation cannot be resumed. `operation_id` is the id that was requested."""
 
     def __init__(self, operation_id: str, problem: str) -> None:
         super().__init__(problem)
@@ -121,23 +131,26 @@ class ResumeRefused(MeshpointError):
 
 
 class OperationNotFound(ResumeRefused):
-    """There is no such task, or none that uses subtasks or has left a row."""
+    """No task has this id, or the task uses no subtasks or has no row in the database."""
 
 
 class OperationRunning(ResumeRefused):
-    """A replica runs it, or will: it waits for peers or for a slot."""
+    """The operation is active: a replica runs it, or it waits for peers or for a slot."""
 
 
 class OperationCompleted(ResumeRefused):
-    """It has ended well."""
+    """The operation has completed."""
 
 
 class NoCheckpoint(ResumeRefused):
-    """It has no checkpoint: it never began a subtask, or its process died in the first one."""
+    """The operation has no checkpoint.
+
+    It never began a subtask, or its process died in the first one.
+    """
 
 
 class OperationConflict(ResumeRefused):
-    """Its agent is exclusive, and another operation of it is active."""
+    """The agent is exclusive, and another of its operations is active."""
 
 
 class SessionLocked(MeshpointError):
@@ -145,7 +158,7 @@ class SessionLocked(MeshpointError):
 
 
 class AgentFailed(MeshpointError):
-    """Agent code failed; the requester gets the message."""
+    """Agent code failed. The requester receives the message."""
 
 
 class InvalidInput(AgentFailed):
@@ -161,14 +174,23 @@ class AgentMisbehaved(AgentFailed):
 
 
 class MemoryRefused(AgentFailed):
-    """The working memory cannot keep this, or is not what the agent takes it for. The message names the key."""
+    """The working memory cannot store this, or does not contain what the agent expects.
+
+    The message names the key.
+    """
 
 
 class ConsistencyError(AgentFailed):
-    """A memory, or a snapshot of it, is not what was kept. Names the keys that are missing, too many or changed.
+    """The contents of a working memory or a snapshot differ from those that were stored.
 
-    An agent meets it when no place has the memory as its last checkpoint had it. It may catch it, and call
-    `ctx.memory.clear()` to begin anew. Where it passes, the task fails, and its operation can be resumed.
+    An agent sees it when no copy of the memory matches the last checkpoint. It may catch the error
+    and call `ctx.memory.clear()` to start with an empty memory. If not caught, the task fails, and
+    its operation can be resumed.
+
+    Attributes:
+        missing: Keys that are missing.
+        extra: Keys that should not exist.
+        changed: Keys whose values differ.
     """
 
     def __init__(
@@ -186,15 +208,18 @@ def _format_keys(keys: Sequence[str], limit: int = 10) -> str:
 
 
 class SubtaskRefused(AgentFailed):
-    """A subtask cannot be recorded; nothing of it was marked as done. The message names it and the fix."""
+    """A subtask cannot be recorded, and nothing of it was marked as done.
+
+    The message names the subtask and the fix.
+    """
 
 
 class SubtaskFailed(AgentFailed):
-    """A subtask failed in an earlier run of this attempt, with an error that cannot be made again from its record."""
+    """A subtask failed in an earlier run of this attempt, and its error cannot be recreated."""
 
 
 class FailureLike(Protocol):
-    """What `PeerFailed` needs of a `Failed`."""
+    """The attributes of a `Failed` that `PeerFailed` needs."""
 
     @property
     def kind(self) -> str: ...
@@ -204,7 +229,10 @@ class FailureLike(Protocol):
 
 
 class PeerFailed(AgentFailed):
-    """A peer call has no result. `outcome` is its `Failed`: `kind` is for code, `message` for people."""
+    """A peer call has no result.
+
+    `outcome` is its `Failed`: branch on `outcome.kind`, show `outcome.message` to people.
+    """
 
     def __init__(self, peer: str, outcome: FailureLike) -> None:
         super().__init__(f"peer {peer!r}: {outcome.kind}: {outcome.message}")
@@ -212,16 +240,19 @@ class PeerFailed(AgentFailed):
 
 
 class ReplayMismatch(AgentFailed):
-    """On resume, a function agent asked for another call than the one recorded at that place."""
+    """On resume, a function agent made another call than the recorded one."""
 
 
 class NotJson(MeshpointError, ValueError):
-    """A value that is not JSON was set on a context; the message names its key."""
+    """A value that is not JSON was set on a context. The message names its key."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A person's signal that ends all running code, including agent code. Raised only by a signal handler."""
+    """A person's signal that ends all running code, including agent code.
+
+    Raised only by a signal handler.
+    """
 
 
 NON_DEFECT_ERRORS = (Unavailable, ConfigurationError)
-"""Errors that are not the fault of a single message; anything else that a room raises is a defect."""
+"""Errors that are not the fault of a single message. Any other error in a handler is a defect."""

@@ -1,7 +1,8 @@
-"""The event loop that replicas run on: uvloop's where it is installed, about a fifth less CPU per message.
+"""The event loop that replicas run on.
 
-It survives exits and `stop` calls in callbacks of agent code. Also tunes garbage collection: messages are freed
-without it, so Python's default schedule mostly scans long-lived objects.
+It is uvloop's if installed, which needs about a fifth less CPU per message. It survives exits and
+`stop` calls in callbacks of agent code. `run` also tunes garbage collection: messages are freed by
+reference counting, so Python's default schedule mostly scans long-lived objects.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ log = logging.getLogger("meshpoint.run")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """What `main` returns, run as by `asyncio.run`."""
+    """Run `main` as `asyncio.run` does, and return its result."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -47,12 +48,15 @@ def _loop_class() -> Any:
 
 @cache
 def _resilient_loop(loop_class: Any) -> Callable[[], asyncio.AbstractEventLoop]:
-    """A subclass of `loop_class` that only its main task or Ctrl-C can end; callbacks and `stop` cannot."""
+    """Return a subclass of `loop_class` that callbacks cannot end, not even with exits or `stop`.
+
+    Only its main task or Ctrl-C ends it.
+    """
 
     class ResilientLoop(loop_class):  # type: ignore[misc]
         _main_future: asyncio.Future[Any] | None = None
         on_restart: Callable[[], object] | None = None
-        """Called when the loop continues after an exit: uvloop then resets the signal wake-up file descriptor."""
+        """Called when the loop continues after an exit, which resets uvloop's signal wake-up."""
 
         def run_until_complete(self, future: Any) -> Any:
             self._main_future = main = asyncio.ensure_future(future, loop=self)

@@ -1,4 +1,4 @@
-"""Optional libraries: which extra installs them, and the error when one is missing."""
+"""Optional libraries: the extra that installs each, and the error if one is missing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Feature:
     """A part of Meshpoint that needs optional libraries.
 
     Args:
-        name: the subject of the error message.
-        extra: the extra that installs the libraries.
-        libraries: each library's name on the package index, by the name of its module.
+        name: Subject of the error message.
+        extra: The extra that installs the libraries.
+        libraries: Name of each library on the package index, by the name of its module.
     """
 
     name: str
@@ -27,10 +27,11 @@ class Feature:
         """Check that the libraries are installed, without importing them.
 
         Args:
-            key: the setting or the module that needs them.
+            key: The setting or the module that needs them.
 
         Raises:
-            ConfigurationError: one is missing; names it and the pip command.
+            ConfigurationError: A library is missing. The message has the pip command that installs
+                it.
         """
         for module, library in self.libraries.items():
             if find_spec(module) is None:

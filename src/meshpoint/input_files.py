@@ -1,4 +1,4 @@
-"""Reads files named by users, up to a size limit."""
+"""Read files named by users, up to a size limit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     """Read `path`, which may be a pipe or a device.
 
     Raises:
-        OSError: it cannot be read or is larger than `max_bytes` bytes, as `strerror` explains.
+        OSError: It cannot be read, or is larger than `max_bytes` bytes; `strerror` gives the
+            reason.
     """
     try:
         with path.open("rb") as file:
             return read_stream(file, max_bytes)
-    except ValueError as error:  # NUL character in the name
+    except ValueError as error:  # the name contains a NUL character
         raise OSError(errno.EINVAL, str(error)) from error
 
 
@@ -26,7 +27,7 @@ def read_stream(stream: IO[bytes], max_bytes: int) -> bytes:
     """Read `stream` to its end.
 
     Raises:
-        OSError: it is larger than `max_bytes` bytes.
+        OSError: It is larger than `max_bytes` bytes.
     """
     content = stream.read(max_bytes + 1)
     if len(content) > max_bytes:

@@ -1,7 +1,7 @@
-"""The process of an isolated run: one segment of one task, with its own connections.
+"""Entry point of a child process that runs one segment, with its own connections.
 
-`adapters.child_process` starts it, directly or through `template`. That module documents the protocol of its pipes;
-`adapters.template_process` documents the protocol of the template's socket.
+`adapters.child_process` starts it, directly or through `template`. That module documents the
+protocol of its pipes; `adapters.template_process` documents the protocol of the template's socket.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from meshpoint.settings import Settings
 log = logging.getLogger("meshpoint.isolated")
 
 _HEARTBEAT_INTERVAL = 1.0
-"""Seconds between signs of life."""
+"""Seconds between heartbeats."""
 _ATOMIC_WRITE_BYTES = 4096
-"""Bytes that a pipe writes atomically."""
+"""Maximum bytes that a pipe writes atomically."""
 _OOM_SCORE_ADJ = "1000"
 _PR_SET_PDEATHSIG = 1
 
 
 def main(job: Mapping[str, Any]) -> NoReturn:
-    """Run the segment named by `job`, then end this process even if agent code is still running."""
+    """Run the segment in `job`, then end this process even if agent code is still running."""
     _die_with_parent()
     _prefer_oom_kill()
     reporter = ParentReporter(int(job["report_fd"]))
@@ -52,9 +52,9 @@ def main(job: Mapping[str, Any]) -> NoReturn:
             event_loop.run(_run(job, reporter))
             code = 0
         except ConfigurationError as error:
-            reporter.exit(Ending.IMPOSSIBLE, f"cannot run it: {error}")
+            reporter.exit(Ending.IMPOSSIBLE, f"cannot run the task: {error}")
         except Unavailable as error:
-            reporter.exit(Ending.UNSTARTED, f"could not begin: {error}")
+            reporter.exit(Ending.UNSTARTED, f"could not start: {error}")
         except BaseException:
             log.exception("an isolated run failed")
     sys.stdout.flush()
@@ -67,7 +67,8 @@ async def _run(job: Mapping[str, Any], reporter: ParentReporter) -> None:
     (agent,) = settings.agents
     options, loop = agent.options(), asyncio.get_running_loop()
     stop, cancel = asyncio.Event(), asyncio.Event()
-    # Some platforms signal every process of a service: the segment gets as much time as our parent's segments.
+    # Some platforms signal every process of a service. The segment may then run as long as
+    # segments in the parent.
     loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(options.drain_timeout.total_seconds(), stop.set))
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     event_by_request = {Word.CANCEL: cancel, Word.DRAIN: stop}
@@ -92,7 +93,7 @@ async def _send_heartbeats(reporter: ParentReporter) -> None:
 
 
 class ParentReporter:
-    """An observer that reports events, signs of life and the result to the parent."""
+    """An observer that reports events, heartbeats and the result to the parent process."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._lock = descriptor, threading.Lock()
@@ -142,7 +143,10 @@ class ParentReporter:
 
 
 def _start_listener(handle: Callable[[Word], object]) -> None:
-    """Obey the parent from a thread, since agent code may block the event loop. If the parent dies, end at once."""
+    """Handle commands of the parent in a thread, since agent code may block the event loop.
+
+    If the parent dies, end this process at once.
+    """
 
     def listen() -> None:
         for line in sys.stdin.buffer:
@@ -153,12 +157,12 @@ def _start_listener(handle: Callable[[Word], object]) -> None:
 
 
 def template(control_socket: socket.socket, modules: Sequence[str], idle_timeout: float) -> NoReturn:
-    """Import `modules`, then fork a process for each request, one at a time. Agent code is never imported here.
+    """Import `modules`, then fork a process for each request, one at a time.
 
-    Exits with its parent, after `idle_timeout` seconds without a child, or at the first error. The parent then starts
-    processes without a template.
+    Agent code is never imported here. Exits with its parent, after `idle_timeout` seconds without
+    a child, or at the first error. The parent then starts processes without a template.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # a service manager may signal every process; children handle it
+    for number in (signal.SIGINT, signal.SIGTERM):  # may be sent to every process; children handle it
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
     for name in modules:
@@ -196,7 +200,10 @@ def _fork(task_id: bytes, commands_fd: int, report_fd: int, status_fd: int) -> N
 
 
 def _run_child(parent: int, task_id: bytes, commands_fd: int, report_fd: int) -> NoReturn:
-    """Set up the child as `adapters.child_process` would, with `commands_fd` as its standard input, and run it."""
+    """Set up the child as `adapters.child_process` would, and run it.
+
+    `commands_fd` becomes its standard input.
+    """
     try:
         _die_with_parent()
         if os.getppid() != parent:
@@ -215,13 +222,13 @@ def _run_child(parent: int, task_id: bytes, commands_fd: int, report_fd: int) ->
 
 
 def _die_with_parent() -> None:
-    """Die with the parent even while agent code holds the GIL."""
+    """Ask the kernel to kill this process with its parent, even while agent code holds the GIL."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prefer_oom_kill() -> None:
-    """Be the OOM killer's first choice."""
+    """Make this process the OOM killer's first choice."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ)

@@ -1,4 +1,4 @@
-"""A mesh inside one process: for scripts, notebooks and tests of agents."""
+"""A mesh inside one process, for scripts, notebooks and tests."""
 
 from __future__ import annotations
 
@@ -27,25 +27,28 @@ async def local_mesh(
     observer: Observer | None = None,
     **options: Any,
 ) -> AsyncIterator[Client]:
-    """Serve `agents` while the block runs, and yield a client. Code still running at the end gets one more second.
+    """Serve `agents` while the block runs, and yield a client.
 
         async with local_mesh(travel, flights) as mesh:
             outcome = await mesh.ask("travel", {"city": "Rome"})
 
-    Pausing works as in production: a paused task is a row, not an object. Code that swallows its cancellation at the
-    end is abandoned after `release_timeout_seconds`, with a warning.
+    Pausing works as in production: a paused task is a row in a database, not an object. At the end
+    of the block, running code has one more second to finish. Code that ignores its cancellation is
+    abandoned after `release_timeout_seconds`, with a warning.
 
     Args:
-        agents: what to serve: functions under `@agent`, instances of `StatefulAgent`.
-        broker_url: where messages go; by default they stay in this process.
-        db_url: where paused tasks rest; by default a SQLite file that is gone afterwards.
-        namespace: the mesh to join on that broker and database; by default one of its own.
-        observer: hears what happens; by default it is logged.
-        options: any key of the section `agent`, for all of them, such as `peer_timeout_seconds=5`.
+        agents: The agents to serve: functions decorated with `@agent`, instances of
+            `StatefulAgent`.
+        broker_url: Where messages are sent. By default they stay in this process.
+        db_url: Where paused tasks are stored. By default a temporary SQLite file.
+        namespace: The mesh to join on that broker and database. By default a new one.
+        observer: Receives all events. By default they are logged.
+        options: Any keys of the section `agent`, such as `peer_timeout_seconds=5`. They apply to
+            all agents.
 
     Raises:
-        ConfigurationError: no agents, two of one name, or something that cannot work.
-        Unavailable: the broker or the database does not answer.
+        ConfigurationError: There are no agents, two have the same name, or an option cannot work.
+        Unavailable: The broker or the database does not answer.
     """
     _check_names(agents)
     mesh = MeshSettings(namespace=namespace or f"local-{new_id()}", broker_url=broker_url)
@@ -60,14 +63,14 @@ async def local_mesh(
         block_error: Exception | None = None
         try:
             await broker.open()
-            for agent in agents:  # now, so that the first request finds its queue
+            for agent in agents:  # the first request must find its queue
                 await broker.declare(AgentName(agent.name))
             async with asyncio.TaskGroup() as serving, Client(make_broker(mesh)) as client:
                 for each in workers:
                     serving.create_task(each.run(stop))
                 try:
                     yield client
-                except Exception as error:  # kept until the agents have drained
+                except Exception as error:  # raised after the agents have drained
                     block_error = error
                 stop.set()
         except BaseExceptionGroup as group:
@@ -81,12 +84,12 @@ async def local_mesh(
 def _check_names(agents: tuple[DurableAgent[Any, Any], ...]) -> None:
     names = [agent.name for agent in agents]
     if not names:
-        raise ConfigurationError("local_mesh", "there is no agent to serve", "name at least one")
+        raise ConfigurationError("local_mesh", "there are no agents to serve", "pass at least one")
     if duplicate := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigurationError("local_mesh", f"two agents are called {duplicate!r}", "give each a name of its own")
+        raise ConfigurationError("local_mesh", f"two agents are called {duplicate!r}", "use unique names")
 
 
 def _agent_settings(agent: DurableAgent[Any, Any], overrides: dict[str, Any]) -> AgentSettings:
     defaults = {"stateless_checkpointing": True, "session_service": "sql", "drain_timeout_seconds": 1}
-    # The agent is here already, and is not looked for.
+    # The entrypoint only has to be valid: the agent is passed as an object.
     return AgentSettings(name=agent.name, entrypoint="meshpoint.local:local_mesh", **{**defaults, **overrides})

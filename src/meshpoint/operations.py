@@ -1,4 +1,4 @@
-"""Operations of a mesh, from outside of it: look at them, resume them, keep their checkpoints."""
+"""Inspect and resume the operations of a mesh from outside it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Operations:
                 await operations.resume(failed.id)
 
     Args:
-        db_url: the `session_db_url` of the agents.
-        namespace: that of their mesh.
+        db_url: The `session_db_url` of the agents.
+        namespace: The namespace of their mesh.
 
     Raises:
-        ConfigurationError: the URL is none, or the database is not migrated.
-        StoreUnavailable: the database does not answer.
+        ConfigurationError: The URL is invalid, or the database schema is not up to date.
+        StoreUnavailable: The database does not answer.
     """
 
     def __init__(self, db_url: str, *, namespace: str = "meshpoint") -> None:
@@ -54,11 +54,11 @@ class Operations:
         await self._store.close()
 
     async def get(self, id_: str) -> OperationSummary:
-        """One operation.
+        """Return the operation with this id.
 
         Raises:
-            ConfigurationError: no operation can have this id.
-            OperationNotFound: there is none.
+            ConfigurationError: `id_` is not a valid id.
+            OperationNotFound: No operation has this id.
         """
         found = await self._store.operation(parse_operation_id(id_))
         if found is None:
@@ -68,26 +68,30 @@ class Operations:
     async def find(
         self, *, agent: str | None = None, statuses: Sequence[str] = (), limit: int = 100
     ) -> list[OperationSummary]:
-        """Operations, newest first; without `statuses`, all."""
+        """Return operations, newest first. Without `statuses`, operations of any status."""
         name = None if agent is None else agent_name(agent)
         return await self._store.operations(
             agent=name, statuses=[OperationStatus(status) for status in statuses], limit=limit
         )
 
     async def resume(self, id_: str) -> Revived:
-        """Let a failed or cancelled operation go on from its checkpoint, in any replica; see `resume`.
+        """Make a failed or cancelled operation resume from its checkpoint, in any replica.
+
+        Returns when it is ready to be acquired, without waiting for its end: use `wait` for that.
 
         Raises:
-            ConfigurationError: no operation can have this id.
-            ResumeRefused: one of its five classes says why not.
+            ConfigurationError: `id_` is not a valid id.
+            ResumeRefused: The operation cannot be resumed; the subclass gives the reason.
         """
         return await resume_operation(self._store, parse_operation_id(id_))
 
     async def wait(self, id_: str) -> Outcome:
-        """How an operation ended; waits for it, with a look at the database five times a second.
+        """Wait until an operation has ended, and return its outcome.
+
+        Polls the database five times a second.
 
         Raises:
-            OperationNotFound: there is none, or it is gone.
+            OperationNotFound: No operation has this id, or it was deleted meanwhile.
         """
         task_id = parse_operation_id(id_)
         while True:
@@ -99,14 +103,14 @@ class Operations:
             await asyncio.sleep(_POLL_INTERVAL)
 
     async def preserve(self, id_: str, *, preserve: bool = True) -> None:
-        """Exempt an operation's checkpoints from every deletion, or stop that.
+        """Exempt an operation's checkpoints from deletion, or end the exemption.
 
         Raises:
-            OperationNotFound: there is no such operation.
+            OperationNotFound: No operation has this id.
         """
         if not await self._store.preserve(parse_operation_id(id_), preserve=preserve):
             raise OperationNotFound(id_, f"there is no operation {id_}")
 
     async def checkpoints(self, id_: str) -> list[AgentCheckpoint]:
-        """What is kept of an operation's checkpoints, oldest first."""
+        """Return the retained checkpoints of an operation, oldest first."""
         return await self._store.history(parse_operation_id(id_))

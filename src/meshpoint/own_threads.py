@@ -1,6 +1,7 @@
 """Threads for Meshpoint's own computations on large values: compression, packing, digests.
 
-`asyncio.to_thread` shares its threads with agent code, whose stuck calls would block every other agent.
+Agent code uses the threads of `asyncio.to_thread`. If these were shared, stuck calls in agent code
+would block every other agent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _MAX_THREADS = max(2, min(4, os.cpu_count() or 1))
 async def run_in_own_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `function` in a thread and return its result.
 
-    It must end by itself, since the process waits for it on exit. Not called if cancelled before its turn.
+    `function` must end by itself, since the process waits for it on exit. It is not called if the
+    caller is cancelled before a thread is free.
     """
     return await asyncio.get_running_loop().run_in_executor(
         _executor(os.getpid()), partial(function, *args, **kwargs)

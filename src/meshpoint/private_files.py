@@ -9,20 +9,20 @@ _OWNER_ONLY = 0o600
 
 
 def create_private(path: Path) -> bool:
-    """Create an empty file at `path` with mode 0600, and report whether it was created here.
+    """Create an empty file at `path` with mode 0600. Returns `True` if it did not exist before.
 
-    An existing file is left unchanged. A symbolic link is never followed to create its target, so other users cannot
-    make this process create a file of their choice.
+    An existing file is left unchanged. A symbolic link is never followed to create its target:
+    otherwise, another user could make this process create a file of their choice.
 
     Raises:
         FileExistsError: `path` is a dangling symbolic link.
-        OSError: the file cannot be created.
+        OSError: The file cannot be created.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         os.close(os.open(path, flags, _OWNER_ONLY))
     except FileExistsError:
         if path.is_symlink() and not path.exists():
-            raise FileExistsError(f"{path} is a symbolic link to nothing") from None
+            raise FileExistsError(f"{path} is a dangling symbolic link") from None
         return False
     return True

@@ -1,6 +1,7 @@
-"""The composition root: the only place that knows every adapter. Drivers are imported when they are needed.
+"""The composition root: connects the engine to the adapters that the settings select.
 
-`serve` runs all agents of a configuration in this process, on one broker connection.
+Drivers are imported only when they are needed. `serve` runs all agents of a configuration in this
+process, on one broker connection.
 """
 
 from __future__ import annotations
@@ -38,13 +39,16 @@ from meshpoint.settings import AgentSettings, MeshSettings, Settings
 _CLOCK = SystemClock()
 _EXCHANGES: dict[str, InProcessExchange] = {}
 _MAX_ENDED_TASKS = 10_000
-"""Ids of ended tasks that a process remembers, so that it does not run duplicates of their requests."""
+"""Number of ended task ids that a process remembers, so that it ignores duplicate requests."""
 _CLOSE_TIMEOUT, _MIN_CLOSE_TIMEOUT = 10.0, 0.25
-"""Maximum seconds for closing the broker's connection, granted even if a drain took all its time."""
+"""Seconds for closing the broker's connection: at most, and at least (after a long drain)."""
 
 
 def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
-    """The broker of a mesh, not yet open. `purpose` is shown in the names of connections to RabbitMQ."""
+    """Create the broker of a mesh, not yet open.
+
+    `purpose` appears in the names of connections to RabbitMQ.
+    """
     scheme = urlsplit(mesh.broker_url).scheme
     if scheme == "memory":
         return InProcessBroker(
@@ -72,7 +76,7 @@ def make_broker(mesh: MeshSettings, purpose: str = "") -> Broker:
 
 
 def make_store(agent: AgentSettings, namespace: str) -> CheckpointStore:
-    """The database of an agent; `await store.open()` connects."""
+    """Create the store of an agent's database; `await store.open()` connects."""
     from meshpoint.adapters.sql import SqlStore
 
     timings = agent.timings()
@@ -99,14 +103,14 @@ def make_worker(
     options: Options,
     isolation: Isolation | None = None,
 ) -> Worker:
-    """One agent of a configuration, ready to `run` on `broker`.
+    """Create the worker of one agent, ready to `run` on `broker`.
 
     Raises:
-        ConfigurationError: the entrypoint is no agent, or is one of another name.
+        ConfigurationError: The entrypoint is not an agent, or is an agent with another name.
     """
     durable_agent = load_agent(agent.entrypoint)
     if durable_agent.name != agent.name:
-        problem = f"{agent.name!r} is configured, but {agent.entrypoint!r} is called {durable_agent.name!r}"
+        problem = f"{agent.name!r} is configured, but the agent at {agent.entrypoint!r} is {durable_agent.name!r}"
         raise ConfigurationError("agent.name", problem, f"write name: {durable_agent.name}")
     return build_worker(durable_agent, agent, namespace, broker, observer, options, isolation)
 
@@ -120,7 +124,7 @@ def build_worker(
     options: Options,
     isolation: Isolation | None = None,
 ) -> Worker:
-    """`durable_agent` with the settings of `agent`, ready to `run` on `broker`."""
+    """Create the worker of `durable_agent` with the settings of `agent`, ready to `run`."""
     store = make_store(agent, namespace) if agent.stateless_checkpointing else None
     clock = DatabaseClock(_CLOCK, store) if store else _CLOCK
     inprocess_store = InProcessStore(clock, timings=agent.timings(), max_ended=_MAX_ENDED_TASKS)
@@ -144,7 +148,10 @@ def build_worker(
 def make_cache(
     agent: AgentSettings, namespace: str, secret: Callable[[], Awaitable[bytes]]
 ) -> CheckpointCache | None:
-    """The fast copy of an agent's checkpoints, if configured. `secret` returns the key that authenticates it."""
+    """Create the cache of an agent's checkpoints, if configured.
+
+    `secret` returns the key that authenticates its entries.
+    """
     if agent.checkpoint_cache_url is None:
         return None
     from meshpoint.adapters.redis import RedisCheckpointCache
@@ -154,7 +161,10 @@ def make_cache(
 
 
 def make_working_memory(agent: AgentSettings, namespace: str) -> WorkingMemory | None:
-    """Where in Redis the working memories of an agent's tasks live; None: in the process and with each checkpoint."""
+    """Create the Redis working memory of an agent's tasks.
+
+    Returns `None` if not configured: memories then stay in the process and in each checkpoint.
+    """
     if agent.memory_url is None:
         return None
     from meshpoint.adapters.redis import RedisWorkingMemory
@@ -171,7 +181,10 @@ def make_working_memory(agent: AgentSettings, namespace: str) -> WorkingMemory |
 def make_snapshots(
     agent: AgentSettings, namespace: str, secret: Callable[[], Awaitable[bytes]]
 ) -> SnapshotStore | None:
-    """The second place of working memories that live in Redis. `secret` returns the key that authenticates them."""
+    """Create the store for snapshots of working memories in Redis.
+
+    `secret` returns the key that authenticates the snapshots.
+    """
     url = agent.memory_snapshot_url or agent.memory_url
     if url is None:
         return None
@@ -182,12 +195,16 @@ def make_snapshots(
 
 
 def _read_limit(agent: AgentSettings) -> int:
-    """Read limit in bytes for a working memory or its snapshot, above the largest that Meshpoint writes."""
+    """Read limit in bytes for a working memory or its snapshot, above the largest written."""
     return 2 * agent.memory_max_bytes + 2**20
 
 
 def make_isolation(agent: AgentSettings, mesh: MeshSettings, observer: Observer) -> Isolation | None:
-    """Runs single tasks of an agent in separate processes; `None` if another process cannot run them."""
+    """Create the runner for tasks in processes of their own.
+
+    Returns `None` without checkpointing or with a `memory://` broker: other processes cannot run
+    such tasks.
+    """
     if not agent.stateless_checkpointing or urlsplit(mesh.broker_url).scheme == "memory":
         return None
     from meshpoint.adapters.child_process import ChildProcesses
@@ -197,20 +214,20 @@ def make_isolation(agent: AgentSettings, mesh: MeshSettings, observer: Observer)
 
 
 def isolated_options(options: Options) -> Options:
-    """`options` for a process that runs a single segment."""
+    """Return `options` for a process that runs a single segment."""
     return replace(options, max_concurrency=0)
 
 
 async def serve(settings: Settings, *, observer: Observer | None = None, stop: asyncio.Event | None = None) -> None:
-    """Run all agents of `settings` until `stop` is set; then drain.
+    """Run all agents of `settings` until `stop` is set, then drain.
 
-    Returns within the longest `drain_timeout + release_timeout` after `stop`. Agent code that does not stop by
-    then is abandoned on the event loop, with a warning that names its tasks. Their leases are renewed until it
-    ends.
+    Returns within the longest `drain_timeout + release_timeout` after `stop`. Agent code that does
+    not stop by then is abandoned on the event loop, with a warning that names its tasks. Their
+    leases are renewed until it ends.
 
     Raises:
-        ConfigurationError: something in `settings` cannot work; names the key and the fix.
-        Unavailable: the broker or a database did not answer within `startup_timeout`.
+        ConfigurationError: The settings cannot work. The message names the key and the fix.
+        Unavailable: The broker or a database did not answer within `startup_timeout`.
     """
     stop, observer = stop or asyncio.Event(), observer or LoggingObserver()
     broker, mesh = make_broker(settings.mesh), settings.mesh
@@ -230,7 +247,7 @@ async def serve(settings: Settings, *, observer: Observer | None = None, stop: a
 
 
 async def close_broker(broker: Broker, workers: Sequence[Worker]) -> None:
-    """Close the broker connection of ended `workers`, in the time left by their drains."""
+    """Close the broker connection of ended `workers`, in the time that their drains have left."""
     timeout = max((worker.seconds_left for worker in workers), default=_CLOSE_TIMEOUT)
     await bounded(
         broker.close(), min(max(timeout, _MIN_CLOSE_TIMEOUT), _CLOSE_TIMEOUT), "closing the broker's connection"
@@ -238,13 +255,13 @@ async def close_broker(broker: Broker, workers: Sequence[Worker]) -> None:
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first plain error in a group, which is the cause; the others are its consequences."""
+    """Return the first plain error in a group: the cause, of which the others are consequences."""
     error = group.exceptions[0]
     return first_error(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 async def sweep_once(settings: Settings) -> dict[str, int]:
-    """One look for what time alone makes due, without running agent code; what was done, by name."""
+    """Sweep once, without running agent code, and return the number of each kind of change."""
     counts = _SweepCounter()
     broker = make_broker(settings.mesh)
     await broker.open()
@@ -260,7 +277,7 @@ async def sweep_once(settings: Settings) -> dict[str, int]:
 
 
 class _SweepCounter:
-    """Counts what a look does."""
+    """Observer that counts what a sweep does."""
 
     _LABELS: ClassVar = {
         Step.EXPIRE: "tasks past a deadline",

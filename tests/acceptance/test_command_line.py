@@ -41,7 +41,7 @@ class Replicas:
         assert self.process.stderr is not None
         while count:
             line: dict[str, Any] = json.loads(self.process.stderr.readline())
-            self.pids += [int(pid) for pid in re.findall(r"runs as process (\d+)", line.get("message", ""))]
+            self.pids += [int(pid) for pid in re.findall(r"is running as process (\d+)", line.get("message", ""))]
             count -= line.get("step") == "started"
 
     def rest(self) -> list[dict[str, Any]]:

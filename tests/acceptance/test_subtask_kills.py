@@ -187,7 +187,7 @@ async def repaired(desk: Desk, case: Case, task_id: TaskId, failed: Outcome) -> 
         assert failed.message == "the replica that ran it is gone; no checkpoint"
         code, out, err = await desk.resume(task_id)
         assert (code, out) == (13, "")
-        assert err == f"error: operation {task_id} has no checkpoint to go on from; send its request again\n"
+        assert err == f"error: operation {task_id} has no checkpoint to resume from; send its request again\n"
         assert desk.diary() == began
         return await desk.ask(TaskId(new_id()))
     advice = f"checkpoint available: resume with `meshpoint tasks resume {task_id}`"

@@ -110,8 +110,13 @@ REFUSALS: dict[str, tuple[Prepare, type[ResumeRefused], ExitCode, str]] = {
     "not found": (nothing, OperationNotFound, ExitCode.NOT_FOUND, "there is no operation"),
     "running": (running, OperationRunning, ExitCode.RUNNING, "is active: running, owned by"),
     "completed": (completed, OperationCompleted, ExitCode.COMPLETED, "has completed"),
-    "no checkpoint": (failed_before_any_subtask, NoCheckpoint, ExitCode.NO_CHECKPOINT, "no checkpoint to go on from"),
-    "another active": (beside_an_active_one, OperationConflict, ExitCode.OTHER_ACTIVE, "one operation at a time"),
+    "no checkpoint": (
+        failed_before_any_subtask,
+        NoCheckpoint,
+        ExitCode.NO_CHECKPOINT,
+        "no checkpoint to resume from",
+    ),
+    "another active": (beside_an_active_one, OperationConflict, ExitCode.OTHER_ACTIVE, "its agent is exclusive"),
 }
 
 

@@ -457,7 +457,7 @@ def a_link_to_nothing(path: Path) -> None:
         (a_torn_page, "malformed"),
         (no_table, "no usable table meshpoint_queue_content"),
         (no_version, "version None"),
-        (a_link_to_nothing, "symbolic link to nothing"),
+        (a_link_to_nothing, "dangling symbolic link"),
     ],
 )
 async def test_a_file_that_can_never_work_is_refused(path: Path, spoil: Callable[[Path], None], words: str) -> None:

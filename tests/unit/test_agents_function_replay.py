@@ -57,16 +57,16 @@ async def swallowing(ctx: TaskExecutionContext) -> None:
 @pytest.mark.parametrize(
     ("second_run", "complaint"),
     [
-        (lambda ctx: ctx.call(shout("x")), "call 1 differs: recorded was a call of double; now it calls shout"),
+        (lambda ctx: ctx.call(shout("x")), "call 1 differs: it called double before and now calls shout"),
         (
             lambda ctx: ctx.call(double(2)),
-            r"the call of double \(double.0\) was recorded with another input",
+            r"the call to double \(double.0\) has another input than before",
         ),
-        (lambda ctx: ctx.gather(double(1), double(1)), "recorded was a call of double; now it calls double, double"),
-        (lambda ctx: ctx.gather(double(1), join=FIRST), r"recorded was join ALL; now it is join AT_LEAST\(1\)"),
-        (lambda ctx: ctx.gather(double(1), join=ALL.within(timedelta(seconds=9))), "now it is join ALL within 9.0 s"),
+        (lambda ctx: ctx.gather(double(1), double(1)), "it called double before and now calls double, double"),
+        (lambda ctx: ctx.gather(double(1), join=FIRST), r"it had join ALL before and now has join AT_LEAST\(1\)"),
+        (lambda ctx: ctx.gather(double(1), join=ALL.within(timedelta(seconds=9))), "now has join ALL within 9.0 s"),
         (nothing, "ended after 0 of 1 recorded calls"),
-        (swallowing, "recorded with another input"),
+        (swallowing, "has another input than before"),
     ],
 )
 async def test_another_path_is_a_mismatch_and_never_a_result(second_run: Any, complaint: str) -> None:

@@ -57,7 +57,7 @@ async def test_a_wrong_output_names_the_field() -> None:
 async def test_the_journal_of_another_version_is_incompatible() -> None:
     pause = await paused(travel)
     other = FunctionAgent(travel.function, "travel", version="4")
-    with pytest.raises(IncompatibleState, match="travel/function/3, this agent is travel/function/4"):
+    with pytest.raises(IncompatibleState, match="travel/function/3, but this agent is travel/function/4"):
         await resumed(other, pause)
 
 

@@ -272,7 +272,7 @@ def test_a_class_without_its_types_or_name_is_refused() -> None:
     class Open(Asking[int, Request]):
         name = "open"
 
-    with pytest.raises(ConfigurationError, match="Open: does not say its input, state and output types"):
+    with pytest.raises(ConfigurationError, match="Open: does not declare its input, state and output types"):
         Open()
 
     class Nameless(Asking[int, Trip]):

@@ -241,12 +241,13 @@ def test_the_version_is_printed(cli: Cli) -> None:
         (
             BrokerUnavailable("nothing at\n127.0.0.1"),
             3,
-            "the broker does not answer: nothing at 127.0.0.1; check that it runs and that mesh.broker_url is right",
+            "the broker does not answer: nothing at 127.0.0.1; "
+            "check that it is running and that mesh.broker_url is correct",
         ),
         (
             CommitInDoubt("no COMMIT"),
             3,
-            "the database does not answer: no COMMIT; check that it runs and that session_db_url is right",
+            "the database does not answer: no COMMIT; check that it is running and that session_db_url is correct",
         ),
         (QueueFull("the queue of agent 'travel' is full; wait"), 3, "the queue of agent 'travel' is full; wait"),
         (MeshpointError("no agent named travel\nanywhere"), 1, "no agent named travel anywhere"),
@@ -267,7 +268,7 @@ def test_errors_are_one_line_without_colour_and_an_exit_code(
 def test_arguments_that_are_no_text_are_one_line(cli: Cli, mesh: Mesh, command: list[str]) -> None:
     ended = cli(*command, "\udcff")
     assert (ended.code, ended.out) == (2, "")
-    assert ended.err == "error: the command line: '\\udcff' is not UTF-8 text; give every argument in UTF-8\n"
+    assert ended.err == "error: the command line: '\\udcff' is not UTF-8 text; encode all arguments as UTF-8\n"
 
 
 @pytest.mark.parametrize(
@@ -286,7 +287,7 @@ def test_numbers_that_nothing_can_hold_are_refused(cli: Cli, mesh: Mesh, command
 def test_an_export_to_a_name_that_is_too_long_is_refused_before_the_run(cli: Cli) -> None:
     ended = cli("exec", "json:loads", "--input", "1", "--export", "x" * 5000)
     assert (ended.code, ended.err.count("\n")) == (2, 1)
-    assert ended.err.endswith("name a file in a folder that is there\n")
+    assert ended.err.endswith("name a file in an existing folder\n")
 
 
 def test_interrupting_exits_with_130(cli: Cli, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,13 +343,13 @@ def test_input_is_json_or_text(text: str, value: object) -> None:
     [
         ("{'city': 'Rome'}", "line 1 column 2 (char 1)"),
         ('\n [1, "a"', "line 2 column 9 (char 9)"),
-        ('{"days": NaN}', "NaN is no JSON value"),
+        ('{"days": NaN}', "NaN is not a JSON value"),
     ],
 )
 def test_input_that_only_starts_as_json_is_refused(cli: Cli, mesh: Mesh, text: str, where: str) -> None:
     ended = cli("send", "travel", text)
     assert (ended.code, ended.out, ended.err.count("\n"), "sent" in mesh.seen) == (2, "", 1, False)
-    assert ended.err.startswith("error: INPUT: does not parse as JSON: ")
+    assert ended.err.startswith("error: INPUT: is not valid JSON: ")
     assert f"{where}; correct it" in ended.err
 
 
@@ -409,7 +410,7 @@ def test_a_mesh_that_is_not_named_is_asked_for(
     monkeypatch.delenv("MESHPOINT_MESH__BROKER_URL")
     ended = cli(*command, *options)
     assert (ended.code, ended.out, mesh.seen) == (2, "", {})
-    assert ended.err == "error: --config: no mesh is named; give --config FILE or --broker URL\n"
+    assert ended.err == "error: --config: no mesh is named; use --config FILE or --broker URL\n"
 
 
 @pytest.mark.parametrize("command", SENDING, ids=" ".join)
@@ -470,7 +471,7 @@ def test_tasks_are_listed_as_json_from_a_named_database(cli: Cli, mesh: Mesh) ->
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "--config: no database is named; give --config FILE or --db URL"),
+        ([], "--config: no database is named; use --config FILE or --db URL"),
         (["--db", "mysql://h/d"], "--db: MySQL is not supported"),
         (
             ["--db", "sqlite:///a.db", "--state", "asleep"],
@@ -486,7 +487,7 @@ def test_a_database_that_is_not_named_is_asked_for(cli: Cli, mesh: Mesh, argumen
 
 def test_looking_makes_no_file(cli: Cli, mesh: Mesh, tmp_path: Path) -> None:
     ended = cli("tasks", "list", "--db", "sqlite:///typo.db")
-    assert (ended.code, ended.err.startswith(f"error: there is no file {tmp_path}/typo.db")) == (1, True)
+    assert (ended.code, ended.err.startswith(f"error: the file {tmp_path}/typo.db does not exist")) == (1, True)
     assert mesh.opened == 0
 
 
@@ -603,7 +604,7 @@ def test_a_database_is_checked_upgraded_and_checked_again(cli: Cli, tmp_path: Pa
     checked = cli("db", "check", "--config", "mesh.yaml")
     assert (checked.code, checked.out) == (2, "")
     assert checked.err.startswith(f"{shown}: has no tables, needs ")
-    assert checked.err.endswith("; run: meshpoint db upgrade (give it --config FILE or --db URL)\n")
+    assert checked.err.endswith("; run: meshpoint db upgrade (with --config FILE or --db URL)\n")
     assert cli("db", "upgrade", "--config", "mesh.yaml").out == f"{shown}: upgraded to revision {REVISION}\n"
     assert cli("db", "upgrade", "--config", "mesh.yaml").out == f"{shown}: already at revision {REVISION}\n"
     assert cli("db", "upgrade", "--db", "sqlite:///tasks.db", "--json").json["status"] == "up to date"
@@ -682,7 +683,7 @@ def test_run_serves_all_agents_in_this_process(cli: Cli, mesh: Mesh, tmp_path: P
         (
             "agent: {name: a, entrypoint: 'm:a'}\n",
             ["--log-level", "loud"],
-            "--log-level: 'loud' is no level; use one of",
+            "--log-level: 'loud' is not a log level; use one of",
         ),
     ],
 )

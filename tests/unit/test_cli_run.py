@@ -84,7 +84,7 @@ def test_a_replica_drains_when_its_supervisor_is_gone(start: Start) -> None:
     assert process.stdin is not None
     told, logged = process.communicate()  # closes its standard input
     assert told == "draining\n"
-    assert "the supervisor is gone: draining" in logged
+    assert "the supervisor has ended: draining" in logged
     assert process.returncode == 0
 
 

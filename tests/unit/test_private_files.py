@@ -40,7 +40,7 @@ def test_creates_once(tmp_path: Path) -> None:
 
 def test_a_link_is_not_followed_to_create_its_target(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    with pytest.raises(FileExistsError, match="link to nothing"):
+    with pytest.raises(FileExistsError, match="dangling symbolic link"):
         create_private(tmp_path / "link")
     assert not (tmp_path / "target").exists()
     (tmp_path / "target").touch()
@@ -51,7 +51,7 @@ def test_migrations_create_a_private_file(tmp_path: Path) -> None:
     migrations.upgrade(f"sqlite:///{tmp_path}/tasks.db")
     assert mode(tmp_path / "tasks.db") == "0o600"
     (tmp_path / "link.db").symlink_to(tmp_path / "target.db")
-    with pytest.raises(ConfigurationError, match="link to nothing"):
+    with pytest.raises(ConfigurationError, match="dangling symbolic link"):
         migrations.upgrade(f"sqlite:///{tmp_path}/link.db")
 
 

@@ -201,7 +201,7 @@ def test_the_process_environment_is_not_read_when_another_is_given(
         ("MESHPOINT_MESH__BROKER", "did you mean 'broker_url'?"),
         ("MESHPOINT_BROKER_URL", "write MESHPOINT_MESH__BROKER_URL"),
         ("MESHPOINT_LEASE_SECONDS", "write MESHPOINT_AGENT__LEASE_SECONDS"),
-        ("MESHPOINT_AGENTS__NAME", "is no section"),
+        ("MESHPOINT_AGENTS__NAME", "has an unknown section"),
         ("MESHPOINT_AGENT__LEASE_SECONDS", "must be a valid number, not 'x'"),
         ("MESHPOINT_AGENT__NAME", "MESHPOINT_AGENT__NAME"),
     ],
@@ -220,7 +220,7 @@ def test_variables_made_by_kubernetes_are_left_alone(write: Write) -> None:
 
 def test_an_agent_variable_cannot_mean_two_agents(write: Write) -> None:
     path = write("agents:\n- {name: a, entrypoint: 'm:a'}\n- {name: b, entrypoint: 'm:b'}\n")
-    assert "cannot mean 2 agents" in refusal(path, env={"MESHPOINT_AGENT__LEASE_SECONDS": "20"})
+    assert "cannot apply to 2 agents" in refusal(path, env={"MESHPOINT_AGENT__LEASE_SECONDS": "20"})
 
 
 # Several files
@@ -236,7 +236,7 @@ def test_agents_of_several_files_add_up(write: Write) -> None:
 
 def test_files_must_agree_on_the_mesh(write: Write) -> None:
     first, second = write("mesh: {namespace: a}\n", "a.yaml"), write("mesh: {namespace: b}\n", "b.yaml")
-    assert refusal(first, second).startswith("b.yaml: mesh.namespace: has another value")
+    assert refusal(first, second).startswith("b.yaml: mesh.namespace: differs from the value")
 
 
 def test_a_mistake_in_one_of_several_files_names_the_file(write: Write) -> None:
@@ -273,12 +273,12 @@ def test_agents_take_the_message_limit_of_the_mesh(write: Write) -> None:
         (TRAVEL + "  ack_policy: on_receipt\n", "agent.ack_policy: on_receipt without stateless_checkpointing"),
         (
             TRAVEL + "  memory_url: redis://u:secret@h/0\n",
-            "agent.memory_url: without stateless_checkpointing, working memories stay in their process, and Redis "
-            "would not be used; add stateless_checkpointing: true and session_service: sql, or leave memory_url out",
+            "agent.memory_url: without stateless_checkpointing, working memories stay in the process, and Redis "
+            "would not be used; add stateless_checkpointing: true and session_service: sql, or remove memory_url",
         ),
         (
             TRAVEL + "  memory_snapshot_url: redis://u:secret@h/0\n",
-            "agent.memory_snapshot_url: there would be no working memory in Redis to take snapshots of; add memory_u",
+            "agent.memory_snapshot_url: there would be no working memory in Redis to snapshot; add memory_url",
         ),
         (
             TRAVEL + "  session_db_url: mysql://u:secret@h/d\n",
@@ -287,18 +287,18 @@ def test_agents_take_the_message_limit_of_the_mesh(write: Write) -> None:
         (TRAVEL + "  session_db_url: postgresql+psycopg://h/d\n", "the scheme 'postgresql+psycopg' is not supported"),
         (
             TRAVEL + "  session_db_url: ['mysql://u:secret@h/d']\n",
-            "agent.session_db_url: must be a valid string; it is",
+            "agent.session_db_url: must be a valid string; meaning",
         ),
         (TRAVEL + "  session_db_url: meshpoint.db\n", "agent.session_db_url: is not a URL; "),
         (
             TRAVEL + "  session_db_url: 'sqlite://meshpoint.db'\n",
-            "takes three slashes before its file; write sqlite:///m",
+            "needs three slashes before its file; write sqlite:///m",
         ),
         (
             TRAVEL + "  session_db_url: 'sqlite://u:secret@/tasks.db'\n",
-            "takes three slashes before its file; write sqlite:///meshpoint.db",
+            "needs three slashes before its file; write sqlite:///meshpoint.db",
         ),
-        (TRAVEL + "  session_db_url: 'sqlite:///:memory:'\n", "agent.session_db_url: names no file"),
+        (TRAVEL + "  session_db_url: 'sqlite:///:memory:'\n", "agent.session_db_url: does not name a file"),
         (
             "mesh: {broker_url: 'kafka://u:secret@h'}\n",
             "mesh.broker_url: the scheme 'kafka' is not supported; use amqp",
@@ -326,22 +326,22 @@ def test_agents_take_the_message_limit_of_the_mesh(write: Write) -> None:
         *(
             (
                 f"{mesh}{TRAVEL}  {logins}\n",
-                f"agent.{logins.split(':')[0]}: only RabbitMQ verifies logins, and mesh.broker_url is another",
+                f"agent.{logins.split(':')[0]}: only RabbitMQ verifies logins, but mesh.broker_url is another",
             )
             for mesh in ("", "mesh: {broker_url: 'sqlite:///q.db'}\n", "mesh: {broker_url: 'memory://'}\n")
             for logins in ("peer_logins: {boss: boss}", "operator_logins: [ops]")
         ),
         ("agent: {name: a b, entrypoint: 'm:a'}\n", "agent.name: 'a b' is not a valid agent name"),
         ("agent: {name: a, entrypoint: m.a}\n", "agent.entrypoint: 'm.a' is not an entrypoint"),
-        ("agent:\n", "agent: holds no keys"),
-        ("agents: {name: a}\n", "agents: is no list"),
-        ("agent:\n- {name: a, entrypoint: 'm:a'}\n", "agent: holds a list; write 'agents:'"),
-        ("agent: {}\nagents: []\n", "agent: stands beside agents"),
-        ("- agent\n", "mesh.yaml: holds no mapping"),
+        ("agent:\n", "agent: has no keys"),
+        ("agents: {name: a}\n", "agents: is not a list"),
+        ("agent:\n- {name: a, entrypoint: 'm:a'}\n", "agent: is a list; write 'agents:'"),
+        ("agent: {}\nagents: []\n", "agent: is used together with agents"),
+        ("- agent\n", "mesh.yaml: is not a mapping"),
         ("agent: [\n", "mesh.yaml: line 2, column 1: "),
         (
             "mesh: {namespace: a}\nmesh: {namespace: b}\n",
-            "line 2, column 1: the key 'mesh' stands here a second time",
+            "line 2, column 1: the key 'mesh' is repeated here",
         ),
     ],
 )
@@ -423,11 +423,11 @@ def keys(count: int) -> str:
         ("mesh: {namespace: 0x" + "f" * 5000 + "}\n", "has a value that cannot be read"),
         ("mesh: {namespace: 1" + ":1" * 400_000 + "}\n", "has a value that cannot be read"),
         ("? 0x" + "f" * 5000 + "\n: 1\n", "has a value that cannot be read"),
-        ("mesh: {namespace: '${a," + " " * 200_000 + "'}\n", "names no variable"),
+        ("mesh: {namespace: '${a," + " " * 200_000 + "'}\n", "without a variable name"),
         (BOMB, "its aliases expand to more than"),
         (MERGED, "its aliases expand to more than"),
         ("mesh: &a [*a]\n", "an alias contains itself"),
-        ("mesh: " + "[" * 10_000, "is nested too deep"),
+        ("mesh: " + "[" * 10_000, "is nested too deeply"),
         ("mesh: 2026-99-99\n", "has a value that cannot be read"),
         ("mesh: " + "9" * 10_000 + "\n", "has a value that cannot be read"),
     ],

@@ -1,1 +1,1 @@
-"""Ways to write an agent."""
+"""The three ways to write an agent, and typed handles to its peers."""

@@ -1,4 +1,4 @@
-"""How an agent is found from its entrypoint."""
+"""Load an agent from its entrypoint, `package.module:attribute`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ _KEY = "agent.entrypoint"
 
 
 def load_agent(entrypoint: str) -> DurableAgent[Any, Any]:
-    """The agent at `entrypoint`, "package.module:attribute": an agent, or a `StatefulAgent` class to instantiate.
+    """Import the agent at `entrypoint`, written as `package.module:attribute`.
+
+    The attribute is an agent, or a `StatefulAgent` class, which is instantiated without arguments.
 
     Raises:
-        ConfigurationError: there is none; names what is wrong and what to write instead.
+        ConfigurationError: The module cannot be imported, or the attribute is missing or not an
+            agent. The message says what to write instead.
     """
     module_name, _, attribute = entrypoint.partition(":")
     if not module_name or not attribute or module_name.startswith("."):
-        raise ConfigurationError(_KEY, f"{entrypoint!r} names no agent", "write package.module:attribute")
+        raise ConfigurationError(_KEY, f"{entrypoint!r} is not an entrypoint", "write package.module:attribute")
     found = _get_attribute(_import_module(module_name, entrypoint), attribute)
     return _to_agent(found, entrypoint)
 
@@ -39,8 +42,8 @@ def _import_module(name: str, entrypoint: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             fix = f"install what provides {error.name!r} in this environment"
             raise ConfigurationError(_KEY, f"{entrypoint!r}: {name} imports {error.name!r}", fix) from error
-        fix = "correct the name, or run where Python finds it (install its package or set PYTHONPATH)"
-        raise ConfigurationError(_KEY, f"{entrypoint!r}: there is no module {error.name!r}", fix) from error
+        fix = "correct the name, or make the module importable (install its package or set PYTHONPATH)"
+        raise ConfigurationError(_KEY, f"{entrypoint!r}: no module named {error.name!r}", fix) from error
     except Exception as error:
         problem = f"{entrypoint!r}: importing {name} failed with {type(error).__name__}: {error}"
         raise ConfigurationError(_KEY, problem, f"make `python -c 'import {name}'` work") from error
@@ -65,9 +68,9 @@ def _to_agent(found: object, entrypoint: str) -> DurableAgent[Any, Any]:
     if isinstance(found, type) and issubclass(found, StatefulAgent):
         found = _instantiate(found, entrypoint)
     if isinstance(found, type):
-        raise ConfigurationError(_KEY, f"{entrypoint!r} is a class", "name an instance of it, made in the module")
+        raise ConfigurationError(_KEY, f"{entrypoint!r} is a class", "name an instance of it that the module creates")
     if not isinstance(found, DurableAgent):
-        problem = f"{entrypoint!r} is not an agent but of type {type(found).__name__}"
+        problem = f"{entrypoint!r} is not an agent: its type is {type(found).__name__}"
         raise ConfigurationError(_KEY, problem, _suggest_fix(found))
     for method in (found.start, found.resume):
         if not inspect.iscoroutinefunction(method):
@@ -81,17 +84,17 @@ def _instantiate(kind: type[StatefulAgent[Any, Any, Any]], entrypoint: str) -> o
     try:
         return kind()
     except TypeError as error:
-        problem = f"{entrypoint!r} cannot be made without arguments: {error}"
+        problem = f"{entrypoint!r} cannot be instantiated without arguments: {error}"
         raise ConfigurationError(_KEY, problem, "complete the class, or name an instance of it") from error
     except ConfigurationError:
         raise
     except Exception as error:
-        problem = f"{entrypoint!r}: making it failed with {described(error)}"
-        raise ConfigurationError(_KEY, problem, "correct its __init__, or name an instance of it") from error
+        problem = f"{entrypoint!r}: its constructor failed with {described(error)}"
+        raise ConfigurationError(_KEY, problem, "correct __init__, or name an instance of it") from error
 
 
 def _suggest_fix(found: object) -> str:
     if inspect.iscoroutinefunction(found):
-        return f'put @agent("{found.__name__}") above the function'
+        return f'put the decorator @agent("{found.__name__}") on the function'
     missing = [name for name in ("name", "state_format", "start", "resume") if not hasattr(found, name)]
-    return f"name a function under @agent, a StatefulAgent, or an object that has {', '.join(missing)}"
+    return f"name a function decorated with @agent, a StatefulAgent, or an object with {', '.join(missing)}"

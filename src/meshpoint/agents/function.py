@@ -1,4 +1,4 @@
-"""An agent as a function that reads like ordinary code, and runs again from the top after each pause."""
+"""Agents as plain async functions, replayed from the top after each pause."""
 
 from __future__ import annotations
 
@@ -42,42 +42,47 @@ def agent(
     preserve: bool = False,
     migrations: Sequence[Migration] = (),
 ) -> Callable[[Callable[[TaskExecutionContext, In], Awaitable[Out]]], FunctionAgent[In, Out]]:
-    """Make an async function an agent of this name.
+    """Turn an async function into an agent.
 
         @agent("travel", version="1")
         async def travel(ctx: TaskExecutionContext, trip: Trip) -> Itinerary:
             flight, weather = await ctx.gather(flights(trip), forecast(trip))
             return Itinerary(flight=flight, weather=weather)
 
-    The annotations are the types of input and output. What to know of the function:
+    The annotations are the types of input and output, and are checked for each task. The function
+    must follow these rules:
 
-    - It runs from the top at each resume, and finished calls return their recorded answers. So between its calls
-      it must be deterministic, and what it does there happens once per pause; put work that costs or changes
-      a peer call.
-    - A pause unwinds it: `finally` blocks and context managers end at each pause. `except Exception` does not see it.
-    - It waits for one thing at a time: for several calls there is `ctx.gather`, not `asyncio.gather`. An asyncio task
-      that it starts outlives a pause and is started again: let it end before the next call.
-    - What a repeated part sets on `ctx`, or counts into its `token_usage`, is not there twice. `ctx.replaying` tells
-      whether a part is repeated.
-    - Its code may change freely within one version as long as tasks that are under way make the same calls. If not,
-      give it a new `version`: replicas of the old one finish the old tasks.
+    - At each resume it runs again from the top, and calls that have finished return their recorded
+      answers. The code between calls must therefore be deterministic, and its side effects happen
+      once per pause. Put expensive work and changes to other systems into a peer call.
+    - A pause unwinds the function with an exception that is not an `Exception`: `finally` blocks
+      and context managers end at each pause, and `except Exception` does not catch it.
+    - It waits for one thing at a time. For several calls use `ctx.gather`, not `asyncio.gather`.
+      An asyncio task that it starts outlives the pause and is started again by the replay: wait
+      for it before the next call.
+    - Changes that replayed code makes to `ctx` or its `token_usage` are not applied twice.
+      `ctx.replaying` is `True` while recorded calls are left.
+    - Within one version its code may change freely as long as tasks in progress make the same
+      calls. Otherwise raise `version`: replicas of the old version finish the old tasks.
 
     Args:
-        name: the agent's name in the mesh.
-        version: of its path through calls, and of its checkpoints.
-        subtasks: the names of the `ctx.subtask`s that it expects to run, in order, so that `ctx.progress` knows how
-            many are left. Others may run as well.
-        type: a word for its operations, for people who list them.
-        exclusive: refuse to resume an operation while another one of this agent is active.
-        preserve: keep the checkpoints of its operations for ever.
-        migrations: functions under `@migrates`, which lead from checkpoints of earlier versions to this one.
+        name: Name of the agent in the mesh.
+        version: Version of its path through peer calls, and of its checkpoints.
+        subtasks: Names of the `ctx.subtask`s it is expected to run, in order, so that
+            `ctx.progress` knows how many are left. It may run others as well.
+        type: Type of its operations, shown in listings.
+        exclusive: Refuse to resume an operation while another operation of this agent is active.
+        preserve: Never delete the checkpoints of its operations.
+        migrations: Functions decorated with `@migrates` that convert checkpoints of earlier
+            versions to this one.
 
     Raises:
-        ConfigurationError: the function is not async, or lacks an annotation; two subtasks have one name, or two
-            migrations lead from one version; names the function and the fix.
+        ConfigurationError: The function is not async or lacks an annotation, two subtasks have the
+            same name, or two migrations start from the same version. The message names the
+            function and the fix.
     """
     if not isinstance(name, str):
-        raise ConfigurationError("@agent", "it was used without a name", 'write @agent("name")')
+        raise ConfigurationError("@agent", "is used without a name", 'write @agent("name")')
     local_names = sys._getframe(1).f_locals
 
     def decorate(function: Callable[[TaskExecutionContext, In], Awaitable[Out]]) -> FunctionAgent[In, Out]:
@@ -88,7 +93,7 @@ def agent(
 
 
 class FunctionAgent(Generic[In, Out]):
-    """A `DurableAgent` made of one async function; see `agent`."""
+    """A `DurableAgent` built from one async function; see `agent`."""
 
     def __init__(
         self,
@@ -116,11 +121,14 @@ class FunctionAgent(Generic[In, Out]):
 
     @property
     def state_format(self) -> str:
-        """Of this name and version: another version takes another path through its calls."""
+        """Format of the journal, with the name and version of the agent.
+
+        Each version has its own path through peer calls, and so its own format.
+        """
         return f"{self.name}/function/{self.version}"
 
     async def start(self, ctx: TaskExecutionContext, request: In | JsonValue) -> Paused | Done[Out]:
-        """Begin a task; see `DurableAgent`."""
+        """Run the function for a new request; see `DurableAgent`."""
         received = self._parse_input(request)
         try:
             input_json = check_json(to_jsonable_python(request), "input")
@@ -130,7 +138,7 @@ class FunctionAgent(Generic[In, Out]):
         return await self._run(ctx, journal, received)
 
     async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Paused | Done[Out]:
-        """Go on with a task; see `DurableAgent`."""
+        """Run the function again, with the outcomes of its last pause; see `DurableAgent`."""
         journal = read_journal(state, self.state_format)
         complete_last_entry(journal, outcomes)
         try:
@@ -167,16 +175,17 @@ class FunctionAgent(Generic[In, Out]):
 
 
 def _declared_types(function: Callable[..., Any], local_names: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The declared input and output of an agent function.
+    """Return the annotated input and output types of an agent function.
 
-    `local_names` are those where it is defined: `get_type_hints` by itself finds only the module's.
+    `local_names` are the local variables where the function is defined: `get_type_hints` alone
+    resolves names of the module only.
     """
     name = f"{function.__module__}.{function.__qualname__}"
     if not inspect.iscoroutinefunction(function):
         raise ConfigurationError(_KEY, f"{name} is not an async function", f"write async def {function.__name__}")
     parameters = list(inspect.signature(function).parameters.values())
     if len(parameters) != 2 or any(parameter.kind not in _POSITIONAL for parameter in parameters):
-        fix = "let it take the context and the request: (ctx: TaskExecutionContext, request: …)"
+        fix = "declare two, the context and the request: (ctx: TaskExecutionContext, request: …)"
         raise ConfigurationError(_KEY, f"{name} takes {len(parameters)} parameters", fix)
     try:
         hints = typing.get_type_hints(function, localns=dict(local_names), include_extras=True)
@@ -187,7 +196,7 @@ def _declared_types(function: Callable[..., Any], local_names: Mapping[str, Any]
     for missing in (key for key in required if key not in hints):
         missing_part = "its return value" if missing == "return" else repr(missing)
         problem = f"{name} does not annotate {missing_part}"
-        raise ConfigurationError(_KEY, problem, "write the type: it is checked for each task")
+        raise ConfigurationError(_KEY, problem, "add the type, which is checked for each task")
     return hints[required[0]], hints["return"]
 
 

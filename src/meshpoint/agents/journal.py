@@ -1,4 +1,4 @@
-"""What a function agent remembers over a pause: its input, and every call it has made, with the outcomes."""
+"""The state of a function agent across pauses: its input, and each call with its outcome."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _JournalModel(BaseModel):
 
 
 class RecordedCall(_JournalModel):
-    """One call of a pause. `digest` stands for its peer and input."""
+    """One call of a pause. `digest` is computed from its peer and input."""
 
     id: str
     peer: str
@@ -36,15 +36,15 @@ class RecordedCall(_JournalModel):
 
     @classmethod
     def from_call(cls, call: Call) -> RecordedCall:
-        """The record of `call`. A timeout is no part of it: changing one does not change the path."""
+        """Record `call`. The timeout is left out, so that changing it is not a mismatch."""
         return cls(id=call.id, peer=call.peer, digest=digest_of([call.peer, call.input]))
 
 
 class JournalEntry(_JournalModel):
-    """One pause: its calls, its join, the tokens used until then, and, once it is over, the outcomes.
+    """One pause: its calls and join, the tokens used so far, and the outcomes once it is complete.
 
-    `subtask` is the one that made the calls; it is not written where there is none, as the release before does not
-    know it.
+    `subtask` is the subtask that made the calls. It is not serialized when `None`, because the
+    previous release does not know the field.
     """
 
     calls: list[RecordedCall]
@@ -65,7 +65,7 @@ class JournalEntry(_JournalModel):
     def for_calls(
         cls, calls: Sequence[Call], join: Join, usage: TokenUsage, subtask: str | None = None
     ) -> JournalEntry:
-        """A pause that waits for `calls`."""
+        """Create the entry of a pause that waits for `calls`."""
         return cls(
             calls=[RecordedCall.from_call(call) for call in calls],
             needed=join.needed,
@@ -75,22 +75,24 @@ class JournalEntry(_JournalModel):
         )
 
     def describe_mismatch(self, current: JournalEntry) -> str | None:
-        """How `current` differs from this record; None when it is the same request."""
+        """Describe how the calls of `current` differ from this record; `None` if they are the
+        same.
+        """
         recorded_peers, current_peers = [call.peer for call in self.calls], [call.peer for call in current.calls]
         if recorded_peers != current_peers:
-            return f"recorded was a call of {', '.join(recorded_peers)}; now it calls {', '.join(current_peers)}"
+            return f"it called {', '.join(recorded_peers)} before and now calls {', '.join(current_peers)}"
         for recorded, current_call in zip(self.calls, current.calls, strict=True):
             if recorded.digest != current_call.digest:
-                return f"the call of {current_call.peer} ({current_call.id}) was recorded with another input"
+                return f"the call to {current_call.peer} ({current_call.id}) has another input than before"
         if self.subtask != current.subtask:
             before, now = _describe_subtask(self.subtask), _describe_subtask(current.subtask)
-            return f"recorded was a call {before}; now it is one {now}"
+            return f"it was made {before} before and is now made {now}"
         if (self.needed, self.within_seconds) != (current.needed, current.within_seconds):
-            return f"recorded was {self._describe_join()}; now it is {current._describe_join()}"
+            return f"it had {self._describe_join()} before and now has {current._describe_join()}"
         return None
 
     def total_usage(self) -> TokenUsage:
-        """The task's tokens when this pause was over: those used until it, and what the peers used."""
+        """The task's token usage at the end of this pause, including what the peers used."""
         usage = self.usage.snapshot()
         for call, outcome in zip(self.calls, self.outcomes or (), strict=True):
             usage.merge(outcome.usage, source=call.peer)
@@ -102,13 +104,13 @@ class JournalEntry(_JournalModel):
 
 
 def _describe_subtask(subtask: str | None) -> str:
-    return "outside of subtasks" if subtask is None else f"in subtask {subtask!r}"
+    return "outside subtasks" if subtask is None else f"in subtask {subtask!r}"
 
 
 class Journal(_JournalModel):
-    """The whole state of a function agent's task. Only the last entry is without outcomes.
+    """The complete state of a function agent's task. Only the last entry has no outcomes yet.
 
-    `context` is what the function found on its context when it first began.
+    `context` is the context as the function found it at its first start.
     """
 
     format: str
@@ -117,26 +119,26 @@ class Journal(_JournalModel):
     entries: list[JournalEntry] = []
 
     def to_bytes(self) -> bytes:
-        """`Paused.state`."""
+        """Serialize the journal for `Paused.state`."""
         return self.model_dump_json().encode()
 
     def to_bytes_with(self, entry: JournalEntry) -> bytes:
-        """The state of a pause with one more entry; this journal stays as it is."""
+        """Serialize the journal with one more entry, without changing it."""
         return self.model_copy(update={"entries": [*self.entries, entry]}).to_bytes()
 
 
 def read_journal(state: bytes, expected_format: str) -> Journal:
-    """The journal in `state`.
+    """Parse and validate the journal in `state`.
 
     Raises:
-        IncompatibleState: it cannot be read here.
+        IncompatibleState: It is invalid, or was written by another agent or version.
     """
     try:
         journal = Journal.model_validate_json(state)
     except ValidationError as error:
         raise IncompatibleState(f"not a journal of {expected_format}: {first_problem(error)}") from cause_of(error)
     if journal.format != expected_format:
-        raise IncompatibleState(f"the journal was written by {journal.format}, this agent is {expected_format}")
+        raise IncompatibleState(f"the journal was written by {journal.format}, but this agent is {expected_format}")
     complete = [entry.outcomes is not None and len(entry.outcomes) == len(entry.calls) for entry in journal.entries]
     if not complete or complete[-1] or not all(complete[:-1]):
         raise IncompatibleState(f"not a journal of {expected_format}: it is not at a pause")
@@ -144,14 +146,14 @@ def read_journal(state: bytes, expected_format: str) -> Journal:
 
 
 def complete_last_entry(journal: Journal, outcomes: Outcomes) -> None:
-    """Write the outcomes of the last pause into the journal.
+    """Record the outcomes of the last pause in the journal.
 
     Raises:
-        IncompatibleState: they are those of another pause.
+        IncompatibleState: The outcomes belong to another pause.
     """
     last = journal.entries[-1]
     ids = [call.id for call in last.calls]
     if set(ids) != set(outcomes):
-        raise IncompatibleState(f"the journal waits for {ids}, the outcomes are those of {list(outcomes)}")
+        raise IncompatibleState(f"the journal waits for {ids}, but the outcomes are for {list(outcomes)}")
     ordered: list[Outcome] = [outcomes[call_id] for call_id in ids]
     last.outcomes = ordered

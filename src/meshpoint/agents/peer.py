@@ -1,4 +1,4 @@
-"""A typed handle on another agent."""
+"""Typed handles to other agents."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ In_contra = TypeVar("In_contra", contravariant=True)
 Out_co = TypeVar("Out_co", covariant=True)
 
 
-@dataclass(frozen=True)  # with slots, PeerCall[int](...) raises: typing cannot note the parameter
+@dataclass(frozen=True)  # with slots, PeerCall[int](...) raises: typing cannot store the parameter
 class PeerCall(Generic[Out_co]):
-    """A request to a peer that was not sent yet; made by calling a `Peer`.
+    """A request to a peer that has not been sent yet; created by calling a `Peer`.
 
-    `input` is valid and already JSON: changing the object it was made from changes nothing.
+    `input` is validated JSON. Later changes to the object it was made from have no effect.
     """
 
     peer: str
@@ -31,14 +31,17 @@ class PeerCall(Generic[Out_co]):
     timeout: timedelta | None
     idle_timeout: timedelta | None
     read: Callable[[Outcome], Ok[Out_co] | Failed]
-    """What an outcome of this call means: a value that does not fit the declared output is `Failed(INVALID)`."""
+    """Converts an outcome; a value that does not fit the declared output is `Failed(INVALID)`."""
 
     def as_call(self, call_id: str) -> Call:
-        """The request as a pause carries it."""
+        """Build the `Call` of a pause, with this id."""
         return Call(call_id, self.peer, self.input, self.timeout, self.idle_timeout)
 
     def with_artifacts(self) -> PeerCall[Ok[Out_co]]:
-        """The same request, answered by the whole `Ok`: its `value`, `artifacts` and token `usage`."""
+        """Return the same request, answered with the whole `Ok`.
+
+        That gives access to the `value`, the `artifacts` and the token `usage`.
+        """
 
         def read(outcome: Outcome) -> Ok[Ok[Out_co]] | Failed:
             answer = self.read(outcome)
@@ -50,22 +53,23 @@ class PeerCall(Generic[Out_co]):
 class Peer(Generic[In_contra, Out_co]):
     """Another agent, with the types of its input and output.
 
-    Calling it gives a typed request, which `ctx.call` and `ctx.gather` (function agents) or `self.ask` (stateful
-    agents) send:
+    Call it to build a typed request, and send that with `ctx.call` or `ctx.gather` (function
+    agents) or `self.ask` (stateful agents):
 
         flights = Peer("flights", FlightQuery, FlightQuote, timeout=timedelta(seconds=30))
         quote = await ctx.call(flights(FlightQuery(to="Oslo")))
 
     Args:
-        name: the agent's name in the mesh.
-        input: what it takes: a pydantic model, a dataclass, a TypedDict or a builtin; anything else, such as a
-            union, as `TypeAdapter(A | B)`.
-        output: what it answers, likewise.
-        timeout: how long a call may take, from the caller's checkpoint; None: the caller's `peer_timeout`.
-        idle_timeout: fail a call when the peer has sent no status update for that long.
+        name: Name of the agent in the mesh.
+        input: Type of its input: a pydantic model, a dataclass, a TypedDict or a builtin. Wrap any
+            other type, such as a union: `TypeAdapter(A | B)`.
+        output: Type of its output, likewise.
+        timeout: Maximum duration of a call, counted from the caller's checkpoint. Default: the
+            caller's `peer_timeout`.
+        idle_timeout: Fail a call if the peer sends no status update for this long.
 
     Raises:
-        ConfigurationError: the name or a type cannot be used, or a timeout is not positive.
+        ConfigurationError: The name or a type cannot be used, or a timeout is not positive.
     """
 
     def __init__(
@@ -93,10 +97,10 @@ class Peer(Generic[In_contra, Out_co]):
         return f"Peer({self.name!r}, {self._input.name}, {self._output.name})"
 
     def __call__(self, request: In_contra) -> PeerCall[Out_co]:
-        """A request with this input.
+        """Build a request with this input.
 
         Raises:
-            AgentMisbehaved: the input is not of the declared type; names the field.
+            AgentMisbehaved: The input does not fit the declared type. The message names the field.
         """
         try:
             json = self._input.write(request)
@@ -105,7 +109,10 @@ class Peer(Generic[In_contra, Out_co]):
         return PeerCall(self.name, json, self.timeout, self.idle_timeout, self.read)
 
     def read(self, outcome: Outcome) -> Ok[Out_co] | Failed:
-        """`outcome` with its value as the declared output; one that does not fit is `Failed(INVALID)`."""
+        """Convert the value of `outcome` to the declared output type.
+
+        A value that does not fit becomes `Failed(INVALID)`.
+        """
         if isinstance(outcome, Failed):
             return outcome
         try:

@@ -1,4 +1,4 @@
-"""What an agent says of its operations, checked when it is defined."""
+"""Checks what an agent declares about its operations, when it is defined."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def build_plan(
     exclusive: bool = False,
     preserve: bool = False,
 ) -> Plan:
-    """The plan of an agent.
+    """Build the plan of an agent.
 
     Raises:
-        ConfigurationError: two subtasks have one name, a name cannot be used, or the migrations are ambiguous.
+        ConfigurationError: Two subtasks have the same name, a name cannot be used, or the
+            migrations are ambiguous.
     """
     key = f"agent {agent!r}, subtasks"
     if isinstance(subtasks, str):
@@ -32,10 +33,10 @@ def build_plan(
     for name in subtasks:
         if not is_valid_name(name):
             raise ConfigurationError(
-                key, f"{name!r} is no name", f"use printable text of 1 to {MAX_NAME_LENGTH} characters"
+                key, f"{name!r} is not a valid name", f"use printable text of 1 to {MAX_NAME_LENGTH} characters"
             )
         if list(subtasks).count(name) > 1:
-            raise ConfigurationError(key, f"{name!r} occurs twice", "give each a name of its own")
+            raise ConfigurationError(key, f"{name!r} occurs twice", "use unique names")
     return Plan(
         subtasks=tuple(subtasks),
         version=version,

@@ -1,4 +1,4 @@
-"""One run of a function agent: recorded calls are answered, the first unrecorded one ends the segment."""
+"""One run of a function agent: recorded calls return their outcomes, the first new call pauses."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from meshpoint.model.subtasking import current_subtask
 
 
 class PauseSignal(BaseException):
-    """Unwinds the function. No `Exception`, so that `except Exception` in agent code does not take it for one."""
+    """Unwinds the function. It is not an `Exception`, so that `except Exception` in agent code
+    does not catch it.
+    """
 
 
 class Replay:
     """The `Recorder` of one segment of a function agent.
 
-    The context goes through the same values again as in the earlier run: it begins as it first was, has at each
-    recorded call the tokens it had then, and from the last one on is what the checkpoint kept. So nothing that the
-    repeated part sets or counts on it is there twice.
+    The context goes through the same values as in the earlier run. It starts as it was at the
+    first start, at each recorded call gets the token usage it had then, and after the last one
+    becomes what the checkpoint kept. So nothing that replayed code sets or counts is there twice.
     """
 
     def __init__(self, agent: str, ctx: TaskExecutionContext, journal: Journal) -> None:
@@ -48,16 +50,19 @@ class Replay:
 
     @property
     def position(self) -> int:
-        """How many recorded pauses the function has passed, but for those within subtasks."""
+        """Number of recorded pauses that the function has passed, not counting those within
+        subtasks.
+        """
         return self._position_outside_subtasks
 
     async def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
-        """The recorded outcomes of `calls`.
+        """Return the recorded outcomes of `calls`.
 
         Raises:
-            PauseSignal: there are none yet.
-            ReplayMismatch: something else was recorded at this place.
-            AgentMisbehaved: this is not the function, waiting for one thing at a time.
+            PauseSignal: Nothing is recorded yet.
+            ReplayMismatch: Other calls are recorded at this position.
+            AgentMisbehaved: The caller is not the function itself, waiting for one thing at a
+                time.
         """
         self._reject_misuse()
         requests = [call.as_call(f"{call.peer}.{index}") for index, call in enumerate(calls)]
@@ -74,16 +79,17 @@ class Replay:
         return [call.read(outcome) for call, outcome in zip(calls, recorded.outcomes, strict=True)]
 
     def skip(self, subtask: str) -> None:
-        """Pass the recorded calls of a subtask that does not run, because its deliverable is known."""
+        """Pass the recorded calls of a subtask that is not run, since its deliverable is known."""
         while self.replaying and self._journal.entries[self._position].subtask == subtask:
             self._advance(self._journal.entries[self._position])
 
     def finish(self, raised: BaseException | None) -> Paused | None:
-        """What the run of the function came to: its pause, or None when its own result or exception counts.
+        """Return the pause that ended the run; `None` if the function returned or raised itself.
 
         Raises:
-            AgentMisbehaved: the function swallowed the pause, or a misuse it was told of.
-            ReplayMismatch: it swallowed one, or ended before it had made its recorded calls.
+            AgentMisbehaved: The function swallowed the pause, or an earlier misuse error.
+            ReplayMismatch: It swallowed an earlier mismatch, or ended before it had made all
+                recorded calls.
         """
         if self._violation is not None:
             raise self._violation
@@ -101,11 +107,14 @@ class Replay:
         return self._paused
 
     def close(self) -> None:
-        """End the segment: who still holds the context can call no peer. The context is what it has become."""
+        """End the segment: code that still holds the context can no longer call peers.
+
+        If recorded calls are left, the context becomes what the checkpoint kept.
+        """
         self._closed = True
         if self.replaying:
             rewind(self._ctx, self._live)
-        del self._ctx, self._task  # which hold this recorder: garbage would wait for the collector
+        del self._ctx, self._task  # break reference cycles: no garbage for the collector
 
     def _advance(self, recorded: JournalEntry) -> None:
         self._position += 1
@@ -128,27 +137,27 @@ class Replay:
             )
 
     def _raise_violation(self, violation: AgentFailed) -> NoReturn:
-        # Remembered, because agent code may catch it, and must not come to a result all the same.
+        # Kept for `finish`: agent code may catch the error, and must not return a result after it.
         self._violation = violation
         raise violation
 
 
 _MISMATCH_HINT = (
-    "a function agent must make the same calls whenever it runs; either it depends on time, chance or anything else "
-    "outside its input and its peers' answers, or its code has changed and its version= has not"
+    "a function agent must make the same calls on every run: either it depends on time, chance or anything else "
+    "besides its input and its peers' answers, or its code has changed and its version= has not"
 )
 _PAUSE_HINT = (
     "each pause unwinds the function, through `finally` and `except BaseException`; "
-    "let the exception pass, and neither fail nor call peers there"
+    "let the exception propagate, and neither fail nor call peers there"
 )
 _GATHER_HINT = (
-    "to wait for several, write `await ctx.gather(a(x), b(y))` instead of asyncio.gather, create_task or a "
-    "TaskGroup; to limit the time, give the Peer a timeout instead of asyncio.wait_for"
+    "to wait for several calls, write `await ctx.gather(a(x), b(y))` instead of asyncio.gather, create_task or a "
+    "TaskGroup; to limit the time, give the Peer a timeout instead of using asyncio.wait_for"
 )
 
 
 def _is_only_pause(raised: BaseException) -> bool:
-    """Whether `raised` is the pause, maybe in the groups that a TaskGroup around the call wraps it in."""
+    """Whether `raised` is the pause alone, possibly wrapped in exception groups by a TaskGroup."""
     if isinstance(raised, BaseExceptionGroup):
         return raised.split(PauseSignal)[1] is None
     return isinstance(raised, PauseSignal)

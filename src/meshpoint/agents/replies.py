@@ -1,4 +1,4 @@
-"""The outcomes of a pause, read through the peers that were called."""
+"""Typed access to the outcomes of a pause."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ T = TypeVar("T")
 class Replies(Outcomes):
     """One outcome per call, by the key given to `ask`, in call order.
 
-    `replies["flight"]` is the outcome as it travelled, its value still JSON. The methods give typed ones.
+    `replies["flight"]` is the outcome as received, with its value as JSON. The methods return
+    typed values.
     """
 
     def outcome(self, key: str, peer: Peer[Any, T]) -> Ok[T] | Failed:
-        """The outcome of a call to `peer`; a value that does not fit the peer's output is `Failed(INVALID)`.
+        """Return the typed outcome of a call to `peer`.
+
+        A value that does not fit the peer's output becomes `Failed(INVALID)`.
 
         Raises:
-            AgentMisbehaved: no call has this key.
+            AgentMisbehaved: No call has this key.
         """
         if key not in self:
             raise AgentMisbehaved(f"this pause has no call {key!r}; it has {', '.join(map(repr, self))}")
         return peer.read(self[key])
 
     def value(self, key: str, peer: Peer[Any, T]) -> T:
-        """The result of a call to `peer`.
+        """Return the typed result of a call to `peer`.
 
         Raises:
-            PeerFailed: it has none; uncaught, this fails the task with the peer's message.
-            AgentMisbehaved: no call has this key.
+            PeerFailed: The call has no result. If not caught, this fails the task with the peer's
+                message.
+            AgentMisbehaved: No call has this key.
         """
         outcome = self.outcome(key, peer)
         if isinstance(outcome, Failed):

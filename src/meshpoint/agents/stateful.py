@@ -1,4 +1,4 @@
-"""An agent as a class: a handler for the request, and one for each kind of pause."""
+"""Agents as classes: one handler for the request, and one for each kind of pause."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Handler: TypeAlias = Callable[[TaskExecutionContext, State, Replies], Awaitable[
 
 
 class _StoredState(BaseModel):
-    """`Paused.state`: which handler goes on, and with what."""
+    """Content of `Paused.state`: the handler that continues, and its state."""
 
     format: str
     handler: str
@@ -37,7 +37,7 @@ class _StoredState(BaseModel):
 
 
 class _ValidatedPause(Paused):
-    """A pause that `ask` made, so that its state is known to be readable."""
+    """A pause built by `ask`, whose state is known to be readable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _Types:
 
 
 class StatefulAgent(ABC, Generic[In, State, Out]):
-    """An agent that keeps what it must remember in a state of its own, between handlers.
+    """An agent with an explicit state that is passed from handler to handler.
 
         class Travel(StatefulAgent[Trip, TravelState, Itinerary]):
             name = "travel"
@@ -59,18 +59,21 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
             async def on_quotes(self, ctx, state, replies):
                 return self.done(Itinerary(flight=replies.value("flight", flights)))
 
-    Nothing runs again after a pause, except a handler whose replica died. One instance serves all tasks at once:
-    what belongs to a task goes into its state, never on `self`.
+    Nothing runs again after a pause, except a handler whose replica died. One instance serves all
+    tasks concurrently: keep what belongs to a task in its state, never on `self`.
 
-    A new release reads the states of the old one as long as the handler's name is there and the state model
-    accepts them (give new fields a default). When it does not, raise `version`; list in `reads` the earlier
-    versions that it still reads, say by a `model_validator(mode="before")`.
+    A new release reads the states of the old one as long as the handler still exists under its
+    name and the state model accepts them (give new fields a default). Otherwise raise `version`,
+    and list in `reads` the earlier versions that are still accepted, for example by a
+    `model_validator(mode="before")`.
 
-    Handlers may record work within them by `ctx.subtask`. What `@agent` takes as `subtasks`, `type`, `exclusive`,
-    `preserve` and `migrations` stands in the class under the same names (`type` as `operation_type`).
+    Handlers may record work with `ctx.subtask`. The `subtasks`, `type`, `exclusive`, `preserve`
+    and `migrations` of `@agent` are class attributes of the same names here (`type` is
+    `operation_type`).
 
     Raises:
-        ConfigurationError: when the class is made without its three types, or instantiated without a name.
+        ConfigurationError: The class is defined without its three types, or instantiated without a
+            name.
     """
 
     name: ClassVar[str]
@@ -90,7 +93,7 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
         cls._types = _resolve_types(cls)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Refuse a class that cannot serve."""
+        """Create an instance, or raise if the class has no valid name or lacks its types."""
         if not isinstance(getattr(cls, "name", None), str):
             raise ConfigurationError("agent.name", f"{cls.__name__} has no name", 'write `name = "…"` in the class')
         agent_name(cls.name)
@@ -110,17 +113,17 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
 
     @property
     def state_format(self) -> str:
-        """The format of the states this version writes."""
+        """The format of states written by this version."""
         return f"{self.name}/{self.version}"
 
     @property
     def readable_formats(self) -> frozenset[str]:
-        """The formats of the states this version resumes from."""
+        """The formats of states that this version can resume from."""
         return frozenset(f"{self.name}/{version}" for version in (self.version, *self.reads))
 
     @abstractmethod
     async def on_request(self, ctx: TaskExecutionContext, request: In, /) -> Paused | Done[Out]:
-        """Begin a task: return `self.ask(...)` or `self.done(...)`."""
+        """Handle a new request: return `self.ask(...)` or `self.done(...)`."""
 
     def ask(
         self,
@@ -130,17 +133,19 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
         then: Handler[State, Out],
         join: Join = ALL,
     ) -> Paused:
-        """Call peers and wait. Return this from a handler; it does nothing by itself.
+        """Build a pause that calls peers and waits for them.
+
+        Return it from a handler; it has no effect by itself.
 
         Args:
-            state: what `then` has to know; kept as it is at this moment.
-            calls: requests by a key of your own, under which `then` finds the outcomes.
-            then: the method of this agent that goes on.
-            join: how many results to wait for.
+            state: What `then` needs to know. It is serialized now: later changes have no effect.
+            calls: The requests, by a key of your choice under which `then` finds the outcomes.
+            then: The method of this agent that continues.
+            join: How many results to wait for.
 
         Raises:
-            AgentMisbehaved: the state is not of the declared type, `then` is no method of this agent, there are no
-                calls, or fewer than the join needs.
+            AgentMisbehaved: The state is not of the declared type, `then` is not a method of this
+                agent, or there are no calls or fewer than the join needs.
         """
         handler = getattr(then, "__name__", "")
         if getattr(self, handler, None) != then:
@@ -158,7 +163,7 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
         return Done(output, artifacts)
 
     async def start(self, ctx: TaskExecutionContext, request: In | JsonValue) -> Paused | Done[Out]:
-        """Begin a task; see `DurableAgent`."""
+        """Call `on_request` with the validated request; see `DurableAgent`."""
         try:
             received = self._declared_types.input.read(request)
         except DoesNotFit as error:
@@ -166,7 +171,7 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
         return self._validate_result(await self.on_request(ctx, received), "on_request")
 
     async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Paused | Done[Out]:
-        """Go on with a task; see `DurableAgent`."""
+        """Call the handler that the stored state names; see `DurableAgent`."""
         stored = self._load_state(state)
         handler = getattr(self, stored.handler, None)
         if not callable(handler):
@@ -196,7 +201,7 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
             return result
         if not isinstance(result, Done):
             kind = type(result).__name__
-            problem = f"{self.name}.{handler} returned {kind}; return self.ask(...) or self.done(...)"
+            problem = f"{self.name}.{handler} returned {kind}; return self.ask(...) or self.done(...) instead"
             raise AgentMisbehaved(problem)
         try:
             return Done(self._declared_types.output.check(result.output), result.artifacts)
@@ -205,7 +210,7 @@ class StatefulAgent(ABC, Generic[In, State, Out]):
 
 
 def _resolve_types(cls: type[StatefulAgent[Any, Any, Any]]) -> _Types | None:
-    """The types `cls` fills in for In, State and Out; None while one of them is still a type variable."""
+    """Return the types that `cls` sets for In, State and Out; `None` if one is a type variable."""
     found = _type_arguments(cls)
     if found is None:
         _raise_missing_types(cls)
@@ -216,7 +221,9 @@ def _resolve_types(cls: type[StatefulAgent[Any, Any, Any]]) -> _Types | None:
 
 
 def _type_arguments(cls: type) -> tuple[Any, ...] | None:
-    """The arguments of `StatefulAgent` as seen from `cls`, through any number of generic bases."""
+    """Return the arguments of `StatefulAgent` as seen from `cls`, through any number of generic
+    bases.
+    """
     for base in getattr(cls, "__orig_bases__", ()) if "__orig_bases__" in vars(cls) else cls.__bases__:
         origin = get_origin(base) or base
         if origin is StatefulAgent:
@@ -231,7 +238,7 @@ def _type_arguments(cls: type) -> tuple[Any, ...] | None:
 
 
 def _is_generic(argument: Any) -> bool:
-    """Whether `argument` is a type variable, or an alias such as `list[T]` that holds one."""
+    """Whether `argument` is a type variable, or an alias such as `list[T]` that contains one."""
     return isinstance(argument, TypeVar) or (get_origin(argument) is not None and bool(argument.__parameters__))
 
 
@@ -246,6 +253,6 @@ def _substitute(argument: Any, by_variable: Mapping[Any, Any]) -> Any:
 def _raise_missing_types(cls: type) -> NoReturn:
     raise ConfigurationError(
         f"{cls.__module__}.{cls.__qualname__}",
-        "does not say its input, state and output types",
+        "does not declare its input, state and output types",
         f"write class {cls.__name__}(StatefulAgent[Input, State, Output])",
     )

@@ -1,4 +1,4 @@
-"""The command line. Commands import what they need when they run, so that `--help` is quick."""
+"""The command line. Commands import their dependencies when they run, to keep `--help` fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m meshpoint.cli`."""
+"""Entry point of `python -m meshpoint.cli`."""
 
 from meshpoint.cli import main
 

@@ -1,4 +1,4 @@
-"""The commands, and what their errors become."""
+"""The commands, and the translation of their errors to messages and exit codes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ demo.register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with one of `ExitCode`; an error is one line on standard error."""
-    # Libraries that log an error and raise it would tell it twice. `run` adds a handler of its own.
+    """Run the command line and exit with an `ExitCode`. An error is one line on standard error."""
+    # Some libraries log an error and also raise it: print it only once. `run` adds its own
+    # handler.
     logging.getLogger().addHandler(logging.NullHandler())
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # a text that it cannot encode is no error
+        sys.stdout.reconfigure(errors="backslashreplace")  # escape unencodable text
     try:
         _check_encoding(sys.argv[1:] if arguments is None else arguments)
         app(args=arguments)
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         print_error(describe_error(error))
         sys.exit(exit_code_for(error))
-    except (OSError, ValueError) as error:  # last line of defence: an unchecked path or setting
+    except (OSError, ValueError) as error:  # such as an unchecked path or setting
         from meshpoint.cli.output import print_error
 
         log.debug("the command failed", exc_info=True)
@@ -62,13 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _check_encoding(arguments: Sequence[str]) -> None:
-    """Refuse arguments with bytes that are not UTF-8: no server, log or terminal takes them."""
+    """Reject arguments that are not UTF-8: servers, logs and terminals would fail later."""
     for each in arguments:
         try:
             each.encode()
         except UnicodeEncodeError as error:
             problem = f"{each[:100]!r} is not UTF-8 text"
-            raise ConfigurationError("the command line", problem, "give every argument in UTF-8") from error
+            raise ConfigurationError("the command line", problem, "encode all arguments as UTF-8") from error
 
 
 def _print_version(value: bool) -> None:
@@ -85,7 +86,8 @@ def _meshpoint(
 ) -> None:
     """Durable waiting for agents that call agents: pause in one replica, resume in any other.
 
-    Exit codes: 0 done, 1 error, 2 configuration or command line, 3 database or broker away, 4 task failed,
-    5 task cancelled, 6 no answer in time, 7 session held by another process, 10 to 14 an operation is not resumed
-    (not found, active, completed, no checkpoint, another of an exclusive agent active), 130 interrupted.
+    Exit codes: 0 success, 1 error, 2 configuration or command line, 3 database or broker
+    unavailable, 4 task failed, 5 task cancelled, 6 no answer in time, 7 session in use by another
+    process, 10 to 14 operation not resumed (not found, active, completed, no checkpoint, another
+    operation of an exclusive agent active), 130 interrupted.
     """

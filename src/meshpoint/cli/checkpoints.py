@@ -1,4 +1,4 @@
-"""`meshpoint checkpoints`: operations and what is kept of them."""
+"""`meshpoint checkpoints`: inspect operations, and preserve and export their checkpoints."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from meshpoint.model.subtasks import AgentCheckpoint, SubtaskRecord
     from meshpoint.operations import Operations
 
-app = typer.Typer(help="See operations and their checkpoints, keep them, export them.", no_args_is_help=True)
+app = typer.Typer(help="Inspect operations; preserve and export their checkpoints.", no_args_is_help=True)
 
-OperationIdArgument = Annotated[str, typer.Argument(metavar="ID", help="Id of the operation: that of its task.")]
+OperationIdArgument = Annotated[
+    str, typer.Argument(metavar="ID", help="Id of the operation, which is the id of its task.")
+]
 
 _LIST = """\b
 Examples:
@@ -53,7 +55,8 @@ def list_operations(
         str | None, typer.Option("--agent", metavar="NAME", help="Only operations of this agent.")
     ] = None,
     status: Annotated[
-        list[str] | None, typer.Option("--status", metavar="STATUS", help="Only with this status; may be repeated.")
+        list[str] | None,
+        typer.Option("--status", metavar="STATUS", help="Only operations with this status; repeatable."),
     ] = None,
     limit: sources.Limit = 100,
     as_json: sources.AsJson = False,
@@ -84,7 +87,7 @@ def show_operation(
     namespace: sources.Namespace = None,
     as_json: sources.AsJson = False,
 ) -> None:
-    """Show one operation, its last checkpoint and the history of its checkpoints."""
+    """Show an operation, its last checkpoint and the history of its checkpoints."""
 
     async def show(operations: Operations) -> tuple[OperationSummary, list[AgentCheckpoint]]:
         return await operations.get(operation_id), await operations.checkpoints(operation_id)
@@ -106,13 +109,13 @@ def show_operation(
 def preserve_operation(
     operation_id: OperationIdArgument,
     *,
-    no: Annotated[bool, typer.Option("--no", help="Stop preserving them.")] = False,
+    no: Annotated[bool, typer.Option("--no", help="End the exemption.")] = False,
     config: sources.Config = None,
     database: sources.Database = None,
     namespace: sources.Namespace = None,
     as_json: sources.AsJson = False,
 ) -> None:
-    """Exempt an operation's checkpoints from every deletion."""
+    """Exempt an operation's checkpoints from deletion."""
 
     async def preserve(operations: Operations) -> None:
         await operations.preserve(operation_id, preserve=not no)
@@ -121,7 +124,7 @@ def preserve_operation(
     if as_json:
         print_json({"operation_id": operation_id, "preserve": not no})
     else:
-        print_text(f"checkpoints of {operation_id} are {'deleted in their time' if no else 'kept for good'}")
+        print_text(f"checkpoints of {operation_id} are {'no longer preserved' if no else 'preserved'}")
 
 
 @app.command("export", epilog=_EXPORT)
@@ -129,19 +132,21 @@ def export_checkpoint(
     operation_id: OperationIdArgument,
     *,
     file: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it to this file.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write to this file, not to standard output."),
     ] = None,
     include_outputs: Annotated[
-        bool, typer.Option("--include-outputs", help="With the deliverables, less what is secret.")
+        bool, typer.Option("--include-outputs", help="Include the outputs of the subtasks, without secrets.")
     ] = False,
     secret_key: Annotated[
-        list[str] | None, typer.Option("--secret-key", metavar="NAME", help="A key whose values stay out, too.")
+        list[str] | None,
+        typer.Option("--secret-key", metavar="NAME", help="Another key whose values are secret; repeatable."),
     ] = None,
     config: sources.Config = None,
     database: sources.Database = None,
     namespace: sources.Namespace = None,
 ) -> None:
-    """Export an operation's last checkpoint, for `meshpoint exec --resume-from`."""
+    """Export an operation's last checkpoint, for exec --resume-from."""
     from meshpoint.exec.checkpoint_file import build_document, document_text
     from meshpoint.exec.files import write_atomically
 
@@ -149,34 +154,34 @@ def export_checkpoint(
         operation = await operations.get(operation_id)
         history = await operations.checkpoints(operation_id)
         if not history:
-            suffix = " any more: it has completed" if operation.status == "completed" else ""
+            suffix = " any more, since it has completed" if operation.status == "completed" else ""
             raise NoCheckpoint(operation_id, f"operation {operation_id} has no checkpoint{suffix}")
         return history[-1]
 
     checkpoint = asyncio.run(query_first(config, database, namespace, latest_checkpoint))
     document = build_document(checkpoint, include_outputs=include_outputs, secret_keys=tuple(secret_key or ()))
     if removed := document.removed:
-        print_note(f"{len(removed)} secret values are left out; what is exported may still hold personal data")
+        print_note(f"{len(removed)} secret values were removed; the export may still contain personal data")
     if file is None:
         print(document_text(document))
     else:
         try:
             write_atomically(file, document_text(document) + "\n")
         except OSError as error:
-            fix = "name a file in a folder that is there"
+            fix = "name a file in an existing folder"
             raise ConfigurationError("--output", f"{file} cannot be written: {error.strerror}", fix) from error
         print_note(f"wrote {file}")
 
 
 def operation_json(operation: OperationSummary) -> dict[str, object]:
-    """An operation as JSON prints it."""
+    """Return an operation as a dictionary for JSON output."""
     from dataclasses import asdict
 
     return {**asdict(operation), "children": [child.model_dump(mode="json") for child in operation.children]}
 
 
 def operation_facts(operation: OperationSummary) -> list[tuple[str, str]]:
-    """An operation as a table of two columns."""
+    """Return an operation as rows of a table with two columns."""
     facts = [("agent", operation.agent), ("type", operation.type), ("status", operation.status.value)]
     facts += [("progress", f"{operation.progress_pct:g} %"), ("phase", operation.phase or "-")]
     facts += [("subject", operation.subject or "-"), ("resumed", f"{operation.retry_count} times")]
@@ -184,7 +189,7 @@ def operation_facts(operation: OperationSummary) -> list[tuple[str, str]]:
     facts += [("last checkpoint", "-" if operation.checkpoint is None else f"{format_age(operation.updated_at)} ago")]
     facts += [("peers' tasks", ", ".join(f"{child.peer} {child.id}" for child in operation.children) or "-")]
     if operation.failure_reason:
-        facts.append(("ended because", operation.failure_reason))
+        facts.append(("reason", operation.failure_reason))
     if operation.preserve:
         facts.append(("preserved", "yes"))
     return facts

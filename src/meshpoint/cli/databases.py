@@ -1,4 +1,4 @@
-"""Ask the databases of a configuration about operations."""
+"""Query the operations in the databases of a configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def query_all(
     namespace: str | None,
     query: Callable[[Operations], Awaitable[T]],
 ) -> list[T]:
-    """What each database answers."""
+    """Run `query` on each database and return all results."""
     async with aclosing(_open_databases(config, database, namespace)) as databases:
         return [await query(operations) async for operations in databases]
 
@@ -33,7 +33,11 @@ async def query_first(
     namespace: str | None,
     query: Callable[[Operations], Awaitable[T]],
 ) -> T:
-    """What the first of the databases answers that has the operation; those after it are not asked."""
+    """Return the result from the first database that has the operation.
+
+    Raises:
+        OperationNotFound: No database has it.
+    """
     not_found: OperationNotFound | None = None
     async with aclosing(_open_databases(config, database, namespace)) as databases:
         async for operations in databases:
@@ -41,14 +45,14 @@ async def query_first(
                 return await query(operations)
             except OperationNotFound as error:
                 not_found = error
-    assert not_found is not None  # there is a database, or naming none was refused
+    assert not_found is not None  # `load_databases` returns at least one
     raise not_found
 
 
 async def _open_databases(
     config: Path | None, database: str | None, namespace: str | None
 ) -> AsyncGenerator[Operations, None]:
-    """Each database in turn, open while it is looked at."""
+    """Yield each database in turn, open during its iteration."""
     from meshpoint.operations import Operations
 
     mesh = sources.load_mesh(config, namespace=namespace)

@@ -1,4 +1,4 @@
-"""`meshpoint db`: the schema of the database."""
+"""`meshpoint db`: manage the database schema."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ Examples:
 def upgrade(
     config: sources.Config = None, database: sources.Database = None, as_json: sources.AsJson = False
 ) -> None:
-    """Bring the schema to this release. Running replicas may stay up; a second run changes nothing."""
+    """Upgrade the schema to this release. Replicas may keep running.
+
+    If the schema is up to date, nothing changes.
+    """
     from meshpoint.adapters.sql import migrations
 
     for agent in sources.load_databases(config, database):
@@ -38,7 +41,7 @@ def upgrade(
 
 @app.command("check", epilog=_examples("check"))
 def check(config: sources.Config = None, database: sources.Database = None, as_json: sources.AsJson = False) -> None:
-    """Check that this release can work on the schema; exits with 2 when it cannot."""
+    """Check that this release supports the schema. Exits with 2 if the schema is behind."""
     from meshpoint.adapters.sql import migrations
     from meshpoint.adapters.sql.schema import is_outdated
 
@@ -51,7 +54,7 @@ def check(config: sources.Config = None, database: sources.Database = None, as_j
         if as_json:
             print_json({"database": shown, "status": status, "revision": revision, "newest": newest})
         elif status == "behind":
-            command = "meshpoint db upgrade (give it --config FILE or --db URL)"
+            command = "meshpoint db upgrade (with --config FILE or --db URL)"
             print_note(f"{shown}: has {revision or 'no tables'}, needs {newest}; run: {command}")
         else:
             print_text(f"{shown}: up to date ({revision})")
@@ -61,7 +64,7 @@ def check(config: sources.Config = None, database: sources.Database = None, as_j
 
 @app.command("sql", epilog=_examples("sql"))
 def sql(config: sources.Config = None, database: sources.Database = None) -> None:
-    """Print the SQL of an upgrade from nothing, for whoever must run it by hand. Changes nothing."""
+    """Print the SQL that creates the schema, to be run manually. Changes nothing."""
     from meshpoint.adapters.sql import migrations
 
     for agent in sources.load_databases(config, database):
@@ -69,10 +72,10 @@ def sql(config: sources.Config = None, database: sources.Database = None) -> Non
 
 
 def redact_url(url: str) -> str:
-    """`url` without its password and its options, which may contain one too."""
+    """Return `url` without its password and its options, which may also contain one."""
     scheme, mark, rest = url.partition("://")
     rest, _, options = rest.partition("?")
-    if "@" in options and "@" not in rest:  # the `?` may belong to the password
+    if "@" in options and "@" not in rest:  # the `?` may be part of the password
         return f"{scheme}{mark}…"
     credentials, at, location = rest.rpartition("@")
     user = credentials.partition(":")[0]

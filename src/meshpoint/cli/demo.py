@@ -1,4 +1,4 @@
-"""`meshpoint demo`: three replicas, two of them killed, every task answered."""
+"""`meshpoint demo`: kill two of three replicas, and see every task answered."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ def register(app: typer.Typer) -> None:
 def demo(
     broker: sources.Broker = None,
     database: sources.Database = None,
-    requests: Annotated[int, typer.Option("--requests", metavar="N", min=1, help="Requests to send.")] = 24,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Repeat how long the peers take.")] = None,
+    requests: Annotated[int, typer.Option("--requests", metavar="N", min=1, help="Number of requests to send.")] = 24,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", help="Seed for the response times of the peers.")
+    ] = None,
     as_json: sources.AsJson = False,
 ) -> None:
-    """Kill replicas, and see every task answered.
+    """Kill replicas and watch every task get its answer.
 
-    Three replicas, one killed while a task is paused and one while it runs.
+    Starts three replicas, then kills one while a task is paused and one while a task runs.
     """
     from meshpoint import demo as demonstration
 

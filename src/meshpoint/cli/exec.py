@@ -1,4 +1,4 @@
-"""`meshpoint exec`: one agent once, in the foreground."""
+"""`meshpoint exec`: run one agent once, in the foreground."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\b
 Examples:
   meshpoint exec my_agents.travel:travel --input '{"city": "Rome"}'
-  meshpoint exec my_agents.travel:travel --input @trip.json --resume         after a step was repaired
+  meshpoint exec my_agents.travel:travel --input @trip.json --resume         after fixing a step
   meshpoint exec my_agents.travel:travel --input @trip.json --session rome --ttl 12h --json
   meshpoint exec my_agents.travel:travel --session rome --with my_agents.flights:flights
   meshpoint exec my_agents.travel:travel --input @trip.json --export failed.json --include-outputs
@@ -42,7 +42,7 @@ Examples:
 
 HomeOption = Annotated[
     Path,
-    typer.Option("--home", envvar="MESHPOINT_HOME", metavar="DIR", help="Where sessions are kept."),
+    typer.Option("--home", envvar="MESHPOINT_HOME", metavar="DIR", help="Folder of the sessions."),
 ]
 DEFAULT_HOME = Path(".meshpoint")
 
@@ -56,7 +56,7 @@ def register(app: typer.Typer) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
-    """What the command line asks for, beside the agent."""
+    """Options of the command line, besides the agent, its input and the session store."""
 
     resume: bool
     session: str | None
@@ -66,56 +66,60 @@ class _Options:
     secret_keys: tuple[str, ...]
     as_json: bool
     resume_command: list[str]
-    """The command line that goes on, without its session."""
+    """The command line that resumes the session, without `--session`."""
 
 
 def exec_(
     entrypoint: Annotated[str, typer.Argument(metavar="MODULE:AGENT", help="The agent, as module:attribute.")],
     *,
     input_: Annotated[
-        str | None, typer.Option("--input", metavar="JSON|@FILE", help="Its input; a session remembers it.")
+        str | None, typer.Option("--input", metavar="JSON|@FILE", help="Input of the agent; the session stores it.")
     ] = None,
     others: Annotated[
         list[str] | None,
-        typer.Option("--with", metavar="MODULE:AGENT", help="Another agent, for the calls of this one; repeatable."),
+        typer.Option("--with", metavar="MODULE:AGENT", help="Another agent that this one may call; repeatable."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the last run of this agent with this input.")
+        bool, typer.Option("--resume", help="Resume the last session of this agent with this input.")
     ] = False,
     session: Annotated[
-        str | None, typer.Option("--session", metavar="ID", help="Go on with this session, or begin it.")
+        str | None, typer.Option("--session", metavar="ID", help="Resume this session, or create it.")
     ] = None,
     resume_from: Annotated[
-        Path | None, typer.Option("--resume-from", metavar="FILE", help="Go on from an exported checkpoint.")
+        Path | None, typer.Option("--resume-from", metavar="FILE", help="Resume from an exported checkpoint.")
     ] = None,
     export_to: Annotated[
-        Path | None, typer.Option("--export", metavar="FILE", help="Write the checkpoint, unless it completes.")
+        Path | None,
+        typer.Option("--export", metavar="FILE", help="Export the checkpoint unless the agent completes."),
     ] = None,
     include_outputs: Annotated[
-        bool, typer.Option("--include-outputs", help="Export the steps' outputs too, less what is secret.")
+        bool, typer.Option("--include-outputs", help="Also export the outputs of the steps, without secrets.")
     ] = False,
     secret_key: Annotated[
-        list[str] | None, typer.Option("--secret-key", metavar="NAME", help="A key whose values are secret, too.")
+        list[str] | None,
+        typer.Option("--secret-key", metavar="NAME", help="Another key whose values are secret; repeatable."),
     ] = None,
     ttl: Annotated[
-        str, typer.Option("--ttl", metavar="DURATION", help="How long the session is kept: 90m, 12h, 7d.")
+        str, typer.Option("--ttl", metavar="DURATION", help="How long to keep the session: 90m, 12h, 7d.")
     ] = "7d",
     home_dir: HomeOption = DEFAULT_HOME,
     as_json: sources.AsJson = False,
 ) -> None:
-    """Run an agent once, in the foreground, and go on where it failed.
+    """Run an agent once in the foreground, and resume it where it failed.
 
-    Its subtasks are the steps. After a failure, a cancellation or a kill, the next attempt of the session runs only
-    the steps that have no result yet, those that were changed, and those after them.
+    The steps are the agent's subtasks. After a failure, a cancellation or a kill, the next attempt
+    of the session runs only the steps without a result, the steps that have changed, and all steps
+    after them.
 
-    Exits with 0 when it completed, 4 when it failed, 5 when it was cancelled, 7 when another process runs the
-    session, 10 when there is nothing to resume, 12 when that has completed, 130 on Ctrl-C.
+    Exits with 0 if the agent completed, 4 if it failed, 5 if it was cancelled, 7 if another
+    process runs the session, 10 if there is nothing to resume, 12 if the session has already
+    completed, 130 on Ctrl-C.
     """
     if sum((resume, session is not None, resume_from is not None)) > 1:
         problem = "--resume, --session and --resume-from exclude each other"
-        raise ConfigurationError("meshpoint exec", problem, "give one of them")
+        raise ConfigurationError("meshpoint exec", problem, "use one of them")
     if export_to is not None and not _is_valid_target(export_to):
-        raise ConfigurationError("--export", f"{export_to} can be no file", "name a file in a folder that is there")
+        raise ConfigurationError("--export", f"{export_to} cannot be a file", "name a file in an existing folder")
     options = _Options(
         resume=resume,
         session=session,
@@ -147,7 +151,7 @@ def _run_exec(
     from meshpoint.exec.sessions import SessionStore
 
     sessions = SessionStore(home_dir)
-    with redirect_stdout(sys.stderr):  # what agents print is no result
+    with redirect_stdout(sys.stderr):  # output of agents must not mix with the result
         config, spec = _load(entrypoint, others, agent_input, ttl, sessions, options.secret_keys)
         sessions.delete_expired()
         result, signal_number = asyncio.run(_run_session(config, spec, sessions, options))
@@ -187,7 +191,8 @@ def _load(
     cwd = str(Path.cwd())
     if cwd not in sys.path:
         sys.path.insert(0, cwd)
-    # Bytecode is known by its source's size and second: a repair may leave both as they were.
+    # Python validates bytecode by the size and modification time (in seconds) of the source. A
+    # quick fix may change neither, and the old code would run.
     sys.dont_write_bytecode = True
     agent = load_agent(entrypoint)
     ttl = NO_EXPIRY if plan_of(agent).preserve else ttl
@@ -204,7 +209,7 @@ def _load(
 async def _run_session(
     config: ExecConfig, spec: SessionSpec, sessions: SessionStore, options: _Options
 ) -> tuple[AttemptResult, int | None]:
-    """What is to be told, and the signal that stopped it."""
+    """Run an attempt; return its result, and the number of the signal that stopped it."""
     from meshpoint.exec.report import StepLog
     from meshpoint.exec.running import run_attempt
 
@@ -227,7 +232,7 @@ async def _run_session(
 async def _choose_session(
     config: ExecConfig, spec: SessionSpec, sessions: SessionStore, options: _Options
 ) -> LockedSession:
-    """The session that the options choose."""
+    """Open the session that the options select, or create it."""
     if options.resume:
         return sessions.open_latest(spec)
     if options.session is not None:
@@ -239,15 +244,16 @@ async def _choose_session(
 
     document = read_document(options.resume_from, config.agent_name)
     if document.input_digest not in {None, spec.required_input.digest}:
-        print_note("the input is another one than that of the file: the steps that it reaches run again")
+        print_note("the input differs from the exported one: the steps that depend on it run again")
     return await import_checkpoint(config, sessions, spec, document)
 
 
 @contextmanager
 def _handle_signals(callback: Callable[[int], object]) -> Iterator[None]:
-    """Call `callback` on the event loop at the first SIGINT or SIGTERM; a second one interrupts whatever runs.
+    """Call `callback` on the event loop at the first SIGINT or SIGTERM.
 
-    Not by the loop's own handlers: agent code that blocks the loop must not keep the second one from its effect.
+    A second signal raises `Interrupted` in the running code. The event loop's own signal handlers
+    cannot do that while agent code blocks the loop.
     """
     loop, signalled = asyncio.get_running_loop(), False
 
@@ -256,7 +262,7 @@ def _handle_signals(callback: Callable[[int], object]) -> Iterator[None]:
         if signalled:
             raise Interrupted
         signalled = True
-        os.write(2, _CANCEL_NOTICE)  # not by way of a stream, whose write it may have interrupted
+        os.write(2, _CANCEL_NOTICE)  # the signal may have interrupted a write to the stream
         loop.call_soon_threadsafe(callback, number)
 
     previous_handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}

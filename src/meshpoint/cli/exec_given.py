@@ -1,4 +1,4 @@
-"""What `meshpoint exec` is given: its input, a duration, the secret keys of its environment."""
+"""Parse what `meshpoint exec` is given: its input, durations, and secret keys."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 _DURATION = re.compile(r"([0-9]{1,9})([smhd])")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _MAX_DAYS = 3650
-"""Days."""
 
 
 def read_input(text: str | None) -> ExecInput | None:
-    """`text` as JSON, or what the file after its @ holds.
+    """Parse `text` as JSON. After an @, it names a file to read.
 
     Raises:
-        ConfigurationError: it cannot be read, or is no JSON.
+        ConfigurationError: It cannot be read or is not JSON.
     """
     from meshpoint.exec.session import ExecInput
 
@@ -44,24 +43,24 @@ def read_input(text: str | None) -> ExecInput | None:
 
 
 def parse_duration(text: str) -> timedelta:
-    """`text`, such as "12h", as a duration.
+    """Parse a duration such as "12h".
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: It is not a valid duration.
     """
     found = _DURATION.fullmatch(text)
     duration = timedelta(**{_UNITS[found[2]]: int(found[1])}) if found is not None else timedelta()
     if not timedelta() < duration <= timedelta(days=_MAX_DAYS):
         fix = f"write a number and s, m, h or d, such as 12h, up to {_MAX_DAYS}d"
-        raise ConfigurationError("--ttl", f"{text!r} is no duration", fix)
+        raise ConfigurationError("--ttl", f"{text!r} is not a valid duration", fix)
     return duration
 
 
 def configured_secret_keys() -> list[str]:
-    """The secret keys that the environment gives to agents.
+    """Return the secret keys that the environment configures for agents.
 
     Raises:
-        ConfigurationError: they are no list.
+        ConfigurationError: The variable is not a JSON list.
     """
     from meshpoint.settings.environment import read_overrides, variable_name
 
@@ -70,4 +69,4 @@ def configured_secret_keys() -> list[str]:
         return [str(key) for key in json.loads(keys)]
     except (ValueError, TypeError, RecursionError) as error:
         name = variable_name("agent", "secret_keys")
-        raise ConfigurationError(name, "is no JSON list", f"""write {name}='["name"]'""") from error
+        raise ConfigurationError(name, "is not a JSON list", f"""write {name}='["name"]'""") from error

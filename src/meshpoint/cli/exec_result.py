@@ -1,4 +1,4 @@
-"""What `meshpoint exec` tells of an attempt, and what it exports."""
+"""Print and export the result of `meshpoint exec`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def checkpoint_document(
     result: AttemptResult, secret_keys: Sequence[str], *, include_outputs: bool
 ) -> CheckpointDocument | None:
-    """The checkpoint of an attempt that did not complete, to be exported; None: it has none."""
+    """Build the export of an attempt that did not complete; `None` if it has no checkpoint."""
     from meshpoint.exec.checkpoint_file import build_document
 
     if result.checkpoint is None:
@@ -31,37 +31,37 @@ def checkpoint_document(
         input_digest=result.session.input_digest,
     )
     if include_outputs:
-        notice = f"{len(document.removed)} secret values are left out of the exported outputs"
-        print_note(f"warning: {notice}, which may still hold personal data")
+        notice = f"{len(document.removed)} secret values were removed from the exported outputs"
+        print_note(f"warning: {notice}, which may still contain personal data")
     return document
 
 
 def write_export(document: CheckpointDocument | None, file: Path) -> None:
-    """Write `document` to `file`, which only its owner can read.
+    """Write `document` to `file`, readable only by its owner.
 
     Raises:
-        ConfigurationError: it cannot be written.
+        ConfigurationError: The file cannot be written.
     """
     from meshpoint.exec.checkpoint_file import document_text
     from meshpoint.exec.files import write_atomically
 
     if document is None:
-        print_note(f"nothing is written to {file}: there is no checkpoint to go on from")
+        print_note(f"nothing is written to {file}: there is no checkpoint to resume from")
         return
     try:
         write_atomically(file, document_text(document) + "\n")
     except OSError as error:
         problem = f"{file} cannot be written: {error.strerror}"
-        raise ConfigurationError("--export", problem, "name a file in a folder of yours") from error
+        raise ConfigurationError("--export", problem, "name a file in a folder that you can write to") from error
     print_note(f"wrote {file}")
 
 
 def print_result(
     result: AttemptResult, document: CheckpointDocument | None, resume_command: str, *, as_json: bool
 ) -> None:
-    """Print the result: the output on standard output, what else there is to know on standard error.
+    """Print the output on standard output, and everything else on standard error.
 
-    `resume_command` is the command line that goes on.
+    `resume_command` is the command line that resumes the session.
     """
     if as_json:
         print_json(_result_json(result, document, resume_command))
@@ -79,7 +79,7 @@ def print_result(
 
 
 def _print_traceback(result: AttemptResult) -> None:
-    """The traceback, for whoever repairs the flow."""
+    """Print the traceback of a failure, for debugging."""
     details = result.checkpoint.error_details if result.checkpoint is not None else None
     if details and result.status == "failed":
         print_note(str(details.get("traceback", "")))

@@ -1,4 +1,4 @@
-"""Exit codes, for scripts."""
+"""Exit codes and error messages of the command line."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from meshpoint.errors import (
 
 
 class ExitCode(IntEnum):
-    """How a command ended."""
+    """The result of a command, for scripts."""
 
     OK = 0
     ERROR = 1
-    CONFIGURATION = 2  # also a command line that cannot be read
-    UNAVAILABLE = 3  # the database or the broker is away
+    CONFIGURATION = 2  # also for an invalid command line
+    UNAVAILABLE = 3  # the database or the broker is unavailable
     FAILED = 4  # the task failed
     CANCELLED = 5  # the task was cancelled
-    NO_ANSWER = 6  # no answer in time; the task may still end
+    NO_ANSWER = 6  # no answer in time; the task may still complete
     HELD = 7  # another process runs this session
     ABANDONED = 8  # the drain timed out while agent code was still running
-    NOT_FOUND = 10  # why an operation is not resumed, in the order of the checks
+    NOT_FOUND = 10  # 10 to 14: why an operation is not resumed, in the order of the checks
     RUNNING = 11
     COMPLETED = 12
     NO_CHECKPOINT = 13
@@ -41,7 +41,7 @@ class ExitCode(IntEnum):
 
 
 def exit_code_for(error: MeshpointError) -> ExitCode:
-    """The exit code for `error`."""
+    """Return the exit code for `error`."""
     match error:
         case ConfigurationError():
             return ExitCode.CONFIGURATION
@@ -64,13 +64,17 @@ def exit_code_for(error: MeshpointError) -> ExitCode:
 
 
 def describe_error(error: MeshpointError) -> str:
-    """What to print of `error`: for a server that is away, also the setting that says where it is."""
+    """Return the message for `error`. For an unavailable server, it names the setting to check."""
     match error:
         case QueueFull():
-            return str(error)  # The broker does answer.
+            return str(error)  # the broker does answer
         case BrokerUnavailable():
-            return f"the broker does not answer: {error}; check that it runs and that mesh.broker_url is right"
+            return (
+                f"the broker does not answer: {error}; check that it is running and that mesh.broker_url is correct"
+            )
         case StoreUnavailable():
-            return f"the database does not answer: {error}; check that it runs and that session_db_url is right"
+            return (
+                f"the database does not answer: {error}; check that it is running and that session_db_url is correct"
+            )
         case _:
             return str(error)

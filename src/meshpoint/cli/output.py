@@ -1,4 +1,4 @@
-"""What commands print: results on standard output, all else on standard error, colour on terminals only."""
+"""Print results on standard output and everything else on standard error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PIPE_WIDTH = 240
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """Where to print for people; wide in a pipe, so that no identifier is broken."""
+    """Create a console for `stream`. It is wide in a pipe, so that identifiers are not wrapped."""
     from rich.console import Console
 
     stream = stream or sys.stdout
@@ -26,12 +26,12 @@ def console(stream: TextIO | None = None) -> Console:
 
 
 def print_text(text: str) -> None:
-    """Print `text` as it is."""
+    """Print `text` unchanged."""
     console().print(text, markup=False, soft_wrap=True)
 
 
 def print_json(data: object) -> None:
-    """Print `data` as JSON: one line for scripts, indented on a terminal. Instants are ISO 8601."""
+    """Print `data` as JSON: on one line, but indented on a terminal. Times are in ISO 8601."""
     dumps = partial(json.dumps, data, default=_json_default, indent=2 if sys.stdout.isatty() else None)
     text = dumps(ensure_ascii=False)
     print(text if _can_encode(text) else dumps())
@@ -47,7 +47,7 @@ def _can_encode(text: str) -> bool:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
-    """Print rows as a table. The first column is never broken."""
+    """Print rows as a table. The first column is never wrapped."""
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text
@@ -63,12 +63,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title:
 
 
 def print_note(text: str) -> None:
-    """Tell something beside the result."""
+    """Print a message on standard error."""
     console(sys.stderr).print(printable(text, keep="\n\t"), markup=False, soft_wrap=True)
 
 
 def print_error(message: str) -> None:
-    """Print `error: …` as one line."""
+    """Print `error: …` as one line on standard error."""
     from rich.text import Text
 
     line = Text.assemble(("error: ", "bold red"), printable(" ".join(storable(message).split())))
@@ -76,7 +76,7 @@ def print_error(message: str) -> None:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration for people: "850 ms", "12 s", "3 min", "2 h", "5 d"."""
+    """Format a duration: "850 ms", "12 s", "3 min", "2 h", "5 d"."""
     if seconds < 1:
         return f"{max(seconds, 0) * 1000:.0f} ms"
     for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
@@ -86,12 +86,12 @@ def format_duration(seconds: float) -> str:
 
 
 def format_age(instant: datetime) -> str:
-    """How long ago `instant` was."""
+    """Format the time since `instant`."""
     return format_duration((datetime.now(UTC) - instant).total_seconds())
 
 
 def format_due(instant: datetime) -> str:
-    """When `instant` is: "in 12 s" or "3 min ago"."""
+    """Format `instant` relative to now: "in 12 s" or "3 min ago"."""
     left = (instant - datetime.now(UTC)).total_seconds()
     return f"in {format_duration(left)}" if left >= 0 else f"{format_duration(-left)} ago"
 

@@ -1,6 +1,7 @@
-"""The commands in `docs/reference/cli.md`, from the command line itself.
+"""Generate the commands in `docs/reference/cli.md` from the command line.
 
-`python -m meshpoint.cli.reference docs/reference/cli.md` writes them between the marks in that page.
+Usage: `python -m meshpoint.cli.reference docs/reference/cli.md`. They replace the text between the
+markers in that page.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from meshpoint.settings.reference import replace_section
 
 
 def render_page(page: str) -> str:
-    """`page` with every command between its marks."""
+    """Return `page` with all commands between its markers."""
     sections = [_section(path, command) for path, command in _commands("meshpoint", typer.main.get_command(app))]
     return replace_section(page, "commands", "\n" + "\n".join(sections) + "\n")
 
@@ -45,7 +46,7 @@ def _section(path: str, command: Any) -> str:
     return "\n".join(parts)
 
 
-# Typer writes usage lines and names differently from version to version, so these are written here.
+# Typer's own usage lines and option names differ between its versions.
 
 
 def _is_argument(param: Any) -> bool:
@@ -64,13 +65,13 @@ def _name(param: Any) -> str:
 
 
 def _text(help_: str) -> str:
-    """Help as Markdown: names of settings and options are code."""
+    """Convert help text to Markdown: names of settings and options become code."""
     return re.sub(r"(?<![`\w-])(--[a-z-]+|[a-z]+(?:_[a-z]+)+)(?![`\w])", r"`\1`", inspect.cleandoc(help_))
 
 
 def _row(param: Any, help_: str) -> str:
     name, meaning = (text.replace("|", r"\|") for text in (_name(param), help_))
-    meaning = " ".join(_text(meaning).split()).replace("[", r"\[")  # "[default: 1]" is no link
+    meaning = " ".join(_text(meaning).split()).replace("[", r"\[")  # "[default: 1]" is not a link
     return f"| `{name}` | {meaning} |"
 
 

@@ -1,4 +1,4 @@
-"""`meshpoint run`: serve agents, in this process or in N children of it."""
+"""`meshpoint run`: serve agents, in this process or in several child processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ Examples:
 """
 
 _SIGNAL_DEBOUNCE = 1.0
-"""Seconds. A platform may signal the supervisor and its replicas, and the supervisor signals them once more."""
+"""Seconds within which a replica counts signals as one.
+
+A platform may signal both the supervisor and its replicas, and the supervisor then signals the
+replicas again.
+"""
 
 
 def register(app: typer.Typer) -> None:
@@ -43,7 +47,7 @@ def register(app: typer.Typer) -> None:
 def run(
     configs: sources.Configs,
     replicas: Annotated[
-        int, typer.Option("--replicas", "-n", metavar="N", min=1, max=1000, help="Processes to serve with.")
+        int, typer.Option("--replicas", "-n", metavar="N", min=1, max=1000, help="Number of processes.")
     ] = 1,
     log_level: sources.LogLevel = "info",
     log_json: sources.LogJson = False,
@@ -51,9 +55,9 @@ def run(
 ) -> None:
     """Serve agents until SIGTERM or Ctrl-C, then drain.
 
-    The drain takes no longer than drain_timeout_seconds and release_timeout_seconds together. Then the process ends
-    with exit code 8, even if agent code is still running. A second signal ends it at once. With several replicas, a
-    replica that dies is restarted.
+    The drain takes at most drain_timeout_seconds plus release_timeout_seconds. If agent code is
+    still running then, the process ends with exit code 8. A second signal ends it at once. With
+    several replicas, a replica that dies is restarted.
     """
     from meshpoint.adapters.logging_observer import logging_to
 
@@ -93,8 +97,8 @@ async def _supervise(command: list[str], replicas: int) -> ExitCode:
     from meshpoint.cli.supervisor import Process, Supervisor
 
     async def spawn() -> Process:
-        # A session of its own keeps the terminal's Ctrl-C from the child, which would otherwise hear it twice.
-        # Its standard input is a pipe that closes when this process dies, however it dies.
+        # A new session keeps the terminal's Ctrl-C from the child, which would otherwise receive
+        # it twice. The kernel closes the pipe to its standard input when this process dies.
         return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)
 
     supervisor = Supervisor(spawn, replicas, SystemClock())
@@ -109,7 +113,7 @@ def _child_command(configs: list[Path], level: str, log_json: bool) -> list[str]
 
 @contextmanager
 def _handle_signals(callback: Callable[[], None], *, message: str) -> Iterator[None]:
-    """Call `callback` on SIGTERM and SIGINT, and log `message`."""
+    """Log `message` and call `callback` on SIGTERM and SIGINT."""
     loop = asyncio.get_running_loop()
 
     def on_signal(number: signal.Signals) -> None:

@@ -1,4 +1,4 @@
-"""`meshpoint send`: one request, and its answer."""
+"""`meshpoint send`: send a request and print the answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_INPUT_BYTES = 64 * 1024 * 1024
 _MAX_SECONDS = 315_360_000  # seconds
 _DEFAULT_WAIT = 60.0
 _REPLY_MARGIN = 5.0
-"""Seconds beyond a task's deadline within which the answer that it was missed arrives."""
+"""Seconds after a task's deadline within which the timeout error arrives."""
 
 
 def register(app: typer.Typer) -> None:
@@ -52,19 +52,22 @@ def send(
     wait: Annotated[
         float | None,
         typer.Option(
-            "--wait", min=0, max=_MAX_SECONDS, metavar="SECONDS", help="How long to wait for the answer. [60]"
+            "--wait", min=0, max=_MAX_SECONDS, metavar="SECONDS", help="Maximum time to wait for the answer. [60]"
         ),
     ] = None,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Print the task's id and do not wait.")] = False,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Print the task id and do not wait.")] = False,
     timeout: Annotated[
         float | None,
-        typer.Option("--timeout", min=0.001, max=_MAX_SECONDS, metavar="SECONDS", help="How long the task may take."),
+        typer.Option(
+            "--timeout", min=0.001, max=_MAX_SECONDS, metavar="SECONDS", help="Maximum duration of the task."
+        ),
     ] = None,
     as_json: sources.AsJson = False,
 ) -> None:
     """Send INPUT to AGENT and print the answer.
 
-    Exits with 0 when the task completed, 4 when it failed, 5 when it was cancelled, 6 without an answer in time.
+    Exits with 0 if the task completed, 4 if it failed, 5 if it was cancelled, 6 if no answer
+    arrived in time.
     """
     if no_wait and wait is not None:
         raise typer.BadParameter("--wait and --no-wait exclude each other")
@@ -84,14 +87,17 @@ def send(
     if as_json:
         print_json({"task_id": task_id, "status": "no_answer"})
     else:
-        print_note(f"no answer from {agent} in {format_duration(wait_seconds)}; task {task_id} may still end")
+        print_note(f"no answer from {agent} in {format_duration(wait_seconds)}; task {task_id} may still complete")
     raise typer.Exit(ExitCode.NO_ANSWER)
 
 
 async def _send(
     mesh: MeshSettings, agent: str, value: Any, task_id: str, timeout: timedelta | None, wait_seconds: float | None
 ) -> Outcome | None:
-    """The outcome; None when there was none in time, or when `wait_seconds` is None: it is not waited for."""
+    """Send the request and return its outcome; `None` if none arrives within `wait_seconds`.
+
+    With `wait_seconds=None`, it does not wait.
+    """
     from meshpoint.client import Client
     from meshpoint.model.ids import TaskId
     from meshpoint.wiring import make_broker
@@ -109,37 +115,40 @@ def _read_stdin() -> str:
         return read_stream(sys.stdin.buffer, MAX_INPUT_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         problem = f"standard input cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}"
-        raise ConfigurationError("INPUT", problem, "send a smaller JSON text") from error
+        raise ConfigurationError("INPUT", problem, "send UTF-8 text of at most 64 MiB") from error
 
 
 def parse_input(text: str) -> Any:
-    """`text` as JSON if it is JSON, else as it is. NaN and Infinity are not JSON.
+    """Parse `text` as JSON, or return it unchanged if it is plain text.
+
+    NaN and Infinity are not JSON.
 
     Raises:
-        ConfigurationError: it starts as JSON objects and lists do, and is none; or it cannot be sent.
+        ConfigurationError: It starts like a JSON object or list but is not valid, or it cannot be
+            sent.
     """
     from meshpoint.model.json_values import check_json
 
     try:
         return check_json(_parse_json_or_text(text), "input")
     except NotJson as error:
-        raise ConfigurationError("INPUT", str(error), "write what JSON can hold") from error
+        raise ConfigurationError("INPUT", str(error), "use valid JSON values") from error
 
 
 def _parse_json_or_text(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_reject_constant)
     except RecursionError as error:
-        raise ConfigurationError("INPUT", "it is nested too deep", "flatten it") from error
+        raise ConfigurationError("INPUT", "it is nested too deeply", "flatten it") from error
     except ValueError as error:
         if not text.lstrip().startswith(("{", "[")):
             return text
-        fix = "correct it, or put text that is meant so in JSON quotes"
-        raise ConfigurationError("INPUT", f"does not parse as JSON: {error}", fix) from error
+        fix = "correct it, or put plain text in JSON quotes"
+        raise ConfigurationError("INPUT", f"is not valid JSON: {error}", fix) from error
 
 
 def _reject_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON value")
+    raise ValueError(f"{constant} is not a JSON value")
 
 
 def print_outcome(task_id: str, outcome: Outcome, *, as_json: bool) -> ExitCode:

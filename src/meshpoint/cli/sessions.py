@@ -1,4 +1,4 @@
-"""`meshpoint sessions`: what `meshpoint exec` keeps."""
+"""`meshpoint sessions`: list, show and delete the sessions of `meshpoint exec`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from meshpoint.exec.session import AttemptRecord, Session
     from meshpoint.exec.sessions import SessionStore
 
-app = typer.Typer(help="See the sessions of `meshpoint exec`, delete them.", no_args_is_help=True)
+app = typer.Typer(help="List, show and delete sessions of `meshpoint exec`.", no_args_is_help=True)
 
 SessionId = Annotated[str, typer.Argument(metavar="ID", help="Id of the session.")]
 
@@ -35,7 +35,7 @@ Examples:
 
 @app.command("list", epilog=_LIST)
 def list_sessions(*, home_dir: HomeOption = DEFAULT_HOME, as_json: sources.AsJson = False) -> None:
-    """List sessions, the last one used first."""
+    """List sessions, most recently used first."""
     from meshpoint.exec.sessions import SessionStore
 
     sessions = SessionStore(home_dir)
@@ -53,7 +53,7 @@ def list_sessions(*, home_dir: HomeOption = DEFAULT_HOME, as_json: sources.AsJso
 def show_session(
     session_id: SessionId, *, home_dir: HomeOption = DEFAULT_HOME, as_json: sources.AsJson = False
 ) -> None:
-    """Show one session and its attempts."""
+    """Show a session and its attempts."""
     from meshpoint.exec.sessions import SessionStore
 
     sessions = SessionStore(home_dir)
@@ -75,7 +75,7 @@ def show_session(
 def remove_session(
     session_id: SessionId, *, home_dir: HomeOption = DEFAULT_HOME, as_json: sources.AsJson = False
 ) -> None:
-    """Delete a session with all that is recorded of it."""
+    """Delete a session and everything recorded for it."""
     from meshpoint.exec.sessions import SessionStore
 
     SessionStore(home_dir).delete_session(session_id)

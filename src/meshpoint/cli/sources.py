@@ -1,4 +1,4 @@
-"""From `--config`, `--broker`, `--db` and their like to settings."""
+"""Turn `--config`, `--broker`, `--db` and similar options into settings."""
 
 from __future__ import annotations
 
@@ -13,26 +13,32 @@ from meshpoint.errors import ConfigurationError, MeshpointError
 if TYPE_CHECKING:
     from meshpoint.settings import AgentSettings, MeshSettings, Settings
 
-Configs = Annotated[list[Path], typer.Argument(metavar="CONFIG...", help="YAML files; their agents add up.")]
+Configs = Annotated[
+    list[Path], typer.Argument(metavar="CONFIG...", help="YAML files; the agents of all files are used.")
+]
 Config = Annotated[Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file of the mesh.")]
-Broker = Annotated[str | None, typer.Option("--broker", metavar="URL", help="Broker, in place of the file's.")]
-Namespace = Annotated[str | None, typer.Option("--namespace", metavar="NAME", help="Mesh, in place of the file's.")]
-Database = Annotated[str | None, typer.Option("--db", metavar="URL", help="Database, in place of the file's.")]
+Broker = Annotated[str | None, typer.Option("--broker", metavar="URL", help="Broker URL; overrides the file.")]
+Namespace = Annotated[
+    str | None, typer.Option("--namespace", metavar="NAME", help="Namespace of the mesh; overrides the file.")
+]
+Database = Annotated[str | None, typer.Option("--db", metavar="URL", help="Database URL; overrides the file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Limit = Annotated[
-    int, typer.Option("--limit", min=1, max=1_000_000, metavar="N", help="How many, newest first, up to a million.")
+    int, typer.Option("--limit", min=1, max=1_000_000, metavar="N", help="Maximum number of results, newest first.")
 ]
 LogLevel = Annotated[str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")]
-LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines on a terminal too.")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines even on a terminal.")]
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def load_served_settings(configs: list[Path]) -> Settings:
-    """The settings of files that must name an agent. Their modules may also stand in the working directory.
+    """Load the settings of files that must contain an agent.
+
+    Adds the working directory to `sys.path`, so that entrypoints can be modules there.
 
     Raises:
-        ConfigurationError: the files cannot work, or name no agent.
+        ConfigurationError: The settings cannot work, or contain no agent.
     """
     from meshpoint.settings import load
 
@@ -46,16 +52,17 @@ def load_served_settings(configs: list[Path]) -> Settings:
 
 
 _PRIVATE_QUEUE_TTL = 300.0
-"""Seconds that the queue for a command's reply may be without its command, as in an outage of the network."""
+"""Seconds that the queue for replies survives without its command, as in a network outage."""
 
 
 def load_mesh(config: Path | None, broker: str | None = None, namespace: str | None = None) -> MeshSettings:
-    """The mesh of `config` (without one: of the variables and defaults), with `broker` and `namespace` replaced.
+    """Load the mesh of `config`, with `broker` and `namespace` overriding its values.
 
-    It is for a command that comes and goes: its private queue is not kept long after it.
+    Without `config`, the mesh comes from variables and defaults. Its private queues expire soon,
+    since a command is short-lived.
 
     Raises:
-        ConfigurationError: it cannot work.
+        ConfigurationError: The settings cannot work.
     """
     from meshpoint.settings import MeshSettings, load, problems
 
@@ -68,23 +75,25 @@ def load_mesh(config: Path | None, broker: str | None = None, namespace: str | N
 
 
 def require_mesh(config: Path | None, broker: str | None, namespace: str | None) -> MeshSettings:
-    """As `load_mesh`, for a command that sends: in the default broker of a folder nobody may ever have served.
+    """Like `load_mesh`, for commands that send: requires a broker to be named explicitly.
+
+    The default broker is a file in the working directory, which may never have been served.
 
     Raises:
-        ConfigurationError: nothing names a broker, or the mesh cannot work.
+        ConfigurationError: No broker is named, or the settings cannot work.
     """
     from meshpoint.settings import load
 
     if config is None and broker is None and "broker_url" not in load([]).mesh.model_fields_set:
-        raise ConfigurationError("--config", "no mesh is named", "give --config FILE or --broker URL")
+        raise ConfigurationError("--config", "no mesh is named", "use --config FILE or --broker URL")
     return load_mesh(config, broker, namespace)
 
 
 def load_databases(config: Path | None, database: str | None) -> list[AgentSettings]:
-    """One agent for each database of `config`, or one that stands for `database`.
+    """Return one agent for each database of `config`, or one for `database`.
 
     Raises:
-        ConfigurationError: neither names a database.
+        ConfigurationError: Neither names a database.
     """
     from meshpoint.settings import AgentSettings, load
 
@@ -94,20 +103,20 @@ def load_databases(config: Path | None, database: str | None) -> list[AgentSetti
         except ConfigurationError as error:
             raise ConfigurationError("--db", error.problem, error.fix) from error
     if config is None:
-        raise ConfigurationError("--config", "no database is named", "give --config FILE or --db URL")
+        raise ConfigurationError("--config", "no database is named", "use --config FILE or --db URL")
     agents = load([config]).agents
     by_url = {agent.session_db_url: agent for agent in reversed(agents) if agent.session_service == "sql"}
     if not by_url:
-        fix = "add session_service: sql to an agent, or give --db URL"
-        raise ConfigurationError(str(config), "no agent in it keeps its tasks in a database", fix)
+        fix = "add session_service: sql to an agent, or use --db URL"
+        raise ConfigurationError(str(config), "no agent in it stores its tasks in a database", fix)
     return list(by_url.values())
 
 
 def check_file_exists(url: str) -> None:
-    """Looking must not make a file: opening a store would.
+    """Check that a SQLite file exists, since opening a store would create it.
 
     Raises:
-        MeshpointError: `url` names a SQLite file that does not exist, or cannot be reached.
+        MeshpointError: `url` names a SQLite file that does not exist or cannot be reached.
     """
     scheme, _, file = url.partition(":///")
     try:
@@ -115,15 +124,17 @@ def check_file_exists(url: str) -> None:
     except OSError as error:
         raise MeshpointError(f"{file} cannot be opened: {error.strerror}") from error
     if missing:
-        raise MeshpointError(f"there is no file {file}: no replica has run on it yet")
+        raise MeshpointError(f"the file {file} does not exist: no replica has used it yet")
 
 
 def parse_log_level(level: str) -> str:
-    """`level` in lower case.
+    """Return `level` in lower case.
 
     Raises:
-        ConfigurationError: there is no such level.
+        ConfigurationError: It is not a log level.
     """
     if level.lower() not in LOG_LEVELS:
-        raise ConfigurationError("--log-level", f"{level!r} is no level", f"use one of {', '.join(LOG_LEVELS)}")
+        raise ConfigurationError(
+            "--log-level", f"{level!r} is not a log level", f"use one of {', '.join(LOG_LEVELS)}"
+        )
     return level.lower()

@@ -1,4 +1,4 @@
-"""The steps of `meshpoint exec` on standard error: while they run, and as a table at the end."""
+"""Show the steps of `meshpoint exec` on standard error: their progress, and a table at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RERUN_SYMBOL = "↻"
 
 @contextmanager
 def show_progress(planned: int) -> Iterator[OnStepChange]:
-    """What to call with each change of a step: on a terminal it moves a bar, in a pipe it prints a line."""
+    """Yield a callback for changes of steps: it moves a bar on a terminal, else prints a line."""
     if not sys.stderr.isatty():
         yield _print_line
         return
@@ -32,7 +32,7 @@ def show_progress(planned: int) -> Iterator[OnStepChange]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     progress = Progress(*columns, TimeElapsedColumn(), console=console(sys.stderr), transient=True)
     with progress:
-        bar = progress.add_task("begins", total=planned or None)
+        bar = progress.add_task("starting", total=planned or None)
         yield lambda log, step: _update_bar(progress, bar, log, step)
 
 
@@ -71,7 +71,7 @@ def _describe_step(step: StepProgress) -> str:
 
 
 def print_steps(steps: Iterable[StepReport]) -> None:
-    """The table of steps."""
+    """Print the table of steps."""
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text

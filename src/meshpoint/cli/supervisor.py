@@ -1,4 +1,4 @@
-"""Keeps N replicas alive as child processes."""
+"""Keep a number of replicas running as child processes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = logging.getLogger("meshpoint.supervisor")
 MIN_BACKOFF = timedelta(milliseconds=500)
 MAX_BACKOFF = timedelta(seconds=30)
 STABLE_UPTIME = timedelta(minutes=1)
-"""A replica that lived this long is started again as if for the first time."""
+"""Uptime after which the back-off of a replica starts again at its minimum."""
 
 
 class Process(Protocol):
-    """A child process, as `asyncio.subprocess.Process` is one."""
+    """The methods of `asyncio.subprocess.Process` that the supervisor uses."""
 
     @property
     def pid(self) -> int: ...
@@ -37,7 +37,7 @@ Spawn = Callable[[], Awaitable[Process]]
 
 @dataclass
 class Supervisor:
-    """Starts `replicas` processes, starts each again when it ends unasked, and stops them all when told."""
+    """Runs `replicas` processes, restarts each that ends by itself, and stops them on request."""
 
     spawn: Spawn
     replicas: int
@@ -47,16 +47,17 @@ class Supervisor:
     _forced: bool = False
 
     def stop(self) -> None:
-        """Let every replica drain. A second call ends those that still do, at once."""
+        """Drain all replicas. A second call ends those that are still draining at once."""
         self._forced = self._stop.is_set()
         self._stop.set()
         for process in self._running:
             _terminate(process)
 
     async def run(self) -> ExitCode:
-        """Run until all replicas have ended after `stop`. Returns OK if all drained, ABANDONED if one took too long.
+        """Run until all replicas have ended after `stop`.
 
-        A replica that refuses its configuration on its first start stops the others: none of them could serve.
+        Returns `OK` if all have drained, `ABANDONED` if one took too long. A replica that rejects
+        its configuration on its first start stops the others, since none of them could serve.
         """
         codes = await asyncio.gather(*(self._keep_running(number) for number in range(1, self.replicas + 1)))
         if ExitCode.CONFIGURATION in codes:
@@ -77,7 +78,9 @@ class Supervisor:
                 self.stop()
                 break
             backoff = MIN_BACKOFF if self.clock.now() - started >= STABLE_UPTIME else backoff
-            log.warning("replica %d ended with %d, starts again in %g s", number, code, backoff.total_seconds())
+            log.warning(
+                "replica %d ended with exit code %d; restarting it in %g s", number, code, backoff.total_seconds()
+            )
             await self._wait_backoff(backoff)
             backoff, first_start, code = min(backoff * 2, MAX_BACKOFF), False, 0
         return code
@@ -85,13 +88,13 @@ class Supervisor:
     async def _run_once(self, number: int) -> int:
         try:
             process = await self.spawn()
-        except OSError as error:  # no memory or no process to spare: later, perhaps
+        except OSError as error:  # out of memory or processes: may work later
             log.warning("replica %d cannot be started: %s", number, error)
             return ExitCode.ERROR
         self._running.add(process)
         if self._stop.is_set():
-            _terminate(process)  # told to stop while the process was being made
-        log.info("replica %d runs as process %d", number, process.pid)
+            _terminate(process)  # `stop` was called while the process was being started
+        log.info("replica %d is running as process %d", number, process.pid)
         try:
             return await process.wait()
         finally:
@@ -107,7 +110,8 @@ class Supervisor:
             await asyncio.gather(*waits, return_exceptions=True)
 
     def _has_drained(self, code: int) -> bool:
-        # Terminated by the first signal itself: its handler was not there yet, so it had not begun to serve.
+        # Killed by the first SIGTERM: it had no signal handler yet, so it had not started to
+        # serve.
         return code == 0 or (code == -signal.SIGTERM and not self._forced)
 
 

@@ -1,4 +1,4 @@
-"""`meshpoint sweep`: one look for what time alone makes due, by hand."""
+"""`meshpoint sweep`: run one sweep manually."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def register(app: typer.Typer) -> None:
 
 
 def sweep(configs: sources.Configs, log_level: sources.LogLevel = "warning", as_json: sources.AsJson = False) -> None:
-    """Do once what time alone makes due.
+    """Run one sweep and print what it did.
 
-    Deadlines, expired leases, and what was committed and not sent; prints what was done.
+    A sweep enforces deadlines, handles expired leases and sends committed messages that are still
+    unsent.
 
-    Running replicas do this by themselves; their work and this never collide.
+    Running replicas sweep by themselves; a manual sweep does not conflict with theirs.
     """
     from meshpoint.adapters.logging_observer import logging_to
     from meshpoint.wiring import sweep_once

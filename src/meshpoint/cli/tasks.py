@@ -1,4 +1,4 @@
-"""`meshpoint tasks`: what a database holds, for people and scripts."""
+"""`meshpoint tasks`: list, show, cancel and resume tasks in a database."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from meshpoint.settings import AgentSettings
 
     FoundTask = tuple[TaskSummary, list[CallSummary], str | None]
-    """A task, its calls, and why it failed or was cancelled."""
+    """A task, its calls, and the reason if it failed or was cancelled."""
 
-app = typer.Typer(help="See tasks, cancel them, resume them.", no_args_is_help=True)
+app = typer.Typer(help="List, show, cancel and resume tasks.", no_args_is_help=True)
 
 TaskIdArgument = Annotated[str, typer.Argument(metavar="TASK_ID", help="Id of the task.")]
 AgentOption = Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Agent of the task.")]
@@ -58,7 +58,7 @@ def list_tasks(
     namespace: sources.Namespace = None,
     agent: AgentOption = None,
     state: Annotated[
-        list[str] | None, typer.Option("--state", metavar="STATE", help="Only tasks in this state; may be repeated.")
+        list[str] | None, typer.Option("--state", metavar="STATE", help="Only tasks in this state; repeatable.")
     ] = None,
     limit: sources.Limit = 100,
     as_json: sources.AsJson = False,
@@ -90,7 +90,7 @@ def show_task(
     namespace: sources.Namespace = None,
     as_json: sources.AsJson = False,
 ) -> None:
-    """Show one task and its calls."""
+    """Show a task and its calls."""
     databases = sources.load_databases(config, database)
     task, calls, reason = _require_task(
         asyncio.run(_find_task(databases, _resolve_namespace(config, namespace), task_id)), task_id
@@ -106,7 +106,7 @@ def show_task(
     facts += [("reason", reason)] if reason and reason != task.dead_reason else []
     print_table(("task", task.task_id), facts)
     if calls:
-        columns = ("call", "peer", "state", "outcome", "sent", "deadline", "task of the peer")
+        columns = ("call", "peer", "state", "outcome", "sent", "deadline", "peer's task")
         print_table(columns, [_call_row(call) for call in calls])
 
 
@@ -121,9 +121,10 @@ def cancel_task(
     agent: AgentOption = None,
     as_json: sources.AsJson = False,
 ) -> None:
-    """Cancel a task in its agent's database and notify the agent. With --agent, only send the agent a message.
+    """Cancel a task in its agent's database and notify the agent.
 
-    An agent accepts such a message from the task's requester and from the logins in its operator_logins.
+    With --agent, only send a message to the agent. It accepts such messages from the task's
+    requester and from the logins in its operator_logins.
     """
     from meshpoint.model.ids import TaskId
 
@@ -152,23 +153,24 @@ def cancel_task(
 def resume_task(
     task_id: TaskIdArgument,
     *,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until it has ended, and print its result.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the task to end and print its result.")] = False,
     config: sources.Config = None,
     database: sources.Database = None,
     namespace: sources.Namespace = None,
     as_json: sources.AsJson = False,
 ) -> None:
-    """Let a failed or cancelled task go on from its last subtask checkpoint, in any replica of its agent.
+    """Resume a failed or cancelled task from its last subtask checkpoint, in any replica.
 
-    Refused, in this order: 10 no such operation, 11 it is active, 12 it has completed, 13 it has no checkpoint,
-    14 its agent is exclusive and another operation of it is active. Of two callers at the same time, one gets 11.
+    Exits with one of these codes if it cannot be resumed, checked in this order: 10 not found, 11
+    active, 12 completed, 13 no checkpoint, 14 another operation of its exclusive agent is active.
+    Of two concurrent callers, one gets 11.
     """
     from meshpoint.cli.send import print_outcome
 
     async def resume(operations: Operations) -> tuple[Revived, Outcome | None]:
         revived = await operations.resume(task_id)
         if wait and not as_json:
-            print_note(f"{task_id} is ready for attempt {revived.retry_count + 1}; waiting for its end")
+            print_note(f"{task_id} is ready for attempt {revived.retry_count + 1}; waiting for it to end")
         return revived, await operations.wait(task_id) if wait else None
 
     revived, outcome = asyncio.run(query_first(config, database, namespace, resume))
@@ -179,14 +181,14 @@ def resume_task(
         print_json(result)
     else:
         attempt = f"attempt {revived.retry_count + 1}"
-        print_text(f"{task_id} is ready for {attempt}: any replica of {revived.agent} goes on with it")
+        print_text(f"{task_id} is ready for {attempt}: any replica of {revived.agent} can resume it")
 
 
 _PAST_TENSE = {"completed": "completed", "failed": "failed", "cancelled": "been cancelled"}
 
 
 def describe_state(task: TaskSummary) -> str:
-    """The state of a task: "waiting 2 of 3"."""
+    """Return the state of a task for people, such as "waiting 2 of 3"."""
     return f"waiting {task.completed} of {task.expected}" if task.state == "waiting" else task.state.value
 
 
@@ -258,7 +260,7 @@ async def _find_task(databases: list[AgentSettings], namespace: str, task_id: st
 
 
 def _failure_reason(existing: Known | None) -> str | None:
-    """Why a task failed or was cancelled, from its reply; `None` for any other task."""
+    """Return why a task failed or was cancelled, from its reply; `None` for any other task."""
     from meshpoint.model.bodies import ResponseBody, parse
     from meshpoint.model.outcomes import Failed
 
@@ -269,7 +271,10 @@ def _failure_reason(existing: Known | None) -> str | None:
 
 
 async def _cancel_in_databases(databases: list[AgentSettings], namespace: str, task: TaskSummary) -> None:
-    """End a task as cancelled, or mark it for the replica that runs it; replicas send its reply."""
+    """End a task as cancelled, or mark it for the replica that runs it.
+
+    Replicas send its reply.
+    """
     from meshpoint.engine.cancels import CANCELLED
     from meshpoint.model.checkpoint import Cancel
     from meshpoint.model.envelopes import reply_bytes
@@ -289,6 +294,6 @@ async def _cancel_in_databases(databases: list[AgentSettings], namespace: str, t
 
 def _require_task(found: FoundTask | None, task_id: str) -> FoundTask:
     if found is None:
-        hint = "one that has neither paused nor begun a subtask has no row"
+        hint = "a task has no row until it pauses or begins a subtask"
         raise MeshpointError(f"there is no task {task_id} in the database; {hint}")
     return found

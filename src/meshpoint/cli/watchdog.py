@@ -1,8 +1,8 @@
-"""Ends the process when a drain takes too long, from a thread that agent code cannot block.
+"""End the process if a drain takes too long, from a thread that agent code cannot block.
 
-Agent code may block the event loop, swallow its cancellation, or leave threads that Python waits for at exit. The
-watchdog thread receives signals through Python's wake-up file descriptor, which works even while the main thread is
-busy, and measures the time from there.
+Agent code may block the event loop, ignore its cancellation, or leave threads that Python waits
+for at exit. The watchdog thread receives signals through Python's wake-up file descriptor, which
+works even while the main thread is busy, and measures the time from there.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STDIN = 0
 _WAKE_BYTE = b"\0"
 _EXIT_MARGIN = 0.5
-"""Seconds after the drain's time limit in which the event loop can still end the process cleanly."""
+"""Seconds after the drain's time limit in which the event loop can still end the process cleanly.
+"""
 _FLUSH_TIMEOUT = 1.0
 
 
 class Watchdog:
-    """Calls `stop` on SIGTERM or SIGINT, and ends the process `limit` seconds later or at a second signal.
+    """Limits the time of a drain.
 
-    Signals within `signal_debounce` seconds count as one. `supervised`: the end of standard input also counts as
-    a signal. `exit_code` is the exit code at the limit.
+    It calls `stop` on SIGTERM or SIGINT, and ends the process `limit` seconds later or at a second
+    signal. Signals within `signal_debounce` seconds count as one. With `supervised`, the end of
+    standard input also counts as a signal. `exit_code` is used if the limit is reached.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop handling signals. After a signal, the remaining shutdown stays limited."""
+        """Stop handling signals. After a signal, the time limit still applies to the shutdown."""
         if error is None:
             self.exit_code = ExitCode.OK
         elif isinstance(error, MeshpointError):
@@ -84,7 +86,7 @@ class Watchdog:
             os.write(self._write_fd, _WAKE_BYTE)
 
     def install_wakeup_fd(self) -> None:
-        """Make Python report signals to this thread first; it passes them to the event loop."""
+        """Make Python report signals to this thread first, which forwards them to the loop."""
         previous_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._loop_wakeup_fd = previous_fd if previous_fd != self._write_fd else self._loop_wakeup_fd
 
@@ -131,7 +133,7 @@ class Watchdog:
                         first_signal_at = self._on_wakeup(signal.Signals(number), first_signal_at)
             if _STDIN in ready and not os.read(_STDIN, 1024):
                 self._watched_fds.remove(_STDIN)
-                self._begin_drain("the supervisor is gone")
+                self._begin_drain("the supervisor has ended")
 
     def _on_wakeup(self, number: signal.Signals, first_signal_at: float | None) -> float | None:
         if self._loop_wakeup_fd >= 0:
@@ -143,7 +145,7 @@ class Watchdog:
             self._begin_drain(f"{number.name} received")
             return now
         if now - first_signal_at >= self._signal_debounce:
-            time.sleep(_EXIT_MARGIN)  # unless it is stuck, the main thread ends the process before
+            time.sleep(_EXIT_MARGIN)  # unless it is stuck, the main thread ends the process first
             flush_logs()
             os._exit(128 + number)
         return first_signal_at
@@ -158,10 +160,10 @@ class Watchdog:
 
 
 class DrainExitObserver(LoggingObserver):
-    """Logs events. Calls `exit_now` when the last of `agents` has drained and any of their code was abandoned.
+    """Logs events, and calls `exit_now` after the drain if agent code was abandoned.
 
-    Only the broker's connection is left to close by then, and closing it would give other replicas requests whose
-    code still runs here.
+    That is when the last of `agents` has drained. Only the broker's connection is still open then,
+    and closing it would requeue requests whose code is still running here.
     """
 
     def __init__(self, agents: int, exit_now: Callable[[], None]) -> None:
@@ -187,6 +189,6 @@ def flush_logs() -> None:
     while not all(queue.empty() for queue in queues) and time.monotonic() < deadline:
         time.sleep(0.005)
     if queues:
-        time.sleep(0.02)  # the last record has been taken and is being written
+        time.sleep(0.02)  # the last record has left the queue but is still being written
     sys.stdout.flush()
     sys.stderr.flush()

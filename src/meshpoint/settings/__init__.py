@@ -1,6 +1,6 @@
-"""What a user may set: YAML files, `${VAR}`, and `MESHPOINT_` variables that override them.
+"""User settings: YAML files with `${VAR}`, and `MESHPOINT_` variables that override them.
 
-`load` is the way in. Whatever is wrong ends as one `ConfigurationError` that names the key and the fix.
+Call `load`. Every mistake ends as one `ConfigurationError` that names the key and the fix.
 """
 
 from meshpoint.settings.agent import AgentSettings

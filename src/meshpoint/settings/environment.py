@@ -1,4 +1,4 @@
-"""`MESHPOINT_` variables: what they override, and which of them would do nothing."""
+"""Read `MESHPOINT_` environment variables, and reject useless ones."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ class _Overrides(BaseSettings):
 
 
 def variable_name(section: str, key: str) -> str:
-    """The variable that overrides `key` of `section`."""
+    """Return the name of the variable that overrides `key` of `section`."""
     return f"{PREFIX}{section}__{key}".upper()
 
 
 def read_overrides(env: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The values that `env` sets, by section and key. A variable set to nothing overrides nothing.
+    """Return the values set in `env`, by section and key. Empty variables are ignored.
 
     Raises:
-        ConfigurationError: a variable of another section, or one without its section. Other names that happen to
-            start with the prefix (Kubernetes makes some from the names of services) are left alone.
+        ConfigurationError: A variable has an unknown section, or is a known key without its
+            section. Other names that start with the prefix are ignored (Kubernetes derives some
+            from service names).
     """
     variables = {name.upper(): value for name, value in env.items() if name.upper().startswith(PREFIX)}
     for name in variables:
         _check_variable(name)
     source = EnvSettingsSource(_Overrides)
-    # The source would read the process's own variables. Only nested names go in: the whole of a section as
-    # JSON in one variable is not offered.
+    # Replaces the process's variables that the source has read. Only nested names are passed:
+    # setting a whole section as JSON in one variable is not supported.
     source.env_vars = {name.lower(): value for name, value in variables.items() if "__" in name and value}
     return dict(source())
 
@@ -47,9 +48,9 @@ def _check_variable(name: str) -> None:
     section, nested, _ = name.removeprefix(PREFIX).lower().partition("__")
     if nested and section not in _Overrides.model_fields:
         fix = f"write {variable_name('mesh', 'key')} or {variable_name('agent', 'key')}"
-        raise ConfigurationError(name, "is no section", fix)
+        raise ConfigurationError(name, "has an unknown section", fix)
     if nested:
         return
     for owner, model in (("mesh", MeshSettings), ("agent", AgentSettings)):
         if section in model.model_fields:
-            raise ConfigurationError(name, "sets nothing", f"write {variable_name(owner, section)}")
+            raise ConfigurationError(name, "has no effect", f"write {variable_name(owner, section)}")

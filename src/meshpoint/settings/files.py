@@ -1,4 +1,4 @@
-"""YAML files with `${VAR}` in them, as plain mappings."""
+"""Read YAML files as plain mappings, replacing `${VAR}`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshpoint import extras
 from meshpoint.errors import ConfigurationError
 from meshpoint.input_files import read_bounded
 
-_MAX_FILE_BYTES = 1024 * 1024  # bytes; PyYAML needs about 10 s and 400 MB for as much
+_MAX_FILE_BYTES = 1024 * 1024  # PyYAML needs about 10 s and 400 MB for a file of this size
 
 _VARIABLE_REFERENCE = re.compile(
     r"(?P<escaped>\$\$\{)|\$\{\s*(?P<name>[A-Za-z_]\w*)\s*(?:,(?P<default>[^}]*))?\}|(?P<broken>\$\{)"
@@ -19,13 +19,13 @@ _VARIABLE_REFERENCE = re.compile(
 
 
 def read(path: Path, env: Mapping[str, str]) -> dict[str, Any]:
-    """The sections of one file, its variables replaced.
+    """Return the sections of one file, with variables replaced.
 
-    Top-level keys that start with `x-` are left out: they are a place for YAML anchors.
+    Top-level keys that start with `x-` are left out: they can hold YAML anchors.
 
     Raises:
-        ConfigurationError: PyYAML is missing, or the file cannot be read, is not a YAML mapping, has a key twice, or
-            names a variable that is not set.
+        ConfigurationError: PyYAML is missing, or the file cannot be read, is not a YAML mapping,
+            repeats a key, or names a variable that is not set.
     """
     extras.YAML.require(str(path))
     from meshpoint.settings.strict_yaml import parse
@@ -34,7 +34,7 @@ def read(path: Path, env: Mapping[str, str]) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigurationError(str(path), "holds no mapping", "start it with the line 'mesh:' or 'agent:'")
+        raise ConfigurationError(str(path), "is not a mapping", "start it with the line 'mesh:' or 'agent:'")
     sections = {str(key): value for key, value in content.items() if not str(key).startswith("x-")}
     return {key: interpolate(value, env, f"{path}: {key}") for key, value in sections.items()}
 
@@ -51,12 +51,13 @@ def _text(path: Path) -> str:
 
 
 def interpolate(value: Any, env: Mapping[str, str], key: str) -> Any:
-    """`value` with each `${VAR}` and `${VAR, default}` in its strings replaced; `$${` stands for `${`.
+    """Replace each `${VAR}` and `${VAR, default}` in the strings of `value`. `$${` becomes `${`.
 
-    A variable that is set, even to nothing, wins over the default.
+    A variable that is set takes precedence over the default, even if it is empty.
 
     Raises:
-        ConfigurationError: a variable without default is not set; names it and the key it stands in.
+        ConfigurationError: A variable without default is not set. The message names it and the key
+            that uses it.
     """
     match value:
         case str():
@@ -73,7 +74,7 @@ def _resolve_reference(reference: re.Match[str], env: Mapping[str, str], key: st
     if reference["escaped"]:
         return "${"
     if reference["broken"]:
-        raise ConfigurationError(key, "has a '${' that names no variable", "write ${NAME} or ${NAME, default}")
+        raise ConfigurationError(key, "has a '${' without a variable name", "write ${NAME} or ${NAME, default}")
     name, default = reference["name"], reference["default"]
     value = env.get(name, None if default is None else default.strip())
     if value is None:

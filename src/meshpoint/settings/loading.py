@@ -1,4 +1,4 @@
-"""From files and variables to `Settings`."""
+"""Combine files and variables into `Settings`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ _SECTIONS = ("mesh", "agent", "agents")
 
 @dataclass(slots=True)
 class _RawSettings:
-    """What the files say: one mesh, and the agents with the label that each has in messages."""
+    """The content of the files: one mesh, and each agent with its label for error messages."""
 
     mesh: dict[str, Any] = field(default_factory=dict)
     agents: list[tuple[str, Any]] = field(default_factory=list)
 
 
 def load(paths: Sequence[Path | str], env: Mapping[str, str] = os.environ) -> Settings:
-    """The settings of all `paths` together, overridden by the `MESHPOINT_` variables of `env`.
+    """Load the settings of all `paths`, overridden by the `MESHPOINT_` variables of `env`.
 
-    The agents of the files add up; a mesh key given in several files must have the same value in each. Without
-    files, the defaults of the mesh and no agents. Relative SQLite files are resolved against the working directory.
+    The result has the agents of all files; a mesh key given in several files must have the same
+    value in each. Without files, it has the defaults of the mesh and no agents. Relative SQLite
+    files are resolved against the working directory.
 
     Raises:
-        ConfigurationError: anything that cannot work, in one line with the key and the fix.
+        ConfigurationError: The settings cannot work. The message is one line with the key and the
+            fix.
     """
     raw = _RawSettings()
     for path in map(Path, paths):
@@ -55,15 +57,17 @@ def _add_file(raw: _RawSettings, path: Path, content: dict[str, Any], label: str
         if key not in _SECTIONS:
             raise problems.unknown_key(f"{path}: {key}", key, _SECTIONS)
     if "agent" in content and "agents" in content:
-        raise ConfigurationError(f"{path}: agent", "stands beside agents", "keep one of them")
+        raise ConfigurationError(f"{path}: agent", "is used together with agents", "keep one of them")
     _add_mesh(raw, path, content.get("mesh"))
     if isinstance(content.get("agent"), list):
-        raise ConfigurationError(f"{label}agent", "holds a list", "write 'agents:' above several agents")
+        raise ConfigurationError(f"{label}agent", "is a list", "write 'agents:' above several agents")
     if "agent" in content:
         raw.agents.append((f"{label}agent", content["agent"]))
     agents = content.get("agents") or []
     if not isinstance(agents, list):
-        raise ConfigurationError(f"{label}agents", "is no list", "start each agent with '- name: …', or write agent:")
+        raise ConfigurationError(
+            f"{label}agents", "is not a list", "start each agent with '- name: …', or write agent:"
+        )
     raw.agents += [(f"{label}agents[{index}]", agent) for index, agent in enumerate(agents)]
 
 
@@ -71,11 +75,11 @@ def _add_mesh(raw: _RawSettings, path: Path, mesh: Any) -> None:
     if mesh is None:
         return
     if not isinstance(mesh, dict):
-        raise ConfigurationError(f"{path}: mesh", "holds no keys", "write 'key: value' lines below it")
+        raise ConfigurationError(f"{path}: mesh", "has no keys", "write 'key: value' lines below it")
     for key, value in mesh.items():
         if key in raw.mesh and raw.mesh[key] != value:
-            problem = "has another value than in the files before it"
-            raise ConfigurationError(f"{path}: mesh.{key}", problem, "give all files of one run the same mesh")
+            problem = "differs from the value in an earlier file"
+            raise ConfigurationError(f"{path}: mesh.{key}", problem, "use the same mesh in all files of one run")
     raw.mesh |= mesh
 
 
@@ -95,7 +99,7 @@ def _build_agents(raw: _RawSettings, overrides: dict[str, Any], mesh: MeshSettin
     names = {key: environment.variable_name("agent", key) for key in overrides}
     if overrides and len(raw.agents) > 1:
         fix = "write ${VAR} in the files instead"
-        raise ConfigurationError(next(iter(names.values())), f"cannot mean {len(raw.agents)} agents", fix)
+        raise ConfigurationError(next(iter(names.values())), f"cannot apply to {len(raw.agents)} agents", fix)
     if overrides and not raw.agents:
         return []
     inherited = {"max_message_bytes": mesh.max_message_bytes}

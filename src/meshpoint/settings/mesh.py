@@ -1,4 +1,4 @@
-"""The section `mesh`, each key with its unit and its default."""
+"""The section `mesh`."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
 
 class MeshSettings(Section):
-    """What all agents of a mesh share."""
+    """Settings shared by all agents of a mesh."""
 
     namespace: str = Field(
-        default="meshpoint", description="prefix of every queue; meshes of different names never meet"
+        default="meshpoint",
+        description="prefix of all queues; agents in different namespaces never interact",
     )
     broker_url: str = Field(
         default=EMBEDDED_URL,
-        description="amqp:// or amqps:// for RabbitMQ, sqlite:/// for one host, memory:// for tests",
+        description="amqp:// or amqps:// URL for RabbitMQ, sqlite:/// on one host, memory:// for tests",
     )
     publish_timeout_seconds: Seconds = Field(
         default=10, description="how long the broker may take to confirm a message"
     )
     max_message_bytes: Bytes = Field(
-        default=DEFAULT_OPTIONS.max_message_bytes, description="bytes of the largest body that is sent or accepted"
+        default=DEFAULT_OPTIONS.max_message_bytes,
+        description="maximum bytes of a message body that is sent or accepted",
     )
     delivery_limit: int = Field(
         default=20,
         ge=10,
         le=1000,
-        description="deliveries of one message before it goes to the dead letters, at least 10",
+        description="maximum deliveries of one message before it is dead-lettered; at least 10",
     )
     max_queue_length: Count = Field(
         default=100_000,
-        description="maximum messages in one queue; a full request queue refuses more, and senders retry later",
+        description="maximum messages in one queue; a full request queue rejects more, and senders retry later",
     )
     private_queue_ttl_seconds: Seconds = Field(
-        default=3600, description="how long the private queue of a replica outlives its last use"
+        default=3600, description="how long a replica's private queue is kept after its last use"
     )
 
     @field_validator("namespace")
@@ -71,5 +73,5 @@ class MeshSettings(Section):
 
     @property
     def private_queue_ttl(self) -> timedelta:
-        """How long the private queue of a replica outlives its last use."""
+        """How long a replica's private queue is kept after its last use."""
         return timedelta(seconds=self.private_queue_ttl_seconds)

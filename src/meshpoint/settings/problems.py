@@ -1,4 +1,4 @@
-"""What pydantic found wrong, as one line that names the key and the fix."""
+"""Translate validation errors of pydantic into one line with the key and the fix."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ if TYPE_CHECKING:
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 _MIN_SIMILARITY = 0.6
-"""How similar, from 0 to 1, a known key must be to be suggested."""
+"""Similarity, from 0 to 1, above which a known key is suggested."""
 _MAX_SHOWN_CHARACTERS = 60
 
 
 def build_section(model: type[AnyModel], values: Any, names: Mapping[str, str], label: str) -> AnyModel:
-    """`values` as `model`. `label` is the section in messages; `names` has other names for keys set elsewhere.
+    """Validate `values` as `model`.
+
+    Args:
+        label: Name of the section in messages.
+        names: Names in messages for keys that were set elsewhere, such as by a variable.
 
     Raises:
-        ConfigurationError: the first thing that is wrong, unknown keys before all others: a key written wrongly
+        ConfigurationError: The first problem found. Unknown keys come first, since a misspelt key
             is both unknown and missing.
     """
     if not isinstance(values, dict):
-        raise ConfigurationError(label, "holds no keys", f"write 'key: value' lines below it, or leave out {label!r}")
+        raise ConfigurationError(label, "has no keys", f"write 'key: value' lines below it, or remove {label!r}")
     for key in values:
         if key not in model.model_fields:
             where = names.get(str(key), f"{label}.{key}")
@@ -41,7 +45,7 @@ def build_section(model: type[AnyModel], values: Any, names: Mapping[str, str], 
 
 
 def unknown_key(where: str, key: str, known: Iterable[str]) -> ConfigurationError:
-    """The refusal of `key`, with the nearest of the known keys."""
+    """Return the error for an unknown `key`, with the most similar known key."""
     known = sorted(known)
     nearest = get_close_matches(key.lower(), known, n=1, cutoff=_MIN_SIMILARITY)
     fix = f"did you mean {nearest[0]!r}?" if nearest else f"known keys are {', '.join(known)}"
@@ -58,7 +62,7 @@ def _translate(
     where = names.get(key, f"{label}.{key}" if key else label)
     meaning = model.model_fields[key].description if key in model.model_fields else None
     unit = ", in seconds" if key.endswith("_seconds") else ""
-    fix = f"it is: {meaning}{unit}" if meaning else "correct it"
+    fix = f"meaning: {meaning}{unit}" if meaning else "correct it"
     if first["type"] == "missing":
         return ConfigurationError(where, "is missing", f"add it; {fix}")
     return ConfigurationError(where, _problem(first, key), fix)
@@ -70,5 +74,5 @@ def _problem(error: ErrorDetails, key: str) -> str:
     message = message[:1].lower() + message[1:]
     shown = repr(error["input"])
     if key.endswith("_url") or len(shown) > _MAX_SHOWN_CHARACTERS:
-        return message  # A URL may hold a password.
+        return message  # a URL may contain a password
     return f"{message}, not {shown}"

@@ -1,6 +1,7 @@
-"""The tables of `docs/reference/configuration.md`, from the settings themselves.
+"""Generate the tables of `docs/reference/configuration.md` from the settings.
 
-`python -m meshpoint.settings.reference docs/reference/configuration.md` writes them between the marks in that page.
+Usage: `python -m meshpoint.settings.reference docs/reference/configuration.md`. The tables replace
+the text between the markers in that page.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ _SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (("mesh", MeshSettings), ("
 
 
 def render_page(page: str) -> str:
-    """`page` with the table of each section between its marks."""
+    """Return `page` with the table of each section between its markers."""
     for section, model in _SECTIONS:
         page = replace_section(page, section, render_table(section, model))
     return page
 
 
 def replace_section(page: str, section: str, text: str) -> str:
-    """`page` with `text` between the marks of a generated section."""
+    """Return `page` with `text` between the markers of a generated section."""
     start, end = f"<!-- {section} -->\n", f"<!-- end of {section} -->\n"
     before, rest = page.split(start)
     _, after = rest.split(end)
@@ -35,7 +36,7 @@ def replace_section(page: str, section: str, text: str) -> str:
 
 
 def render_table(section: str, model: type[BaseModel]) -> str:
-    """The keys of one section: default, unit and meaning, and the variable that overrides each."""
+    """Render the keys of one section as a table: default, unit and meaning."""
     lines = ["| Key | Default | Unit | Meaning |", "|---|---|---|---|"]
     lines += [
         f"| `{key}` | {_default(field)} | {_unit(key, field)} | {field.description} |"

@@ -1,4 +1,4 @@
-"""All sections together, and what must hold between them."""
+"""All sections, and the constraints between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Settings(Section):
         for index, agent in enumerate(self.agents):
             if agent.name in names:
                 problem = f"two agents are called {agent.name!r}"
-                raise ConfigurationError(f"agents[{index}].name", problem, "give each agent a name of its own")
+                raise ConfigurationError(f"agents[{index}].name", problem, "use unique names")
             names.add(agent.name)
             if agent.max_message_bytes > self.mesh.max_message_bytes:
                 problem = f"{agent.max_message_bytes} is above mesh.max_message_bytes"
@@ -34,7 +34,7 @@ class Settings(Section):
                 raise ConfigurationError(f"agents[{index}].begin_at_delivery", problem, fix)
             for key in ("peer_logins", "operator_logins"):
                 if getattr(agent, key) and not self.mesh.verifies_logins:
-                    problem = "only RabbitMQ verifies logins, and mesh.broker_url is another broker"
-                    fix = f"leave {key} out, or use amqp://"
+                    problem = "only RabbitMQ verifies logins, but mesh.broker_url is another broker"
+                    fix = f"remove {key}, or use amqp://"
                     raise ConfigurationError(f"agents[{index}].{key}", problem, fix)
         return self

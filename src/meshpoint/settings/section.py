@@ -1,4 +1,4 @@
-"""What the sections of a configuration have in common."""
+"""Types and defaults shared by the sections of a configuration."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ DEFAULT_OPTIONS = Options()
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, and unknown keys are refused."""
+    """Base of all sections: frozen, rejects unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)

@@ -1,4 +1,4 @@
-"""YAML without repeated keys, and with limits: the one module that imports PyYAML."""
+"""A YAML parser with limits that rejects repeated keys. The only module that imports PyYAML."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import yaml
 
 from meshpoint.errors import ConfigurationError
 
-_MAX_VALUES = 100_000  # keys count too, and each 100 characters of a text
+_MAX_VALUES = 100_000  # includes keys; a string counts once more for each 100 characters
 _MAX_DIGITS = 1000
 _TOO_MANY_VALUES = f"its aliases expand to more than {_MAX_VALUES} values"
 
 
 def parse(text: str, file: str) -> object:
-    """The content of `text`. Errors name `file`.
+    """Parse `text`. Errors name `file`.
 
     Raises:
-        ConfigurationError: it is not YAML, has a key twice, or exceeds a limit.
+        ConfigurationError: It is not YAML, repeats a key, or exceeds a limit.
     """
     try:
         content: object = yaml.load(text, Loader=_UniqueKeyLoader)
@@ -25,14 +25,14 @@ def parse(text: str, file: str) -> object:
     except yaml.YAMLError as error:
         raise ConfigurationError(file, _yaml_problem(error), "correct the YAML there") from error
     except RecursionError as error:
-        raise ConfigurationError(file, "is nested too deep", "flatten it") from error
+        raise ConfigurationError(file, "is nested too deeply", "flatten it") from error
     except (ValueError, OverflowError, AttributeError, TypeError) as error:  # from an invalid date or number
         raise ConfigurationError(file, f"has a value that cannot be read: {error}", "put it in quotes") from error
     return content
 
 
 def check_expansion(content: object) -> None:
-    """Refuse YAML whose aliases multiply: a few lines can expand to gigabytes.
+    """Reject YAML whose aliases multiply: a few lines can expand to gigabytes.
 
     Raises:
         yaml.YAMLError: `content` has too many values after expansion, or contains itself.
@@ -42,7 +42,7 @@ def check_expansion(content: object) -> None:
 
 
 def _expanded_size(value: object, sizes: dict[int, int]) -> int:
-    """The size of `value` after expanding aliases. `sizes` caches results by identity."""
+    """Return the size of `value` after expanding aliases. `sizes` caches results by identity."""
     if not isinstance(value, dict | list | tuple | set):  # a pair of `!!pairs` is a tuple
         return 1 + len(value) // 100 if isinstance(value, str | bytes) else 1
     known = sizes.get(id(value))
@@ -56,7 +56,7 @@ def _expanded_size(value: object, sizes: dict[int, int]) -> int:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping; plain YAML would keep the last one in silence."""
+    """Rejects a repeated key in a mapping. Plain YAML would silently keep the last value."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -64,7 +64,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         self._value_count = 0
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Called before a mapping is built, and before it is copied to where '<<' names it."""
+        """Check for repeated keys before a mapping is built, or copied to where '<<' names it."""
         if node not in self._flattened:
             self._flattened.add(node)
             _reject_repeated_keys(node)
@@ -74,7 +74,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             raise yaml.YAMLError(_TOO_MANY_VALUES)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Refuse numbers too long to show in an error. Base 60 would also take quadratic time."""
+        """Reject numbers that are too long for an error message.
+
+        Without a limit, numbers in base 60 would also take quadratic time.
+        """
         if len(node.value) > _MAX_DIGITS:
             raise ValueError(f"a number with more than {_MAX_DIGITS} digits")
         return super().construct_yaml_int(node)
@@ -89,7 +92,7 @@ def _reject_repeated_keys(node: yaml.MappingNode) -> None:
         if isinstance(key, yaml.ScalarNode):
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands here a second time", key.start_mark
+                    None, None, f"the key {key.value!r} is repeated here", key.start_mark
                 )
             seen.add(key.value)
 

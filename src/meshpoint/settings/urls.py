@@ -1,4 +1,4 @@
-"""Addresses of databases and brokers: which are accepted, and what a relative file means."""
+"""Validate the URLs of databases and brokers, and resolve relative files."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _DRIVERS = {"postgresql": extras.POSTGRESQL, "amqp": extras.RABBITMQ, "amqps": e
 
 
 def database_url(url: str, key: str) -> str:
-    """`url` with a relative SQLite file resolved against the working directory.
+    """Validate `url` and resolve a relative SQLite file against the working directory.
 
     Raises:
-        ConfigurationError: neither PostgreSQL nor a SQLite file. The message never holds the URL: it may hold a
-            password.
+        ConfigurationError: It is neither PostgreSQL nor a SQLite file. The message never contains
+            the URL, which may contain a password.
     """
     scheme = _validate_scheme(url, key, _DATABASE_SCHEMES, _DATABASE_FIX)
     return _resolve_file(url, key) if scheme.startswith("sqlite") else url
 
 
 def broker_url(url: str, key: str) -> str:
-    """`url` with a relative SQLite file resolved against the working directory.
+    """Validate `url` and resolve a relative SQLite file against the working directory.
 
     Raises:
-        ConfigurationError: no broker that Meshpoint knows.
+        ConfigurationError: It is not a supported broker.
     """
     scheme = _validate_scheme(url, key, _BROKER_SCHEMES, _BROKER_FIX)
     if scheme == "sqlite" and "?" in url:
@@ -50,7 +50,7 @@ def require_driver(url: str, key: str) -> None:
     """Check that the driver for `url` is installed, without importing it.
 
     Raises:
-        ConfigurationError: it is missing; names the extra.
+        ConfigurationError: The driver is missing. The message names the extra.
     """
     driver = _DRIVERS.get(url.partition(":")[0].partition("+")[0])
     if driver is not None:
@@ -62,7 +62,7 @@ def _validate_scheme(url: str, key: str, accepted: tuple[str, ...], fix: str) ->
     if not colon:
         raise ConfigurationError(key, "is not a URL", fix)
     if not url.isprintable() or len(url) > _MAX_URL_LENGTH:
-        problem = f"has unprintable characters, or more than {_MAX_URL_LENGTH} characters"
+        problem = f"has unprintable characters or more than {_MAX_URL_LENGTH} characters"
         raise ConfigurationError(key, problem, fix)
     if scheme not in accepted:
         name = _UNSUPPORTED_NAMES.get(scheme.partition("+")[0], f"the scheme {scheme!r}")
@@ -73,7 +73,7 @@ def _validate_scheme(url: str, key: str, accepted: tuple[str, ...], fix: str) ->
 
 
 def _check_server(url: str, key: str, fix: str) -> None:
-    """Check host and port, which drivers parse late, with errors of their own."""
+    """Check host and port, which drivers parse late and with unclear errors."""
     if " " in url:
         raise ConfigurationError(key, "has a space", "write %20 instead")
     try:
@@ -82,7 +82,7 @@ def _check_server(url: str, key: str, fix: str) -> None:
     except ValueError as error:  # its message may contain the password
         raise ConfigurationError(key, "has an invalid host or port", fix) from error
     if port == 0:
-        raise ConfigurationError(key, "has the port 0", fix)
+        raise ConfigurationError(key, "has port 0", fix)
     try:
         (parts.hostname or "").encode("idna").decode("idna")
     except UnicodeError as error:
@@ -96,8 +96,8 @@ def _resolve_file(url: str, key: str) -> str:
         raise ConfigurationError(key, "contains a NUL character", f"write {scheme}:///meshpoint.db")
     if not file.startswith("/"):
         example = file if file and "@" not in file else "meshpoint.db"  # text before an @ may contain a password
-        problem = "takes three slashes before its file" if file else "names no file"
+        problem = "needs three slashes before its file" if file else "does not name a file"
         raise ConfigurationError(key, problem, f"write {scheme}:///{example}")
     if file in {"/", "/:memory:"}:
-        raise ConfigurationError(key, "names no file", f"write {scheme}:///meshpoint.db")
+        raise ConfigurationError(key, "does not name a file", f"write {scheme}:///meshpoint.db")
     return f"{scheme}:///{Path.cwd() / file[1:]}{separator}{query}"

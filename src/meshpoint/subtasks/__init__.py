@@ -1,1 +1,1 @@
-"""What a task remembers within a segment: versions, inputs and deliverables of its subtasks, and their migration."""
+"""Subtasks of a task: their versions, inputs, deliverables and checkpoints, and migrations."""

@@ -1,4 +1,4 @@
-"""Checkpoints of operations: durable in the database, with a copy beside it that makes restores fast."""
+"""Checkpoints of operations: durable in the database, with an optional copy for fast restores."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from meshpoint.ports.operations import Operations
 
 
 class CheckpointSource(StrEnum):
-    """Where a restored checkpoint came from."""
+    """Where a restored checkpoint was read from."""
 
     REDIS = "redis"
     SQL = "sql"
 
 
 class FallbackReason(StrEnum):
-    """Why the copy could not serve."""
+    """Why the copy could not be used."""
 
-    MISS = "miss"  # there is none
-    STALE = "stale"  # it is of another checkpoint than the last one
-    CORRUPT = "garbage"  # what stands in its place cannot be read
+    MISS = "miss"  # no copy exists
+    STALE = "stale"  # it is not a copy of the last checkpoint
+    CORRUPT = "garbage"  # it cannot be read
     UNAVAILABLE = "away"  # the cache did not answer
 
 
 @dataclass(frozen=True, slots=True)
 class RestoredCheckpoint:
-    """An operation's last checkpoint. `fallback` is set when a copy was asked for and could not serve.
+    """An operation's last checkpoint.
 
-    A copy may lack `checkpoint_time`: the database sets it.
+    `fallback` is set if a copy was requested but could not be used. A copy may lack
+    `checkpoint_time`, which the database sets.
     """
 
     checkpoint: AgentCheckpoint
@@ -46,7 +47,10 @@ class RestoredCheckpoint:
 
 @dataclass(slots=True)
 class CheckpointerCounters:
-    """What a checkpointer has done. `cache_write_failures` counts durable checkpoints whose copy failed."""
+    """Statistics of a checkpointer.
+
+    `cache_write_failures` counts durable checkpoints whose copy could not be written.
+    """
 
     served: Counter[CheckpointSource] = field(default_factory=Counter)
     fallbacks: Counter[FallbackReason] = field(default_factory=Counter)
@@ -54,15 +58,18 @@ class CheckpointerCounters:
 
 
 ReportProblem: TypeAlias = Callable[[TaskId, str, str], None]
-"""Called for each copy that failed with its task, a `FallbackReason`, "not_copied" or "not_forgotten", and the cause.
-Must not raise or block."""
+"""Called for each problem with a copy: the task, the kind of problem, and the cause.
+
+The kind is a `FallbackReason`, "not_copied" or "not_forgotten". Must not raise or block.
+"""
 
 
 class AgentCheckpointer:
-    """Writes checkpoints of operations and restores them: from the cache if its copy is the last one, else from SQL.
+    """Writes and restores checkpoints of operations.
 
-    A copy serves only if it has the number that the database says, so one that is old, lost or broken costs time and
-    nothing else. What goes wrong with copies is counted and told, never raised.
+    A restore uses the copy in the cache if it is of the last checkpoint, and SQL otherwise. The
+    copy must have the sequence number that the database says, so a stale, lost or damaged copy
+    costs time but nothing else. Problems with copies are counted and reported, never raised.
     """
 
     def __init__(
@@ -76,10 +83,10 @@ class AgentCheckpointer:
         self.counters = CheckpointerCounters()
 
     async def save(self, command: Save) -> SaveResult:
-        """Write a checkpoint to the database, then, durable there, to the cache.
+        """Write a checkpoint to the database and, when it is durable, to the cache.
 
         Raises:
-            Unavailable: the database did not answer; the copy was not touched.
+            Unavailable: The database did not answer. The copy was not changed.
         """
         result = await self._store.save(command)
         if isinstance(result, Saved):
@@ -89,12 +96,16 @@ class AgentCheckpointer:
     async def restore(
         self, operation_id: TaskId, agent: AgentName, *, seq: int | None = None
     ) -> RestoredCheckpoint | None:
-        """The last checkpoint of an operation; None: there is none, or it is another agent's.
+        """Return the last checkpoint of an operation; `None` if missing or another agent's.
 
-        `seq` is its number, for a caller that has the task's row: then a copy is served without the database.
+        Args:
+            operation_id: The operation.
+            agent: Its agent.
+            seq: Number of the checkpoint, if the caller has read the task's row. A copy is then
+                used without asking the database.
 
         Raises:
-            Unavailable: the database had to be asked and did not answer.
+            Unavailable: The database was needed and did not answer.
         """
         if self._cache is None:
             return await self._restore_from_sql(operation_id, agent)
@@ -110,7 +121,7 @@ class AgentCheckpointer:
         return RestoredCheckpoint(cached, CheckpointSource.REDIS)
 
     async def forget(self, operation_id: TaskId, agent: AgentName) -> None:
-        """Delete the copy of an operation that has ended well, if that is possible now."""
+        """Delete the copy of a completed operation. A failure is reported, not raised."""
         try:
             if self._cache is not None:
                 await self._cache.forget(operation_id, agent)
@@ -149,7 +160,7 @@ class AgentCheckpointer:
         return RestoredCheckpoint(checkpoint, CheckpointSource.SQL, fallback)
 
     async def write_to_cache(self, checkpoint: AgentCheckpoint) -> None:
-        """Put a checkpoint that is durable beside the database, if that is possible now."""
+        """Write a copy of a durable checkpoint. A failure is reported, not raised."""
         try:
             if self._cache is not None:
                 await self._cache.put(checkpoint)

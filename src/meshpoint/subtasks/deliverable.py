@@ -1,4 +1,4 @@
-"""A subtask's deliverable as text, and back as what its function says that it returns."""
+"""Serialize a subtask's deliverable to JSON, and back to the declared return type."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _ITERATOR_TYPES = (collections.abc.Iterator, collections.abc.AsyncIterator)
 
 
 class DeliverableCodec:
-    """How one function's results are kept: by its return annotation, or as plain JSON where there is none to use.
+    """Serializes the results of one function by its return annotation.
 
-    As plain JSON, a tuple or a set comes back as a list, a model or dataclass as a dict, a datetime as its text.
-    Whoever runs the function returns `read(write(value))`, so that the first run does not differ from later ones.
+    Without a usable annotation, it uses plain JSON: a tuple or a set is restored as a list, a
+    model or dataclass as a dict, and a datetime as a string. Callers return `read(write(value))`
+    even on the first run, so that it does not differ from later ones.
     """
 
     _cache: typing.ClassVar[WeakKeyDictionary[Callable[..., Any], DeliverableCodec]] = WeakKeyDictionary()
@@ -43,24 +44,25 @@ class DeliverableCodec:
 
     @classmethod
     def for_function(cls, function: Callable[..., Any]) -> DeliverableCodec:
-        """The one of `function`, made once."""
+        """Return the cached codec of `function`."""
         inner = unwrap(function)
         try:
             if inner not in cls._cache:
                 cls._cache[inner] = cls(inner)
             return cls._cache[inner]
-        except TypeError:  # it cannot be referred to weakly, or has no hash
+        except TypeError:  # it does not support weak references or hashing
             return cls(inner)
 
     def write(self, name: str, value: object) -> tuple[str, tuple[str, ...]]:
-        """`value` as JSON text, and the places in it whose type says `Secret`, as JSON pointers.
+        """Serialize `value` to JSON; also return JSON pointers to the parts typed as `Secret`.
 
         Raises:
-            SubtaskRefused: it does not fit the annotation, has no JSON form, or would not come back from it.
+            SubtaskRefused: The value does not fit the annotation, has no JSON form, or could not
+                be restored from it.
         """
         try:
             if isinstance(value, _ITERATOR_TYPES):
-                raise DoesNotFit("it can be read only once; return a list")
+                raise DoesNotFit("it can be iterated only once; return a list")
             checked = self._typed.check(value)
             written = self._typed.write(checked, round_trip=True)
             pointers = tuple(find_secret_pointers(self._declared, checked, written))
@@ -68,30 +70,30 @@ class DeliverableCodec:
             self.read(text)
         except (DoesNotFit, UnrecoverableSecret, ValueError, RecursionError) as error:
             kind = type(value).__name__
-            raise SubtaskRefused(f"subtask {name!r} returned a {kind} which cannot be kept: {error}") from error
+            raise SubtaskRefused(f"subtask {name!r} returned a {kind} that cannot be recorded: {error}") from error
         return text, pointers
 
     def read(self, text: str) -> Any:
-        """The value that `write` made `text` of.
+        """Restore the value from the JSON that `write` returned.
 
         Raises:
-            DoesNotFit: the annotation is another one now.
+            DoesNotFit: The annotation has changed, and the value does not fit it.
         """
         return self._typed.read(json.loads(text))
 
 
 def json_text(value: JsonValue) -> str:
-    """Compact JSON, with its keys in their order and its characters as they are."""
+    """Serialize to compact JSON. Keys keep their order, and characters are not escaped."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def _return_type(function: Callable[..., Any]) -> Any:
-    """What `function` gives when it is called and awaited; Any when that cannot be found out."""
+    """Return the type of the awaited result of `function`; `Any` if unknown."""
     if isinstance(function, type):
         return function
     try:
         declared = inspect.get_annotations(function).get("return", Any)
-        # On its own: a parameter's annotation that only a type checker can resolve is no obstacle.
+        # Resolved alone: the annotations of parameters may be resolvable by type checkers only.
         stand_in = types.SimpleNamespace(__annotations__={"return": declared})
         scope = {each.__name__: each for each in getattr(function, "__type_params__", ())}
         scope |= dict(closure_variables(function))

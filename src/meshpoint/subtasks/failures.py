@@ -1,4 +1,4 @@
-"""The error of a subtask, kept so that a function that runs again meets it again."""
+"""Record the error of a subtask, to raise it again in later runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from meshpoint.model.secrets import masked
 
 
 def serialize_error(error: Exception, secret_keys: Collection[str] = ()) -> str:
-    """`error` as text, limited in length, with `***` for its secrets: those `masked` finds, with `secret_keys`."""
+    """Serialize `error`, limited in length.
+
+    Secrets that `masked` finds with `secret_keys` become `***`.
+    """
     kind = type(error)
     masked_args = [masked(storable(each), secret_keys) if isinstance(each, str) else each for each in error.args]
     arguments = (
@@ -29,14 +32,14 @@ def serialize_error(error: Exception, secret_keys: Collection[str] = ()) -> str:
 def rebuild_error(name: str, text: str) -> Exception:
     """Rebuild the error of subtask `name` from the text of `serialize_error`.
 
-    It has the same type if that is loaded and constructible.
-    A record never imports anything, and calls nothing but an exception's constructor.
+    It has the original type if that is loaded and can be constructed. A record never imports
+    anything, and calls nothing but an exception's constructor.
     """
     record = json.loads(text)
     module, _, qualified = record["type"].partition(":")
     kind = _loaded_exception(module, qualified)
     if kind is not None and record["args"] is not None:
-        with suppress(Exception):  # the constructor has other parameters, or the message cannot be read
+        with suppress(Exception):  # the constructor has other parameters, or str() fails
             error = kind(*record["args"])
             if str(error) == record["message"]:
                 return error
@@ -44,7 +47,7 @@ def rebuild_error(name: str, text: str) -> Exception:
 
 
 def _loaded_exception(module: str, qualified: str) -> type[Exception] | None:
-    """The exception class with this name, if its module is already loaded and defines it."""
+    """Return the exception class with this name, if its module is loaded and defines it."""
     found: object = sys.modules.get(module)
     for step in qualified.split("."):
         found = vars(found).get(step) if isinstance(found, ModuleType | type) else None

@@ -1,4 +1,4 @@
-"""The function that is meant where somebody passes a partial, a bound method or a decorated function."""
+"""Find the function behind partials, bound methods and decorators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 
 
 def unwrap_once(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What `function` wraps: by partial, bound method, `functools.wraps` or `__call__`. None: it is the function."""
+    """Return what `function` wraps by one layer; `None` if it wraps nothing.
+
+    A layer is a partial, a bound method, `functools.wraps` or an object with `__call__`.
+    """
     match function:
         case functools.partial():
             return function.func
@@ -25,13 +28,13 @@ def unwrap_once(function: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that `unwrap_once` leads to in the end."""
+    """Return the innermost function."""
     inner = unwrap_once(function)
     return function if inner is None else unwrap(inner)
 
 
 def closure_variables(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """The variables of outer functions that `function` itself uses, as far as they are assigned by now."""
+    """Yield the closure variables of `function` that are assigned already."""
     inner = unwrap(function)
     if isinstance(inner, types.FunctionType):
         for name, cell in zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True):

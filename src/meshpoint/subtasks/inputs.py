@@ -1,6 +1,7 @@
-"""What a subtask was given, as one digest for each input: whether a recorded deliverable still answers the question.
+"""Digest the inputs of a subtask, to decide whether a recorded deliverable is still valid.
 
-Values are digested by what they are, not by how they print: the same in every process and under every Python.
+Digests depend on the values, not on how they print: they are the same in every process and under
+every Python version.
 """
 
 from __future__ import annotations
@@ -45,31 +46,34 @@ _TEXT_TYPES = (
 
 
 class _NotCanonical(Exception):
-    """There is no canonical form: what it is, and where inside the value."""
+    """A value without canonical form: what it is, and its path inside the argument."""
 
     def __init__(self, what: str, path: str = "") -> None:
         super().__init__(what)
         self.what, self.path = what, path
 
     def prefixed(self, step: str) -> _NotCanonical:
-        """The same, seen from the container."""
+        """Return the error with `step`, the path within the container, prepended."""
         return _NotCanonical(self.what, step + self.path)
 
 
 def input_digests(
     name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, str]:
-    """One digest for each parameter that `function` gets from these arguments, and for what it finds by closure.
+    """Return one digest for each argument of `function`, and for each closure variable.
 
-    Spelling does not matter: an argument may be given by position, by name, by a partial or as the default. The
-    task's own context and the `self` of a method are left out, and so is what is reached by closure or default and
-    is no data: clients, functions, modules. What functions read from their module or from `self` is not seen at all.
+    How an argument is passed does not matter: by position, by name, by a partial or as the
+    default. Left out are the task's own context, the `self` of a method, and closure variables and
+    defaults that are not data: clients, functions, modules. What a function reads from its module
+    or from `self` is not considered.
 
-    A list equals a tuple; 1, 1.0, True and "1" are four values. Models, dataclasses and enums count by the name of
-    their class and by their fields (of a model those that are not excluded from its JSON).
+    A list equals a tuple, but 1, 1.0, True and "1" are four values. Models, dataclasses and enums
+    are digested as their class name and fields (of models, the fields that are not excluded from
+    JSON).
 
     Raises:
-        SubtaskRefused: an argument is no data, or holds something that is none; names it, and subtask `name`.
+        SubtaskRefused: An argument is not data, or contains something that is not. The message
+            names it and subtask `name`.
     """
     found = dict(_closure_digests(function))
     for label, value, explicit in _bound_arguments(function, args, kwargs):
@@ -81,13 +85,13 @@ def input_digests(
             if explicit:
                 raise SubtaskRefused(
                     f"subtask {name!r}: argument {label + problem.path!r} is {problem.what}, which has no canonical "
-                    "form; pass data, or let the function reach it by closure"
+                    "form; pass data, or use it through a closure"
                 ) from None
     return found
 
 
 def describe_difference(recorded: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """What differs between two `input_digests`, for people; None when nothing does."""
+    """Describe how two results of `input_digests` differ; `None` if they are equal."""
     changes = (
         ([key for key in recorded if key in now and recorded[key] != now[key]], "differs", "differ"),
         ([key for key in now if key not in recorded], "is new", "are new"),
@@ -105,7 +109,7 @@ def _format_change(keys: list[str], singular: str, plural: str) -> str:
 def _bound_arguments(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, bool]]:
-    """Label, value, and whether the caller gave it, of each argument."""
+    """Yield each argument's label and value, and whether the caller passed it."""
     while isinstance(function, functools.partial):
         args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
         function = function.func
@@ -113,7 +117,7 @@ def _bound_arguments(
         signature = inspect.signature(function)
         bound = signature.bind(*args, **kwargs)
     except (TypeError, ValueError):
-        # It has no signature, or a decorator gave it another one than it takes: the call itself will tell.
+        # It has no signature, or a decorator shows a wrong one: the call itself raises if needed.
         yield from ((f"args[{index}]", value, True) for index, value in enumerate(args))
         yield from ((key, value, True) for key, value in kwargs.items())
         return
@@ -123,7 +127,7 @@ def _bound_arguments(
         match signature.parameters[label].kind:
             case inspect.Parameter.VAR_POSITIONAL:
                 yield from ((f"{label}[{index}]", each, True) for index, each in enumerate(value))
-            case inspect.Parameter.VAR_KEYWORD:  # one may be called like a positional-only parameter
+            case inspect.Parameter.VAR_KEYWORD:  # a name may also be a positional-only parameter's
                 yield from (
                     (f"**{key}" if key in bound.arguments else key, each, True) for key, each in value.items()
                 )
@@ -145,7 +149,10 @@ def _digest(value: object) -> str:
 
 
 def _canonical(value: Any, depth: int) -> Any:
-    """`value` as JSON in which every list begins with its kind, so that no two values look alike."""
+    """Convert `value` to JSON in which each list begins with its kind.
+
+    So different values never have the same form.
+    """
     if depth > MAX_DEPTH:
         raise _NotCanonical(f"nested more than {MAX_DEPTH} deep")
     match value:
@@ -222,7 +229,7 @@ def _canonical_member(step: str, value: Any, depth: int) -> Any:
 def _canonical_model(value: Any, depth: int) -> list[Any]:
     if not isinstance(value, BaseModel):
         return ["object", type(value).__name__, _canonical(value.get_secret_value(), depth)]
-    # Not `model_dump`: it masks secrets, takes sets as they come, and makes a datetime of its text.
+    # Not `model_dump`: it masks secrets, keeps the order of sets, and converts text to datetimes.
     fields = {
         key: getattr(value, key) for key, field in type(value).model_fields.items() if not field.exclude
     } | dict(value.__pydantic_extra__ or {})

@@ -1,4 +1,4 @@
-"""Checkpoints of an earlier version of an agent, made readable for this one by functions that its author wrote."""
+"""Convert checkpoints of earlier versions of an agent, with functions written by its author."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEY = "migrations"
 
 
 class _MigrationResult(BaseModel):
-    """What a migration has to return: every key, and no other one."""
+    """The keys that a migration must return; no others are allowed."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -38,49 +38,55 @@ class _MigrationResult(BaseModel):
 
 
 class _InvalidResult(Exception):
-    """What a migration returned cannot become a checkpoint."""
+    """A migration returned something that is not a checkpoint."""
 
 
 def migrates(
     from_version: str, to_version: str
 ) -> Callable[[Callable[[PublicCheckpoint], PublicCheckpoint]], Migration]:
-    """Make a function the migration of an agent's checkpoints from one version to the next.
+    """Declare a function as the migration of an agent's checkpoints between two versions.
 
         @migrates("1.0", "1.1")
-        def parsing_is_called_filing(checkpoint: dict) -> dict:
+        def rename_parsing_to_filing(checkpoint: dict) -> dict:
             checkpoint["completed_subtasks"] = ["filing", *checkpoint["completed_subtasks"][1:]]
             checkpoint["interim_results"]["filing"] = checkpoint["interim_results"].pop("10k_parsing")
             return checkpoint
 
-    The function gets a dict of its own, which it may change, and returns one with exactly these keys:
+    The function receives its own copy of the checkpoint as a dict, which it may change, and
+    returns a dict with exactly these keys:
 
-    - `completed_subtasks`: names in the order in which they were begun; `pending_subtasks`: the others, in order.
-    - `interim_results`: by name, the deliverable of each completed subtask, as plain JSON.
-    - `saved_progress`: by name, what a subtask saved within itself, as plain JSON; only of subtasks listed above.
-    - `subject`, `agent_config` (a dict), `agent_version` (set for it, whatever it returns), `retry_count`.
+    - `completed_subtasks`: names in the order in which they began; `pending_subtasks`: the other
+      subtasks, in order.
+    - `interim_results`: the deliverable of each completed subtask as plain JSON, by name.
+    - `saved_progress`: the progress that subtasks have saved, as plain JSON, by name; only of the
+      subtasks listed above.
+    - `subject`, `agent_config` (a dict), `agent_version` (always overwritten with the target
+      version), `retry_count`.
 
-    It may rename, drop, add and change entries. It vouches for the results: a subtask that it lists as completed does
-    not run again because its function is another one now. If its name is an old one, it does when its inputs differ;
-    a new name is accepted with any inputs. What a subtask set on the task's context follows its name; if that is
-    gone, its unchanged result, or else its place, when as many are completed as before.
+    It may rename, drop, add and change entries, and vouches for the results: a subtask that it
+    lists as completed does not run again because its function has changed. A subtask that keeps
+    its name still runs again if its inputs differ; one with a new name is accepted with any
+    inputs. What a subtask set on the task's context is matched to the new entry by name, else by
+    an unchanged result, else by position if the number of completed subtasks is the same.
     """
     return lambda function: Migration(from_version, to_version, function)
 
 
 def validate_migrations(migrations: Iterable[Migration]) -> tuple[Migration, ...]:
-    """`migrations`, of which it is clear what leads where.
+    """Return `migrations` after checking that they are unambiguous.
 
     Raises:
-        ConfigurationError: two have the same versions, they go round in a circle, or one is no migration.
+        ConfigurationError: Two have the same versions, they form a cycle, or one is not a
+            migration.
     """
     found = tuple(migrations)
     for migration in found:
         if not isinstance(migration, Migration):
-            problem = f"{getattr(migration, '__name__', migration)!r} is no migration"
-            raise ConfigurationError(_KEY, problem, 'write @migrates("1.0", "1.1") above it')
+            problem = f"{getattr(migration, '__name__', migration)!r} is not a migration"
+            raise ConfigurationError(_KEY, problem, 'decorate it with @migrates("1.0", "1.1")')
     duplicates = [link for link, count in Counter(map(_version_pair, found)).items() if count > 1]
     if duplicates:
-        raise ConfigurationError(_KEY, f"two lead {_describe_versions(duplicates[0])}", "leave one of them out")
+        raise ConfigurationError(_KEY, f"two of them lead {_describe_versions(duplicates[0])}", "remove one of them")
     targets: dict[str, list[str]] = {}
     for migration in found:
         targets.setdefault(migration.from_version, []).append(migration.to_version)
@@ -88,20 +94,22 @@ def validate_migrations(migrations: Iterable[Migration]) -> tuple[Migration, ...
         TopologicalSorter(targets).prepare()
     except CycleError as error:
         cycle = " -> ".join(reversed(error.args[1]))
-        raise ConfigurationError(_KEY, f"they go round in a circle: {cycle}", "leave one of them out") from error
+        raise ConfigurationError(_KEY, f"they form a cycle: {cycle}", "remove one of them") from error
     return found
 
 
 def migrate_checkpoint(
     checkpoint: AgentCheckpoint, to: str | None, migrations: Sequence[Migration]
 ) -> AgentCheckpoint:
-    """`checkpoint` as version `to` of its agent reads it; itself, if it is of that version, or of none.
+    """Convert `checkpoint` to version `to` of its agent.
 
-    The shortest way through the migrations is taken, and of two of the same length the one listed first. What is
-    stored is not touched: whoever goes on writes the next checkpoint in the new version.
+    It is returned unchanged if it already has that version, or either has none. Takes the shortest
+    path through the migrations; of two paths of the same length, the one listed first. The stored
+    checkpoint is not changed: a resumed task writes its next checkpoint in the new version.
 
     Raises:
-        IncompatibleState: no migrations lead there, or one of them raised or returned what is no checkpoint.
+        IncompatibleState: No migrations lead to `to`, or one raised or returned something that is
+            not a checkpoint.
     """
     if to is None or checkpoint.agent_version is None or checkpoint.agent_version == to:
         return checkpoint
@@ -111,23 +119,20 @@ def migrate_checkpoint(
     return _rebuild_checkpoint(checkpoint, public)
 
 
-# ── the way ────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _find_path(agent: str, start: str, to: str, migrations: Sequence[Migration]) -> list[Migration]:
     paths = _shortest_paths(start, migrations)
     if to not in paths:
         reverse_paths = _shortest_paths(
             to, [Migration(each.to_version, each.from_version, each.function) for each in migrations]
         )
-        available = f"there is {', '.join(map(_arrow, migrations))}" if migrations else "there are none"
+        available = f"available: {', '.join(map(_arrow, migrations))}" if migrations else "no migrations are defined"
         missing = f'write @migrates("{list(paths)[-1]}", "{list(reverse_paths)[-1]}")'
         raise IncompatibleState(f"agent {agent!r}: no migration leads from {start} to {to}; {available}; {missing}")
     return paths[to]
 
 
 def _shortest_paths(start: str, migrations: Sequence[Migration]) -> dict[str, list[Migration]]:
-    """A shortest way to each version that can be reached, the farthest last."""
+    """Return a shortest path to each reachable version, the farthest last."""
     paths: dict[str, list[Migration]] = {start: []}
     queue = deque([start])
     while queue:
@@ -151,9 +156,6 @@ def _describe_versions(versions: tuple[str, str]) -> str:
     return f"from {versions[0]} to {versions[1]}"
 
 
-# ── one step ───────────────────────────────────────────────────────────────────────────────────────
-
-
 def _to_public(checkpoint: AgentCheckpoint) -> PublicCheckpoint:
     progress = checkpoint.progress
     return {
@@ -174,14 +176,14 @@ def _apply(migration: Migration, public: PublicCheckpoint, agent: str) -> Public
         if returned is None:
             raise _InvalidResult("it returned None; return the dict")
         return _validate_result(returned) | {"agent_version": migration.to_version}
-    except Exception as error:  # its author's code, which may raise anything: the task is parked, not lost
+    except Exception as error:  # user code may raise anything: the task is parked, not lost
         name = getattr(migration.function, "__name__", repr(migration.function))
         problem = str(error) if isinstance(error, _InvalidResult) else f"{type(error).__name__}: {error}"
         raise IncompatibleState(f"agent {agent!r}: migration {name} ({_arrow(migration)}): {problem}") from error
 
 
 def _validate_result(returned: Any) -> PublicCheckpoint:
-    """What a migration returned, as plain JSON of its own, known to describe a checkpoint."""
+    """Check what a migration returned, and copy it as plain JSON."""
     try:
         public: PublicCheckpoint = _MigrationResult.model_validate(check_json(returned, "checkpoint")).model_dump()
     except ValidationError as error:
@@ -193,17 +195,14 @@ def _validate_result(returned: Any) -> PublicCheckpoint:
     duplicates = [name for name, count in Counter([*completed, *pending]).items() if count > 1]
     problems = (
         ([name for name in completed if name not in results], "completed without an entry in interim_results"),
-        ([name for name in results if name not in completed], "in interim_results and not in completed_subtasks"),
-        ([name for name in saved if name not in (*completed, *pending)], "in saved_progress and nowhere else"),
+        ([name for name in results if name not in completed], "in interim_results but not in completed_subtasks"),
+        ([name for name in saved if name not in (*completed, *pending)], "in saved_progress but is not a subtask"),
         (duplicates, "listed twice"),
     )
     for names, problem in problems:
         if names:
             raise _InvalidResult(f"{names[0]!r} is {problem}")
     return public
-
-
-# ── back to a checkpoint ───────────────────────────────────────────────────────────────────────────
 
 
 def _rebuild_checkpoint(before: AgentCheckpoint, public: PublicCheckpoint) -> AgentCheckpoint:
@@ -233,7 +232,7 @@ def _rebuild_checkpoint(before: AgentCheckpoint, public: PublicCheckpoint) -> Ag
 def _match_records(
     names: Sequence[str], results: Mapping[str, JsonValue], before: Sequence[SubtaskRecord]
 ) -> dict[str, SubtaskRecord]:
-    """The record that each completed subtask goes on from: of its name, its result or its place; else none."""
+    """Find the old record of each completed subtask: by name, else by result, else by position."""
     unmatched = {record.name: record for record in before if record.name not in results}
     matched = {record.name: record for record in before if record.name in results}
     for index, name in enumerate(names):
@@ -269,6 +268,6 @@ def _parse_result(record: SubtaskRecord) -> JsonValue:
 
 
 def _preserve_text(before: str | None, value: JsonValue) -> str:
-    """The text of `value`: as it was written, if it is what was written."""
+    """Serialize `value`, returning `before` unchanged if it has the same value."""
     text = json_text(value)
     return before if before is not None and json_text(json.loads(before)) == text else text

@@ -1,4 +1,4 @@
-"""Names of subtasks."""
+"""Valid names of subtasks."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ MAX_NAME_LENGTH = 100
 
 
 def is_valid_name(name: object) -> bool:
-    """Whether `name` can name a subtask: it is a key in the database, and printed as it is."""
+    """Whether `name` can name a subtask. Names are keys in the database and printed unescaped."""
     return isinstance(name, str) and 0 < len(name) <= MAX_NAME_LENGTH and name.isprintable() and name.strip() == name

@@ -1,4 +1,4 @@
-"""Resume an operation, or say precisely why not."""
+"""Resume an operation, or raise the exact reason why it cannot be resumed."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ _MAX_ID_BYTES = 248  # bytes, as on the wire
 
 
 def parse_operation_id(text: str) -> TaskId:
-    """`text` as the id of an operation.
+    """Return `text` as the id of an operation.
 
     Raises:
-        ConfigurationError: no task can have it.
+        ConfigurationError: It is not a valid task id.
     """
     if not text or not text.isprintable() or len(text.encode(errors="replace")) > _MAX_ID_BYTES:
         fix = f"ids are printable and have 1 to {_MAX_ID_BYTES} bytes; `meshpoint tasks list` shows them"
-        raise ConfigurationError("operation id", f"{text!r} is none", fix)
+        raise ConfigurationError("operation id", f"{text!r} is not a valid id", fix)
     return TaskId(text)
 
 
 async def resume_operation(store: Operations, id_: TaskId, *, agent: AgentName | None = None) -> Revived:
-    """Make a failed or cancelled operation ready to go on from its checkpoint, in any replica of its agent.
+    """Make a failed or cancelled operation ready to resume, in any replica of its agent.
 
-    Of two callers at the same time one wins, and the other hears that it runs. Who asked for the operation has its
-    reply already, and its new end stands in the database; if that reply was still to be sent, the new one is sent
-    instead.
+    It resumes from its checkpoint. Of two concurrent callers, one succeeds and the other gets
+    `OperationRunning`. The original requester already has its reply and is not sent another one;
+    the new outcome is stored in the database. If the first reply was not sent yet, the new one
+    replaces it.
 
     Raises:
-        OperationNotFound, OperationRunning, OperationCompleted, NoCheckpoint, OperationConflict: it is not resumed;
-            checked in this order.
-        Unavailable: the database did not answer; asking again is safe.
+        OperationNotFound, OperationRunning, OperationCompleted, NoCheckpoint, OperationConflict:
+            It cannot be resumed; checked in this order.
+        Unavailable: The database did not answer. Trying again is safe.
     """
     result = await store.revive(Revive(task_id=id_, token=new_id(), agent=agent))
     if isinstance(result, NotRevived):
@@ -50,17 +51,17 @@ async def resume_operation(store: Operations, id_: TaskId, *, agent: AgentName |
 
 
 def refusal_error(id_: TaskId, refused: NotRevived) -> ResumeRefused:
-    """What to raise for `refused`."""
+    """Return the exception for `refused`."""
     detail = f": {refused.detail}" if refused.detail else ""
     match refused.refusal:
         case Refusal.NOT_FOUND:
             return OperationNotFound(id_, f"there is no operation {id_}{detail}")
         case Refusal.RUNNING:
-            return OperationRunning(id_, f"operation {id_} is active{detail}; wait for its end, or cancel it first")
+            return OperationRunning(id_, f"operation {id_} is active{detail}; wait for it to end, or cancel it first")
         case Refusal.COMPLETED:
-            return OperationCompleted(id_, f"operation {id_} has completed; there is nothing left to do")
+            return OperationCompleted(id_, f"operation {id_} has completed; there is nothing to resume")
         case Refusal.NO_CHECKPOINT:
-            return NoCheckpoint(id_, f"operation {id_} has no checkpoint to go on from; send its request again")
+            return NoCheckpoint(id_, f"operation {id_} has no checkpoint to resume from; send its request again")
         case Refusal.OTHER_ACTIVE:
-            problem = f"its agent runs one operation at a time, and {refused.detail} is active"
-            return OperationConflict(id_, f"operation {id_} is not resumed: {problem}")
+            problem = f"its agent is exclusive, and operation {refused.detail} is active"
+            return OperationConflict(id_, f"operation {id_} cannot be resumed: {problem}")

@@ -1,4 +1,7 @@
-"""The subtasks of one segment: run once, recorded before their deliverable is returned, reused where it is known."""
+"""Runs the subtasks of one segment, and reuses recorded deliverables that are still valid.
+
+A deliverable is recorded before it is returned to the agent.
+"""
 
 from __future__ import annotations
 
@@ -37,30 +40,35 @@ from meshpoint.subtasks.names import MAX_NAME_LENGTH, is_valid_name
 from meshpoint.subtasks.versions import version_of
 
 _STOP_TIMEOUT = 5.0
-"""Seconds that a cancelled subtask, left behind, may take to end."""
+"""Seconds to wait for cancelled subtasks that the agent did not await."""
 
 
 class SubtaskLog(Protocol):
-    """Where the records of one segment's task are written."""
+    """Stores the subtask records of one task."""
 
     async def open(self, operation: Operation) -> None:
-        """Make the task an operation, if it is none yet.
+        """Make the task an operation, if it is not one yet.
 
         Raises:
-            CancelledError: the task is not this run's any more, or was cancelled.
+            CancelledError: The task was cancelled, or this run no longer owns it.
         """
 
     async def save(self, checkpoint: AgentCheckpoint, subtask: str, *, progressed: bool) -> None:
-        """Write a checkpoint, however long the database is away. `progressed`: the task has come further by it.
+        """Write a checkpoint, waiting while the database is unavailable.
+
+        Args:
+            checkpoint: What to write.
+            subtask: The subtask that caused it.
+            progressed: Whether the task has made progress with it.
 
         Raises:
-            CancelledError: as `open`.
+            CancelledError: As for `open`.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class OperationAttempt:
-    """Which run of which attempt at the operation this is. `parameters` is the request's input."""
+    """The run and the attempt of an operation. `parameters` is the input of its request."""
 
     run: Run
     retry_count: int
@@ -69,7 +77,7 @@ class OperationAttempt:
 
 
 class ClosedSubtasks:
-    """The `SubtaskRunner` of a segment that is over: an asyncio task that it left behind runs nothing unrecorded."""
+    """The `SubtaskRunner` after the end of a segment. Asyncio tasks that outlive it get errors."""
 
     def __init__(self, progress: SubtaskProgress) -> None:
         self.progress = progress
@@ -77,27 +85,30 @@ class ClosedSubtasks:
     async def run(
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Refuse to run."""
-        raise AgentMisbehaved(f"a task that its segment left behind began subtask {name!r}: {_AWAIT_HINT}")
+        """Raise `AgentMisbehaved`."""
+        raise AgentMisbehaved(f"an asyncio task that outlived its segment began subtask {name!r}: {_AWAIT_HINT}")
 
     async def save_progress(self, subtask: str, state: object) -> None:
-        """Refuse to save."""
-        raise AgentMisbehaved(f"a task that its segment left behind saved progress of {subtask!r}: {_AWAIT_HINT}")
+        """Raise `AgentMisbehaved`."""
+        raise AgentMisbehaved(
+            f"an asyncio task that outlived its segment saved progress of {subtask!r}: {_AWAIT_HINT}"
+        )
 
     def saved_progress(self, subtask: str) -> JsonValue:
-        """None."""
+        """Return `None`."""
         return None
 
 
-_AWAIT_HINT = "an agent awaits what it has started before it ends or pauses"
+_AWAIT_HINT = "an agent must await the tasks that it starts before it ends or pauses"
 
 
 class Subtasks:
     """The `SubtaskRunner` of one segment.
 
-    A record is valid as long as its function and its inputs are those of now. In a new attempt the first one that
-    differs runs again, and with it everything that was begun after it. Within one attempt nobody changed anything,
-    so inputs that differ depend on time or chance, and are refused.
+    A record is valid if it was made by the same function with the same inputs. In a new attempt,
+    the first completed subtask that differs runs again, and so does everything that began after
+    it. Within one attempt nothing should change, so inputs that differ must depend on time or
+    chance, and are refused.
     """
 
     def __init__(
@@ -118,13 +129,13 @@ class Subtasks:
         self._secret_keys = secret_keys
         self._records = {record.name: record for record in restored.subtasks} if restored else {}
         self._saved_states = dict(restored.saved_progress) if restored else {}
-        self._restored_states = dict(self._saved_states)  # by the run before, which may have died of what it saved
+        self._restored_states = dict(self._saved_states)  # the previous run's
         self._seq = max(attempt.seq, restored.seq if restored else 0)
         self._requested: list[str] = []
         self._running: list[str] = []
-        self._current_names: set[str] = set()  # whose record this run has used or made
-        self._executing: set[asyncio.Task[Any]] = set()  # whoever is in a subtask now
-        self._context_baseline: Checkpoint = {}  # the context when a subtask last began alone, or ended
+        self._current_names: set[str] = set()  # subtasks whose record this run has used or created
+        self._executing: set[asyncio.Task[Any]] = set()  # asyncio tasks that run a subtask
+        self._context_baseline: Checkpoint = {}  # at the last begin alone, or end
         self._all_saved = True
         self._write_lock = asyncio.Lock()
         self.paused_subtask: str | None = None
@@ -136,24 +147,27 @@ class Subtasks:
 
     @property
     def retry_count(self) -> int:
-        """How often the operation was resumed."""
+        """How many times the operation was resumed."""
         return self._attempt.retry_count
 
     @property
     def outdated(self) -> frozenset[str]:
-        """The subtasks whose records did not count: what they had asked their peers does not either."""
+        """Names of the subtasks whose records were invalidated.
+
+        The outcomes of their peer calls do not count either.
+        """
         return frozenset(name for name, record in self._records.items() if self._is_rerun(record))
 
     @property
     def progress(self) -> SubtaskProgress:
-        """How far the task is."""
+        """Progress of the task through its subtasks."""
         current = self._running[-1] if self._running else None
         return progress_of(self._plan.subtasks, self._records.values(), current)
 
     async def run(
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """The deliverable of a subtask: the recorded one if it is valid, else that of the function, now recorded."""
+        """Return the recorded deliverable of a subtask if valid; otherwise, run and record it."""
         self._check_name(name)
         self._requested.append(name)
         requested = SubtaskRecord(
@@ -180,12 +194,12 @@ class Subtasks:
     def _check_name(self, name: str) -> None:
         if not is_valid_name(name):
             raise SubtaskRefused(
-                f"{name!r} is no name of a subtask: use printable text of 1 to {MAX_NAME_LENGTH} characters"
+                f"{name!r} is not a valid subtask name: use printable text of 1 to {MAX_NAME_LENGTH} characters"
             )
         if (outer := current_subtask()) is not None:
             raise SubtaskRefused(
-                f"subtask {name!r} is begun inside subtask {outer!r}: record the one or the other, "
-                "and call plain functions in it"
+                f"subtask {name!r} begins inside subtask {outer!r}: record only one of them, "
+                "and call plain functions inside it"
             )
         earlier = self._records.get(name)
         in_an_earlier_handler = (
@@ -197,16 +211,16 @@ class Subtasks:
         )
         if name in self._requested or in_an_earlier_handler:
             raise SubtaskRefused(
-                f"two subtasks of this run are called {name!r}: give each a name of its own, such as '{name}-2'"
+                f"two subtasks of this run are called {name!r}: use unique names, such as '{name}-2'"
             )
 
     @property
     def position(self) -> tuple[int, int]:
-        """How many pauses of the task, and how many subtasks of this run, lie before the code that runs now."""
+        """Number of pauses of the task, and of subtasks of this run, before the current code."""
         return self._ctx.pauses_passed(self._attempt.run.generation), len(self._requested)
 
     async def ensure_operation(self) -> None:
-        """Make the task an operation, if it is none yet."""
+        """Make the task an operation, if it is not one yet."""
         async with self._write_lock:
             if not self._is_operation:
                 plan = self._plan
@@ -221,10 +235,11 @@ class Subtasks:
                 )
                 self._is_operation = True
 
-    # ── what is recorded ───────────────────────────────────────────────────────────────────────────
-
     def _find_valid(self, requested: SubtaskRecord) -> SubtaskRecord | None:
-        """The record of a subtask if it is valid; else it, and all that were begun after it, are outdated."""
+        """Return the record of a subtask if it is valid.
+
+        Otherwise, invalidate it and all records that began after it.
+        """
         record = self._records.get(requested.name)
         if record is None:
             for skipped in self._unvisited():
@@ -239,9 +254,12 @@ class Subtasks:
         return None
 
     def _unvisited(self) -> list[SubtaskRecord]:
-        """The records of earlier attempts that this one, which runs from the top, has not come to."""
+        """Return records of earlier attempts that this one has not reached yet.
+
+        Empty unless this attempt runs from the top.
+        """
         if self._attempt.run.generation > 0 and self._ctx.calls_are_not_recorded:
-            return []  # an earlier handler may have come to them
+            return []  # an earlier handler may have reached them
         retry = self._attempt.retry_count
         return [each for each in self._records.values() if each.retry < retry and each.name not in self._requested]
 
@@ -267,15 +285,15 @@ class Subtasks:
 
     def _find_difference(self, record: SubtaskRecord, requested: SubtaskRecord) -> str | None:
         if record.function is None and not record.inputs:
-            return None  # a migration vouches for it
+            return None  # a migration has accepted it
         if record.function is not None and record.function != requested.function:
             return "its function has changed"
         difference_found = describe_difference(record.inputs, requested.inputs)
         if difference_found is not None and record.completed and record.retry == requested.retry:
             raise SubtaskRefused(
-                f"subtask {requested.name!r}: {difference_found} from when it ran in this attempt; "
-                "it depends on time, chance or anything else outside the request and recorded results: "
-                "pass what does not change, or make it in a subtask of its own"
+                f"subtask {requested.name!r}: {difference_found} compared to its earlier run in this attempt; "
+                "it depends on time, chance or anything else besides the request and recorded results: "
+                "pass a value that does not change, or compute it in its own subtask"
             )
         return difference_found
 
@@ -291,20 +309,18 @@ class Subtasks:
         return deliverable
 
     def _restore_context(self, record: SubtaskRecord) -> None:
-        """Leave the context, and the calls that are recorded, as the subtask did."""
+        """Set the context and the recorded calls to their state after the subtask."""
         if record.context is not None:
             change(self._ctx, json.loads(record.context))
         changed = snapshot(self._ctx)
-        self._ctx.skip_calls_of(record.name)  # the last of which may bring back what the last pause kept
+        self._ctx.skip_calls_of(record.name)  # the last one may restore an older context
         rewind(self._ctx, changed)
 
     def _failed_before_pause(self, record: SubtaskRecord) -> bool:
-        """Whether a function that runs again from the top had this failure behind it when it paused."""
+        """Whether a replayed function had already seen this failure when it paused."""
         run, retry = self._attempt.run, self._attempt.retry_count
         runs_again = record.retry == retry and record.generation < run.generation
         return runs_again and not self._ctx.calls_are_not_recorded
-
-    # ── what runs ──────────────────────────────────────────────────────────────────────────────────
 
     async def _run(
         self,
@@ -350,7 +366,8 @@ class Subtasks:
     def _record_end(
         self, requested: SubtaskRecord, status: SubtaskStatus, started_at: datetime, **fields: object
     ) -> None:
-        # Of those that run side by side, each is given what has changed since another of them ended.
+        # With concurrent subtasks, each is credited with the changes since another one of them
+        # ended.
         now = snapshot(self._ctx)
         changed, self._context_baseline = changes(self._context_baseline, now), now
         context = json.dumps(changed) if changed else None
@@ -359,7 +376,7 @@ class Subtasks:
         self._records[requested.name] = requested.model_copy(update=ended)
 
     async def cancel_running(self) -> None:
-        """Cancel subtasks that the code has left running when it ended: nobody would record what they come to."""
+        """Cancel subtasks that the agent's code did not await, since nothing would record them."""
         if self._executing:
             for task in self._executing:
                 task.cancel()
@@ -375,27 +392,25 @@ class Subtasks:
                 return await value if isawaitable(value) else value
             except Exception:
                 raise
-            except BaseException as signal:  # a pause, or the end of the run: no failure of the subtask
+            except BaseException as signal:  # a pause or the end of the run is not a failure
                 interruption = signal
         assert interruption is not None
         raise interruption
 
     async def save_progress(self, subtask: str, state: object) -> None:
-        """Keep the state of a subtask that runs."""
+        """Store intermediate state of a running subtask."""
         if subtask not in self._running:
-            raise AgentMisbehaved(f"subtask {subtask!r} has ended: its progress is its deliverable")
+            raise AgentMisbehaved(f"subtask {subtask!r} has ended: it can no longer save progress")
         text = json.dumps(check_json(state, f"saved_progress of subtask {subtask!r}"))
         progressed = text != self._restored_states.get(subtask)
         self._saved_states[subtask] = text
         await self._save_checkpoint(subtask, progressed=progressed)
 
     def saved_progress(self, subtask: str) -> JsonValue:
-        """The state that was kept of it."""
+        """Return the stored state of a subtask; `None` if there is none."""
         text = self._saved_states.get(subtask)
         state: JsonValue = None if text is None else json.loads(text)
         return state
-
-    # ── checkpoints ────────────────────────────────────────────────────────────────────────────────
 
     async def _save_checkpoint(self, subtask: str, *, progressed: bool) -> None:
         async with self._write_lock:
@@ -403,16 +418,17 @@ class Subtasks:
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether a pause would leave something out: that a subtask has begun, or failed, or that there are any."""
+        """Whether a pause needs a checkpoint to record that a subtask began, failed or exists."""
         return self._is_operation and (self.paused_subtask is not None or self._seq == 0 or not self._all_saved)
 
     def final_checkpoint(self, reason: str, details: dict[str, JsonValue] | None) -> AgentCheckpoint:
-        """The checkpoint of an operation that ends without having completed."""
+        """Build the checkpoint of an operation that ends without completing."""
         return self.next_checkpoint().model_copy(update={"failure_reason": reason, "error_details": details})
 
     def next_checkpoint(self) -> AgentCheckpoint:
-        """The next checkpoint: all that is recorded by now."""
-        # Counted before it is written: if the write is given up halfway, the next one must not be taken for it.
+        """Build the next checkpoint, with everything recorded so far."""
+        # Counted before it is written: if that write is abandoned, the next must have another
+        # number.
         self._seq += 1
         self._all_saved = True
         plan, run = self._plan, self._attempt.run

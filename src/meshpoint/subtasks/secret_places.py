@@ -1,8 +1,9 @@
-"""Where in a deliverable the places are whose type says `Secret`.
+"""Find the parts of a deliverable whose type is marked as `Secret`.
 
-A value is walked together with its type and its JSON. Models, dataclasses and named tuples tell by their own class,
-everything else by the annotation. Where JSON does not have the shape of the value (a serializer of its own, a set), a
-place above the secret is taken: rather too much than too little.
+Walks a value together with its type and its JSON. The types of fields come from the class of
+models, dataclasses and named tuples, otherwise from the annotation. Where the JSON has another
+shape than the value (a custom serializer, a set), the nearest enclosing place is marked: rather
+too much than too little.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from pydantic import BaseModel, JsonValue, SecretBytes, SecretStr
 from meshpoint.model.secrets import Secret, pointer
 
 _WRAPPED_SECRETS = (SecretStr, SecretBytes, pydantic.Secret)
-_QUALIFIERS = ("Required", "NotRequired", "ReadOnly", "Final")  # by name: those of typing_extensions as well
+_QUALIFIERS = ("Required", "NotRequired", "ReadOnly", "Final")  # names match typing_extensions too
 _UNKNOWN = ""
-"""JSON that is not known, because it has another shape than the value."""
+"""Stands for JSON that is unknown because its shape differs from the value's."""
 
 
 class UnrecoverableSecret(ValueError):
-    """A secret whose JSON is a row of stars."""
+    """A secret whose JSON is masked with stars."""
 
 
 def find_secret_pointers(declared: Any, value: Any, written: JsonValue) -> list[str]:
-    """The secret places of `value`, as JSON pointers into `written`, which is its JSON.
+    """Return JSON pointers to the secret parts of `value`; `written` is its JSON.
 
     Raises:
-        UnrecoverableSecret: a `SecretStr`, or another of pydantic's own, cannot be told from its JSON.
+        UnrecoverableSecret: A `SecretStr`, or another secret type of pydantic, cannot be restored
+            from its JSON.
     """
     return list(dict.fromkeys(_walk(declared, value, written, "")))
 
@@ -59,7 +61,7 @@ def _walk(declared: Any, value: Any, written: JsonValue, at: str) -> Iterator[st
 
 
 def _walk_fields(members: Mapping[str, tuple[str, Any]], value: Any, written: JsonValue, at: str) -> Iterator[str]:
-    """Of a value with named members: for each its key in JSON and its type."""
+    """Walk a value with named members: for each, its key in JSON and its type."""
     for index, (name, (key, declared)) in enumerate(members.items()):
         member = value.get(name) if isinstance(value, dict) else getattr(value, name)
         if isinstance(written, dict) and key in written:
@@ -101,7 +103,7 @@ def _member_type(arguments: tuple[Any, ...], index: int) -> Any:
 
 
 def _members(declared: Any, value: Any) -> Mapping[str, tuple[str, Any]] | None:
-    """By attribute: the key in JSON and the type. None for what has no named members."""
+    """Return the JSON key and the type of each attribute; `None` if there are no named members."""
     kind: type = type(value)
     if isinstance(value, BaseModel):
         shown = {name: field for name, field in type(value).model_fields.items() if not field.exclude}
@@ -125,7 +127,8 @@ def _hints(kind: type) -> dict[str, Any]:
     try:
         return typing.get_type_hints(kind, include_extras=True)
     except (NameError, AttributeError, TypeError):
-        # Names of a function's own scope; pydantic has resolved them, and keeps them where it has fields.
+        # The names are local to a function. If pydantic has fields for the class, it has resolved
+        # them.
         fields = getattr(kind, "__pydantic_fields__", {})
         return {name: _field_type(field) for name, field in fields.items()}
 
@@ -136,7 +139,7 @@ def _field_type(field: Any) -> Any:
 
 
 def _unwrap_type(declared: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A type without what wraps it (`Annotated`, `Required`, `type X = …`, `NewType`), and what was annotated."""
+    """Strip `Annotated`, `Required`, `type X = …` and `NewType`; return type and metadata."""
     metadata: tuple[Any, ...] = ()
     while True:
         origin = typing.get_origin(declared)

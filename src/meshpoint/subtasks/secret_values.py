@@ -1,4 +1,4 @@
-"""Secrets followed by their value: where one turns up again after a migration has moved, renamed or rewrapped it."""
+"""Find secrets by value, after a migration has moved, renamed or wrapped them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from meshpoint.model.secrets import pointer
 
 
 def values_at(pointers: Collection[str], value: JsonValue) -> list[JsonValue]:
-    """What stands at those JSON pointers; one that leads nowhere gives nothing."""
+    """Return the values at these JSON pointers. Pointers without a target are skipped."""
     return [inner for at, inner in _walk(value, "") if at in pointers] if pointers else []
 
 
 def pointers_to(secrets: Sequence[JsonValue], value: JsonValue) -> list[str]:
-    """The places in `value` that equal a secret, or are a text that contains one, as JSON pointers."""
+    """Return JSON pointers to values that equal a secret, or are text that contains one."""
     searchable = [each for each in secrets if not isinstance(each, bool) and each not in (None, "", [], {})]
     return [at for at, inner in _walk(value, "") if any(_matches(secret, inner) for secret in searchable)]
 

@@ -1,4 +1,4 @@
-"""Which version of a function runs: what a recorded deliverable was made by, and whether that still holds."""
+"""Identify the version of a function, to decide whether its recorded deliverables still hold."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ _version_cache: dict[int, tuple[ref[types.CodeType], str]] = {}
 
 
 def subtask(*, version: str) -> Callable[[F], F]:
-    """Give a function an explicit version: its recorded deliverables hold until the version changes, not its code.
+    """Give a function an explicit version.
+
+    Its recorded deliverables stay valid until the version changes, even if its code does.
 
     Raises:
-        ConfigurationError: the version is empty, or the callable takes no attributes (a builtin, a bound method).
+        ConfigurationError: The version is empty, or the callable takes no attributes (a builtin, a
+            bound method).
     """
     if not version:
         raise ConfigurationError("subtask", "the version is empty", 'write @subtask(version="1")')
@@ -35,25 +38,29 @@ def subtask(*, version: str) -> Callable[[F], F]:
             setattr(function, _VERSION_ATTRIBUTE, version)
         except AttributeError as error:
             problem = f"{function!r} cannot be marked with a version"
-            raise ConfigurationError("subtask", problem, "write @subtask(...) above a def") from error
+            raise ConfigurationError("subtask", problem, "apply @subtask(...) to a def") from error
         return function
 
     return decorate
 
 
 def version_of(function: Callable[..., Any]) -> str:
-    """What stands for the code of `function`, the same in every process: `v:` explicit, `src:`, `code:` or `name:`.
+    """Return an identifier of the code of `function`, the same in every process.
 
-    `src:` digests the syntax tree of the source, so that layout, comments and docstrings do not count; decorators,
-    defaults and annotations do, and what the function calls does not. The tree is dumped here, because `ast.dump`
-    and `ast.unparse` write differently from one minor version of Python to the next.
+    It starts with `v:` (explicit), `src:`, `code:` or `name:`.
 
-    The file may have been edited since it was imported, and then its text is not what runs. So the text is believed
-    only where compiling it gives the bytecode that is loaded, wherever in the file that is by now; for decorators,
-    defaults and annotations, which bytecode does not hold, the text has to be trusted. A lambda, and a function
-    without such a text (typed into a shell, edited, rewritten on import), has `code:`, a digest of its bytecode. That
-    is another one under another Python, or once the text is there again: the subtask runs again, which costs time but
-    is never wrong. Classes, builtins and functions in C have only a `name:`.
+    `src:` is a digest of the syntax tree of the source. Layout, comments and docstrings do not
+    count; decorators, defaults and annotations do; called functions do not. The tree is dumped by
+    this module, because the output of `ast.dump` and `ast.unparse` differs between minor versions
+    of Python.
+
+    The file may have been edited since it was imported. So its text is used only if compiling it
+    gives the loaded bytecode, at any place in the file. Decorators, defaults and annotations are
+    not part of that bytecode and have to be trusted. A lambda, or a function without such a text
+    (typed into a shell, edited, rewritten on import), gets `code:`, a digest of its bytecode. That
+    digest differs under another Python version, or once the text is available again: the subtask
+    then runs again, which costs time but is never wrong. Classes, builtins and C functions get
+    `name:`.
     """
     explicit = getattr(function, _VERSION_ATTRIBUTE, None)
     if isinstance(explicit, str):
@@ -69,7 +76,8 @@ def version_of(function: Callable[..., Any]) -> str:
 
 
 def _code_version(code: types.CodeType, module: dict[str, Any]) -> str:
-    # Code objects compare by value, and two equal ones may stem from texts with other decorators: so by identity.
+    # By identity: code objects compare by value, but equal ones may come from text with other
+    # decorators.
     key = id(code)
     if key not in _version_cache:
         version = _source_version(code, module) or f"code:{_code_digest(code)}"
@@ -86,8 +94,10 @@ def _source_version(code: types.CodeType, module: dict[str, Any]) -> str | None:
 
 
 def _find_definition(code: types.CodeType, module: dict[str, Any]) -> ast.AST | None:
-    """The definition that compiles to `code`; None when there is none, or more than one that it may be."""
-    text = "".join(linecache.getlines(code.co_filename, module))  # what an earlier traceback read may still be right
+    """Return the definition that compiles to `code`; `None` if missing or ambiguous."""
+    text = "".join(
+        linecache.getlines(code.co_filename, module)
+    )  # maybe cached by an earlier traceback, and still correct
     found = _find_definition_in(text, code)
     if found is None:
         linecache.checkcache(code.co_filename)
@@ -129,14 +139,17 @@ def _nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _first_line(node: ast.AST, name: str) -> int | None:
-    """The line on which code of that name begins: that of its first decorator."""
+    """Return the line on which code of that name begins: the line of its first decorator."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
         return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return None
 
 
 def _dump(node: Any) -> str:
-    """A syntax tree as text, without docstrings and what is empty: a field that is new in a Python begins as that."""
+    """Serialize a syntax tree without docstrings and empty fields.
+
+    Fields that a later Python adds are empty by default, so they do not change the result.
+    """
     if isinstance(node, list):
         return f"[{','.join(map(_dump, node))}]"
     if not isinstance(node, ast.AST):
@@ -152,7 +165,7 @@ def _normalized_fields(node: ast.AST) -> dict[str, Any]:
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if ast.get_docstring(node) is not None:
             fields["body"] = node.body[1:] or [ast.Pass()]
-        case ast.JoinedStr():  # some Pythons put empty texts between its parts
+        case ast.JoinedStr():  # some Python versions put empty strings between its parts
             fields["values"] = [part for part in node.values if not _is_empty(part)]
         case ast.FormattedValue(format_spec=ast.JoinedStr(values=spec)) if all(map(_is_empty, spec)):
             fields["format_spec"] = None

@@ -24,7 +24,7 @@ from .puppet import Puppet
 LEASE = 17
 """Seconds after which the tasks of a dead replica are rescued."""
 ON_RECEIPT = {"ack_policy": AckPolicy.ON_RECEIPT}
-UNABLE = Exit(Ending.UNSTARTED, "could not begin: the database is unavailable")
+UNABLE = Exit(Ending.UNSTARTED, "could not start: the database is unavailable")
 
 
 async def suspected(mesh: Mesh, boss: Puppet, agent: Any, gate: Gate, *inputs: Any, **options: Any) -> list[str]:
@@ -319,7 +319,7 @@ async def test_a_process_that_cannot_start_counts_nothing(mesh: Mesh, boss: Pupp
 async def test_an_agent_that_cannot_be_imported_elsewhere_runs_alone(mesh: Mesh, boss: Puppet) -> None:
     gate = Gate()
     agent = gated("agent", gate)
-    cells = Cells(mesh, agent, Exit(Ending.IMPOSSIBLE, "cannot run it"))
+    cells = Cells(mesh, agent, Exit(Ending.IMPOSSIBLE, "cannot run the task"))
     (task,) = await suspected(mesh, boss, agent, gate, 1, isolation=cells)
     replica = await mesh.replica(agent, isolation=cells)
     await mesh.advance(LEASE)

@@ -195,15 +195,15 @@ def test_the_command_that_goes_on_names_what_was_given(cli: Cli) -> None:
         (["--input", "3", "--resume", "--resume-from", "a"], "exclude each other"),
         ([], "--input: a new session needs one"),
         (["--resume"], "--input: a new session needs one"),
-        (["--input", "{"], "--input: does not parse as JSON"),
+        (["--input", "{"], "--input: is not valid JSON"),
         (["--input", '"\\ud800"'], "--input: "),
         (["--input", "@nothing.json"], "--input: nothing.json cannot be read"),
-        (["--input", "3", "--ttl", "soon"], "--ttl: 'soon' is no duration"),
-        (["--input", "3", "--ttl", "0s"], "--ttl: '0s' is no duration"),
+        (["--input", "3", "--ttl", "soon"], "--ttl: 'soon' is not a valid duration"),
+        (["--input", "3", "--ttl", "0s"], "--ttl: '0s' is not a valid duration"),
         (["--input", "3", "--with", "tested_flow:flow"], "--with: two agents are called 'flow'"),
         (["--input", "3", "--with", "tested_flow:nobody"], "has no 'nobody'"),
         (["--input", "3", "--home", "tested_flow.py"], "--home: "),
-        (["--input", "3", "--export", "nowhere/kept.json"], "--export: nowhere/kept.json can be no file"),
+        (["--input", "3", "--export", "nowhere/kept.json"], "--export: nowhere/kept.json cannot be a file"),
         (["--input", "3", "--session", "no/name"], "is no id of a session"),
     ],
 )
@@ -361,7 +361,8 @@ def test_a_version_without_migration_is_refused_before_anything_runs(flow: Cli, 
 def test_a_file_with_outputs_is_gone_on_with_elsewhere(flow: Cli, folder: Path) -> None:
     exported = flow("--input", "3", "--export", "kept.json", "--include-outputs")
     assert (
-        "warning: 1 secret values are left out of the exported outputs, which may still hold personal" in exported.err
+        "warning: 1 secret values were removed from the exported outputs, which may still contain personal"
+        in exported.err
     )
     assert json.loads((folder / "kept.json").read_text()) == exported.json["checkpoint"]
     assert "s3cret" not in exported.out
@@ -406,7 +407,7 @@ def test_validity_is_judged_as_always(flow: Cli, folder: Path) -> None:
         ("login", "completed", "after 'fetch', which runs again"),
     ]
     other = flow("--input", "4", "--resume-from", "kept.json")
-    assert "the input is another one than that of the file" in other.err
+    assert "the input differs from the exported one" in other.err
 
 
 def test_an_imported_session_can_be_resumed_again(flow: Cli, folder: Path) -> None:

@@ -187,25 +187,25 @@ async def streamed() -> AsyncIterator[int]:
 
 
 REFUSED: list[tuple[Any, Callable[[], object], str]] = [
-    (Ratios, lambda: {"current": "x"}, "a dict which cannot be kept: Ratios: current: Input should be"),
-    (int, lambda: "many", "a str which cannot be kept: int: Input should be a valid integer"),
-    (None, lambda: 1, "a int which cannot be kept"),
-    (Any, object, "a object which cannot be kept"),
+    (Ratios, lambda: {"current": "x"}, "a dict that cannot be recorded: Ratios: current: Input should be"),
+    (int, lambda: "many", "a str that cannot be recorded: int: Input should be a valid integer"),
+    (None, lambda: 1, "a int that cannot be recorded"),
+    (Any, object, "a object that cannot be recorded"),
     (
         Any,
         lambda: {"rows": [1.0, float("nan")]},
-        r"a dict which cannot be kept: value: value.rows\[1\]: nan is not JSON",
+        r"a dict that cannot be recorded: value: value.rows\[1\]: nan is not JSON",
     ),
     (Statement, lambda: Statement({"a": float("inf")}), r"Statement.rows.a: inf is not JSON"),
     (float, lambda: float("nan"), "nan is not JSON"),
-    (Any, lambda: {"a": "\ud800"}, "which cannot be kept"),
+    (Any, lambda: {"a": "\ud800"}, "that cannot be recorded"),
     (Any, lambda: nested(101), "nested more than 100 deep"),
-    (Any, lambda: nested(5000), "which cannot be kept"),
-    (Any, endless, "which cannot be kept"),
-    (Any, generated, "a generator which cannot be kept: it can be read only once; return a list"),
-    (Iterator[int], generated, "a generator which cannot be kept: it can be read only once"),
-    (Any, streamed, "can be read only once"),
-    (int, lambda: 10**5000, "which cannot be kept"),
+    (Any, lambda: nested(5000), "that cannot be recorded"),
+    (Any, endless, "that cannot be recorded"),
+    (Any, generated, "a generator that cannot be recorded: it can be iterated only once; return a list"),
+    (Iterator[int], generated, "a generator that cannot be recorded: it can be iterated only once"),
+    (Any, streamed, "can be iterated only once"),
+    (int, lambda: 10**5000, "that cannot be recorded"),
 ]
 
 

@@ -243,15 +243,15 @@ def test_the_shortest_way_is_taken_and_of_equal_ones_the_first() -> None:
 @pytest.mark.parametrize(
     ("links", "to", "problem"),
     [
-        ([], "1.2", r'there are none; write @migrates\("1.0", "1.2"\)'),
-        ([("1.0", "1.1")], "1.2", r'there is 1.0 -> 1.1; write @migrates\("1.1", "1.2"\)'),
-        ([("1.1", "1.2")], "1.2", r'there is 1.1 -> 1.2; write @migrates\("1.0", "1.1"\)'),
+        ([], "1.2", r'no migrations are defined; write @migrates\("1.0", "1.2"\)'),
+        ([("1.0", "1.1")], "1.2", r'available: 1.0 -> 1.1; write @migrates\("1.1", "1.2"\)'),
+        ([("1.1", "1.2")], "1.2", r'available: 1.1 -> 1.2; write @migrates\("1.0", "1.1"\)'),
         (
             [("1.0", "1.1"), ("1.2", "1.3"), ("1.3", "2")],
             "2",
-            r'there is 1.0 -> 1.1, 1.2 -> 1.3, 1.3 -> 2; write @migrates\("1.1", "1.2"\)',
+            r'available: 1.0 -> 1.1, 1.2 -> 1.3, 1.3 -> 2; write @migrates\("1.1", "1.2"\)',
         ),
-        ([("0.9", "1.0")], "0.9", r'there is 0.9 -> 1.0; write @migrates\("1.0", "0.9"\)'),
+        ([("0.9", "1.0")], "0.9", r'available: 0.9 -> 1.0; write @migrates\("1.0", "0.9"\)'),
     ],
 )
 def test_a_missing_link_is_named(links: list[tuple[str, str]], to: str, problem: str) -> None:
@@ -286,12 +286,12 @@ RESULTS = {"10k_parsing": 1, "ratio_calculation": 2}
         (changing(extra=1), "extra: Extra inputs are not permitted"),
         (changing(completed_subtasks="10k_parsing"), "completed_subtasks: Input should be a valid list"),
         (changing(retry_count="2"), "retry_count: Input should be a valid integer"),
-        (changing(interim_results=RESULTS | {"x": 1}), "'x' is in interim_results and not in completed_subtasks"),
+        (changing(interim_results=RESULTS | {"x": 1}), "'x' is in interim_results but not in completed_subtasks"),
         (
             changing(interim_results={"10k_parsing": 1}),
             "'ratio_calculation' is completed without an entry in interim_results",
         ),
-        (changing(saved_progress={"x": 1}), "'x' is in saved_progress and nowhere else"),
+        (changing(saved_progress={"x": 1}), "'x' is in saved_progress but is not a subtask"),
         (changing(pending_subtasks=["10k_parsing", "summary"]), "'10k_parsing' is listed twice"),
         (
             changing(interim_results=RESULTS | {"10k_parsing": datetime(2024, 1, 1, tzinfo=UTC)}),
@@ -318,9 +318,9 @@ def test_migrations_that_fit_together_are_kept_in_order() -> None:
 @pytest.mark.parametrize(
     ("links", "problem"),
     [
-        ([("1", "2"), ("1", "2")], "two lead from 1 to 2"),
-        ([("1", "1")], "circle: 1 -> 1"),
-        ([("1", "2"), ("2", "3"), ("3", "1")], "circle: (1 -> 2 -> 3 -> 1|2 -> 3 -> 1 -> 2|3 -> 1 -> 2 -> 3)"),
+        ([("1", "2"), ("1", "2")], "two of them lead from 1 to 2"),
+        ([("1", "1")], "cycle: 1 -> 1"),
+        ([("1", "2"), ("2", "3"), ("3", "1")], "cycle: (1 -> 2 -> 3 -> 1|2 -> 3 -> 1 -> 2|3 -> 1 -> 2 -> 3)"),
     ],
 )
 def test_migrations_that_do_not_fit_together_are_refused(links: list[tuple[str, str]], problem: str) -> None:
@@ -329,7 +329,7 @@ def test_migrations_that_do_not_fit_together_are_refused(links: list[tuple[str, 
 
 
 def test_a_function_without_its_versions_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="'rename' is no migration; write @migrates"):
+    with pytest.raises(ConfigurationError, match="'rename' is not a migration; decorate it with @migrates"):
         validate_migrations([rename])  # type: ignore[list-item]
 
 

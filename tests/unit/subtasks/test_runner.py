@@ -311,7 +311,7 @@ async def test_what_side_by_side_set_on_the_context_is_all_put_back() -> None:
 @pytest.mark.parametrize("name", ["", " a", "a ", "a\n", "a\0b", "x" * 101, 7, None])
 async def test_a_name_that_cannot_be_one_is_refused(name: Any) -> None:
     life = Life()
-    with pytest.raises(SubtaskRefused, match="is no name of a subtask"):
+    with pytest.raises(SubtaskRefused, match="is not a valid subtask name"):
         await life.ctx.subtask(name, doubled, 1)
     assert not life.runner.is_operation
 
@@ -340,7 +340,7 @@ async def test_one_inside_another_is_refused() -> None:
     async def outer() -> int:
         return await life.ctx.subtask("inner", doubled, 1)
 
-    with pytest.raises(SubtaskRefused, match="subtask 'inner' is begun inside subtask 'outer'"):
+    with pytest.raises(SubtaskRefused, match="subtask 'inner' begins inside subtask 'outer'"):
         await life.ctx.subtask("outer", outer)
 
 
@@ -350,7 +350,7 @@ async def test_one_in_a_child_task_of_another_is_refused() -> None:
     async def outer() -> int:
         return await asyncio.create_task(life.ctx.subtask("inner", doubled, 1))
 
-    with pytest.raises(SubtaskRefused, match="begun inside subtask 'outer'"):
+    with pytest.raises(SubtaskRefused, match="begins inside subtask 'outer'"):
         await life.ctx.subtask("outer", outer)
 
 
@@ -373,7 +373,7 @@ async def test_a_deliverable_that_cannot_be_kept_is_refused_and_not_marked_as_do
     def step():  # type: ignore[no-untyped-def]
         return value
 
-    with pytest.raises(SubtaskRefused, match=r"subtask 'step' returned a .* which cannot be kept"):
+    with pytest.raises(SubtaskRefused, match=r"subtask 'step' returned a .* that cannot be recorded"):
         await life.ctx.subtask("step", step)
     assert life.book.saved == []
     last = life.runner.final_checkpoint("why", None)
@@ -387,7 +387,7 @@ async def test_a_deliverable_of_another_type_than_declared_is_refused() -> None:
         return "seven"  # type: ignore[return-value]
 
     life = Life()
-    with pytest.raises(SubtaskRefused, match="subtask 'step' returned a str which cannot be kept: int"):
+    with pytest.raises(SubtaskRefused, match="subtask 'step' returned a str that cannot be recorded: int"):
         await life.ctx.subtask("step", step)
 
 
