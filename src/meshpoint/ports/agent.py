@@ -64,8 +64,7 @@ class DurableAgent(Protocol[In_contra, Out_co]):
         same values.
 
         Args:
-            ctx: the context restored from `to_checkpoint_dict`. Its token usage includes the peers'
-                usage.
+            ctx: the context restored from `to_checkpoint_dict`. Token usage includes the peers'.
             state: `Paused.state`, byte for byte.
             outcomes: exactly one outcome per call, in call order. A call that failed, or that was
                 closed by the join, is a `Failed`; it raises no exception.

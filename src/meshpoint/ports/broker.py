@@ -38,13 +38,13 @@ class Delivery(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether the broker is known to have requeued it; another consumer may then receive it."""
+        """Whether the broker is known to have requeued it, for any consumer to receive."""
 
     async def ack(self) -> bool:
         """Remove the message from its queue."""
 
     async def requeue(self) -> bool:
-        """Return the message to its queue for any consumer, which increments its delivery count."""
+        """Return the message to its queue for any consumer and increment its delivery count."""
 
     async def dead_letter(self, reason: str) -> bool:
         """Move the message to its agent's dead-letter queue.

@@ -16,7 +16,7 @@ class Clock(Protocol):
         """The current time as an aware UTC datetime."""
 
     def monotonic(self) -> float:
-        """Seconds since an arbitrary start, for measuring durations. Unaffected by clock changes."""
+        """Seconds since an arbitrary start, for measuring durations. Never jumps."""
 
     async def sleep(self, duration: timedelta) -> None:
         """Wait for `duration`."""

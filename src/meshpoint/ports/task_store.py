@@ -113,7 +113,7 @@ class Transitions(Protocol):
         """
 
     async def requested(self, calls: Sequence[tuple[TaskId, TaskId]]) -> list[Dispatch | None]:
-        """The requests of calls as sent, by task id and `sub_task_id`. `None` for a missing call."""
+        """The calls' requests as sent, by task id and `sub_task_id`. `None` for a missing call."""
 
     async def progress(self, updates: Sequence[Progress]) -> list[ProgressNoted | None]:
         """Extend the idle deadline of pending calls and return where to forward each update.

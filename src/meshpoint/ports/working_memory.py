@@ -39,7 +39,8 @@ class WorkingMemory(Protocol):
     async def execute(self, owner: Owner, commands: Sequence[Command], *, seen: int = 0) -> tuple[int, list[Answer]]:
         """Execute commands atomically and in order; return the new version and the answers.
 
-        A write restarts the memory's time to live. Keys without their own live as long as the memory.
+        A write restarts the memory's time to live. A key without its own TTL lives as long as the
+        memory.
 
         Args:
             owner: the run that must own the memory.
@@ -127,7 +128,7 @@ class SnapshotStore(Protocol):
         """
 
     async def digest(self, agent_id: str) -> str | None:
-        """The digest that the stored snapshot claims to have, or `None` if there is no snapshot."""
+        """The digest that the stored snapshot claims to have. `None` without a snapshot."""
 
     async def forget(self, agent_id: str) -> None:
         """Delete the stored snapshot."""
