@@ -507,7 +507,7 @@ async def test_a_key_of_another_kind_is_refused(memory: AgentMemory) -> None:
 
 
 async def test_a_context_that_nobody_runs_names_the_way_out() -> None:
-    with pytest.raises(AgentMisbehaved, match=r"no replica runs this context; .* meshpoint\.local\.local_mesh"):
+    with pytest.raises(AgentMisbehaved, match=r"no replica created this context; .* meshpoint\.local\.local_mesh"):
         await TaskExecutionContext(TaskId("1")).memory.get("k")
 
 
