@@ -1,8 +1,4 @@
-"""`ctx.memory`: an agent's working memory for one task, restored in whichever replica resumes it.
-
-The facade checks arguments and converts types. A `MemoryRunner` locates the memory and restores it
-before its first use.
-"""
+"""`ctx.memory`: an agent's working memory for one task, available in any replica that resumes it."""
 
 from __future__ import annotations
 
@@ -75,7 +71,7 @@ class MemoryRunner(Protocol):
         """The existing keys."""
 
     async def clear(self) -> None:
-        """Replace the memory with an empty one, whatever its state."""
+        """Replace the memory with an empty one, even if it is damaged."""
 
 
 class AgentMemory:
@@ -136,7 +132,7 @@ class AgentMemory:
         return await self._do("PEXPIRE", key, milliseconds(key, ttl)) == 1
 
     async def ttl(self, key: str) -> timedelta | None:
-        """A key's remaining time to live. `None` if it has none or does not exist."""
+        """A key's remaining time to live, or `None` without a time to live or key."""
         left = cast(int, await self._do("PTTL", key))
         return None if left < 0 else timedelta(milliseconds=left)
 

@@ -26,7 +26,7 @@ SUSPECT_FROM = 2
 """Number of rescues since the last pause after which a task is a suspect and runs isolated."""
 
 MOST_OF_A_ROW = 256 * 1024 * 1024
-"""Maximum bytes of stored state and context: PostgreSQL can write 1 GiB rows, but not read them.
+"""Maximum bytes of stored state and context. PostgreSQL can write 1 GiB rows, but not read them.
 """
 
 
@@ -493,7 +493,7 @@ class StillWaiting:
 
 @dataclass(frozen=True, slots=True)
 class MadeReady:
-    """The outcome completed the join, but no slot is free here: any replica may acquire the task."""
+    """The outcome completed the join, but no slot is free here. Any replica may acquire the task."""
 
     task_id: TaskId
     sub_task_id: TaskId
@@ -515,7 +515,7 @@ class AllArrived:
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """Another database session has locked the task or one of its rows.
+    """Another database session has locked one of the task's rows.
 
     Nothing was written; retry later. `sub_task_id` is the claim's; it is `None` for a cancel.
     """

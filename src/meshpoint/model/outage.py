@@ -1,4 +1,4 @@
-"""Reports an outage at its start, at growing intervals, and at its end."""
+"""Report a service outage at its start, at increasing intervals, and at its end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _LONGEST_INTERVAL = 900.0
 class Outage:
     """Tracks outages of one service. `clock` returns monotonic seconds.
 
-    An outage that begins within a minute of the last one continues its report schedule, so that a flapping server is
-    not reported each time.
+    An outage that starts within a minute of the last one continues its report schedule, so that a
+    flapping server is not reported every time.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

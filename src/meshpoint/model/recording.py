@@ -33,7 +33,7 @@ class UnsentCall(Protocol[T_co]):
         """The request as a `Call` of a pause."""
 
     def read(self, outcome: Outcome) -> Ok[T_co] | Failed:
-        """Convert the outcome's value to the declared type. A mismatch becomes `Failed(INVALID)`."""
+        """Convert the outcome's value to the declared type, or `Failed(INVALID)` on mismatch."""
 
 
 class Recorder(Protocol):
