@@ -1,4 +1,8 @@
-"""`ctx.memory`: an agent's working memory for one task, available in any replica that resumes it."""
+"""`ctx.memory`: an agent's working memory for one task, in whatever replica it resumes.
+
+The facade checks arguments and converts types. A `MemoryRunner` locates the memory and restores it
+before its first use.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Body(BaseModel):
         alias_generator=to_camel,
         populate_by_name=True,
         extra="ignore",
-        cache_strings="keys",  # values such as ids are unique: caching them would hold 16,384 strings forever
+        cache_strings="keys",  # caching unique values such as ids would hold 16,384 of them forever
     )
 
     def to_bytes(self) -> bytes:

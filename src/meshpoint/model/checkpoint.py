@@ -26,8 +26,7 @@ SUSPECT_FROM = 2
 """Number of rescues since the last pause after which a task is a suspect and runs isolated."""
 
 MOST_OF_A_ROW = 256 * 1024 * 1024
-"""Maximum bytes of stored state and context. PostgreSQL can write 1 GiB rows, but not read them.
-"""
+"""Maximum bytes of stored state and context. PostgreSQL writes 1 GiB rows but cannot read them."""
 
 
 class TaskState(StrEnum):
@@ -186,7 +185,7 @@ class Claim:
     sub_task_id: TaskId
     outcome: Outcome
     sender: str | None
-    refuses: str | None = field(default=None, kw_only=True)  # the fingerprint of the request that was not run
+    refuses: str | None = field(default=None, kw_only=True)  # fingerprint of the refused request
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,7 +492,7 @@ class StillWaiting:
 
 @dataclass(frozen=True, slots=True)
 class MadeReady:
-    """The outcome completed the join, but no slot is free here. Any replica may acquire the task."""
+    """The outcome completed the join, but no slot is free here; any replica may acquire it."""
 
     task_id: TaskId
     sub_task_id: TaskId

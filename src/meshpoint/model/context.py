@@ -26,7 +26,7 @@ Report = Callable[[JsonValue], Awaitable[None]]
 
 
 def _guarded(name: str) -> AfterValidator:
-    # The name is passed in, because pydantic 2.12.0 gives validators of default values no field name.
+    # Takes the name as an argument: pydantic 2.12.0 passes none when it validates defaults.
     return AfterValidator(lambda values: JsonDict(values, name=f"a2a_context.{name}"))
 
 

@@ -61,23 +61,23 @@ class Step(StrEnum):
     ROW_LOCKED = "row_locked"  # another database session has locked a task's row; its steps wait
     BROKER_BACK = "broker_back"
     REPLY_UNROUTABLE = "reply_unroutable"
-    STATUS_DROPPED = "status_dropped"  # a status update was too large, or exceeded the rate forwarded
+    STATUS_DROPPED = "status_dropped"  # a status update was too large or over the rate limit
     REPLY_DROPPED = "reply_dropped"  # a reply could be neither delivered nor kept
-    MESSAGE_REJECTED = "message_rejected"  # the broker can never accept a message: too large, or not encodable
+    MESSAGE_REJECTED = "message_rejected"  # a message is too large or not encodable
     CODE_CANCELLED = "code_cancelled"  # running agent code was cancelled
     LEASE_LOST = "lease_lost"
-    SUBTASK_REUSED = "subtask_reused"  # a recorded deliverable is reused and the subtask does not run
+    SUBTASK_REUSED = "subtask_reused"  # a recorded deliverable was used, nothing ran
     SUBTASK_AGAIN = "subtask_again"  # a recorded subtask runs again because something has changed
-    CHECKPOINT_RESTORED = "checkpoint_restored"  # a checkpoint was restored; `detail` has its source
-    CHECKPOINT_COPY = "checkpoint_copy"  # the cached copy of a checkpoint could not be written or read
-    MEMORY_RECOVERED = "memory_recovered"  # a working memory was restored; `detail` has its source
-    MEMORY_TROUBLE = "memory_trouble"  # a working memory or its snapshot could not be written or read
+    CHECKPOINT_RESTORED = "checkpoint_restored"  # with its source in `detail`
+    CHECKPOINT_COPY = "checkpoint_copy"  # the cached copy could not be written or read
+    MEMORY_RECOVERED = "memory_recovered"  # with its source in `detail`
+    MEMORY_TROUBLE = "memory_trouble"  # memory or snapshot could not be read or written
     DEFECT = "defect"  # unexpected exception in engine, store or broker; the replica keeps serving
     ABANDONED = "abandoned"  # the drain timed out while agent code was still running
     ISOLATED = "isolated"  # a task that has lost its owners repeatedly runs in its own process
     ISOLATED_DIED = "isolated_died"  # that process died
     OWNER_LOST = "owner_lost"  # an operation ends as failed because its replica died
-    MEMORY_FULL = "memory_full"  # max_in_memory tasks are in memory; new requests wait at the broker
+    MEMORY_FULL = "memory_full"  # max_in_memory reached; new requests wait at the broker
 
 
 ONLY_TOLD = frozenset(

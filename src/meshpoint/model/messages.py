@@ -113,7 +113,7 @@ class Header(StrEnum):
     DEADLINE = "x-deadline"  # seconds since the epoch
     ATTEMPT = "x-attempt"
     PARENT_TASK = "x-parent-task-id"  # the requester's own task, echoed in the response
-    IDLE_TIMEOUT = "x-idle-timeout"  # seconds; the requester expects a status update at least this often
+    IDLE_TIMEOUT = "x-idle-timeout"  # seconds; maximum interval between status updates
     RESUME = "x-resume"  # resume the failed or cancelled task; increases with each attempt
     TRACEPARENT = "traceparent"
     DEAD_REASON = "x-dead-reason"

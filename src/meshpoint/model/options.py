@@ -41,29 +41,34 @@ class Options:
     request_shards: int = 1  # number of request queues, chosen by sender
     max_attempts: int = 5  # runs of one segment that may crash their process
     max_message_bytes: int = 10_000_000
-    max_join_bytes: int = 2_000_000_000  # limit for all outcomes of one pause; a task above it fails
+    max_join_bytes: int = 2_000_000_000  # all outcomes of one pause; a larger task fails
     peer_timeout: timedelta = timedelta(minutes=10)
-    deadline_margin: timedelta = timedelta(milliseconds=500)  # a peer's deadline is this much before its caller's
+    # a peer's deadline is this much before its caller's
+    deadline_margin: timedelta = timedelta(milliseconds=500)
     lease: timedelta = timedelta(seconds=15)
     renew_interval: timedelta = timedelta(seconds=5)
     sweep_interval: timedelta = timedelta(seconds=1)
     sweep_batch: int = 100
-    settle_time: timedelta = timedelta(seconds=1)  # after a start or an outage, before deadlines are enforced
+    # after a start or an outage, before deadlines are enforced
+    settle_time: timedelta = timedelta(seconds=1)
     response_prefetch: int = 100
     checkpoint_retry_time: timedelta = timedelta(
         seconds=5
     )  # retry time before a first checkpoint falls back to memory
     reply_retry_time: timedelta = timedelta(seconds=30)  # retry time of an unroutable reply
-    incompatible_pause: timedelta = timedelta(seconds=5)  # before an unreadable task is offered again
+    # before a task whose state could not be read is offered again
+    incompatible_pause: timedelta = timedelta(seconds=5)
     drain_timeout: timedelta = timedelta(seconds=30)
     release_timeout: timedelta = timedelta(seconds=5)  # after drain_timeout, for releasing tasks
     startup_timeout: timedelta = timedelta(seconds=30)
     begin_at_delivery: int = 3  # delivery count from which a task's row is written before it runs
     ack_policy: AckPolicy = AckPolicy.AT_CHECKPOINT
     on_checkpoint_failure: OnCheckpointFailure = OnCheckpointFailure.KEEP_IN_MEMORY
-    isolated_stall: timedelta = timedelta(minutes=5)  # how long the event loop of an isolated task may block
+    # how long an isolated task may block its event loop
+    isolated_stall: timedelta = timedelta(minutes=5)
     on_lost_owner: OnLostOwner = OnLostOwner.TAKE_OVER
-    secret_keys: tuple[str, ...] = ()  # masked in stored failures, in addition to the built-in keys
+    # keys whose values are masked in stored failures, in addition to the built-in ones
+    secret_keys: tuple[str, ...] = ()
     memory_max_bytes: int = 64 * 1024 * 1024  # limit of one task's working memory
     memory_keep: bool = False  # keep it after completion until its time to live ends
     app_version: str | None = None

@@ -30,7 +30,10 @@ class Outage:
         return self._since is not None
 
     def failed(self) -> float | None:
-        """Record a failed attempt. Returns the outage's length in seconds if a report is due, otherwise `None`."""
+        """Record a failed attempt.
+
+        Returns the outage's length in seconds if a report is due, otherwise `None`.
+        """
         now = self._clock()
         if self._since is None:
             self._since, self._reported = now, False
@@ -44,7 +47,10 @@ class Outage:
         return now - self._since
 
     def over(self) -> tuple[float, bool]:
-        """Record a successful attempt. Returns the outage's length in seconds and whether it had been reported."""
+        """Record a successful attempt.
+
+        Returns the outage's length in seconds and whether it had been reported.
+        """
         now, since = self._clock(), self._since
         if since is None:
             return 0.0, False

@@ -50,7 +50,7 @@ class _OfContext:
     def _runner(self) -> MemoryRunner:
         if self._context._memory is None:
             raise AgentMisbehaved(
-                "ctx.memory works only in a running segment: this one has ended, or no replica created this "
-                "context; in a test, call the agent through meshpoint.local.local_mesh"
+                "ctx.memory works only in a running segment: this one has ended, or no replica "
+                "created this context; in a test, call the agent through meshpoint.local.local_mesh"
             )
         return self._context._memory

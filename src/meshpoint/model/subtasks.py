@@ -135,7 +135,7 @@ class AgentCheckpoint(_Kept):
         l1_snapshot: the packed working memory, if stored in the database with this checkpoint. Not
             part of the JSON, and not loaded with the checkpoint.
         l1_in_sql: digest of the working memory last stored in the database.
-        memory_writes: the writes whose effects that memory contains.
+        memory_writes: the writes that the working memory at this checkpoint contains.
     """
 
     operation_id: TaskId
