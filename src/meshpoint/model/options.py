@@ -41,7 +41,7 @@ class Options:
     request_shards: int = 1  # number of request queues, chosen by sender
     max_attempts: int = 5  # runs of one segment that may crash their process
     max_message_bytes: int = 10_000_000
-    max_join_bytes: int = 2_000_000_000  # all outcomes of one pause; a larger task fails
+    max_join_bytes: int = 2_000_000_000  # all outcomes of one pause; the task fails if exceeded
     peer_timeout: timedelta = timedelta(minutes=10)
     # a peer's deadline is this much before its caller's
     deadline_margin: timedelta = timedelta(milliseconds=500)
@@ -52,9 +52,8 @@ class Options:
     # after a start or an outage, before deadlines are enforced
     settle_time: timedelta = timedelta(seconds=1)
     response_prefetch: int = 100
-    checkpoint_retry_time: timedelta = timedelta(
-        seconds=5
-    )  # retry time before a first checkpoint falls back to memory
+    # how long a first checkpoint is retried before the task stays in memory
+    checkpoint_retry_time: timedelta = timedelta(seconds=5)
     reply_retry_time: timedelta = timedelta(seconds=30)  # retry time of an unroutable reply
     # before a task whose state could not be read is offered again
     incompatible_pause: timedelta = timedelta(seconds=5)
