@@ -57,8 +57,9 @@ class Stage:
         return self._servers[kind]  # type: ignore[return-value]  # it was created by `kind`
 
     async def postgres(self) -> PostgresServer:
-        """PostgreSQL with `POSTGRES_SETTINGS`. It counts statements if pg_stat_statements is
-        installed.
+        """PostgreSQL with `POSTGRES_SETTINGS`.
+
+        It counts statements if pg_stat_statements is installed.
         """
         return await self.server(_postgres)
 

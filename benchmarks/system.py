@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 MANY, MORE = 16, 64
 """Requests in flight."""
 _AIM = 0.85
-"""Target share of the bare mesh's tasks per second with `MORE` in flight, which saturates the CPU.
-"""
+"""Target share of the bare mesh's rate with `MORE` requests in flight, which saturate the CPU."""
 _OURS = (cast.MESHPOINT, cast.IN_MEMORY)
 _COSTS = {
     "cpu ms": "CPU ms",

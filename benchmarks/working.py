@@ -119,9 +119,7 @@ class Remembered:
         assert recovered.recovery.keys == self.size.keys
 
     async def seed_restore(self) -> None:
-        """Restore as the seed design does. It clears the memory itself, so nothing is deleted
-        before.
-        """
+        """Restore as the seed design does, which clears the memory itself."""
         assert await self._seed.restore("seed") == self.size.keys
 
     async def lose(self) -> None:
@@ -191,7 +189,7 @@ def _milliseconds(medians: Medians, name: str) -> float:
 
 
 def _faster(medians: Medians, name: str) -> float:
-    """Speed relative to the seed's way, by medians, because the seed takes part in fewer rounds."""
+    """Speed relative to the seed's way, by medians because the seed takes part in fewer rounds."""
     seed = SEED_SNAPSHOT if name == SNAPSHOT else SEED_RESTORE
     return _milliseconds(medians, seed) / _milliseconds(medians, name)
 
