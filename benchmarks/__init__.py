@@ -1,1 +1,4 @@
-"""What Meshpoint costs, and what the same work costs elsewhere: `python -m benchmarks --help`."""
+"""Benchmarks of Meshpoint and of other systems that do the same work.
+
+Run `python -m benchmarks --help`.
+"""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME]... [--quick] [--json]`, with tests/ on the path; --help lists the names."""
+"""`python -m benchmarks [NAME]... [--quick] [--json]`, with tests/ on the import path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLOTS = Path(__file__).parents[1] / "docs" / "images" / "benchmarks"
 
 
 class Benchmark(StrEnum):
-    """Each is a module of this package with `async def run(stage: Stage, *, quick: bool) -> Report`."""
+    """Modules of this package with `async def run(stage: Stage, *, quick: bool) -> Report`."""
 
     STORE = "store"
     SYSTEM = "system"
@@ -32,13 +32,13 @@ class Benchmark(StrEnum):
 
 
 def main(
-    benchmarks: Annotated[list[Benchmark] | None, typer.Argument(help="Which; all when none is named.")] = None,
-    quick: Annotated[bool, typer.Option(help="A minute each: enough to see the order of things.")] = False,
+    benchmarks: Annotated[list[Benchmark] | None, typer.Argument(help="Benchmarks to run. Default: all.")] = None,
+    quick: Annotated[bool, typer.Option(help="About a minute each, for rough figures.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    results: Annotated[Path, typer.Option(help="Folder for NAME.json.")] = RESULTS,
-    plots: Annotated[Path, typer.Option(help="Folder for the plots.")] = PLOTS,
+    results: Annotated[Path, typer.Option(help="Folder for NAME.json files.")] = RESULTS,
+    plots: Annotated[Path, typer.Option(help="Folder for plots.")] = PLOTS,
 ) -> None:
-    """Measure Meshpoint on private servers, beside others that do the same job."""
+    """Measure Meshpoint on private servers, next to other systems that do the same job."""
     for benchmark in benchmarks or list(Benchmark):
         report = event_loop.run(_measured(benchmark, quick=quick))
         report.save(results, plots)
@@ -51,7 +51,7 @@ def main(
 async def _measured(benchmark: Benchmark, *, quick: bool) -> Report:
     run: Callable[..., Awaitable[Report]] = importlib.import_module(f"benchmarks.{benchmark}").run
     async with Stage() as stage:
-        gc.freeze()  # what was imported is not looked through again in the middle of a round
+        gc.freeze()  # exclude imported objects from collections during a round
         return await run(stage, quick=quick)
 
 

@@ -1,4 +1,4 @@
-"""What a long run of short-lived tasks leaves in the tables, with autovacuum as the migrations set it."""
+"""Table size over a long run of short-lived tasks, with the migrations' autovacuum settings."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _SIZES = {
     "indexes": "pg_indexes_size(oid)",
     "large values": "pg_table_size(oid) - pg_relation_size(oid)",
 }
-"""What a table consists of. Maps of free and of visible pages are counted as large values."""
+"""The parts of a table. Free-space and visibility maps are counted as large values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The three tables after so many cycles, in MB."""
+    """Sizes of the three tables after a number of cycles, in MB."""
 
     cycles: int
     seconds: float
@@ -42,16 +42,16 @@ class Size:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Worn:
-    """Sizes in the course of a churn; the first is that of the standing tasks alone.
+    """Table sizes during a churn. The first is measured with the standing tasks only.
 
-    `free` is the percentage of the tasks' table and its large values that new rows can use at the end, where the
-    server can tell.
+    `free` is the percentage of the tasks' table and its large values that new rows can reuse at
+    the end, `None` if the server cannot measure it.
     """
 
     sizes: Sequence[Size]
@@ -59,7 +59,7 @@ class Worn:
 
     @property
     def growth(self) -> float:
-        """The mean size in the last quarter to that in the second: 1 is a plateau."""
+        """Mean size in the last quarter divided by the second quarter's. 1 is a plateau."""
         quarter = len(self.sizes) // 4
         return self._mean(self.sizes[-quarter:]) / self._mean(self.sizes[quarter : 2 * quarter])
 
@@ -67,7 +67,7 @@ class Worn:
         return mean(size.total for size in sizes)
 
     def table(self) -> Table:
-        """Eleven of the sizes."""
+        """A table of about eleven of the sizes."""
         step = max(1, (len(self.sizes) - 1) // 10)
         rows = [
             [size.cycles, size.total, *size.parts.values(), size.dead_rows, size.vacuums]
@@ -79,12 +79,12 @@ class Worn:
             ("cycles", "MB", *(f"{part} MB" for part in _SIZES), "dead rows", "vacuums"),
             rows,
             f"A cycle: pause, response, end, reply sent, purged; {_BATCH} at a time, {STATE_BYTES} bytes of state, "
-            f"{last.cycles / last.seconds:,.0f} cycles/s beside {STANDING:,} paused tasks. Last quarter to second "
+            f"{last.cycles / last.seconds:,.0f} cycles/s next to {STANDING:,} paused tasks. Last quarter to second "
             f"quarter: {self.growth:.2f} (1 is a plateau).",
         )
 
     def figures(self) -> dict[str, JsonValue]:
-        """For scripts."""
+        """The figures by name, for scripts."""
         return {
             "churn cycles": self.sizes[-1].cycles,
             "churn seconds": round(self.sizes[-1].seconds),
@@ -97,7 +97,7 @@ class Worn:
         }
 
     def plot(self) -> Lines:
-        """Sizes over cycles."""
+        """A plot of the sizes by cycle."""
         parts: dict[str, Callable[[Size], float]] = {part: _part(part) for part in _SIZES}
         series = {
             name: [(float(size.cycles), of(size)) for size in self.sizes]
@@ -111,7 +111,7 @@ def _part(name: str) -> Callable[[Size], float]:
 
 
 async def churn(url: str, *, cycles: int) -> Worn:
-    """Let `cycles` tasks come and go beside the standing ones, and watch the tables."""
+    """Create and end `cycles` tasks next to the standing ones, and record table sizes."""
     store = a_store(url)
     await store.open()
     watcher = await asyncpg.connect(url)
@@ -130,7 +130,7 @@ async def churn(url: str, *, cycles: int) -> Worn:
 
 
 async def _cycles(store: SqlStore) -> None:
-    """A batch of tasks from their first checkpoint until nothing is left of them."""
+    """Run a batch of tasks from their first checkpoint until all their rows are deleted."""
     pauses = [a_fresh_pause() for _ in range(_BATCH)]
     paused = await store.pause(pauses)
     await store.mark_sent([send for each in paused if isinstance(each, Committed) for send in each.dispatches])

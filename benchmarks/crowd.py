@@ -1,4 +1,4 @@
-"""A database with many paused tasks, and the life of a task in it, each step timed."""
+"""A database with many paused tasks, and the timed steps of a task's life in it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ STATE_BYTES = 2048
 RESULT = Ok("x" * 300)
 DAY = 24 * HOUR
 DUE = 100
-"""How many tasks a look finds past their deadline when it finds any."""
+"""Number of overdue tasks that `expire` finds per round."""
 
 T = TypeVar("T")
 
 
 def a_store(url: str) -> SqlStore:
-    """A store that forgets an ended task at once."""
+    """A store that deletes ended tasks at once."""
     return SqlStore(url, namespace=NAMESPACE, tombstone_ttl=timedelta())
 
 
 def a_fresh_pause() -> Pause:
-    """A task that waits for one peer. Its state is random, as if it had been compressed."""
+    """The pause of a task with one peer call. Its state is random, so it does not compress."""
     return a_pause(a_call("a", timeout=10 * DAY), state=os.urandom(STATE_BYTES))
 
 
@@ -47,7 +47,10 @@ def a_response(pause: tuple[str, str]) -> Claim:
 
 
 class Crowd:
-    """`size` tasks wait. Every task that is answered is replaced, so as many wait at the end."""
+    """A store with `size` waiting tasks.
+
+    Every task that ends is replaced, so the number stays constant.
+    """
 
     def __init__(self, url: str, size: int) -> None:
         self.size = size
@@ -57,7 +60,7 @@ class Crowd:
         self._waiting: deque[tuple[str, str]] = deque()
 
     async def gather(self, known: int) -> None:
-        """Let the crowd come, and know `known` of its tasks, from anywhere in the table, by their ids."""
+        """Create the waiting tasks, and load the ids of `known` random ones."""
         await self._store.open()
         original = await standing_task(self._store, a_fresh_pause())
         await multiply(self._url, original, self.size - 1, over=7 * DAY)
@@ -70,19 +73,22 @@ class Crowd:
             await connection.close()
 
     async def close(self) -> None:
-        """Release every connection."""
+        """Release all connections."""
         await self._store.close()
 
     def forget(self) -> None:
-        """Begin to measure: what was timed so far was the warm-up."""
+        """Discard the timings of the warm-up."""
         self.seconds.clear()
 
     def percentile(self, step: str, percent: int) -> float:
-        """Milliseconds that so many of a hundred steps took at most."""
+        """The percentile of a step's duration, in milliseconds."""
         return 1000 * quantiles(self.seconds[step], n=100, method="inclusive")[percent - 1]
 
     async def round(self, lives: int, looks: int) -> Sample:
-        """So many lives one after another, so many looks that find nothing, and one that finds `DUE` tasks."""
+        """Run one round of `lives` tasks and `looks` sweeps that find nothing, all in sequence.
+
+        At the end, one sweep expires `DUE` tasks.
+        """
         begun = time.perf_counter()
         for _ in range(lives):
             await self._live()
@@ -117,7 +123,7 @@ class Crowd:
         self._waiting.append((pause.run.task_id, pause.calls[0].sub_task_id))
 
     async def _look(self) -> None:
-        """What the sweeper does, and nothing is due."""
+        """A sweep that finds nothing due."""
         found: list[Sequence[object]] = [
             await self._store.expire(HERE, 100, 10),
             await self._store.take(HERE, 10),

@@ -1,4 +1,4 @@
-"""Rounds in turn, so that whatever drifts on the machine hits all contenders alike."""
+"""Interleaved rounds, so that drift of the machine affects all contenders equally."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One round of one contender: so many pieces of work in so many seconds, and what else was seen."""
+    """One round of one contender: units of work, seconds, and other measurements."""
 
     count: float
     seconds: float
@@ -21,13 +21,13 @@ class Sample:
 
     @property
     def rate(self) -> float:
-        """Pieces of work per second."""
+        """Units of work per second."""
         return self.count / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The median of the rounds, and the lowest and the highest of them."""
+    """The median, minimum and maximum of the rounds."""
 
     median: float
     low: float
@@ -45,20 +45,20 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Medians:
-    """All samples of a measurement, by contender, in order of the rounds."""
+    """All samples of a measurement by contender, in order of the rounds."""
 
     samples: Mapping[str, Sequence[Sample]]
 
     def rate(self, name: str) -> Spread:
-        """Pieces of work per second."""
+        """Units of work per second."""
         return Spread.of([sample.rate for sample in self.samples[name]])
 
     def extra(self, name: str, key: str) -> Spread:
-        """What a contender's samples say about `key`."""
+        """The spread of one additional measurement."""
         return Spread.of([sample.extras[key] for sample in self.samples[name]])
 
     def ratio(self, name: str, to: str) -> Spread:
-        """How many times as fast `name` is as `to`: each round against its own neighbour."""
+        """The speed of `name` relative to `to`, compared round by round."""
         pairs = zip(self.samples[name], self.samples[to], strict=True)
         return Spread.of([mine.rate / yours.rate for mine, yours in pairs])
 
@@ -66,9 +66,9 @@ class Medians:
 async def interleaved(
     contenders: Mapping[str, Callable[[], Awaitable[Sample]]], rounds: int, *, title: str = "rounds"
 ) -> Medians:
-    """Samples of all contenders, round after round; every other round in the opposite order.
+    """Run all contenders round after round, in reverse order every other round.
 
-    Whoever needs a warm-up does it before.
+    Warm up the contenders before calling this.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in contenders}
     with _progress() as progress:

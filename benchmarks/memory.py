@@ -1,4 +1,4 @@
-"""What ten thousand paused tasks weigh in a replica."""
+"""Memory used by a replica for ten thousand paused tasks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ STATE_BYTES = 64 * 1024
 _MB = 1024 * 1024
 _TARGET = 2  # MB
 _WARM_UP = 500
-_WARM_UP_IN_MEMORY = 20  # what it frees must not hide what the others take
+_WARM_UP_IN_MEMORY = 20  # few, because memory freed by the warm-up hides later growth
 _STEPS = 10
 _MUTE, _PATIENT = AgentName(mute.name), AgentName(patient.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """What the process held with so many tasks paused, and at the end when it gave free memory back."""
+    """Memory of the process by number of paused tasks, and after trimming at the end."""
 
     points: Sequence[tuple[int, Held]]
     trimmed: Held
@@ -44,22 +44,22 @@ class Weighed:
 
     @property
     def resident(self) -> int:
-        """Bytes more than before the first task."""
+        """Growth of resident bytes since before the first task."""
         return self.points[-1][1].resident - self.points[0][1].resident
 
     @property
     def unique(self) -> int:
-        """The same of bytes that no other process shares."""
+        """Growth of bytes not shared with other processes."""
         return self.points[-1][1].unique - self.points[0][1].unique
 
     @property
     def objects(self) -> int:
-        """Python objects more than before the first task."""
+        """Growth of the number of Python objects."""
         return self.points[-1][1].objects - self.points[0][1].objects
 
 
 async def run(stage: Stage, *, quick: bool) -> Report:
-    """Weigh a replica that keeps its tasks in the database, and one that keeps them in memory."""
+    """Measure a replica with tasks in the database, and one with tasks in memory."""
     durable = await _weigh(stage, 2_000 if quick else 10_000, stateless=True)
     in_memory = await _weigh(stage, 200 if quick else 1_000, stateless=False)
     weighed = {"in the database": durable, "in memory": in_memory}
@@ -89,7 +89,7 @@ async def _weigh(stage: Stage, tasks: int, *, stateless: bool) -> Weighed:
 
 
 async def _warm_up(client: Client, broker: Broker, tasks: int) -> None:
-    """Let tasks come and be cancelled, twice: the second time, all that is kept for good is there."""
+    """Run tasks and cancel them, twice, so that all lasting allocations have happened."""
     for _ in range(2):
         task_ids = [TaskId(new_id()) for _ in range(tasks)]
         replies = await asyncio.gather(*[client.send(_PATIENT, STATE_BYTES, task_id=each) for each in task_ids])
@@ -111,14 +111,14 @@ async def _fill(client: Client, broker: Broker, replica: Resident, tasks: int) -
 
 
 async def _paused(broker: Broker, count: int) -> None:
-    """Return when so many tasks have asked their peer."""
+    """Wait until `count` tasks have called their peer."""
     async with asyncio.timeout(600):
         while (await broker.depth(nested_of(_MUTE)) or 0) < count:
             await asyncio.sleep(0.1)
 
 
 async def _forget(broker: Broker) -> None:
-    """Empty the queue of the peer."""
+    """Empty the peer's queue."""
     emptied = asyncio.Event()
     left = await broker.depth(nested_of(_MUTE)) or 0
 
@@ -167,8 +167,8 @@ def _table(weighed: dict[str, Weighed]) -> Table:
         f"Target: less than {_TARGET} MB more in the database. {STATE_BYTES // 1024} KB of state each: base64 of "
         "random bytes, which zstd shrinks by a quarter. Before it, "
         f"{_WARM_UP} tasks ({_WARM_UP_IN_MEMORY} in memory) "
-        "came and were cancelled, twice. Garbage is collected before each look; trimmed: after malloc_trim, still "
-        "against before. At the rate per task in memory, "
+        "came and were cancelled, twice. Garbage is collected before each measurement; trimmed: after malloc_trim, "
+        "also compared with before. At the rate per task in memory, "
         f"{weighed['in the database'].tasks:,} tasks would take {extrapolated / _MB:,.0f} MB there (extrapolated).",
     )
 

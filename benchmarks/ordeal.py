@@ -1,4 +1,4 @@
-"""What becomes of restores when Redis loses everything, holds garbage, falls silent or dies."""
+"""Restores while Redis is empty, holds garbage, is unresponsive or is dead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from servers import Proxy, RedisServer, copy_key
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Every operation restored once, while Redis was as `name` says. `longest` is in seconds."""
+    """One restore of every operation with Redis in the state `name`. `longest` is in seconds."""
 
     name: str
     restores: int
@@ -32,7 +32,7 @@ class Phase:
 
 
 class _Later:
-    """A clock in seconds that stands still until Redis is to be asked again."""
+    """A clock in seconds that advances only when the cache should try Redis again."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -42,7 +42,7 @@ class _Later:
 
 
 async def ordeal(restorer: Restorer, server: RedisServer) -> list[Phase]:
-    """Restore every operation in each state of `server`, which runs again at the end."""
+    """Restore every operation in each state of `server`, which is running again afterwards."""
     async with Proxy(server.url) as proxy:
         later = _Later()
         cache = RedisCheckpointCache(proxy.url, namespace=NAMESPACE, secret=copy_key, clock=later)
@@ -57,7 +57,7 @@ async def ordeal(restorer: Restorer, server: RedisServer) -> list[Phase]:
 async def _states(
     restorer: Restorer, server: RedisServer, proxy: Proxy, cache: RedisCheckpointCache, later: _Later
 ) -> AsyncIterator[str]:
-    """Bring Redis into one state after the other, and name it."""
+    """Put Redis into each state in turn, and yield its name."""
     for checkpoint in restorer.saved:
         await cache.put(checkpoint)
     yield "has every copy"

@@ -1,6 +1,6 @@
-"""An agent whose every task waits, for a peer that nobody serves, with a large state.
+"""An agent whose tasks all wait, with a large state, for a peer that never answers.
 
-Its process counts what it holds when it is sent SIGUSR1; garbage is collected first.
+On SIGUSR1 its process collects garbage and counts its objects.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from meshpoint.model.calls import Done, Paused
 from meshpoint.model.context import TaskExecutionContext
 
 COUNTED = "MESHPOINT_BENCH_COUNTED"
-"""Names the file that the process writes when it has counted."""
+"""Environment variable with the path of the file for the count."""
 
 mute = Peer("mute", int, str, timeout=timedelta(hours=6))
 
 
 class Memory(BaseModel):
-    """What the agent has to remember."""
+    """The agent's state while it waits."""
 
     text: str
 
 
 class Patient(StatefulAgent[int, Memory, str]):
-    """Waits for `mute`, with so many bytes of state: random letters, which shrink by a quarter and no more."""
+    """Waits for `mute` with a state of the requested size in bytes.
+
+    The state is random letters, which compress by a quarter.
+    """
 
     name = "patient"
 
@@ -51,7 +54,10 @@ patient = Patient()
 
 
 def count(number: int, frame: object) -> None:
-    """Write how many objects the collector knows; with SIGUSR2, give free memory back to the system first."""
+    """Write the number of objects known to the collector.
+
+    With SIGUSR2, return free memory to the system first.
+    """
     gc.collect()
     if number == signal.SIGUSR2:
         ctypes.CDLL(None).malloc_trim(0)

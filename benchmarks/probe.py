@@ -1,4 +1,4 @@
-"""What PostgreSQL counted while a contender worked."""
+"""PostgreSQL's counters before and after a contender's work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import asyncpg
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Totals since the server started. `commits` are transactions that wrote; `statements` may not be counted."""
+    """Totals since the server started.
+
+    `commits` counts transactions that wrote. `statements` is `None` if they are not counted.
+    """
 
     statements: float | None
     commits: float
@@ -18,7 +21,7 @@ class Counters:
     cpu_seconds: float
 
     def per(self, count: int, before: Counters) -> dict[str, float]:
-        """What came on top of `before`, for each of `count` tasks."""
+        """The increase since `before`, per task."""
         seen = {
             "commits": self.commits - before.commits,
             "wal_kib": (self.wal_bytes - before.wal_bytes) / 1024,
@@ -30,7 +33,7 @@ class Counters:
 
 
 class Probe:
-    """A connection of its own to a contender's database."""
+    """A separate connection to a contender's database."""
 
     async def open(self, url: str) -> None:
         """Connect."""
@@ -45,7 +48,7 @@ class Probe:
         await self._connection.close()
 
     async def counters(self) -> Counters:
-        """Where the totals stand; the processor time is this process's."""
+        """The current totals. CPU time is this process's."""
         row = await self._connection.fetchrow(
             "SELECT pg_current_wal_lsn() - '0/0'::pg_lsn, pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
         )

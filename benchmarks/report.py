@@ -1,4 +1,4 @@
-"""What a benchmark found: tables for people, figures for scripts, plots for pages."""
+"""Benchmark results: tables for people, figures for scripts, plots for pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Cell: TypeAlias = str | int | float | None
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under columns. A number keeps three figures when it is shown, all when it is saved."""
+    """Rows under columns. Numbers are shown with three significant digits but saved in full."""
 
     title: str
     columns: Sequence[str]
@@ -29,7 +29,7 @@ class Table:
     note: str = ""
 
     def shown(self) -> RichTable:
-        """As a terminal shows it."""
+        """The table for a terminal."""
         table = RichTable(title=self.title, title_justify="left", caption=self.note or None, caption_justify="left")
         for index, column in enumerate(self.columns):
             table.add_column(column, justify="right" if index else "left")
@@ -38,7 +38,7 @@ class Table:
         return table
 
     def to_dict(self) -> dict[str, JsonValue]:
-        """As it is saved."""
+        """The table as JSON."""
         return {
             "title": self.title,
             "columns": list(self.columns),
@@ -49,7 +49,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A plot of points joined by lines, one line for each series."""
+    """A line plot with one line per series."""
 
     title: str
     x: str
@@ -59,7 +59,7 @@ class Lines:
     log_y: bool = False
 
     def draw(self, axes: Axes) -> None:
-        """Draw it."""
+        """Draw the plot on `axes`."""
         for name, points in self.series.items():
             axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
         if self.log_x:
@@ -73,7 +73,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """A plot of horizontal bars, the first on top."""
+    """A horizontal bar plot, first value on top."""
 
     title: str
     x: str
@@ -81,7 +81,7 @@ class Bars:
     log_x: bool = False
 
     def draw(self, axes: Axes) -> None:
-        """Draw it."""
+        """Draw the plot on `axes`."""
         bars = axes.barh(list(self.values), list(self.values.values()))
         axes.bar_label(bars, labels=[_text(value) for value in self.values.values()], padding=3)
         axes.invert_yaxis()
@@ -96,7 +96,7 @@ Plot: TypeAlias = Lines | Bars | Callable[["Axes"], None]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One benchmark's result. `figures` are the numbers that other pages quote, by a stable name."""
+    """The result of one benchmark. `figures` are quoted by other pages, under stable names."""
 
     name: str
     about: Mapping[str, JsonValue]
@@ -105,7 +105,7 @@ class Report:
     plots: Mapping[str, Plot] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, JsonValue]:
-        """All but the plots."""
+        """The report as JSON, without plots."""
         return {
             "name": self.name,
             "about": dict(self.about),
@@ -114,7 +114,7 @@ class Report:
         }
 
     def show(self) -> None:
-        """Print it."""
+        """Print the report."""
         console = Console(width=None if sys.stdout.isatty() else 120)
         facts = ", ".join(f"{name} {value}" for name, value in self.about.items())
         console.print(f"[bold]{self.name}[/bold]: {facts}", highlight=False)
@@ -122,7 +122,12 @@ class Report:
             console.print(table.shown())
 
     def save(self, folder: Path, plots: Path | None = None) -> None:
-        """Write NAME.json to `folder`, and NAME-PLOT.svg for each plot to `plots`, by default the same folder."""
+        """Write NAME.json to `folder`, and NAME-PLOT.svg for each plot to `plots`.
+
+        Args:
+            folder: for the JSON file.
+            plots: for the plots; `folder` by default.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{self.name}.json").write_text(json.dumps(self.to_dict(), indent=2) + "\n")
         plots = plots or folder
@@ -135,7 +140,7 @@ def _draw(plot: Plot, path: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    # The same figures give the same file.
+    # A fixed salt, so that equal figures produce identical files.
     with mpl.rc_context({"svg.hashsalt": path.name}):
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot()

@@ -1,4 +1,4 @@
-"""A replica's process, and the memory that is its own."""
+"""A replica in its own process, and that process's memory use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PATIENCE = 600
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a process holds: bytes resident, those that no other process shares, and Python objects."""
+    """Memory of a process: resident bytes, bytes not shared with others, Python objects."""
 
     resident: int
     unique: int
@@ -32,7 +32,7 @@ class Held:
 
 
 class Resident:
-    """A replica that `meshpoint run` serves, in `folder`. An async context manager."""
+    """A replica run by `meshpoint run` in `folder`. An async context manager."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self._counted = folder / "counted.json"
@@ -43,7 +43,7 @@ class Resident:
     async def __aenter__(self) -> Resident:
         command = [sys.executable, "-m", "meshpoint.cli", "run", "--supervised", "--log-level", "warning"]
         environment = {**os.environ, "PYTHONPATH": str(_ROOT), COUNTED: str(self._counted)}
-        # Its standard input closes, and it drains, however this process dies.
+        # When this process dies, the replica's standard input closes and it drains.
         self._process = await asyncio.create_subprocess_exec(
             *command,
             str(self._config),
@@ -65,7 +65,7 @@ class Resident:
         return psutil.Process(self._process.pid)
 
     async def at_rest(self) -> None:
-        """Return when the process does little but look for what is due."""
+        """Wait until the process does little more than sweep."""
         async with asyncio.timeout(_PATIENCE):
             quiet = 0
             while quiet < 4:
@@ -76,7 +76,10 @@ class Resident:
                 quiet = quiet + 1 if busy < _AT_REST * _LOOK else 0
 
     async def held(self, *, trimmed: bool = False) -> Held:
-        """What it holds after its garbage was collected; `trimmed`, after it gave free memory back."""
+        """Its memory after garbage collection.
+
+        With `trimmed`, after also returning free memory to the system.
+        """
         self._counted.unlink(missing_ok=True)
         self._seen.send_signal(signal.SIGUSR2 if trimmed else signal.SIGUSR1)
         async with asyncio.timeout(_PATIENCE):

@@ -1,4 +1,4 @@
-"""How long a checkpoint takes to come back, from its copy in Redis and from PostgreSQL; what a lost Redis costs."""
+"""Latency of restoring a checkpoint from Redis and PostgreSQL, and the cost of a failing Redis."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = {"5 KB": 5_000, "1 MB": 1_000_000}
 
 
 async def run(stage: Stage, *, quick: bool) -> Report:
-    """Restore from everywhere in turn, then lose Redis in every way and restore all the same."""
+    """Restore from every source in turn, then with Redis in every failed state."""
     rounds, operations = (5, {"5 KB": 40, "1 MB": 8}) if quick else (30, {"5 KB": 100, "1 MB": 20})
     found: dict[str, tuple[Restorer, Medians]] = {}
     phases: dict[str, list[Phase]] = {}
@@ -113,8 +113,8 @@ def _phases(phases: dict[str, list[Phase]]) -> Table:
         "Every checkpoint restored, whatever becomes of Redis",
         ["Redis", "restores", "from Redis", "from SQL", "why", "differing", "lost", "longest ms"],
         rows,
-        "By way of a proxy, which can fall silent. A Redis that did not answer is not asked again in the same phase: "
-        "the longest restore is the one that waited for it.",
+        "Through a proxy, which can stop answering. A Redis that did not answer is not asked again in the same "
+        "phase: the longest restore is the one that waited for it.",
     )
 
 

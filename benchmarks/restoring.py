@@ -1,4 +1,4 @@
-"""Operations with checkpoints of one size, and each way to restore or to save them, timed."""
+"""Operations with checkpoints of one size, and timed ways to restore and save them."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ _DELIVERABLES = 5
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What one restore or save asks of the servers. `statements` may not be counted."""
+    """Requests to the servers for one restore or save. `statements` is `None` if not counted."""
 
     redis: float
     statements: float | None
 
 
 class Restorer:
-    """`size` is that of a checkpoint as JSON, in bytes."""
+    """Restores and saves checkpoints of about `size` bytes as JSON."""
 
     def __init__(self, database_url: str, redis_url: str, size: int) -> None:
         self.seconds: dict[str, list[float]] = {}
         self.requests: dict[str, Requests] = {}
         self.saved: list[AgentCheckpoint] = []
-        self._growing: list[tuple[Run, AgentCheckpoint]] = []  # those that are saved again and again
+        self._growing: list[tuple[Run, AgentCheckpoint]] = []  # saved repeatedly
         self._database_url, self._size = database_url, size
         self.store = SqlStore(database_url, namespace=NAMESPACE)
         self._cache = RedisCheckpointCache(redis_url, namespace=NAMESPACE, secret=copy_key)
@@ -57,7 +57,7 @@ class Restorer:
         self._checkpointers = {COPY: cached, FLUSHED: cached, SAVE_COPIED: cached, SQL: alone, SAVE: alone}
 
     async def open(self, operations: int) -> None:
-        """Begin so many operations that are restored, and as many that are saved again and again."""
+        """Create `operations` to restore, and as many to save repeatedly."""
         await self.store.open()
         self._probe = Probe()
         await self._probe.open(self._database_url)
@@ -66,26 +66,26 @@ class Restorer:
             self._growing.append(await self._first(SAVE))
 
     async def close(self) -> None:
-        """Release every connection."""
+        """Release all connections."""
         await self._redis.aclose()
         await self._cache.close()
         await self._probe.close()
         await self.store.close()
 
     def forget(self) -> None:
-        """Begin to measure: what was timed so far was the warm-up."""
+        """Discard the timings of the warm-up."""
         self.seconds.clear()
 
     def percentile(self, name: str, percent: int) -> float:
-        """Milliseconds that so many of a hundred took at most."""
+        """The percentile of an action's duration, in milliseconds."""
         return 1000 * quantiles(self.seconds[name], n=100, method="inclusive")[percent - 1]
 
     async def flush(self) -> None:
-        """Lose every copy."""
+        """Delete every cached copy."""
         await self._redis.flushall()
 
     async def round(self, name: str) -> Sample:
-        """Each operation once, in the way that is called `name`."""
+        """Restore or save each operation once, in the way called `name`."""
         if name == FLUSHED:
             await self.flush()
         took = await (self._saves(name) if name in {SAVE, SAVE_COPIED} else self._restores(name))
@@ -93,12 +93,12 @@ class Restorer:
         return Sample(len(took), sum(took))
 
     async def count_requests(self) -> None:
-        """Count what each way asks of the servers."""
+        """Count the server requests of each way."""
         for name in self._checkpointers:
             before, idle = await self._requests(), await self._requests()
             count = (await self.round(name)).count
             after = await self._requests()
-            asking = idle.redis - before.redis  # what it takes to ask
+            asking = idle.redis - before.redis  # commands used by the counting itself
             flushing = 1 if name == FLUSHED else 0
             statements = None
             if after.statements is not None and idle.statements is not None and before.statements is not None:
@@ -132,7 +132,7 @@ class Restorer:
         return took
 
     async def _first(self, way: str) -> tuple[Run, AgentCheckpoint]:
-        """A new operation with its first checkpoint, saved in a `way`."""
+        """Create an operation with its first checkpoint, saved as in `way`."""
         wish = Begin(
             Run(TaskId(new_id()), AGENT, RunId(new_id())),
             HERE,
@@ -149,12 +149,15 @@ class Restorer:
 
 
 def same(found: RestoredCheckpoint, saved: AgentCheckpoint) -> bool:
-    """Whether `found` is what was saved; the database sets the time."""
+    """Whether `found` equals the saved checkpoint, apart from the time set by the database."""
     return found.checkpoint.model_copy(update={"checkpoint_time": None}) == saved
 
 
 def a_checkpoint(operation_id: TaskId, size: int) -> AgentCheckpoint:
-    """The first checkpoint of an operation, about `size` bytes as JSON: prose, which zstd more than halves."""
+    """An operation's first checkpoint, about `size` bytes as JSON.
+
+    Its text is prose, which zstd compresses to less than half.
+    """
     names = [f"step-{number}" for number in range(_DELIVERABLES)]
     records = [
         SubtaskRecord(

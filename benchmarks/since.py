@@ -1,9 +1,10 @@
-"""`python -m benchmarks.since REVISION`: is Meshpoint as fast as it was? Two versions side by side, in turn.
+"""`python -m benchmarks.since REVISION`: compare this tree's speed with an earlier revision's.
 
-It measures the store, or with `--system` the whole system: a client, an agent, its peers, a broker and a database.
+It measures the store, or with `--system` the whole system: a client, an agent, its peers, a broker
+and a database.
 
-Each version runs in its own processes with its own database, on one PostgreSQL; each does a round, then the next
-does. The version at hand takes part twice, which shows how far two equal versions differ.
+The versions run in separate processes with separate databases on one PostgreSQL, and take turns
+after each round. This tree takes part twice, to show how far two equal versions differ.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ _SECONDS = 1.0
 _SYSTEM_FAN_OUTS = (1, 10, 100)
 _SYSTEM_SECONDS = 3.0
 _IN_FLIGHT = 64
-"""Requests: enough to leave the machine no idle time."""
+"""Number of requests, enough to keep the machine busy."""
 _NOTE = "Each round is compared with its neighbour. The difference between now and now, once more is the noise."
 
 
 class Version:
-    """The store's contender `meshpoint` of one tree, in a process of its own."""
+    """The store's contender `meshpoint` from one tree, in its own process."""
 
     def __init__(self, name: str, tree: Path, url: str) -> None:
         self.name = name
@@ -64,11 +65,11 @@ class Version:
         self._process.stdout.close()
 
     async def tasks_for(self, fan_out: int, seconds: float) -> int:
-        """Warm up; how many tasks take about `seconds`."""
+        """Warm up, and return how many tasks take about `seconds`."""
         return int(await self._asked("tasks_for", fan_out, seconds))
 
     async def round(self, fan_out: int, tasks: int) -> Sample:
-        """Do `tasks` tasks."""
+        """Run `tasks` tasks."""
         return Sample(**await self._asked("round", fan_out, tasks))
 
     async def _asked(self, *question: object) -> Any:
@@ -89,12 +90,12 @@ def _path(tree: Path) -> str:
 
 
 def main(
-    revision: Annotated[str, typer.Argument(help="The commit, tag or branch to compare with.")],
-    system: Annotated[bool, typer.Option("--system", help="Measure the whole system, not the store alone.")] = False,
-    quick: Annotated[bool, typer.Option(help="Half a minute.")] = False,
+    revision: Annotated[str, typer.Argument(help="Commit, tag or branch to compare with.")],
+    system: Annotated[bool, typer.Option("--system", help="Measure the whole system instead of the store.")] = False,
+    quick: Annotated[bool, typer.Option(help="Take half a minute.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure this tree beside REVISION: a task pauses, gets N answers, resumes and ends."""
+    """Compare this tree with REVISION: a task pauses, gets N answers, resumes and ends."""
     compare = _compare_systems if system else _compare
     with _tree_of(revision) as tree:
         report = asyncio.run(compare(revision, tree, quick=quick))
@@ -112,7 +113,7 @@ def _tree_of(revision: str) -> Iterator[Path]:
         archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=False)
         if archive.returncode:
             Console(stderr=True).print(
-                f"{revision!r} is no revision of this repository: name one that `git log` shows", style="red"
+                f"{revision!r} is not a revision of this repository; use one that `git log` shows", style="red"
             )
             raise typer.Exit(2)
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
@@ -160,8 +161,8 @@ async def _compare_systems(revision: str, tree: Path, *, quick: bool) -> Report:
 
 
 async def _system(stack: contextlib.AsyncExitStack, tree: Path, name: str, amqp: str, database: str) -> Contender:
-    """Start the mesh of `tree`, after its own migrations."""
-    # Without PYTHONSAFEPATH, `-m` would find the benchmarks of the current folder.
+    """Start the mesh of `tree` after running its migrations."""
+    # Without PYTHONSAFEPATH, `-m` would use the benchmarks of the current folder.
     python = ["env", f"PYTHONPATH={_path(tree)}", "PYTHONSAFEPATH=1", sys.executable]
     upgrade = "import sys; from meshpoint.adapters.sql import migrations; migrations.upgrade(sys.argv[1])"
     await asyncio.to_thread(subprocess.run, [*python, "-c", upgrade, database], check=True)

@@ -1,4 +1,4 @@
-"""Private servers for one run of a benchmark, and what they were."""
+"""Private servers for one benchmark run, and a description of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PACKAGES = ("meshpoint", "asyncpg", "sqlalchemy", "aiormq", "aiosqlite", "pydan
 
 
 class Stage:
-    """Servers, each started when it is first asked for and gone with the stage. An async context manager."""
+    """Servers that start on first use and stop with the stage. An async context manager."""
 
     def __init__(self) -> None:
         self._servers: dict[object, PrivateServer] = {}
@@ -50,33 +50,36 @@ class Stage:
             await asyncio.to_thread(server.close)
 
     async def server(self, kind: Callable[[], Server]) -> Server:
-        """The running server that `kind()` makes: one for each `kind`."""
+        """The running server created by `kind()`. There is one per `kind`."""
         if kind not in self._servers:
             self._servers[kind] = kind()
             await self._servers[kind].start()
-        return self._servers[kind]  # type: ignore[return-value]  # it was made by `kind`
+        return self._servers[kind]  # type: ignore[return-value]  # it was created by `kind`
 
     async def postgres(self) -> PostgresServer:
-        """PostgreSQL with `POSTGRES_SETTINGS`, which counts statements where its module for that is installed."""
+        """PostgreSQL with `POSTGRES_SETTINGS`.
+
+        It counts statements if pg_stat_statements is installed.
+        """
         return await self.server(_postgres)
 
     async def rabbit(self) -> RabbitServer:
-        """RabbitMQ as the tests start it."""
+        """RabbitMQ, started as in the tests."""
         return await self.server(RabbitServer)
 
     async def redis(self) -> RedisServer:
-        """Redis as the tests start it."""
+        """Redis, started as in the tests."""
         return await self.server(RedisServer)
 
     async def database(self) -> str:
-        """The URL of a fresh database with Meshpoint's tables."""
+        """The URL of a new database with Meshpoint's tables."""
         if self._template is None:
             self._template = await self.empty_database()
             await asyncio.to_thread(migrations.upgrade, self._template)
         return await self.empty_database(template=urlsplit(self._template).path.strip("/"))
 
     async def empty_database(self, *, template: str = "template0") -> str:
-        """The URL of a fresh database, a copy of `template`."""
+        """The URL of a new database copied from `template`."""
         server, name = await self.postgres(), f"bench_{new_id().replace('-', '')}"
         await self._execute(f"CREATE DATABASE {name} TEMPLATE {template}")
         return urlsplit(server.url)._replace(path=f"/{name}").geturl()
@@ -89,7 +92,10 @@ class Stage:
             await connection.close()
 
     async def about(self, *packages: str) -> dict[str, JsonValue]:
-        """The machine, the settings and the versions of servers in use and packages: `packages`, and the usual."""
+        """The machine, server settings, and versions of the servers in use and of packages.
+
+        `packages` are added to the default ones.
+        """
         facts: dict[str, JsonValue] = {
             "cpus": os.cpu_count(),
             "processor": _processor(),

@@ -1,4 +1,4 @@
-"""The store alone: pause, N answers, resume, end; beside hand-written SQL and the design that came before."""
+"""The store alone (pause, N answers, resume, end), compared with plain SQL and the seed design."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MESH, ALONE, FLOOR, SEED = "meshpoint", "meshpoint alone", "floor", "seed"
 
 FAN_OUTS = (1, 3, 10, 100, 1000, 10_000)
 _MOST_CALLS = {MESH: 10_000, ALONE: 1000, FLOOR: 10_000, SEED: 1000}
-"""Beyond this fan-out a contender takes minutes for one task."""
+"""Maximum fan-out. Beyond it a contender takes minutes for one task."""
 _MOST_TASKS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to look. `least` tasks of a contender that is slow at a large fan-out make a round."""
+    """How long to measure. A round has at least `least` tasks, even of a slow contender."""
 
     seconds: float
     rounds: dict[int, int]
@@ -39,7 +39,7 @@ class Effort:
 
     @classmethod
     def of(cls, *, quick: bool) -> Effort:
-        """A minute in all, or several."""
+        """About a minute in all if `quick`, otherwise several."""
         if quick:
             most = {**_MOST_CALLS, ALONE: 10, MESH: 1000, FLOOR: 1000}
             return cls(0.5, dict.fromkeys(FAN_OUTS, 3) | {1000: 1}, most)
@@ -51,12 +51,12 @@ class Effort:
 
 
 def in_flight(fan_out: int) -> int:
-    """Tasks at a time."""
+    """Number of concurrent tasks."""
     return 64 if fan_out < 1000 else 16 if fan_out < 10_000 else 2
 
 
 class Entrant:
-    """A contender with a database of its own."""
+    """A contender with its own database."""
 
     def __init__(self, name: str, contender: Contender) -> None:
         self.name = name
@@ -64,7 +64,7 @@ class Entrant:
         self._probe: Probe | None = None
 
     async def open(self, stage: Stage) -> None:
-        """Make the database, with tasks that wait in it all the time."""
+        """Create the database with standing tasks."""
         seed = self.name == SEED
         self._url = await stage.empty_database() if seed else await stage.database()
         await self._contender.open(self._url)
@@ -73,7 +73,7 @@ class Entrant:
         await self._probe.open(self._url)
 
     async def open_file(self, path: Path) -> None:
-        """Use a SQLite file. Nothing is counted, and nothing is cleared."""
+        """Use a SQLite file. Nothing is counted and nothing is deleted."""
         await self._contender.open(f"sqlite:///{path}")
 
     async def close(self) -> None:
@@ -83,23 +83,23 @@ class Entrant:
             await self._probe.close()
 
     async def tasks_for(self, fan_out: int, seconds: float) -> int:
-        """Warm up; how many tasks take about `seconds`."""
+        """Warm up, and return how many tasks take about `seconds`."""
         if self.name == SEED and fan_out >= 1000:
-            return max(1, int(seconds))  # six seconds each; warm from the smaller ones
+            return max(1, int(seconds))  # six seconds each; the smaller fan-outs were the warm-up
         first = 1 if fan_out >= 1000 else in_flight(fan_out)
         least = in_flight(fan_out)
         if self.name in {ALONE, SEED} and fan_out >= 100:
             least = first = 8 if fan_out == 100 else 2
         tasks = int((await self.round(fan_out, first)).rate * seconds)
-        if tasks > 4 * first:  # the first ones were slow for being the first
+        if tasks > 4 * first:  # the first tasks were slow because of the warm-up
             tasks = int((await self.round(fan_out, min(tasks, _MOST_TASKS))).rate * seconds)
         return min(max(tasks, least), _MOST_TASKS)
 
     async def round(self, fan_out: int, tasks: int) -> Sample:
-        """Do `tasks` tasks, and clear the table."""
+        """Run `tasks` tasks, and clear the tables afterwards."""
         prepared = self._contender.prepared(jobs(fan_out, tasks))
         gc.collect()
-        gc.freeze()  # in life, jobs come one by one
+        gc.freeze()  # in production, jobs arrive one at a time
         before = await self._probe.counters() if self._probe else None
         cpu, began = time.process_time(), time.perf_counter()
         await self._contender.run(prepared, in_flight(fan_out))
@@ -165,9 +165,6 @@ async def _rounds(entrants: Sequence[Entrant], fan_out: int, effort: Effort) -> 
 
     rounds = {entrant.name: contender(entrant) for entrant in entrants}
     return await interleaved(rounds, effort.rounds[fan_out], title=f"N={fan_out}")
-
-
-# ── tables ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _speed(found: dict[int, Medians]) -> Table:

@@ -1,6 +1,6 @@
-"""The whole system beside others: a client asks an agent that asks N peers; nobody does any work.
+"""The whole system compared with others: a client calls an agent that calls N trivial peers.
 
-So tasks per second, latency and everything else is what the system itself costs.
+Since the peers do no work, throughput and latency measure the system itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MANY, MORE = 16, 64
 """Requests in flight."""
 _AIM = 0.85
-"""Of the tasks per second of the bare mesh, with `MORE` in flight: the machine has no idle time then."""
+"""Target share of the bare mesh's rate with `MORE` requests in flight, which saturate the CPU."""
 _OURS = (cast.MESHPOINT, cast.IN_MEMORY)
 _COSTS = {
     "cpu ms": "CPU ms",
@@ -42,7 +42,7 @@ _COSTS = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long everything takes."""
+    """Duration of the measurements."""
 
     fan_outs: Sequence[int]
     rounds: int
@@ -56,7 +56,7 @@ QUICK = Plan(fan_outs=(1, 10), rounds=1, seconds=2, alone_seconds=1)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All rounds with one fan-out: with many requests in flight, with one, and ours with more."""
+    """All rounds of one fan-out: `MANY` in flight, one in flight, and ours with `MORE`."""
 
     many: Medians
     alone: Medians
@@ -94,11 +94,8 @@ async def run(stage: Stage, *, quick: bool) -> Report:
     )
 
 
-# ── measuring ──────────────────────────────────────────────────────────────────────────────────────
-
-
 async def _faster_layout(stage: Stage, plan: Plan) -> tuple[list[str], Table]:
-    """The arguments for the better of Meshpoint's two layouts, and the proof."""
+    """The arguments for the faster of Meshpoint's two layouts, and a table with the rates."""
     commands = cast.layout_commands((await stage.rabbit()).url, await stage.database())
     async with AsyncExitStack() as stack:
         contenders = {name: await _started(stack, name, command) for name, command in commands.items()}
@@ -117,7 +114,7 @@ async def _faster_layout(stage: Stage, plan: Plan) -> tuple[list[str], Table]:
 async def _contenders(
     stage: Stage, layout: Sequence[str]
 ) -> AsyncIterator[tuple[dict[str, Contender], dict[str, Meter | None]]]:
-    """All contenders, warm: each is started once, and idle while others work."""
+    """Start and warm up all contenders. Each runs until the end, idle while others work."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshpoint-bench-")))
         parts = await cast.parts(stage, folder, layout)
@@ -172,9 +169,6 @@ async def _sample(
     return Sample(count, done.seconds, {"p50": done.quantile(0.5), "p99": done.quantile(0.99), **each})
 
 
-# ── telling ────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _speeds(fan_out: int, measured: Measured) -> Table:
     columns = ["", "tasks/s", "of Meshpoint", "p50 ms", "p99 ms", "alone p50 ms", "alone p99 ms"]
     rows = [[name, *_speed(measured.many, name), *_latency(measured.alone, name)] for name in measured.names]
@@ -227,8 +221,8 @@ def _targets(measured: Mapping[int, Measured]) -> Table:
         "Targets",
         ["", "at least", "seen", ""],
         [[*row, _verdict(*row[1:])] for row in rows],
-        "What Meshpoint adds: its p50 less that of the bare mesh, with one request in flight. DBOS and LangGraph "
-        "have no mesh to be compared without: all happens in one process.",
+        "What Meshpoint adds: its p50 minus the bare mesh's p50, with one request in flight. DBOS and LangGraph "
+        "have no mesh to subtract, because they run in one process.",
     )
 
 
@@ -237,7 +231,7 @@ def _verdict(least: float | None, seen: float) -> str | None:
 
 
 def _compared(fan_out: int, each: Measured) -> Iterator[tuple[str, float | None, float]]:
-    """What is compared, the least that is aimed at, what was seen."""
+    """Names of comparisons, with the target (if any) and the measured value."""
     for in_flight, medians, least in ((MANY, each.many, None), (MORE, each.more, _AIM)):
         yield f"N={fan_out}: tasks/s ÷ bare mesh, {in_flight} in flight", least, medians.ratio(*_OURS).median
     ours, bare = (each.alone.extra(name, "p50").median for name in _OURS)
@@ -257,7 +251,7 @@ def _promises() -> Table:
 
 
 def _bars(measured: Mapping[int, Measured], label: str, value: Callable[[Measured, str], float], axes: Axes) -> None:
-    """Draw a group of bars for each fan-out, one bar for each contender."""
+    """Draw one group of bars per fan-out, with one bar per contender."""
     names = next(iter(measured.values())).names
     width = 0.8 / len(names)
     for index, name in enumerate(names):

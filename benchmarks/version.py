@@ -1,7 +1,8 @@
-"""One version of the store, measured on demand: a script, run with the tree of that version on the path.
+"""Measure one version of the store on demand. Run with that version's tree on the path.
 
-Questions come as lines on stdin, `["tasks_for", fan_out, seconds]` or `["round", fan_out, tasks]`; answers go to
-stdout, a line each. It uses `Entrant`, `Mesh` and `MESH` of that tree's `benchmarks.store`, and no more of it.
+Commands arrive as lines on stdin, `["tasks_for", fan_out, seconds]` or `["round", fan_out,
+tasks]`; each is answered by one line on stdout. The script uses only `Entrant`, `Mesh` and `MESH`
+of the tree's `benchmarks.store`.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from meshpoint.adapters.sql import migrations
 
 
 class Given:
-    """A stage with one database, which is empty."""
+    """A stage with a single, empty database."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     async def database(self) -> str:
-        """Its URL, with the tables of this version."""
+        """Its URL, after creating this version's tables."""
         await asyncio.to_thread(migrations.upgrade, self._url)
         return self._url
 
 
 async def main(url: str) -> None:
-    """Answer until the questions end."""
+    """Answer commands until stdin closes."""
     entrant = Entrant(MESH, Mesh())
-    await entrant.open(Given(url))  # type: ignore[arg-type]  # it asks a stage for a database only
+    await entrant.open(Given(url))  # type: ignore[arg-type]  # it uses only `database`
     while line := await asyncio.to_thread(sys.stdin.readline):
         name, fan_out, how_much = json.loads(line)
         answer = await getattr(entrant, name)(fan_out, how_much)

@@ -1,4 +1,4 @@
-"""How long a working memory takes to be kept and to come back: at once, or key by key as in the design before."""
+"""Saving and restoring a working memory: as a whole, or key by key as in the seed design."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PATIENCE = timedelta(seconds=60)
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A memory of so many keys with values of so many bytes, and how often it is measured."""
+    """A memory with `keys` keys of `value` bytes each, and the number of rounds."""
 
     name: str
     keys: int
@@ -56,7 +56,7 @@ SIZES = (
 
 
 class Remembered:
-    """One task with a memory of one size: in L1, in the second place and in the database."""
+    """One task with a memory of one size in L1, in the snapshot store and in the database."""
 
     def __init__(self, size: Size, redis_url: str, store: SqlStore) -> None:
         self.size, self._store = size, store
@@ -89,29 +89,29 @@ class Remembered:
         )
         assert await self._store.save(Save(self._run, checkpoint)) == Saved()
         for key in self._items:
-            await self.redis.set(f"L1:seed:working:{key.key}", key.content)  # type: ignore[arg-type]  # a string
+            await self.redis.set(f"L1:seed:working:{key.key}", key.content)  # type: ignore[arg-type]  # all items are strings
         await self._seed.snapshot("seed")
 
     async def close(self) -> None:
-        """Delete it and disconnect."""
+        """Delete everything in Redis and disconnect."""
         await self.redis.flushall()
         await self.l1.close()
         await self.snapshots.close()
         await self.redis.aclose()
 
     async def snapshot(self) -> str:
-        """Out of L1 and into the second place; the digest."""
+        """Copy L1 to the snapshot store, and return the digest."""
         self._order += 1
         packed = (await self._snapshotter.snapshot_on_checkpoint(self.owner, self._order)).packed
         assert await self.snapshots.put(self.owner.agent_id, packed)
         return packed.digest
 
     async def seed_snapshot(self) -> None:
-        """As the design before does it."""
+        """Take a snapshot as the seed design does."""
         await self._seed.snapshot("seed")
 
     async def restore(self, source: MemorySource) -> None:
-        """Into an L1 that has lost it, from the second place or from the database."""
+        """Restore a lost L1 from the snapshot store or the database."""
         snapshots = self.snapshots if source is MemorySource.SNAPSHOT else None
         recovery = DualRecoveryStrategy(self.l1, snapshots, _silent)
         recovered = await recovery.recover(self.owner, self._digest, self._from_sql)
@@ -119,11 +119,11 @@ class Remembered:
         assert recovered.recovery.keys == self.size.keys
 
     async def seed_restore(self) -> None:
-        """As the design before does it, which needs no loss to begin with: it clears what is there."""
+        """Restore as the seed design does, which clears the memory itself."""
         assert await self._seed.restore("seed") == self.size.keys
 
     async def lose(self) -> None:
-        """Empty L1, and leave the second place alone."""
+        """Empty L1, but keep the snapshot store."""
         await self.l1.forget(self.owner)
 
     async def _from_sql(self) -> L1Snapshot | None:
@@ -131,7 +131,7 @@ class Remembered:
 
 
 async def run(stage: Stage, *, quick: bool) -> Report:
-    """Each size by itself, all ways in turn."""
+    """Measure each size separately, with all ways in turn."""
     store = SqlStore(await stage.database(), namespace=NAMESPACE)
     await store.open()
     found: dict[Size, Medians] = {}
@@ -189,7 +189,7 @@ def _milliseconds(medians: Medians, name: str) -> float:
 
 
 def _faster(medians: Medians, name: str) -> float:
-    """How many times as fast as the seed's way, by medians: it takes part in fewer rounds."""
+    """Speed relative to the seed's way, by medians because the seed takes part in fewer rounds."""
     seed = SEED_SNAPSHOT if name == SNAPSHOT else SEED_RESTORE
     return _milliseconds(medians, seed) / _milliseconds(medians, name)
 
@@ -212,9 +212,9 @@ def _table(found: dict[Size, Medians]) -> Table:
         "Working memories, kept and brought back",
         ["", "p50 ms", "longest ms", "times as fast as the seed's way", "times"],
         rows,
-        "Snapshot: out of L1, digest, into the second place, which is the same Redis. Restore: L1 has lost it; the "
-        "snapshot is read, verified, put in place and verified there. Strings of words. The seed's way: the design "
-        "before, a round trip for the type, the value and the time of each key. One machine with its servers.",
+        "Snapshot: L1 is read, digested and written to the snapshot store, which is the same Redis. Restore: L1 is "
+        "empty; the snapshot is read, verified, written to L1 and verified there. Values are words. The seed's way: "
+        "a round trip each for the type, value and time to live of every key. Servers on the same machine.",
     )
 
 

@@ -1,1 +1,1 @@
-"""Who takes part: Meshpoint, and others that do the same job."""
+"""Contenders of the store benchmark: Meshpoint and others that do the same work."""

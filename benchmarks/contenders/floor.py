@@ -1,10 +1,11 @@
-"""The floor: Meshpoint's rows, written by hand-made SQL on the bare driver, without Meshpoint.
+"""A lower bound: Meshpoint's rows written with hand-written SQL on the bare driver.
 
-What remains is what nobody can save: each answer is recorded once, the last one takes the task, the end is fenced,
-and all of it is durable. What is left out: whether a task is there already, was cancelled or is late; senders,
-repeated writes, other joins than "all", retries, expiry. Whoever writes this knows every row in advance.
+It keeps the indispensable work: each answer is recorded once, the last one acquires the task, the
+end is fenced, and everything is durable. It omits checks for existing, cancelled and late tasks,
+senders, repeated writes, joins other than "all", retries and expiry. It knows every row in
+advance.
 
-One connection for each kind of statement; what queued while the last flush was on the wire goes with the next.
+Each kind of statement has one connection. Items that queue during a flush go into the next one.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ _OWN_COLUMNS = (
 _NOT_REST = frozenset({*_OWN_COLUMNS, "security_context"})
 
 Answer = tuple[Job, int]
-"""The answer to one call: its job, and the place of the call."""
+"""The answer to one call: its job and the call's index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A task to go on with, decoded."""
+    """A decoded task to resume."""
 
     task_id: str
     fence: int
@@ -61,7 +62,7 @@ class Resumed:
 
 
 class Batcher(Generic[Item, Result]):
-    """Flushes on one connection: one after the other, each with all that queued meanwhile."""
+    """Flushes items on one connection, batching all that queued during the previous flush."""
 
     def __init__(self, flush: Callable[[list[Item]], Awaitable[Sequence[Result]]]) -> None:
         self._flush = flush
@@ -69,7 +70,7 @@ class Batcher(Generic[Item, Result]):
         self._busy: asyncio.Task[None] | None = None
 
     def put(self, item: Item) -> asyncio.Future[Result]:
-        """The result of `item`, when its flush is done."""
+        """Queue `item`; the future resolves with its result after the flush."""
         done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._queue.append((item, done))
         if self._busy is None:
@@ -91,16 +92,16 @@ class Batcher(Generic[Item, Result]):
 
 
 class Floor:
-    """An expert's program for these jobs alone."""
+    """An expert's program for exactly these jobs."""
 
     async def open(self, url: str) -> None:
-        """Connect; the claim's function is made if it is missing."""
+        """Connect, and create the claim function if missing."""
         self._connections = [await asyncpg.connect(url) for _ in range(4)]
         pausing, claiming, ending, marking = self._connections
         for connection in self._connections:
-            await connection.execute("SET plan_cache_mode TO force_generic_plan")  # there is one good plan for each
+            await connection.execute("SET plan_cache_mode TO force_generic_plan")  # each statement has one good plan
         await claiming.execute(sql.CREATE_CLAIM)
-        await marking.execute("SET synchronous_commit TO OFF")  # as Meshpoint: a lost mark only sends again
+        await marking.execute("SET synchronous_commit TO OFF")  # as in Meshpoint: losing a mark only causes a re-send
         self._pause = await pausing.prepare(sql.PAUSE)
         self._claim = await claiming.prepare(sql.CLAIM)
         self._end = await ending.prepare(sql.END)
@@ -119,11 +120,11 @@ class Floor:
             await connection.close()
 
     def prepared(self, jobs: Sequence[Job]) -> Sequence[Job]:
-        """`jobs` as they are."""
+        """Return `jobs` unchanged."""
         return jobs
 
     async def run(self, prepared: Sequence[Job], in_flight: int) -> None:
-        """Do all of it."""
+        """Run all jobs."""
         await at_a_time(in_flight, prepared, self._life)
 
     async def _life(self, each: Job) -> None:
@@ -168,8 +169,6 @@ class Floor:
                 waiting.set_exception(error)
         self._claiming = None
 
-    # ── round trips ────────────────────────────────────────────────────────────────────────────────
-
     async def _flush_pauses(self, batch: list[Job]) -> Sequence[None]:
         calls = [(each.task_id, place, call) for each in batch for place, call in enumerate(each.calls)]
         await self._pause.fetch(
@@ -198,7 +197,7 @@ class Floor:
         return [None] * len(batch)
 
     async def claim(self, batch: Sequence[Answer]) -> list[Resumed]:
-        """Record answers; the tasks to go on with."""
+        """Record answers; return the tasks to resume."""
         rows = await self._claim.fetch(
             [each.task_id for each, _ in batch],
             [each.calls[place].sub_task_id for each, place in batch],

@@ -1,4 +1,4 @@
-"""The floor's statements: arrays in, one round trip each, no transaction block."""
+"""Statements of the floor: arrays as arguments, one round trip each, no transaction block."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ UPDATE agent_parallel_invocations
  WHERE logical_task_id = ANY($1::text[]) AND send_due_at IS NOT NULL
 """
 
-# Record answers, each once, and take the tasks whose last one is among them. A function, because each of its
-# statements sees what the lock of the first one waited for.
+# Record each answer once, and acquire the tasks whose last answer is included. It is a function,
+# because each statement in it sees the rows committed while the first one waited for locks.
 CREATE_CLAIM = """
 CREATE OR REPLACE FUNCTION floor_claim(
   p_tasks text[], p_calls text[], p_outcomes bytea[], p_claims text[], p_owner text, p_lease float8)

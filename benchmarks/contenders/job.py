@@ -1,4 +1,4 @@
-"""The work that every contender does: a task that pauses for N peers, and what they answer."""
+"""The work of every contender: a task that pauses for N peers, and their answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STATES, _QUESTIONS = 16, 100
 
 @dataclass(frozen=True, slots=True)
 class JobCall:
-    """One peer call, and the claim that will record its answer."""
+    """One peer call, and the claim id for its answer."""
 
     sub_task_id: str
     call_id: str
@@ -40,7 +40,7 @@ class JobCall:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One task from its pause to its end."""
+    """One task from pause to end."""
 
     task_id: str
     run_id: str
@@ -54,7 +54,7 @@ class Job:
 
 
 def jobs(fan_out: int, count: int, *, seed: int = 0) -> list[Job]:
-    """`count` tasks with `fan_out` calls each. Ids are new, contents depend on `seed` only."""
+    """Create `count` tasks with `fan_out` calls each. Only `seed` determines their contents."""
     random = Random(seed)
     states = [_state(random) for _ in range(min(count, _STATES))]
     questions = [_text(random, 12) for _ in range(_QUESTIONS)]
@@ -109,7 +109,7 @@ def _message(task_id: str, text: str) -> bytes:
 
 
 def _state(random: Random) -> bytes:
-    """A conversation as an agent keeps it: 8 KB, which zstd makes 2.9 times smaller."""
+    """A typical agent conversation: 8 KB, which zstd compresses by a factor of 2.9."""
     history: list[dict[str, JsonValue]] = []
     while len(json.dumps(history)) < _STATE_BYTES - 200:
         call: dict[str, JsonValue] = {
@@ -133,30 +133,29 @@ def _vocabulary() -> list[str]:
 _VOCABULARY = _vocabulary()
 
 
-# ── contenders ─────────────────────────────────────────────────────────────────────────────────────
-
-
 class Contender(Protocol):
-    """Somebody who can do jobs with a database of their own."""
+    """A system that can run jobs with its own database."""
 
     async def open(self, url: str) -> None:
-        """Connect; make what tables are missing."""
+        """Connect, and create missing tables."""
 
     async def close(self) -> None:
         """Disconnect."""
 
     def prepared(self, jobs: Sequence[Job]) -> Sequence[Any]:
-        """What `run` takes: jobs in the form in which an agent would hand them over. Not timed."""
+        """Convert jobs to the input of `run`, in the form in which an agent hands them over. Not
+        timed.
+        """
 
     async def run(self, prepared: Any, in_flight: int) -> None:
-        """Do all of it, `in_flight` tasks at a time."""
+        """Run all jobs, `in_flight` at a time."""
 
 
 T = TypeVar("T")
 
 
 async def at_a_time(width: int, items: Sequence[T], life: Callable[[T], Awaitable[None]]) -> None:
-    """Lead every item through its life, `width` of them at a time."""
+    """Run `life` for every item, `width` of them at a time."""
     rest = iter(items)
 
     async def one_after_another() -> None:

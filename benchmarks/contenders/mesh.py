@@ -1,4 +1,4 @@
-"""Meshpoint: its SQL store behind the port, called as the worker calls it."""
+"""Meshpoint's SQL store behind its port, called as the worker calls it."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ REPLICA = Replica(ReplicaId("A"), AgentName(job.AGENT), frozenset({job.STATE_FOR
 _SLOTS = 100_000
 _MOST_TOGETHER = 1024
 _PREFETCH = 100
-"""Responses that one replica works on when it claims each alone: the broker gives it no more."""
+"""Concurrent responses when each is claimed alone, as limited by the broker's prefetch."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshJob:
-    """A job in the values of the store's port."""
+    """A job as values of the store's port."""
 
     pause: Pause
     claims: tuple[Claim, ...]
@@ -49,7 +49,7 @@ class MeshJob:
 
 
 class Mesh:
-    """Pause and mark each task alone; claim what arrived meanwhile together, or each response alone."""
+    """Pauses and marks each task separately; claims waiting responses in batches or one by one."""
 
     def __init__(self, *, claim_together: bool = True) -> None:
         self._claim_together = claim_together
@@ -59,7 +59,7 @@ class Mesh:
         self._prefetch = asyncio.Semaphore(_PREFETCH)
 
     async def open(self, url: str) -> None:
-        """Connect, and claim what arrives until `close`."""
+        """Connect, and claim arriving responses until `close`."""
         self._store = SqlStore(
             url,
             namespace=job.NAMESPACE,
@@ -71,16 +71,16 @@ class Mesh:
         self._claimer = asyncio.create_task(self._serve_arrivals())
 
     async def close(self) -> None:
-        """Stop and disconnect."""
+        """Stop claiming and disconnect."""
         self._claimer.cancel()
         await self._store.close()
 
     def prepared(self, jobs: Sequence[Job]) -> Sequence[MeshJob]:
-        """`jobs` as an agent hands them over."""
+        """Convert `jobs` as an agent hands them over."""
         return [mesh_job(each) for each in jobs]
 
     async def run(self, prepared: Sequence[MeshJob], in_flight: int) -> None:
-        """Do all of it."""
+        """Run all jobs."""
         await at_a_time(in_flight, prepared, self._life)
         await self.marks_written()
 
@@ -95,7 +95,7 @@ class Mesh:
         await self._store.mark_sent(saved.dispatches)
 
     async def marks_written(self) -> None:
-        """Wait for what Meshpoint does in the background."""
+        """Wait for Meshpoint's background writes."""
         await self._store.marks_written()
 
     async def claim(self, claims: Sequence[Claim]) -> list[Arrival]:
@@ -117,8 +117,6 @@ class Mesh:
         """Mark the reply as sent."""
         await self._store.mark_sent([ended.reply])
 
-    # ── answers ────────────────────────────────────────────────────────────────────────────────────
-
     async def _answered(self, task: MeshJob) -> Resumable:
         if not self._claim_together:
             return await self._each_alone(task)
@@ -138,7 +136,7 @@ class Mesh:
             return (await self.claim([claim]))[0]
 
     async def _serve_arrivals(self) -> None:
-        """As the worker serves its inbox: what arrived while the last batch was claimed goes together."""
+        """Claim responses that arrived during the last batch together, as the worker does."""
         try:
             while await self._some.wait():
                 batch = [self._arrived.popleft() for _ in range(min(_MOST_TOGETHER, len(self._arrived)))]
@@ -154,7 +152,7 @@ class Mesh:
 
 
 def mesh_job(each: Job) -> MeshJob:
-    """`each` in the values of the store's port."""
+    """Convert a job to values of the store's port."""
     task_id, agent = TaskId(each.task_id), AgentName(job.AGENT)
     return MeshJob(
         pause=Pause(

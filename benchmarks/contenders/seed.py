@@ -1,8 +1,9 @@
-"""The design that Meshpoint started from: the obvious one.
+"""The seed design, which Meshpoint started from.
 
-Synchronous SQLAlchemy ORM, a transaction for each step, a JSON array of results that is rewritten at each answer, the
-context as JSON in one column. Its better variant: eight threads, each with a task of its own from pause to resume, so
-that no two of them wait for the same row. It does less than the others: no marks, no durable end, no tombstone.
+It uses the synchronous SQLAlchemy ORM with one transaction per step, a JSON array of results that
+is rewritten for each answer, and the context as JSON in one column. This is its faster variant:
+eight threads, each running one task from pause to resume, so that no two threads wait for the same
+row. It does less than the other contenders: no sent marks, no durable end, no tombstone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Base(DeclarativeBase):
 
 
 class PausedTask(_Base):
-    """The serialised task, one row for each that waits."""
+    """A serialized waiting task."""
 
     __tablename__ = "agent_paused_tasks"
     logical_task_id: Mapped[str] = mapped_column(primary_key=True)
@@ -46,7 +47,7 @@ class PausedTask(_Base):
 
 
 class PeerSubTask(_Base):
-    """A pending call; deleted when its peer answers."""
+    """A pending call, deleted when its peer answers."""
 
     __tablename__ = "agent_peer_sub_tasks"
     sub_task_id: Mapped[str] = mapped_column(primary_key=True)
@@ -60,7 +61,7 @@ class PeerSubTask(_Base):
 
 
 class ParallelInvocation(_Base):
-    """How many of the calls of a task were answered, and all their results."""
+    """The number of answered calls of a task, and all their results."""
 
     __tablename__ = "agent_parallel_invocations"
     logical_task_id: Mapped[str] = mapped_column(
@@ -73,13 +74,16 @@ class ParallelInvocation(_Base):
 
 
 class Seed:
-    """The design of the source document. One thread: as its text has it, where each step blocks the event loop."""
+    """The design of the source document.
+
+    One thread corresponds to its text, where each step blocks the event loop.
+    """
 
     def __init__(self, threads: int = 8) -> None:
         self._width = threads
 
     async def open(self, url: str) -> None:
-        """Connect; make the tables."""
+        """Connect and create the tables."""
         self._engine = create_engine(make_url(url).set(drivername="postgresql+psycopg"), pool_size=self._width)
         self._session = sessionmaker(self._engine)
         await asyncio.to_thread(_Base.metadata.create_all, self._engine)
@@ -91,11 +95,11 @@ class Seed:
         self._engine.dispose()
 
     def prepared(self, jobs: Sequence[Job]) -> Sequence[Job]:
-        """`jobs` as they are."""
+        """Return `jobs` unchanged."""
         return jobs
 
     async def run(self, prepared: Sequence[Job], in_flight: int) -> None:
-        """Do all of it, one task for each thread at a time."""
+        """Run all jobs, one at a time per thread."""
         rest = deque(prepared)
         loop = asyncio.get_running_loop()
         await asyncio.gather(*[loop.run_in_executor(self._threads, self._serve, rest) for _ in range(self._width)])
@@ -121,7 +125,7 @@ class Seed:
     def _checkpoint(self, each: Job) -> None:
         with self._session.begin() as session:
             session.add(_paused(each))
-            session.flush()  # the calls refer to it
+            session.flush()  # the calls reference this row
             now = time.time()
             session.add_all(
                 PeerSubTask(

@@ -1,7 +1,8 @@
-"""The design that came before, for working memories: each key by itself, JSON, a hash over it.
+"""The seed design for working memories: key by key, as JSON with a hash.
 
-As its text has it, but for what would not run at all: its digest covers times to live and its verification does not,
-so here neither does; and bytes are kept as latin-1 text, since JSON has none.
+It follows the source document except where that could not run: the document's digest includes
+times to live but its verification does not, so here both omit them; and bytes are stored as
+latin-1 text, because JSON has no bytes.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ _DAY = 24 * 3600
 
 
 class SeedMemory:
-    """Snapshots of `L1:{agent_id}:working:*` under `l1_snapshot:{agent_id}`, and back."""
+    """Copies `L1:{agent_id}:working:*` to `l1_snapshot:{agent_id}` and back."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
     async def snapshot(self, agent_id: str) -> str:
-        """Dump, digest and keep; the digest."""
+        """Read, digest and store the memory; return the digest."""
         snapshot = await self._dump(agent_id)
         digest = self._digest(snapshot)
         await self._redis.set(f"l1_snapshot:{agent_id}", json.dumps(snapshot), ex=14 * _DAY)
@@ -31,7 +32,7 @@ class SeedMemory:
         return digest
 
     async def restore(self, agent_id: str) -> int:
-        """Clear, write and verify; how many keys there are."""
+        """Clear, write and verify the memory; return the number of keys."""
         stored = await self._redis.get(f"l1_snapshot:{agent_id}")
         meta = await self._redis.get(f"l1_snapshot_meta:{agent_id}")
         assert stored

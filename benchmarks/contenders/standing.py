@@ -1,11 +1,11 @@
-"""Tasks that wait in the tables all the time, so that plans and indexes are those of a database in use."""
+"""Permanently waiting tasks, which make query plans and indexes realistic."""
 
 from __future__ import annotations
 
 import asyncpg
 
 STANDING = 10_000
-"""Tasks, with three calls each."""
+"""Number of tasks, with three calls each."""
 
 _MESHPOINT = (
     """INSERT INTO agent_paused_tasks (
@@ -37,7 +37,7 @@ _TABLES = ("agent_peer_sub_tasks", "agent_parallel_invocations", "agent_paused_t
 
 
 async def settle(url: str, *, seed: bool = False) -> None:
-    """Fill the tables of Meshpoint, or those of the seed's design."""
+    """Fill Meshpoint's tables, or the seed design's."""
     connection = await asyncpg.connect(url)
     try:
         for statement in _SEED if seed else _MESHPOINT:
@@ -48,7 +48,7 @@ async def settle(url: str, *, seed: bool = False) -> None:
 
 
 async def clear(url: str) -> None:
-    """Delete what the last round left, tombstones included."""
+    """Delete the rows of the last round, including tombstones."""
     connection = await asyncpg.connect(url)
     try:
         for table in _TABLES:

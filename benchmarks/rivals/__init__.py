@@ -1,1 +1,1 @@
-"""The same job done by others: each a process of its own that `driver.serve` drives; `job` is the job."""
+"""Other systems running the same job, each in its own process driven through `driver.serve`."""

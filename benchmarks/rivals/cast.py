@@ -1,4 +1,4 @@
-"""Who takes part: what each is started with, and what its servers promise."""
+"""All contenders: how to start them, and what their servers guarantee."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ SEED, SEED_THREADS = "seed's design", "seed's design, in threads"
 DBOS, LANGGRAPH, CELERY = "DBOS", "LangGraph", "Celery"
 
 RIVALS_PYTHON = Path(sys.prefix) / "rivals" / "bin" / "python"
-"""Rivals have an environment of their own: what some of them need contradicts what others, and Meshpoint, need."""
+"""A separate environment, because the rivals' dependencies conflict with Meshpoint's and each
+other's.
+"""
 _VERSIONS = """
 import json, sys
 from importlib.metadata import version
@@ -44,7 +46,7 @@ PROMISES = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """How to start a contender, and what counts its servers' work."""
+    """How to start a contender, and the meter of its servers' work."""
 
     name: str
     command: Sequence[str]
@@ -52,7 +54,7 @@ class Part:
 
 
 async def parts(stage: Stage, folder: Path, layout: Sequence[str] = ()) -> list[Part]:
-    """All who can take part on this machine; `layout` is for Meshpoint's processes."""
+    """All contenders available on this machine. `layout` has options for Meshpoint's processes."""
     amqp = (await stage.rabbit()).url
     meshpoint, seed, threads = await stage.database(), await stage.empty_database(), await stage.empty_database()
     file = f"sqlite:///{folder}/meshpoint.db"
@@ -89,7 +91,7 @@ async def versions() -> dict[str, str]:
 
 
 def layout_commands(amqp: str, database: str) -> dict[str, list[str]]:
-    """The two ways to spread Meshpoint's agents over processes."""
+    """Commands for the two ways to distribute Meshpoint's agents over processes."""
     return {
         "a process for each agent": _here("mesh", amqp, database),
         "one process": _here("mesh", amqp, database, "--together"),

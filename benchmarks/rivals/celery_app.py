@@ -1,4 +1,4 @@
-"""The job as Celery tasks: the root replaces itself by a chord of its peers."""
+"""The job as Celery tasks. The root replaces itself with a chord of its peers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.rivals import job
 
 app = Celery("bench", broker=os.environ["CELERY_URL"], backend=os.environ["CELERY_URL"])
 app.conf.update(
-    task_acks_late=True,  # a task whose worker died is done again
+    task_acks_late=True,  # redo tasks whose worker died
     task_reject_on_worker_lost=True,
     broker_connection_retry_on_startup=True,
 )
@@ -19,18 +19,18 @@ app.conf.update(
 
 @app.task
 def peer(question: str) -> str:
-    """Answers at once."""
+    """Answer at once."""
     return job.answer()
 
 
 @app.task
 def collect(answers: list[str], history: list[dict[str, Any]]) -> str:
-    """Goes on when all peers have answered, with what the root kept."""
+    """Continue with the root's state after all peers have answered."""
     return job.summary(answers)
 
 
 @app.task(bind=True)
 def root(self: Task, fan_out: int) -> Any:
-    """Asks as many peers as it is told to."""
+    """Ask `fan_out` peers."""
     calls = [peer.s("what do you say?") for _ in range(fan_out)]
     return self.replace(chord(calls, collect.s(list(job.history()))))

@@ -1,4 +1,4 @@
-"""Celery on Redis: `python -m benchmarks.rivals.celery_rival URL`, with a worker of two processes."""
+"""Celery on Redis with two worker processes: `python -m benchmarks.rivals.celery_rival URL`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from benchmarks.rivals import driver
 
 _WORKERS, _THREADS = 2, 64
 _PATIENCE = 600.0
-"""Seconds that an answer may take: far more than any does."""
+"""Maximum seconds for an answer, far more than needed."""
 
 
 @asynccontextmanager
 async def running(url: str) -> AsyncIterator[driver.Ask]:
-    """A worker, and how to ask it: results are awaited in threads, as Celery's client blocks."""
+    """Start a worker, and yield a function that runs one job.
+
+    Results are awaited in threads, because Celery's client blocks.
+    """
     os.environ["CELERY_URL"] = url
     app = ["-A", "benchmarks.rivals.celery_app"]
     options = ["--pool", "prefork", "--concurrency", str(_WORKERS), "--loglevel", "ERROR"]
@@ -37,7 +40,7 @@ async def running(url: str) -> AsyncIterator[driver.Ask]:
         async def ask(fan_out: int) -> object:
             return await loop.run_in_executor(threads, asked, fan_out)
 
-        await ask(1)  # the worker serves
+        await ask(1)  # wait until the worker is ready
         yield ask
     finally:
         worker.terminate()

@@ -1,4 +1,4 @@
-"""The benchmark's side of the conversation with a rival's process; `driver` is the other."""
+"""The benchmark's end of the protocol with a rival's process; `driver` is the other end."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typing import Any, Self
 
 _LONGEST_LINE = 1 << 26
 _FAREWELL = 20.0
-"""Seconds that a rival has to drain at the end."""
+"""Seconds for a rival to drain at the end."""
 
 
 class RivalFailed(Exception):
-    """A rival did not start, or could not do what it was told to."""
+    """A rival did not start or failed a round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a rival says of one round; latencies in seconds, sorted."""
+    """A rival's report on one round. Latencies are in seconds, sorted."""
 
     seconds: float
     latencies: Sequence[float]
 
     def quantile(self, share: float) -> float:
-        """The latency that `share` of all tasks did not exceed, in milliseconds."""
+        """The latency in milliseconds not exceeded by `share` of all tasks."""
         return self.latencies[min(int(len(self.latencies) * share), len(self.latencies) - 1)] * 1e3
 
 
 class Contender:
-    """A rival's process, with a session of its own for it and all processes it starts."""
+    """A rival's process. It and its children have their own process group."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name, self._process = name, process
@@ -41,10 +41,10 @@ class Contender:
 
     @classmethod
     async def start(cls, name: str, command: Sequence[str]) -> Self:
-        """Start `command`, and return when it is ready for orders.
+        """Start `command` and wait until it is ready.
 
         Raises:
-            RivalFailed: it ended before.
+            RivalFailed: it ended first.
         """
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -62,10 +62,10 @@ class Contender:
         return contender
 
     async def round(self, fan_out: int, in_flight: int, seconds: float) -> Round:
-        """Have jobs done.
+        """Run jobs for about `seconds`.
 
         Raises:
-            RivalFailed: one of them was not done, or done wrong.
+            RivalFailed: a job failed or had a wrong result.
         """
         assert self._process.stdin is not None
         order = {"fan_out": fan_out, "in_flight": in_flight, "seconds": seconds}
@@ -74,7 +74,7 @@ class Contender:
         return Round(word["seconds"], sorted(word["latencies"]))
 
     async def close(self) -> None:
-        """Let it drain for a while, then kill what is left of it."""
+        """Let it drain for a limited time, then kill the process group."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         with suppress(TimeoutError):

@@ -1,7 +1,7 @@
-"""DBOS on PostgreSQL: a workflow starts a child workflow for each peer. `python -m benchmarks.rivals.dbos_rival URL`.
+"""DBOS on PostgreSQL: `python -m benchmarks.rivals.dbos_rival URL`.
 
-All in one process, without a transport: requests, children and answers are calls. The 8 KB are the result of a step,
-as what a model has said would be.
+A workflow starts a child workflow for each peer, all in one process without a transport. The 8 KB
+state is the result of a step, as a model's response would be.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from benchmarks.rivals import driver, job
 
 @DBOS.step()
 async def remember() -> list[dict[str, Any]]:
-    """What the root keeps while it waits."""
+    """The root's state while it waits."""
     return list(job.history())
 
 
 @DBOS.workflow()
 async def peer(question: str) -> str:
-    """Answers at once."""
+    """Answer at once."""
     return job.answer()
 
 
 @DBOS.workflow()
 async def root(fan_out: int) -> str:
-    """Asks as many peers as it is told to."""
+    """Ask `fan_out` peers."""
     await remember()
     asked = [await DBOS.start_workflow_async(peer, "what do you say?") for _ in range(fan_out)]
     return job.summary([await each.get_result() for each in asked])
@@ -39,7 +39,7 @@ async def root(fan_out: int) -> str:
 
 @asynccontextmanager
 async def running(db_url: str) -> AsyncIterator[driver.Ask]:
-    """DBOS in this process, and how to ask it."""
+    """Start DBOS in this process, and yield a function that runs one job."""
     config: DBOSConfig = {
         "name": "bench",
         "system_database_url": db_url,

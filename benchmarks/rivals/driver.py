@@ -1,7 +1,8 @@
-"""A rival's side of the conversation: rounds are ordered on standard input, and told on standard output.
+"""A rival's end of the protocol: commands on standard input, results on standard output.
 
-An order is `{"fan_out": N, "in_flight": M, "seconds": S}`; the word back is `{"seconds": …, "latencies": […]}`, or
-`{"error": …}`. The rival drains when standard input closes, which also happens when the benchmark dies.
+A command is `{"fan_out": N, "in_flight": M, "seconds": S}`; its result is `{"seconds": …,
+"latencies": […]}` or `{"error": …}`. The rival drains when standard input closes, which also
+happens if the benchmark dies.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any, TypeAlias
 from benchmarks.rivals import job
 
 Ask: TypeAlias = Callable[[int], Awaitable[object]]
-"""Does one job with this fan-out; its result is what the agent answered."""
+"""Runs one job with this fan-out and returns the agent's answer."""
 
 
 def serve(rival: AbstractAsyncContextManager[Ask]) -> None:
-    """Do what is ordered until standard input closes."""
+    """Execute commands until standard input closes."""
     words = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no word of ours
+    os.dup2(2, 1)  # keep libraries' output out of the protocol
     asyncio.run(_serve(rival, lambda word: print(json.dumps(word), file=words, flush=True)))
 
 
@@ -46,7 +47,7 @@ async def _orders() -> AsyncIterator[dict[str, Any]]:
 
 
 async def _round(ask: Ask, fan_out: int, in_flight: int, seconds: float) -> dict[str, Any]:
-    """Jobs begun within `seconds`, `in_flight` at a time, and all of them brought to their end."""
+    """Start jobs for `seconds`, `in_flight` at a time, and wait for all of them to end."""
     latencies: list[float] = []
     begin = time.perf_counter()
 

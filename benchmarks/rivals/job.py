@@ -1,6 +1,6 @@
-"""The job: an agent that keeps 8 KB, asks N peers at once, waits for all of them, and answers.
+"""The job: an agent with 8 KB of state asks N peers concurrently, waits for all, and answers.
 
-Standard library only: rivals run in an environment without Meshpoint.
+Standard library only, because rivals run in an environment without Meshpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _WORDS = 900
 
 @cache
 def history() -> tuple[dict[str, Any], ...]:
-    """A conversation of 8 KB as JSON, which zstd makes about 2.9 times smaller: what the agent must remember."""
+    """The agent's state: a conversation of 8 KB of JSON, compressible by a factor of about 2.9."""
     random, messages = Random(2), list[dict[str, Any]]()
     while len(json.dumps(messages)) < STATE_BYTES - 200:
         call = {"id": f"{random.getrandbits(96):024x}", "name": "search", "arguments": {"query": _text(random, 5)}}
@@ -26,20 +26,20 @@ def history() -> tuple[dict[str, Any], ...]:
 
 @cache
 def answer() -> str:
-    """What each peer says: 300 bytes."""
+    """A peer's answer: 300 bytes."""
     return _text(Random(3), 80)[:ANSWER_BYTES]
 
 
 def summary(answers: list[str]) -> str:
-    """What the agent answers, from all of its peers' answers."""
+    """The agent's answer, computed from all of its peers' answers."""
     return f"{len(answers)} answers, {sum(map(len, answers))} characters"
 
 
 def check(fan_out: int, result: object) -> None:
-    """Refuse a result that is not the sum of all answers: whoever loses some is not in the race.
+    """Check that a result covers every answer, so that losing some is not an advantage.
 
     Raises:
-        AssertionError: it is another.
+        AssertionError: it does not.
     """
     expected = summary([answer()] * fan_out)
     if result != expected:

@@ -1,7 +1,8 @@
-"""LangGraph with its PostgreSQL saver: a node for each peer interrupts, one resume answers all of them.
+"""LangGraph with its PostgreSQL saver: `python -m benchmarks.rivals.langgraph_rival URL`.
 
-`python -m benchmarks.rivals.langgraph_rival URL`. All in one process, without a transport: the answers are there at
-once. Durability `exit`: what is kept is written when the graph pauses and when it ends, as Meshpoint does it.
+A node for each peer interrupts, and one resume answers all of them. Everything runs in one process
+without a transport, so answers are available at once. Durability is `exit`: state is written when
+the graph pauses and ends, as in Meshpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _CONNECTIONS = 10
 
 
 class State(TypedDict, total=False):
-    """What the root keeps while it waits."""
+    """The root's state while it waits."""
 
     fan_out: int
     history: list[dict[str, Any]]
@@ -64,7 +65,7 @@ def _graph() -> StateGraph[State]:
 
 @asynccontextmanager
 async def running(db_url: str, durability: Any) -> AsyncIterator[driver.Ask]:
-    """The graph in this process, and how to ask it."""
+    """Compile the graph in this process, and yield a function that runs one job."""
     options = {"autocommit": True, "prepare_threshold": 0, "row_factory": dict_row}
     pool: AsyncConnectionPool[Any]
     async with AsyncConnectionPool(db_url, max_size=_CONNECTIONS, kwargs=options, open=False) as pool:

@@ -1,4 +1,4 @@
-"""Meshpoint itself: replicas as processes, and a client. `python -m benchmarks.rivals.mesh --help`."""
+"""Meshpoint: replicas as processes, and a client. `python -m benchmarks.rivals.mesh --help`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from meshpoint.settings import AgentSettings, MeshSettings, Settings
 from meshpoint.wiring import make_broker
 
 MAX_CONCURRENCY = 64
-"""Segments at a time: as many as requests are ever in flight, so that no contender is held back by a default."""
+"""Concurrent segments: the most requests ever in flight, so that no default is the limit."""
 
 
 @asynccontextmanager
 async def mesh(options: Namespace) -> AsyncIterator[driver.Ask]:
-    """A mesh that serves the job, and how to ask it. The peer never pauses, so it needs no database."""
+    """Start a mesh that serves the job, and yield a function that runs one.
+
+    The peer never pauses, so it needs no database.
+    """
     settings = MeshSettings(namespace=f"bench-{new_id()}", broker_url=options.broker_url)
     async with AsyncExitStack() as stack:
         groups: Sequence[Sequence[str]] = [["root", "peer"]] if options.together else [["root"], ["peer"]]
@@ -47,7 +50,7 @@ def _agent(name: str, db_url: str | None) -> AgentSettings:
 
 @asynccontextmanager
 async def _replica(settings: Settings) -> AsyncIterator[None]:
-    """A process that serves `settings`, from its first word to its end."""
+    """A process that serves `settings` and drains at the end of the block."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -71,8 +74,8 @@ def main() -> None:
     """Serve the driver."""
     arguments = ArgumentParser()
     arguments.add_argument("broker_url")
-    arguments.add_argument("db_url", nargs="?", help="without: stateless_checkpointing is false")
-    arguments.add_argument("--together", action="store_true", help="root and peer in one process")
+    arguments.add_argument("db_url", nargs="?", help="without it, stateless_checkpointing is false")
+    arguments.add_argument("--together", action="store_true", help="run root and peer in one process")
     driver.serve(mesh(arguments.parse_args()))
 
 

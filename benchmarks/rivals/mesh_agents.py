@@ -1,4 +1,4 @@
-"""The job's two agents, written for Meshpoint."""
+"""The job's two agents on Meshpoint."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ask = Peer("peer", str, str)
 
 
 class Memory(BaseModel):
-    """What the root keeps while it waits."""
+    """The root's state while it waits."""
 
     history: tuple[dict[str, Any], ...]
 
 
 class Root(StatefulAgent[int, Memory, str]):
-    """Asks as many peers as it is told to."""
+    """Asks the requested number of peers."""
 
     name = "root"
 
@@ -36,5 +36,5 @@ root = Root()
 
 @agent("peer")
 async def peer(ctx: TaskExecutionContext, question: str) -> str:
-    """Answers at once."""
+    """Answer at once."""
     return job.answer()

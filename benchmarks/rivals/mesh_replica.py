@@ -1,6 +1,7 @@
-"""One replica: `python -m benchmarks.rivals.mesh_replica`, its settings as one line of JSON on standard input.
+"""One replica: `python -m benchmarks.rivals.mesh_replica`, with settings as a JSON line on stdin.
 
-Says `ready` when it serves, and drains when standard input closes. `MESHPOINT_PROFILE=FOLDER` has a profile written.
+It prints `ready` when it serves, and drains when standard input closes. With
+`MESHPOINT_PROFILE=FOLDER` it writes a profile.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from meshpoint.settings import Settings
 
 
 class _Announcer:
-    """Says when all agents of this process serve, and calls `then`; deaf to the rest."""
+    """Prints `ready` and calls `then` once all agents of this process serve."""
 
     def __init__(self, agents: int, then: Callable[[], object]) -> None:
         self._starting, self._then = agents, then
@@ -39,7 +40,7 @@ async def _serve(settings: Settings, then: Callable[[], object]) -> None:
         loop.remove_reader(0)
         stop.set()
 
-    loop.add_reader(0, closed)  # nothing comes after the settings, so it is readable when it ends
+    loop.add_reader(0, closed)  # nothing follows the settings, so stdin is readable only when closed
     await wiring.serve(settings, observer=_Announcer(len(settings.agents), then), stop=stop)
 
 
@@ -52,7 +53,7 @@ def main() -> None:
         event_loop.run(_serve(settings, lambda: None))
         return
     print(f"serving {', '.join(agent.name for agent in settings.agents)}: {os.getpid()}", file=sys.stderr)
-    profile = cProfile.Profile(time.thread_time)  # what the machine does meanwhile is not counted
+    profile = cProfile.Profile(time.thread_time)  # excludes other threads and processes
     event_loop.run(_serve(settings, profile.enable))
     profile.disable()
     profile.dump_stats(Path(folder) / f"{os.getpid()}.prof")

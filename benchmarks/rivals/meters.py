@@ -1,4 +1,4 @@
-"""What a round costs besides time: CPU of processes, and what PostgreSQL and Redis had to do."""
+"""The cost of a round apart from time: CPU of processes, and work of PostgreSQL and Redis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """CPU time of these processes, of all that descend from them, and of those of them that have ended."""
+    """CPU time of these processes and all their descendants, including ended ones."""
     total = 0.0
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
@@ -26,25 +26,26 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def servers_beside(pids: Iterable[int]) -> list[int]:
-    """The other processes that this one has started: the servers."""
+    """The other child processes of this one, which are the servers."""
     return [child.pid for child in psutil.Process().children() if child.pid not in set(pids)]
 
 
 class Meter(Protocol):
-    """Counts what a server did for one contender, from the server's start on."""
+    """Counts a server's work for one contender since the server started."""
 
     async def read(self) -> Mapping[str, float]:
-        """The counts of now."""
+        """The current counts."""
 
     async def close(self) -> None:
         """Disconnect."""
 
 
 class PostgresMeter:
-    """Writing transactions, statements and bytes of WAL; PostgreSQL knows all of them at once.
+    """Counts writing transactions, statements and bytes of WAL, without delay.
 
-    The first and the last are the whole server's: one contender works at a time. `pg_stat_database` would tell of
-    commits up to ten seconds late, so ids of transactions are counted: those that only read have none.
+    Transactions and WAL are the whole server's, but only one contender works at a time.
+    `pg_stat_database` reports commits up to ten seconds late, so transaction ids are counted
+    instead; read-only transactions have none.
     """
 
     def __init__(self, connection: asyncpg.Connection, database: str, *, statements: bool) -> None:
@@ -52,7 +53,7 @@ class PostgresMeter:
 
     @classmethod
     async def open(cls, server_url: str, database_url: str) -> PostgresMeter:
-        """A meter for one database; statements are counted where PostgreSQL's module for that is loaded."""
+        """Open a meter for one database. Statements are counted if pg_stat_statements is loaded."""
         connection = await asyncpg.connect(server_url)
         loaded = "pg_stat_statements" in await connection.fetchval("SHOW shared_preload_libraries")
         if loaded:
@@ -60,7 +61,7 @@ class PostgresMeter:
         return cls(connection, urlsplit(database_url).path.strip("/"), statements=loaded)
 
     async def read(self) -> Mapping[str, float]:
-        """The counts of now."""
+        """The current counts."""
         commits, wal = await self._connection.fetchrow(
             "SELECT pg_snapshot_xmax(pg_current_snapshot())::text::float8,"
             " pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')::float8"
@@ -80,19 +81,19 @@ class PostgresMeter:
 
 
 class RedisMeter:
-    """Commands."""
+    """Counts commands."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     @classmethod
     async def open(cls, url: str) -> RedisMeter:
-        """A meter for one server."""
+        """Open a meter for one server."""
         address = urlsplit(url)
         return cls(*await asyncio.open_connection(address.hostname, address.port))
 
     async def read(self) -> Mapping[str, float]:
-        """The counts of now."""
+        """The current counts."""
         self._writer.write(b"INFO stats\r\n")
         size = int((await self._reader.readline())[1:])
         said = (await self._reader.readexactly(size + 2)).decode()

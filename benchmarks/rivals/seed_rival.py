@@ -1,9 +1,10 @@
-"""The design that Meshpoint started from, on RabbitMQ: `python -m benchmarks.rivals.seed_rival AMQP_URL DB_URL`.
+"""The seed design on RabbitMQ: `python -m benchmarks.rivals.seed_rival AMQP_URL DB_URL`.
 
-A bare loop on the driver that Meshpoint uses, with quorum queues, persistent messages and confirms as Meshpoint has
-them. Its transactions run on the event loop and block it, as its text has it, or, better, in as many threads as
-`--threads` says. Calls are sent after the checkpoint instead of before it, so that no answer comes too early. It
-sends nothing again, knows no deadline, and loses the task when its process dies between two of its transactions.
+A bare loop on Meshpoint's driver, with quorum queues, persistent messages and confirms as in
+Meshpoint. Its transactions block the event loop, as in the source document, or run in `--threads`
+threads, which is faster. Calls are sent after the checkpoint instead of before it, so that no
+answer arrives too early. It never re-sends, has no deadlines, and loses the task if its process
+dies between two transactions.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from benchmarks.rivals.seed_store import SeedStore
 
 _PREFETCH = 64
 Handle: TypeAlias = Callable[[str, str, Any], Awaitable[None]]
-"""Takes the id of a message, where its answer goes, and what it says."""
+"""Called with a message's id, its reply queue and its content."""
 
 
 class _Post:
-    """One connection: confirmed publishing on a channel, and consumers."""
+    """One connection: a channel for confirmed publishing, and consumers."""
 
     def __init__(self, connection: AbstractConnection, channel: AbstractChannel, prefix: str) -> None:
         self._connection, self._channel, self._prefix = connection, channel, prefix
         self._handling: set[asyncio.Task[None]] = set()
 
     async def send(self, queue: str, id_: str, said: Any, reply_to: str = "") -> None:
-        """Publish, and return when the broker has it."""
+        """Publish, and wait for the broker's confirmation."""
         properties = aiormq.spec.Basic.Properties(
             correlation_id=id_, reply_to=reply_to or None, delivery_mode=2, content_type="application/json"
         )
@@ -47,7 +48,7 @@ class _Post:
         )
 
     async def consume(self, queue: str, handle: Handle) -> None:
-        """Have each message of `queue` handled in a task of its own, then acked."""
+        """Handle each message of `queue` in its own task, then ack it."""
         channel, name = await self._connection.channel(), self._prefix + queue
         await channel.basic_qos(prefetch_count=_PREFETCH)
         await channel.queue_declare(name, durable=True, arguments={"x-queue-type": "quorum", "x-expires": 60_000})
@@ -106,7 +107,7 @@ async def _serve_root(post: _Post, store: SeedStore, threads: int) -> None:
 async def _replica(options: Namespace) -> None:
     """Serve one role until standard input closes."""
     closed, loop = asyncio.Event(), asyncio.get_running_loop()
-    loop.add_reader(0, closed.set)  # nothing is ever said to it, so it is readable when it ends
+    loop.add_reader(0, closed.set)  # nothing is ever sent, so stdin is readable only when closed
     async with _post(options) as post:
         if options.role == "root":
             await _serve_root(post, SeedStore(options.db_url, options.threads), options.threads)
@@ -139,7 +140,7 @@ async def _process(options: Namespace, role: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def running(options: Namespace) -> AsyncIterator[driver.Ask]:
-    """A root and a peer, and how to ask them."""
+    """Start a root and a peer, and yield a function that runs one job."""
     waiting: dict[str, asyncio.Future[object]] = {}
 
     async def replied(id_: str, reply_to: str, result: Any) -> None:
@@ -163,7 +164,7 @@ def main() -> None:
     arguments.add_argument("amqp_url")
     arguments.add_argument("db_url")
     arguments.add_argument("--role", choices=["root", "peer"])
-    arguments.add_argument("--threads", type=int, default=0, help="for transactions; 0: the event loop")
+    arguments.add_argument("--threads", type=int, default=0, help="threads for transactions; 0 uses the event loop")
     arguments.add_argument("--prefix", default=f"seed-{uuid4()}.")
     options = arguments.parse_args()
     if options.role:

@@ -1,4 +1,4 @@
-"""The tables of the design that Meshpoint started from, and its transactions, as its text says."""
+"""Tables and transactions of the seed design, as in its source document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.rivals import job
 
 
 class SeedStore:
-    """Checkpoint, claim, record, restore: each a transaction or more of synchronous SQLAlchemy ORM."""
+    """Checkpoint, claim, record and restore with the synchronous SQLAlchemy ORM."""
 
     def __init__(self, db_url: str, threads: int) -> None:
         self._engine = create_engine(make_url(db_url).set(drivername="postgresql+psycopg"), pool_size=max(threads, 1))
@@ -27,11 +27,11 @@ class SeedStore:
         self._engine.dispose()
 
     def checkpoint(self, task_id: str, requester: str, sub_task_ids: Sequence[str]) -> None:
-        """Write the task, its calls and the count of its answers: one transaction."""
+        """Write the task, its calls and the answer count in one transaction."""
         now, invocation = time.time(), str(uuid4())
         with self._session.begin() as session:
             session.add(_paused(task_id, invocation, requester))
-            session.flush()  # the calls refer to it
+            session.flush()  # the calls reference this row
             correlation = json.dumps({"task_id": task_id, "invocation_id": invocation, "peer_agent_name": "peer"})
             session.add_all(
                 PeerSubTask(
@@ -55,7 +55,10 @@ class SeedStore:
             )
 
     def answered(self, sub_task_id: str, answer: str) -> str | None:
-        """Claim a call, then record its answer: two transactions. The task when this was its last one."""
+        """Claim a call, then record its answer, in two transactions.
+
+        Returns the task id if this was the task's last answer.
+        """
         with self._session.begin() as session:
             row = session.get(PeerSubTask, sub_task_id, with_for_update=True)
             if row is None:
@@ -70,7 +73,10 @@ class SeedStore:
             return correlation["task_id"] if invocation.completed_count == invocation.total_expected else None
 
     def restore(self, task_id: str) -> tuple[str, list[str]]:
-        """The requester and all answers of a task, which is deleted: two reads and a transaction."""
+        """The requester and all answers of a task, which is then deleted.
+
+        This takes two reads and a transaction.
+        """
         with self._session() as session:
             context = json.loads(session.get_one(PausedTask, task_id).a2a_context)
         with self._session() as session:

@@ -1,1 +1,1 @@
-"""Pure values: what Meshpoint talks about. Nothing here does I/O."""
+"""Meshpoint's value types. Nothing here does I/O."""

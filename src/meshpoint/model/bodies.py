@@ -1,6 +1,6 @@
-"""The JSON bodies of messages, as pydantic models with A2A 1.0 field names.
+"""JSON message bodies as pydantic models with A2A 1.0 field names.
 
-Unknown fields are ignored, so that a newer peer can add some.
+Unknown fields are ignored, so that newer peers can add fields.
 """
 
 from __future__ import annotations
@@ -21,30 +21,33 @@ from meshpoint.model.usage import TokenUsage
 
 _MOST_PARTS = 1000
 _LARGEST_USAGE = 128 * 1024
-"""Bytes: each thing wrong in it becomes an error in memory."""
+"""In bytes. Bounded because pydantic creates an error object for every invalid entry."""
 
 
 class Body(BaseModel):
-    """Base of all bodies: camelCase on the wire, snake_case in Python."""
+    """Base class of all bodies: camelCase on the wire, snake_case in Python."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,
         populate_by_name=True,
         extra="ignore",
-        cache_strings="keys",  # ids come once: pydantic would keep 16,384 of them for good
+        cache_strings="keys",  # caching unique values such as ids would hold 16,384 of them forever
     )
 
     def to_bytes(self) -> bytes:
-        """The body as it travels."""
+        """The body in its wire encoding."""
         return self.model_dump_json(by_alias=True, exclude_none=True).encode()
 
     def free_values(self) -> list[JsonValue]:
-        """The values of no declared type that others read."""
+        """The values without a declared type that receivers read."""
         return []
 
 
 class TaskState(StrEnum):
-    """A2A 1.0 states in ProtoJSON form. A paused task stays WORKING: A2A has no state for waiting on peers."""
+    """A2A 1.0 task states in ProtoJSON form.
+
+    A paused task stays WORKING, because A2A has no state for waiting on peers.
+    """
 
     SUBMITTED = "TASK_STATE_SUBMITTED"
     WORKING = "TASK_STATE_WORKING"
@@ -54,7 +57,7 @@ class TaskState(StrEnum):
 
 
 class Part(Body):
-    """One part of a message: structured `data`, or `text`."""
+    """One part of a message: structured `data` or `text`."""
 
     data: JsonValue = None
     text: str | None = None
@@ -72,9 +75,10 @@ class A2AMessage(Body):
 
 
 class RequestBody(Body):
-    """A request: `message.task_id` names the task; the first part holds the input.
+    """A request. `message.task_id` names the task; the first part holds the input.
 
-    `metadata` may hold `userId`, `sessionId`, `userConfig` and `securityContext`; the rest is handed on as it is.
+    `metadata` may contain `userId`, `sessionId`, `userConfig` and `securityContext`; other entries
+    are passed on unchanged.
     """
 
     message: A2AMessage
@@ -90,7 +94,7 @@ class RequestBody(Body):
 
 
 class TaskStatus(Body):
-    """Where a task stands."""
+    """The current state of a task."""
 
     state: TaskState
     message: A2AMessage | None = None
@@ -98,7 +102,7 @@ class TaskStatus(Body):
 
 
 class TaskBody(Body):
-    """A task as its requester sees it."""
+    """A task as seen by its requester."""
 
     id: str
     context_id: str | None = None
@@ -108,10 +112,11 @@ class TaskBody(Body):
 
 
 class ResponseBody(Body):
-    """The one answer to a request. The output is the first part of `task.status.message`.
+    """The single response to a request. The output is the first part of `task.status.message`.
 
-    A failure has its kind in `task.metadata.failure` and its words in the text of that part.
-    Token usage is `task.metadata.usage`. A request that was not run is named in `task.metadata.refuses`.
+    A failure has its kind in `task.metadata.failure` and its message in the text of that part.
+    Token usage is in `task.metadata.usage`. A response that refuses a request names it in
+    `task.metadata.refuses`.
     """
 
     task: TaskBody
@@ -127,10 +132,10 @@ class ResponseBody(Body):
         return None if refused is None else str(refused)
 
     def outcome(self) -> Outcome:
-        """What the requester records.
+        """The outcome for the requester to record.
 
         Raises:
-            PoisonMessage: the state is not a final one, or the usage cannot be read.
+            PoisonMessage: the state is not final, or the usage is invalid.
         """
         status, metadata = self.task.status, self.task.metadata
         part = status.message.parts[0] if status.message else Part()
@@ -150,7 +155,7 @@ class ResponseBody(Body):
 
 
 class StatusUpdate(Body):
-    """A step on the way."""
+    """A progress report on a task."""
 
     task_id: str
     context_id: str | None = None
@@ -159,7 +164,7 @@ class StatusUpdate(Body):
 
 
 class StatusBody(Body):
-    """A status update: advisory, may be lost or doubled."""
+    """A status update. Advisory: it may be lost or duplicated."""
 
     status_update: StatusUpdate
 
@@ -169,7 +174,7 @@ class StatusBody(Body):
 
 
 class CancelBody(Body):
-    """A wish that the task `id` end as cancelled."""
+    """A request to end the task `id` as cancelled."""
 
     id: str
     reason: str | None = None
@@ -179,13 +184,14 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
-    """`body` as `kind`.
+    """Parse `body` as `kind`.
 
     Raises:
-        PoisonMessage: not JSON, a field is missing, or a field has a wrong type; names the field.
+        PoisonMessage: the body is not JSON, or a field is missing or has the wrong type; the
+            message names the field.
     """
     try:
-        if b"NaN" in body or b"Infinity" in body:  # pydantic takes the bare words for numbers; JSON has no such thing
+        if b"NaN" in body or b"Infinity" in body:  # pydantic accepts these literals, JSON does not
             from_json(body, allow_inf_nan=False, cache_strings="keys")
         read = kind.model_validate_json(body)
     except ValidationError as error:
@@ -197,12 +203,12 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
     except ValueError as error:
         raise PoisonMessage(f"body: not JSON: {error}") from error
     if any(_is_infinite(value) for value in read.free_values()):
-        raise PoisonMessage("body: it holds a number that no float can hold")
+        raise PoisonMessage("body: a number is too large for a float")
     return read
 
 
 def _is_infinite(value: JsonValue) -> bool:
-    """Whether a number in `value` was too large, such as 1e400, and became infinity."""
+    """Whether `value` contains a number that was too large, such as 1e400, and became infinity."""
     if isinstance(value, float):
         return math.isinf(value)
     if not value or not isinstance(value, list | dict):
@@ -211,7 +217,7 @@ def _is_infinite(value: JsonValue) -> bool:
     if b"Infinity" not in written:
         return False
     try:
-        from_json(written, allow_inf_nan=False)  # it may be a word in a text
+        from_json(written, allow_inf_nan=False)  # the match may be inside a string
     except ValueError:
         return True
     return False
@@ -239,7 +245,7 @@ def response_body(
     timestamp: str | None = None,
     refuses: str | None = None,
 ) -> ResponseBody:
-    """The response that carries `outcome`."""
+    """Build the response for `outcome`."""
     metadata: dict[str, JsonValue] = {} if refuses is None else {"refuses": refuses}
     if not outcome.usage.is_empty:
         metadata["usage"] = outcome.usage.model_dump(mode="json")

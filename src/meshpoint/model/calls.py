@@ -1,4 +1,4 @@
-"""What a segment returns: `Paused` with the calls it waits for, or `Done` with its result."""
+"""Return values of a segment: `Paused` with its peer calls, or `Done` with a result."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 LONGEST = timedelta(days=3650)
-"""Maximum timeout or deadline; an instant that far away can still be stored and read back."""
+"""Maximum timeout or deadline. The resulting instant can still be stored and read back."""
 
 
 def check_duration(duration: object, name: str) -> None:
     """Check that `duration` can be stored.
 
     Raises:
-        AgentMisbehaved: it is not a duration, not positive, or longer than ten years.
+        AgentMisbehaved: it is not a timedelta, not positive, or longer than ten years.
     """
     if not isinstance(duration, timedelta):
         raise AgentMisbehaved(f"{name} must be a timedelta, not {type(duration).__name__}")
@@ -32,11 +32,12 @@ def check_duration(duration: object, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """How many outcomes end a pause.
+    """The condition that ends a pause.
 
-    `needed=None` waits for an outcome of any kind from every call. A number counts results (`Ok`) only, and
-    is also met when it no longer can be: when every call has an outcome. `deadline` runs from the
-    checkpoint's commit and resumes with what is there.
+    `needed=None` waits for an outcome of any kind from every call. A number counts successful
+    results (`Ok`) only; the join also completes when every call has an outcome, so that the number
+    can no longer be reached. `deadline` is measured from the checkpoint's commit; when it passes,
+    the task resumes with the outcomes received so far.
     """
 
     needed: int | None = None
@@ -49,31 +50,36 @@ class Join:
             check_duration(self.deadline, "a join deadline")
 
     def within(self, deadline: timedelta) -> Join:
-        """The same join, resumed after `deadline` with what is there."""
+        """The same join with a deadline, after which the task resumes with partial results."""
         return replace(self, deadline=deadline)
 
     def met(self, *, total: int, completed: int, succeeded: int) -> bool:
-        """Whether a task that waits for `total` calls may go on."""
+        """Whether a task that waits for `total` calls can resume."""
         return completed >= total or (self.needed is not None and succeeded >= self.needed)
 
 
 ALL = Join()
-"""A join that an outcome of any kind from every call meets."""
+"""Completes when every call has an outcome of any kind."""
 FIRST = Join(needed=1)
-"""A join that one result meets."""
+"""Completes at the first result."""
 
 
 def AT_LEAST(k: int) -> Join:
-    """A join that `k` results meet."""
+    """A join that completes after `k` results."""
     return Join(needed=k)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request to a peer. `id` is the agent's own name for it, unique within its pause.
+    """One request to a peer.
 
-    `timeout` is absolute and runs from the checkpoint's commit; None means the agent's `peer_timeout`.
-    `idle_timeout`, when given, fails the call earlier if the peer sends no status update for that long.
+    Attributes:
+        id: chosen by the agent and unique within the pause.
+        peer: name of the called agent.
+        input: the peer's input.
+        timeout: absolute, measured from the checkpoint's commit. `None` uses the agent's
+            `peer_timeout`.
+        idle_timeout: fail the call earlier if the peer sends no status update for this long.
     """
 
     id: str
@@ -90,10 +96,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """The segment ended: resume with `state` when `join` is met over `calls`.
+    """Ends a segment until `join` is complete over `calls`; then the task resumes with `state`.
 
     Raises:
-        AgentMisbehaved: no calls, two calls with one id, or a join that needs more results than calls.
+        AgentMisbehaved: there are no calls, two calls have the same id, or the join needs more
+            results than there are calls.
     """
 
     calls: Sequence[Call]
@@ -107,17 +114,17 @@ class Paused:
             raise AgentMisbehaved("Paused needs at least one call")
         if len(set(ids)) != len(ids):
             raise AgentMisbehaved(
-                f"Paused has two calls with one id: {sorted(i for i in ids if ids.count(i) > 1)[0]!r}"
+                f"Paused has two calls with the same id: {sorted(i for i in ids if ids.count(i) > 1)[0]!r}"
             )
         if self.join.needed is not None and self.join.needed > len(ids):
-            raise AgentMisbehaved(f"the join needs {self.join.needed} results of {len(ids)} calls")
+            raise AgentMisbehaved(f"the join needs {self.join.needed} results but has {len(ids)} calls")
         if not isinstance(self.state, bytes):
             raise AgentMisbehaved(f"Paused.state must be bytes, not {type(self.state).__name__}")
 
 
-@dataclass(frozen=True)  # with slots, Done[int](...) raises: typing cannot note the parameter
+@dataclass(frozen=True)  # no slots: typing sets __orig_class__, so Done[int](...) would raise
 class Done(Generic[T_co]):
-    """The task ended with `output`."""
+    """Ends the task successfully with `output`."""
 
     output: T_co
     artifacts: tuple[dict[str, JsonValue], ...] = field(default=())

@@ -1,7 +1,8 @@
-"""The values that cross the store port: what a transition needs, and what came of it.
+"""Arguments and results of the store port.
 
 Instants are aware datetimes of the store's clock. `context` is always
-`TaskExecutionContext.to_checkpoint_dict()`. Long, because it is the whole vocabulary of that port in one place.
+`TaskExecutionContext.to_checkpoint_dict()`. The module is long because it holds the port's
+complete vocabulary.
 """
 
 from __future__ import annotations
@@ -22,43 +23,46 @@ from meshpoint.model.subtasks import AgentCheckpoint, Child, Operation, Saved
 Checkpoint: TypeAlias = dict[str, JsonValue]
 
 SUSPECT_FROM = 2
-"""Rescues since the last pause at which a task becomes a suspect and runs in its own process."""
+"""Number of rescues since the last pause after which a task is a suspect and runs isolated."""
 
 MOST_OF_A_ROW = 256 * 1024 * 1024
-"""Bytes of a state with its context, at rest: PostgreSQL writes a row of 1 GiB, but cannot read it again."""
+"""Maximum bytes of stored state and context. PostgreSQL writes 1 GiB rows but cannot read them."""
 
 
 class TaskState(StrEnum):
-    """Where a task's row stands. The last three are tombstones: the reply is kept until `expires_at`."""
+    """The state of a task's row.
+
+    The last three are tombstones, which keep the reply until `expires_at`.
+    """
 
     RUNNING = "running"  # a replica owns it and renews its lease
-    WAITING = "waiting"  # for peers
+    WAITING = "waiting"  # waits for peers
     READY = "ready"  # its join is met; waits for a free slot
-    PARKED = "parked"  # no replica could read its state for too long: waits for a person
+    PARKED = "parked"  # no replica could read its state for too long: waits for an operator
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
 
     @property
     def ended(self) -> bool:
-        """Whether the task has its outcome."""
+        """Whether the task has its final outcome."""
         return self in {TaskState.COMPLETED, TaskState.FAILED, TaskState.CANCELLED}
 
 
 class CallState(StrEnum):
-    """Where a peer call's row stands."""
+    """The state of a peer call's row."""
 
     PENDING = "pending"  # no outcome yet
     DONE = "done"  # has its outcome
-    CANCELLING = "cancelling"  # has its outcome, and the peer is still to be told that it may stop
+    CANCELLING = "cancelling"  # has its outcome, but the peer has not been sent a cancel yet
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A replica's incarnation, and the state formats that its agent can read.
+    """A replica's incarnation and the state formats that its agent can read.
 
-    `isolates`: it runs suspects in their own processes and counts deaths there. Otherwise each rescue counts as an
-    attempt.
+    If `isolates`, it runs suspects in their own processes and counts the crashes there as
+    attempts. Otherwise every rescue counts as an attempt.
     """
 
     id: ReplicaId
@@ -81,7 +85,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Requester:
-    """Who asked for a task and how to answer: the columns that sweeping and ending need without the context."""
+    """The requester of a task and how to reply, in columns readable without the context."""
 
     reply_to: Address | None = None
     app_id: str | None = None
@@ -92,7 +96,7 @@ class Requester:
 
 @dataclass(frozen=True, slots=True)
 class PlannedCall:
-    """A call as a pause writes it. `outcome` is set when it failed before it could be sent."""
+    """A call to write in a pause. `outcome` is set if the call failed before it could be sent."""
 
     sub_task_id: TaskId
     call_id: str
@@ -106,10 +110,14 @@ class PlannedCall:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Write a task as `running` in generation 0, with its request kept: before its first segment, or within it.
+    """Write a task and its request as `running` in generation 0.
 
-    `operation` is written with it when a subtask is about to run. `order` is the `Revive.order` of a requester that
-    asks again for a task that has no row. With `queued` the task is `ready` instead, for any replica with a slot.
+    This happens before its first segment or during it.
+
+    Attributes:
+        operation: written with the task when a subtask is about to run.
+        order: the `Revive.order` of a requester that retries a task without a row.
+        queued: write the task as `ready` instead, for any replica with a slot.
     """
 
     run: Run
@@ -124,7 +132,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """Write the operation of a task that has a row: its first subtask is about to run."""
+    """Make a task with a row an operation, because its first subtask is about to run."""
 
     run: Run
     operation: Operation
@@ -132,9 +140,9 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """A checkpoint within a segment. Only the run that owns the task may write it.
+    """A checkpoint within a segment, which only the run that owns the task may write.
 
-    `progressed` tells whether the run has come further with it, so that its attempts are counted anew.
+    `progressed` says whether the run has made progress, which resets its attempts.
     """
 
     run: Run
@@ -144,10 +152,10 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A checkpoint: the task's row, one row per call, the join row. `request` is kept when the row is new.
+    """A checkpoint: the task's row, one row per call, and the join.
 
-    `children` is set for an operation: the tasks that its calls are at their peers. So is `checkpoint`, which is
-    written in the same transaction, as `Save` writes one.
+    `request` is stored if the row is new. For an operation, `children` are the peers' tasks
+    created by its calls, and `checkpoint` is written in the same transaction, as by `Save`.
     """
 
     run: Run
@@ -167,9 +175,9 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The wish to record one outcome. `id` is the claim's own: a repeated claim gets its first result again.
+    """Record one outcome. Repeating a claim with the same `id` returns the first result again.
 
-    `sender` must be the called peer; None is the mesh itself (undeliverable).
+    `sender` must be the called peer; `None` is the mesh itself (undeliverable).
     """
 
     id: RunId
@@ -177,15 +185,16 @@ class Claim:
     sub_task_id: TaskId
     outcome: Outcome
     sender: str | None
-    refuses: str | None = field(default=None, kw_only=True)  # the fingerprint of the request that was not run
+    refuses: str | None = field(default=None, kw_only=True)  # fingerprint of the refused request
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The task's outcome, with the reply's body. `dead_reason` lists it as dead, its request kept.
+    """The task's outcome, with the reply's body.
 
-    For an operation that did not complete: `checkpoint` is its last one, with why it ended. Without it, the one
-    that stands is written once more, with `reason`.
+    `dead_reason` lists the task as dead and keeps its request. For an operation that did not
+    complete, `checkpoint` is its last checkpoint, with the reason. Without it, the stored
+    checkpoint is repeated with `reason`.
     """
 
     run: Run
@@ -198,10 +207,11 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Give a running task back as `ready`. `incompatible` when its state could not be read here.
+    """Make a running task `ready` for any replica.
 
-    `counted` increments its attempts, because its own process died or it has been rescued too often. `death`
-    describes that death; the row keeps it for the next owner, in case the task fails.
+    `incompatible` is set if its state could not be read here. `counted` increments its attempts,
+    because its own process died or it has been rescued too often. `death` describes that crash;
+    the row keeps it for the next owner, in case the task fails.
     """
 
     run: Run
@@ -213,11 +223,11 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End a task as cancelled, with `reply` as its reply's body.
+    """End a task as cancelled, with `reply` as the body of its reply.
 
-    `parent` is the `parent_task_id` under which whoever cancels has asked for it, None when that is not known. A task
-    that was asked for under another one since is left alone. `sender` must be the task's requester or the agent
-    itself; `None` may cancel any task.
+    `parent` is the `parent_task_id` under which the canceller requested the task, `None` if
+    unknown. A task that has since been requested under another parent is left unchanged. `sender`
+    must be the task's requester or its own agent; `None` may cancel any task.
     """
 
     task_id: TaskId
@@ -234,9 +244,11 @@ class KeepReply:
 
     The tombstone of an early cancel does not count as the task's row: the reply replaces it.
 
-    `keep` is how long the row stays, `None` for as long as any tombstone. With `again`, the request of an ended task
-    was delivered again: the reply in its row becomes due again, for the requester of `reply`. `digest` is the digest
-    of the request's input.
+    Attributes:
+        keep: how long the row stays. `None` for the default of tombstones.
+        again: the request of an ended task was delivered again; the stored reply becomes due for
+            the requester in `reply`.
+        digest: digest of the request's input.
     """
 
     run_id: RunId
@@ -253,9 +265,6 @@ class Progress:
     task_id: TaskId
     sub_task_id: TaskId
     sender: str
-
-
-# ── what is to be sent, read back from committed rows ──────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +284,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class CancelNotice:
-    """A peer to be told that its task is no longer needed."""
+    """Notifies a peer that the result of its task is no longer needed."""
 
     agent: AgentName
     task_id: TaskId
@@ -285,9 +294,10 @@ class CancelNotice:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An ended task's reply to send. `age` bounds how long an unroutable one is tried.
+    """An ended task's reply to send.
 
-    `fence` is that of the task's row at this end: a task that was revived has another one at its next.
+    `age` limits how long an unroutable reply is retried. `fence` is the row's fence at this end; a
+    revived task ends again with a different one.
     """
 
     agent: AgentName
@@ -301,7 +311,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """A requester with an idle timeout is to hear that its waiting task is alive."""
+    """A keep-alive for a requester with an idle timeout, while its task waits."""
 
     agent: AgentName
     task_id: TaskId
@@ -313,7 +323,7 @@ Send: TypeAlias = Dispatch | CancelNotice | Reply
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Counts of due work of each kind, each up to a limit, including locked rows."""
+    """Number of due items of each kind, each up to a limit, including locked rows."""
 
     ready: int = 0
     lapsed: int = 0  # running tasks with an expired lease
@@ -322,15 +332,13 @@ class Due:
     unsent: int = 0
 
 
-# ── results ────────────────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The parts of a task's row that a repeated request needs. `reply` is set once the task has ended.
+    """The parts of a task's row that a repeated request needs.
 
-    `requester` and the input's `digest` are `None` if unknown. `early`: the row is the tombstone of a cancel that
-    came before its request, and `requester` is the canceller.
+    `reply` is set once the task has ended. `requester` and the input's `digest` are `None` if
+    unknown. `early` marks the tombstone of a cancel that arrived before its request; `requester`
+    is then the canceller.
     """
 
     task_id: TaskId
@@ -343,13 +351,16 @@ class Known:
 
     @property
     def forgotten(self) -> bool:
-        """Whether the task has ended, its reply was sent, and only its id is still known."""
+        """Whether only the id is left, because the task has ended and its reply was sent."""
         return self.state.ended and self.reply is None
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The row exists and this run owns it, also after a repeated begin. `queued`: it is ready, without an owner."""
+    """The row exists and this run owns it, also after a repeated begin.
+
+    `queued`: the row is `ready` without an owner.
+    """
 
     run: Run
     queued: bool = False
@@ -357,7 +368,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The checkpoint is durable. `state` is WAITING, or READY when the join was met at once."""
+    """The checkpoint is durable. `state` is WAITING, or READY if the join was complete at once."""
 
     state: TaskState
     dispatches: tuple[Dispatch, ...]
@@ -365,22 +376,22 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end is durable; send `reply`, then mark it sent."""
+    """The end is durable. Publish `reply`, then mark it as sent."""
 
     reply: Reply
 
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """Another run owns the task: this one is a zombie and changed nothing."""
+    """Another run owns the task. This run is a zombie and changed nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class CancelFound:
-    """The task was cancelled meanwhile.
+    """A cancel was requested in the meantime.
 
-    `run` is set when the row is still this run's (its cancel flag is up): end it as cancelled.
-    It is None when the row is a tombstone already.
+    `run` is set if this run still owns the row: end the task as cancelled. It is `None` if the row
+    is already a tombstone.
     """
 
     run: Run | None
@@ -388,7 +399,7 @@ class CancelFound:
 
 @dataclass(frozen=True, slots=True)
 class PastDeadline:
-    """The task's own deadline has passed; nothing was written. End it as failed."""
+    """The task's own deadline has passed and nothing was written. End the task as failed."""
 
 
 PauseResult: TypeAlias = Committed | Fenced | CancelFound | PastDeadline
@@ -399,14 +410,20 @@ EndResult: TypeAlias = Ended | Fenced
 
 @dataclass(frozen=True, slots=True)
 class Resumable:
-    """A task this replica now owns, read after its row was locked.
+    """A task that this replica now owns, read after its row was locked.
 
-    `outcomes` holds (call id, peer, outcome) in call order; it is empty in generation 0, where `request` is
-    to be run from the start. `attempt` counts the runs of this segment that may have killed their process, including
-    this one; `rescues` counts the owners lost since the last pause for any reason, and `death` describes how the
-    task's own process last died. `checkpoint` is the number of an operation's last checkpoint, 0 before the
-    first, None for a task that is none; `retry_count` how often it was resumed. `refused` says why the outcomes are
-    missing: they are too large for one replica, and the task can only fail.
+    Attributes:
+        outcomes: (call id, peer, outcome) in call order. Empty in generation 0, where `request`
+            runs from the start.
+        attempt: number of runs of this segment that may have crashed their process, including this
+            one.
+        checkpoint: number of an operation's last checkpoint; 0 before the first, `None` if the
+            task is not an operation.
+        retry_count: how often the operation was resumed.
+        rescues: owners lost since the last pause, for any reason.
+        death: how the task's own process last died.
+        refused: why `outcomes` is empty although outcomes exist: they are too large for one
+            replica, so the task must fail.
     """
 
     run: Run
@@ -427,13 +444,13 @@ class Resumable:
 
     @property
     def suspect(self) -> bool:
-        """Whether this task may have killed its owners and must run separately."""
+        """Whether this task may have crashed its owners and must run isolated."""
         return self.rescues >= SUSPECT_FROM
 
 
 @dataclass(frozen=True, slots=True)
 class L1Snapshot:
-    """The working memory that an operation had at its checkpoint `seq`, packed. `digest` is its hash there."""
+    """The packed working memory of an operation at checkpoint `seq`, with its digest there."""
 
     seq: int
     digest: str
@@ -442,7 +459,7 @@ class L1Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """No such call: its task has ended, or gone on to a later generation."""
+    """The call does not exist: its task has ended or moved on to a later generation."""
 
     task_id: TaskId
     sub_task_id: TaskId
@@ -450,7 +467,7 @@ class Unknown:
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """The call has its outcome already."""
+    """The call already has its outcome."""
 
     task_id: TaskId
     sub_task_id: TaskId
@@ -458,7 +475,7 @@ class Duplicate:
 
 @dataclass(frozen=True, slots=True)
 class WrongSender:
-    """The outcome came from another agent than the one called."""
+    """The outcome came from an agent other than the one called."""
 
     task_id: TaskId
     sub_task_id: TaskId
@@ -467,7 +484,7 @@ class WrongSender:
 
 @dataclass(frozen=True, slots=True)
 class StillWaiting:
-    """Recorded; the join is not met yet."""
+    """The outcome is recorded and the join is not complete."""
 
     task_id: TaskId
     sub_task_id: TaskId
@@ -475,7 +492,7 @@ class StillWaiting:
 
 @dataclass(frozen=True, slots=True)
 class MadeReady:
-    """Recorded, and the join is met; no slot here, so any replica may take it."""
+    """The outcome completed the join, but no slot is free here; any replica may acquire it."""
 
     task_id: TaskId
     sub_task_id: TaskId
@@ -484,7 +501,10 @@ class MadeReady:
 
 @dataclass(frozen=True, slots=True)
 class AllArrived:
-    """Recorded, the join is met, and this replica owns the task. `cancels`: calls the join closed."""
+    """The outcome completed the join and this replica owns the task.
+
+    `cancels` are for the calls that the join closed.
+    """
 
     task_id: TaskId
     sub_task_id: TaskId
@@ -494,9 +514,9 @@ class AllArrived:
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """Another database session holds the task or one of its rows. Nothing was written; try again later.
+    """Another database session has locked one of the task's rows.
 
-    `sub_task_id` belongs to the claim; it is `None` for a cancel.
+    Nothing was written; retry later. `sub_task_id` is the claim's; it is `None` for a cancel.
     """
 
     task_id: TaskId
@@ -508,7 +528,7 @@ Arrival: TypeAlias = Unknown | Duplicate | WrongSender | StillWaiting | MadeRead
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """What the passing of time did to one waiting task: the calls that ended as timeouts, and then what."""
+    """The effect of passed deadlines on one waiting task: the timed-out calls and the result."""
 
     task_id: TaskId
     timed_out: tuple[TaskId, ...]
@@ -518,7 +538,7 @@ class Expired:
 
 @dataclass(frozen=True, slots=True)
 class CancelledNow:
-    """The task was waiting, ready or parked, and has ended as cancelled."""
+    """The task was waiting, ready or parked, and is now cancelled."""
 
     reply: Reply
     cancels: tuple[CancelNotice, ...]
@@ -526,26 +546,29 @@ class CancelledNow:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequested:
-    """The task is running; its flag is up. Tell all replicas."""
+    """The task is running and its cancel flag is set. Broadcast the cancel to all replicas."""
 
     owner: ReplicaId | None
 
 
 @dataclass(frozen=True, slots=True)
 class CancelTooLate:
-    """The task has ended; its reply is in `reply`."""
+    """The task had already ended, with `reply`."""
 
     reply: Reply
 
 
 @dataclass(frozen=True, slots=True)
 class CancelBeforeRequest:
-    """No such task here: a tombstone now stands in its place. Tell all replicas, it may run in memory."""
+    """The task is unknown and a tombstone was written.
+
+    Broadcast the cancel to all replicas, because the task may be running without a row.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class CancelStale:
-    """The cancel is of an earlier attempt of whoever asked: the task was asked for anew since. Nothing changed."""
+    """The cancel belongs to an earlier attempt; the task was requested again. Nothing changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,18 +583,15 @@ CancelResult: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class ProgressNoted:
-    """Where to forward a status update of a call: to the requester of the waiting task."""
+    """Forward the status update to this requester of the waiting task."""
 
     task_id: TaskId
     requester: Requester
 
 
-# ── for people ─────────────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True, slots=True)
 class CallSummary:
-    """One call of a task, as `tasks show` prints it."""
+    """One call of a task, as printed by `tasks show`."""
 
     sub_task_id: TaskId
     call_id: str
@@ -585,7 +605,7 @@ class CallSummary:
 
 @dataclass(frozen=True, slots=True)
 class TaskSummary:
-    """One task, as `tasks list` prints it: "waiting, 2 of 3"."""
+    """One task, as printed by `tasks list`: "waiting, 2 of 3"."""
 
     task_id: TaskId
     agent: AgentName

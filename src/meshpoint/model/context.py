@@ -1,4 +1,4 @@
-"""What an agent sees of its task, and what a checkpoint keeps of it."""
+"""The execution context of a task: what an agent sees, and what a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Report = Callable[[JsonValue], Awaitable[None]]
 
 
 def _guarded(name: str) -> AfterValidator:
-    # Not by the name that pydantic gives a validator: pydantic 2.12.0 gives none for default values.
+    # Takes the name as an argument: pydantic 2.12.0 passes none when it validates defaults.
     return AfterValidator(lambda values: JsonDict(values, name=f"a2a_context.{name}"))
 
 
@@ -34,7 +34,7 @@ UtcInstant = Annotated[AwareDatetime, AfterValidator(lambda instant: instant.ast
 
 
 class A2AContext(BaseModel):
-    """Where the task comes from: the conversation, the user, and who is to be answered."""
+    """The origin of a task: conversation, user, requester and reply address."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True)
 
@@ -52,7 +52,7 @@ class A2AContext(BaseModel):
 
 
 class _DictField:
-    """An attribute that is a `JsonDict`, whatever mapping it is set to."""
+    """A descriptor that converts any assigned mapping to a `JsonDict`."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -66,7 +66,7 @@ class _DictField:
 
 
 class _ListField:
-    """An attribute that is a `JsonList`, whatever it is filled from."""
+    """A descriptor that converts any assigned iterable to a `JsonList`."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -82,8 +82,9 @@ class _ListField:
 class TaskExecutionContext(Recording, Subtasking, Remembering):
     """One task's execution context.
 
-    Kept over a pause: what `to_checkpoint_dict` lists. Rebuilt in the replica that goes on: `cancelled`, which is
-    set when the task is to stop, and the way to report. A value that is not JSON is refused when it is set.
+    A pause keeps what `to_checkpoint_dict` returns. `cancelled` and the status reporter are
+    recreated in the replica that resumes the task. Assigning a value that is not JSON raises
+    `NotJson` immediately.
     """
 
     produced_artifacts = _ListField()
@@ -129,17 +130,17 @@ class TaskExecutionContext(Recording, Subtasking, Remembering):
 
     @property
     def task_id(self) -> TaskId:
-        """Names the task across the mesh."""
+        """The task's id, unique across the mesh."""
         return self._task_id
 
     @property
     def a2a_context(self) -> A2AContext:
-        """Where the task comes from."""
+        """The origin of the task."""
         return self._a2a_context
 
     @property
     def response_buffer(self) -> str:
-        """Text of the answer collected so far."""
+        """Text of the response collected so far."""
         return self._response_buffer
 
     @response_buffer.setter
@@ -150,7 +151,7 @@ class TaskExecutionContext(Recording, Subtasking, Remembering):
 
     @property
     def token_usage(self) -> TokenUsage:
-        """Tokens that the task and its peers have used so far."""
+        """Tokens used so far by the task and its peers."""
         return self._token_usage
 
     @token_usage.setter
@@ -161,7 +162,7 @@ class TaskExecutionContext(Recording, Subtasking, Remembering):
 
     @property
     def subject(self) -> str | None:
-        """What the task is about, in a few words, for people who look at operations and checkpoints."""
+        """A short description of the task, shown with operations and checkpoints."""
         return self._subject
 
     @subject.setter
@@ -172,22 +173,24 @@ class TaskExecutionContext(Recording, Subtasking, Remembering):
 
     @property
     def cancelled(self) -> asyncio.Event:
-        """Set when the task is to stop."""
+        """Set when the task should stop."""
         return self._cancelled
 
     async def status(self, data: JsonValue) -> None:
-        """Tell the requester how far the task is. Advisory: it may be lost or doubled, and nobody may listen.
-        More than 64 KiB are not sent, and the log says so.
+        """Send a progress update to the requester.
+
+        Advisory: it may be lost or duplicated, or have no receiver. Updates of more than 64 KiB
+        are dropped and logged.
 
         Raises:
-            NotJson: `data` cannot be sent.
+            NotJson: `data` is not JSON.
         """
         checked = check_json(data, "status")
         if self._report is not None:
             await self._report(checked)
 
     def to_checkpoint_dict(self) -> Checkpoint:
-        """What survives a pause, as a copy that later changes to this context do not reach."""
+        """A copy of everything that survives a pause, independent of later changes."""
         kept: Checkpoint = {
             "task_id": self._task_id,
             "a2a_context": self._a2a_context.model_dump(mode="json"),
@@ -199,19 +202,21 @@ class TaskExecutionContext(Recording, Subtasking, Remembering):
             "token_usage": self.token_usage.model_dump(mode="json"),
             "trace_context": self.trace_context.to_plain(),
         }
-        # Left out when there is none: the release before does not know it.
+        # Omitted if unset, because the previous release rejects the key.
         return kept if self.subject is None else {**kept, "subject": self.subject}
 
     @classmethod
     def from_checkpoint_dict(
         cls, kept: Checkpoint, *, report: Report | None = None, recorder: Recorder | None = None
     ) -> TaskExecutionContext:
-        """The context that `to_checkpoint_dict` described; what an earlier version did not keep is empty.
+        """Rebuild a context from `to_checkpoint_dict`.
+
+        Keys that older checkpoints lack get their defaults.
 
         Raises:
-            IncompatibleState: a later version wrote it, and something would be lost by going on here.
+            IncompatibleState: a later version wrote it, and continuing here would lose data.
         """
-        # Parameters are the list of what is kept, so a key unknown here is an unexpected keyword.
+        # The constructor's parameters define the known keys; an unknown key raises TypeError.
         values: dict[str, Any] = dict(kept)
         try:
             values["a2a_context"] = A2AContext.model_validate(values.get("a2a_context", {}))

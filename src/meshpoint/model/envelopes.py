@@ -1,4 +1,7 @@
-"""The messages a replica sends, built from committed values. Message ids are stable over re-sends."""
+"""Build the messages that a replica sends from committed rows.
+
+Message ids are stable across re-sends.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,14 @@ from meshpoint.model.outcomes import Outcome
 Letter = tuple[Address, Message]
 
 LONGEST_STATUS = 65_536
-"""Bytes of the body of a status update that is sent."""
+"""Maximum bytes of a status update's body."""
 
 
 def request_letter(call: Dispatch, reply_to: Address, margin: timedelta) -> Letter:
-    """A request to a peer, addressed to its nested-request queue.
+    """Build the request for a peer call, addressed to the peer's nested-request queue.
 
-    The peer's deadline is `margin` earlier than the call's, so that its response can still arrive.
+    The peer's deadline is `margin` earlier than the call's, so that its response can arrive in
+    time.
     """
     peers_own, retry = plain_id(call.sub_task_id)
     headers = {
@@ -54,7 +58,7 @@ def request_letter(call: Dispatch, reply_to: Address, margin: timedelta) -> Lett
 
 
 def cancel_letter(notice: CancelNotice) -> Letter:
-    """A word to a peer that its task is no longer needed."""
+    """Build the cancel for a peer whose result is no longer needed."""
     peers_own, retry = plain_id(notice.sub_task_id)
     parent = notice.task_id if retry is None else resumed_id(notice.task_id, retry)
     return responses_of(notice.peer), cancel_message(notice.agent, peers_own, parent=parent)
@@ -68,9 +72,10 @@ def cancel_message(
     parent: str | None = None,
     on_behalf_of: str | None = None,
 ) -> Message:
-    """A cancel of `task_id`, if it still works for `parent`; `None` matches any parent.
+    """Build a cancel of `task_id`, valid while the task works for `parent`.
 
-    A replica that forwards a cancel to the others sends it `on_behalf_of` the original sender.
+    `None` matches any parent. A replica that forwards a cancel to other replicas sets
+    `on_behalf_of` to the original sender.
     """
     headers: dict[str, HeaderValue] = {} if parent is None else {Header.PARENT_TASK.value: parent}
     if on_behalf_of is not None:
@@ -86,7 +91,7 @@ def cancel_message(
 
 
 def reply_letter(reply: Reply) -> Letter | None:
-    """The one answer to a request; None when nobody asked for one."""
+    """Build the response to a request, or `None` if the requester wants no reply."""
     if reply.requester.reply_to is None:
         return None
     message = Message(
@@ -101,7 +106,7 @@ def reply_letter(reply: Reply) -> Letter | None:
 
 
 def fingerprint(request: Message) -> str:
-    """A digest of this request's body and headers, the same each time it is sent.
+    """A digest of the request's body and headers, equal each time the request is sent.
 
     A refusal contains it, so that the requester can check that its own request was refused.
     """
@@ -135,7 +140,7 @@ def _canonical(header: Header, value: HeaderValue | None) -> str:
 def status_letter(
     agent: AgentName, task_id: TaskId, requester: Requester, data: JsonValue, context_id: str | None = None
 ) -> Letter | None:
-    """A status update to the requester of `task_id`; None when nobody listens."""
+    """Build a status update for the requester of `task_id`, or `None` without a reply address."""
     if requester.reply_to is None:
         return None
     said = A2AMessage(message_id=new_id(), role="ROLE_AGENT", parts=[Part(data=data)], task_id=task_id)
@@ -153,13 +158,16 @@ def status_letter(
 
 
 def wake_message(agent: AgentName) -> Message:
-    """A broadcast: a task is ready and its finder had no free slot."""
+    """Build a broadcast that a task is ready for any replica with a free slot."""
     id_ = new_id()
     return Message(type=MessageType.WAKE, body=b"{}", message_id=id_, correlation_id=id_, app_id=agent)
 
 
 def reply_bytes(task_id: TaskId, context_id: str | None, outcome: Outcome, *, refuses: str | None = None) -> bytes:
-    """The body of the reply with `outcome`; `refuses` is the fingerprint of a request that was not run."""
+    """Encode the reply for `outcome`.
+
+    `refuses` is the fingerprint of a request that was refused without running.
+    """
     timestamp = datetime.now(UTC).isoformat()
     return response_body(task_id, context_id, outcome, timestamp=timestamp, refuses=refuses).to_bytes()
 
@@ -169,7 +177,7 @@ def _parent(requester: Requester) -> dict[str, str | int | float]:
 
 
 def pack(message: Message) -> bytes:
-    """`message` as bytes to keep: one line of JSON for the envelope, then the body."""
+    """Serialize `message` for storage: one line of JSON for the envelope, then the body."""
     envelope = {
         "message_id": message.message_id,
         "correlation_id": message.correlation_id,
@@ -182,6 +190,6 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(kept: bytes) -> Message:
-    """The request that `pack` kept."""
+    """Restore a request stored by `pack`."""
     envelope, _, body = kept.partition(b"\n")
     return Message(type=MessageType.REQUEST, body=body, **json.loads(envelope))

@@ -1,4 +1,4 @@
-"""Error texts for sending, storing and logging: limited in length, and safe even for errors that misbehave."""
+"""Error texts for messages, storage and logs: bounded, and safe for exceptions that misbehave."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ MAX_ERROR_TEXT = 10_000
 
 
 def described(error: BaseException) -> str:
-    """`Type: message` of any error, or the type alone if `__str__` fails."""
+    """`Type: message` of any exception, or the type alone if `__str__` fails."""
     try:
         name = type(error).__name__
     except BaseException:  # a metaclass may raise anything
@@ -16,7 +16,7 @@ def described(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """The message of any error."""
+    """The message of any exception."""
     return storable(_message(error))
 
 
@@ -28,7 +28,7 @@ def _message(error: BaseException) -> str:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """Escape control characters, so `text` cannot break a log line or control a terminal.
+    """Escape control characters, so that `text` cannot break a log line or control a terminal.
 
     Args:
         text: untrusted text.
@@ -44,7 +44,10 @@ def _escaped(character: str) -> str:
 
 
 def storable(text: str) -> str:
-    """Make `text` storable in any database and message; cut it after `MAX_ERROR_TEXT` characters, with a note."""
+    """Make `text` valid for every database and message.
+
+    Text beyond `MAX_ERROR_TEXT` characters is cut, with a note.
+    """
     if len(text) > MAX_ERROR_TEXT:
         text = f"{text[:MAX_ERROR_TEXT]}… ({len(text) - MAX_ERROR_TEXT} characters left out)"
     if "\0" in text:

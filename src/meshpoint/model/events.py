@@ -1,8 +1,8 @@
 """The named events of a task's life.
 
-A `Step` with a durable or visible effect (one of `EFFECTS`) is emitted twice, before and after the effect, so that a
-test can stop a process exactly there. A look for what is due (one of `LOOKS`) that finds nothing has no effect, and
-so no AFTER. A step that only tells something is emitted once, as NOTED.
+A `Step` with a durable or visible effect (see `EFFECTS`) is emitted before and after the effect,
+so that a test can stop a process exactly there. A search for due work (see `LOOKS`) that finds
+nothing has no effect and emits no AFTER. Purely informational steps are emitted once, as NOTED.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 
 
 class Step(StrEnum):
-    """What happens."""
+    """The kind of an event."""
 
     # steps with an effect
     RECEIVE = "receive"  # a request is looked up
@@ -25,59 +25,59 @@ class Step(StrEnum):
     SEGMENT = "segment"  # agent code runs
     CHECKPOINT = "checkpoint"  # a pause commits
     DISPATCH = "dispatch"  # peer requests are published
-    MARK = "mark"  # what was sent is marked
+    MARK = "mark"  # sent messages are marked as sent
     ACK = "ack"  # a delivery is acked
     CLAIM = "claim"  # outcomes are recorded
     RESTORE = "restore"  # a context is rebuilt
     SUBTASK = "subtask"  # the code of a subtask runs
     SAVE = "save"  # a checkpoint within a segment commits
-    RESUME = "resume"  # an ended operation is made ready to go on
+    RESUME = "resume"  # an ended operation is made ready to resume
     END = "end"  # an outcome commits
     REPLY = "reply"  # a reply is published
-    SWEEP = "sweep"  # one look for what time alone makes due
+    SWEEP = "sweep"  # one pass over work that is due by time alone
     CANCEL = "cancel"  # a cancel commits
-    CANCEL_NOTICE = "cancel_notice"  # peers are told
-    RELEASE = "release"  # a task is given back
+    CANCEL_NOTICE = "cancel_notice"  # cancels are published to peers
+    RELEASE = "release"  # a task is released for any replica
     RENEW = "renew"  # leases are renewed
-    EXPIRE = "expire"  # calls or joins end at their deadline
-    TAKE = "take"  # ready tasks are taken
-    TAKE_OVER = "take_over"  # tasks whose lease is over are taken
+    EXPIRE = "expire"  # overdue calls and joins are closed
+    TAKE = "take"  # ready tasks are acquired
+    TAKE_OVER = "take_over"  # tasks with an expired lease are rescued
     PURGE = "purge"  # tombstones are deleted
 
-    # steps that only tell: also in ONLY_TOLD
+    # informational steps, also listed in ONLY_TOLD
     STARTED = "started"  # the replica consumes
-    DRAINING = "draining"  # told to end: it waits for the tasks it runs, and those held in memory
-    DRAINED = "drained"
-    DUPLICATE = "duplicate"  # a response whose call has its outcome
-    LATE = "late"  # a response for a call that is gone
+    DRAINING = "draining"  # the replica stops and waits for its running and in-memory tasks
+    DRAINED = "drained"  # the replica has stopped
+    DUPLICATE = "duplicate"  # a response to a call that already has its outcome
+    LATE = "late"  # a response to a call that no longer exists
     FENCED = "fenced"  # a zombie's write changed nothing
-    DEGRADED = "degraded"  # a task stays in memory, its checkpoint failed
+    DEGRADED = "degraded"  # a task stays in memory because its checkpoint failed
     DEAD_LETTER = "dead_letter"
-    DEAD_TASK = "dead_task"  # past max_attempts
+    DEAD_TASK = "dead_task"  # failed after max_attempts
     PARKED = "parked"
     STORE_AWAY = "store_away"
     STORE_BACK = "store_back"
     BROKER_AWAY = "broker_away"
-    ROW_LOCKED = "row_locked"  # another database session holds a task's row, and the steps that need it wait
+    ROW_LOCKED = "row_locked"  # another database session has locked a task's row; its steps wait
     BROKER_BACK = "broker_back"
     REPLY_UNROUTABLE = "reply_unroutable"
-    STATUS_DROPPED = "status_dropped"  # more or larger status updates than are sent on
+    STATUS_DROPPED = "status_dropped"  # a status update was too large or over the rate limit
     REPLY_DROPPED = "reply_dropped"  # a reply could be neither delivered nor kept
-    MESSAGE_REJECTED = "message_rejected"  # the broker can never accept it: too large, or not encodable
+    MESSAGE_REJECTED = "message_rejected"  # a message is too large or not encodable
     CODE_CANCELLED = "code_cancelled"  # running agent code was cancelled
     LEASE_LOST = "lease_lost"
-    SUBTASK_REUSED = "subtask_reused"  # its deliverable is recorded: it does not run
-    SUBTASK_AGAIN = "subtask_again"  # it is recorded, but something differs: it runs again
-    CHECKPOINT_RESTORED = "checkpoint_restored"  # and from where
-    CHECKPOINT_COPY = "checkpoint_copy"  # the fast copy of a checkpoint could not be written or read
-    MEMORY_RECOVERED = "memory_recovered"  # a working memory is at hand again, and from where
-    MEMORY_TROUBLE = "memory_trouble"  # it, or its copy, could not be written or read
-    DEFECT = "defect"  # unexpected exception in the engine, a store or a broker; the replica keeps serving
+    SUBTASK_REUSED = "subtask_reused"  # a recorded deliverable was used, nothing ran
+    SUBTASK_AGAIN = "subtask_again"  # a recorded subtask runs again because something has changed
+    CHECKPOINT_RESTORED = "checkpoint_restored"  # with its source in `detail`
+    CHECKPOINT_COPY = "checkpoint_copy"  # the cached copy could not be written or read
+    MEMORY_RECOVERED = "memory_recovered"  # with its source in `detail`
+    MEMORY_TROUBLE = "memory_trouble"  # memory or snapshot could not be read or written
+    DEFECT = "defect"  # unexpected exception in engine, store or broker; the replica keeps serving
     ABANDONED = "abandoned"  # the drain timed out while agent code was still running
-    ISOLATED = "isolated"  # a task that lost its owners runs in its own process
+    ISOLATED = "isolated"  # a task that has lost its owners repeatedly runs in its own process
     ISOLATED_DIED = "isolated_died"  # that process died
     OWNER_LOST = "owner_lost"  # an operation ends as failed because its replica died
-    MEMORY_FULL = "memory_full"  # max_in_memory tasks wait in memory; new requests wait at the broker
+    MEMORY_FULL = "memory_full"  # max_in_memory reached; new requests wait at the broker
 
 
 ONLY_TOLD = frozenset(
@@ -118,13 +118,13 @@ ONLY_TOLD = frozenset(
     }
 )
 EFFECTS = frozenset(Step) - ONLY_TOLD
-"""Steps before and after which a process may die. Whatever is not said to be only told is one."""
+"""Steps before and after which a process may die: all that are not purely informational."""
 LOOKS = frozenset({Step.EXPIRE, Step.TAKE, Step.TAKE_OVER, Step.PURGE})
-"""Steps that ask what is due: only their AFTER knows the tasks, and there is none when nothing was due."""
+"""Searches for due work. Only AFTER carries task ids, and it is omitted if nothing was due."""
 
 
 class Phase(StrEnum):
-    """Where in a step an event stands."""
+    """The position of an event relative to its step."""
 
     BEFORE = "before"
     AFTER = "after"
@@ -134,7 +134,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event. `task_ids` are those of the step, in no order; `detail` is JSON."""
+    """One event. `task_ids` has no particular order; `detail` is JSON."""
 
     step: Step
     phase: Phase

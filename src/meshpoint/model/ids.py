@@ -1,4 +1,4 @@
-"""Names and identities."""
+"""Identifiers of agents, tasks, runs and replicas."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from meshpoint.errors import ConfigurationError
 
 AgentName = NewType("AgentName", str)
 TaskId = NewType("TaskId", str)
-"""Names one piece of work across the mesh. A peer call's `sub_task_id` is the peer's `TaskId`."""
+"""Identifies a task across the mesh. A peer call's `sub_task_id` is the peer's `TaskId`."""
 RunId = NewType("RunId", str)
-"""Names one run of one segment. Every write of the run carries it, so a repeated write finds itself."""
+"""Identifies one run of one segment. Every write carries it, so a repeated write is recognized."""
 ReplicaId = NewType("ReplicaId", str)
-"""Names one incarnation of a replica; never used again after the process ends."""
+"""Identifies one incarnation of a replica. Never reused after the process ends."""
 
 _AGENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
 
 def new_id() -> str:
-    """A time-ordered UUID (version 7): neighbours in time are neighbours in the index."""
+    """A time-ordered UUID (version 7), which keeps consecutive ids close together in indexes."""
     return str(uuid_utils.uuid7())
 
 
@@ -29,25 +29,25 @@ _RESUMED = re.compile(r"(.+)~resume-(\d+)", re.DOTALL)
 
 
 def resumed_id(task_id: TaskId, retry: int) -> TaskId:
-    """`task_id` as a resumed operation's `retry`-th attempt knows the task of a peer that is to go on.
+    """The id under which the `retry`-th attempt of a resumed operation knows a peer's task.
 
-    The peer knows nothing of it: it answers under its own id, and echoes in which attempt it was asked. So what it
-    had answered to an earlier attempt, and comes late, is the answer to nothing.
+    The peer does not see it: it replies under its own id and echoes the attempt from the request.
+    A late reply to an earlier attempt therefore matches no call.
     """
     return TaskId(f"{task_id}~resume-{retry}")
 
 
 def plain_id(task_id: str) -> tuple[TaskId, int | None]:
-    """An id without the attempt that `resumed_id` put into it, and that attempt; None: it has none."""
+    """Split an id from `resumed_id` into task id and attempt; the attempt is `None` if absent."""
     marked = _RESUMED.fullmatch(task_id)
     return (TaskId(task_id), None) if marked is None else (TaskId(marked[1]), int(marked[2]))
 
 
 def agent_name(name: str) -> AgentName:
-    """`name` as an agent name: letters, digits, `_` and `-`, at most 63 characters.
+    """Check `name`: letters, digits, `_` and `-`, at most 63 characters.
 
     Raises:
-        ConfigurationError: the name has other characters; it would not survive as a queue name.
+        ConfigurationError: the name has other characters, which queue names do not support.
     """
     if not _AGENT_NAME.fullmatch(name):
         raise ConfigurationError(

@@ -1,8 +1,8 @@
-"""A dict and a list that hold JSON and nothing else, at any depth, at any moment.
+"""A dict and a list that only ever contain JSON values, at any depth.
 
-A value that a checkpoint could not keep is refused where it is set, with its full key, and not at the pause an
-hour later. Containers are copied on the way in and come out as `JsonDict` and `JsonList`, so that a change deep
-inside is checked as well.
+A value that a checkpoint could not store is rejected on assignment, with its full key path, rather
+than at the pause an hour later. Containers are copied when assigned and returned as `JsonDict` and
+`JsonList`, so that nested changes are checked too.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from pydantic import JsonValue
 from meshpoint.errors import NotJson
 
 MAX_DEPTH = 100
-"""Deeper nesting is refused: JSON parsers have limits of their own, and a list that holds itself has no end."""
+"""Maximum nesting: JSON parsers have limits, and a list that contains itself is infinite."""
 
 _MOST_DIGITS = 4_000
 _MOST = 10**_MOST_DIGITS
 _LEAST = -_MOST
-"""Integers lie between them. Python refuses to read or write those of more than 4,300 digits."""
+"""Integers must lie between these. Python refuses to parse or print more than 4,300 digits."""
 
 _MOST_ITERATED = 100_000
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 class JsonDict(dict[str, JsonValue]):
-    """A dict of JSON values. `name` stands at the head of the key path in errors.
+    """A dict of JSON values. `name` is the first part of the key path in errors.
 
     Raises:
-        NotJson: a key is not a string, or a value (however deep) is not JSON; names the full key path.
+        NotJson: a key is not a string, or a value at any depth is not JSON; the message has the
+            full key path.
     """
 
     __slots__ = ("_depth", "_name", "_parent")
@@ -50,13 +51,13 @@ class JsonDict(dict[str, JsonValue]):
         super().__setitem__(*_checked_item(key, value, self))
 
     def update(self, values: Any = (), /, **more: JsonValue) -> None:
-        """Set several values, or none when one of them is refused."""
+        """Set several values, or none if any of them is rejected."""
         checked = [_checked_item(key, value, self) for key, value in dict(values, **more).items()]
         for key, value in checked:
             super().__setitem__(key, value)
 
     def setdefault(self, key: str, default: Any = None, /) -> Any:
-        """The value of `key`, set to `default` first when it is missing."""
+        """The value of `key`, after setting it to `default` if missing."""
         if key not in self:
             self[key] = default
         return self[key]
@@ -69,15 +70,15 @@ class JsonDict(dict[str, JsonValue]):
         return _rebuild, (JsonDict, self.to_plain(), self._name)
 
     def to_plain(self) -> dict[str, JsonValue]:
-        """A deep copy of plain dicts and lists; nothing done to this dict later reaches it."""
+        """A deep copy made of plain dicts and lists, independent of later changes."""
         return {key: _plain(value) for key, value in self.items()}
 
 
 class JsonList(list[JsonValue]):
-    """A list of JSON values. `name` stands at the head of the key path in errors.
+    """A list of JSON values. `name` is the first part of the key path in errors.
 
     Raises:
-        NotJson: a value (however deep) is not JSON; names the full key path.
+        NotJson: a value at any depth is not JSON; the message has the full key path.
     """
 
     __slots__ = ("_depth", "_name", "_parent")
@@ -96,15 +97,15 @@ class JsonList(list[JsonValue]):
             super().__setitem__(index, _checked(value, self, index))
 
     def append(self, value: JsonValue) -> None:
-        """Add one value at the end."""
+        """Append one value."""
         super().append(_checked(value, self, len(self)))
 
     def insert(self, index: SupportsIndex, value: JsonValue) -> None:
-        """Add one value before `index`."""
+        """Insert one value before `index`."""
         super().insert(index, _checked(value, self, index))
 
     def extend(self, values: Iterable[JsonValue]) -> None:
-        """Add several values, or none when one of them is refused."""
+        """Append several values, or none if any of them is rejected."""
         super().extend(self._checked_all(values, len(self)))
 
     def __iadd__(self, values: Iterable[JsonValue]) -> JsonList:  # type: ignore[override, misc]
@@ -112,7 +113,7 @@ class JsonList(list[JsonValue]):
         return self
 
     def __imul__(self, times: SupportsIndex) -> JsonList:
-        # Each repetition is a copy, so that changing one element does not change its twins.
+        # Copy each repetition, so that changing one element does not change the others.
         once = self.to_plain()
         self[:] = [value for _ in range(int(times)) for value in once]
         return self
@@ -124,34 +125,34 @@ class JsonList(list[JsonValue]):
         return _rebuild, (JsonList, self.to_plain(), self._name)
 
     def to_plain(self) -> list[JsonValue]:
-        """A deep copy of plain dicts and lists; nothing done to this list later reaches it."""
+        """A deep copy made of plain dicts and lists, independent of later changes."""
         return [_plain(value) for value in self]
 
 
 def check_json(value: object, name: str) -> JsonValue:
-    """A plain deep copy of `value`, known to be JSON.
+    """Check that `value` is JSON and return a plain deep copy.
 
     Raises:
-        NotJson: it is not; names the place inside `value`, whose own name is `name`.
+        NotJson: it is not; the message has the path inside `value`, starting with `name`.
     """
     try:
         copied: JsonValue = _copied(value, 1)
         return copied
-    except _NotPlain:  # it has to be converted, or refused by its place
+    except _NotPlain:  # needs conversion, or an error with the full key path
         return _plain(JsonDict({name: value})[name])
 
 
 def without_iterators(value: Any) -> Any:
-    """`value` with a list in place of each iterator in its dicts, lists and tuples.
+    """Replace each iterator in nested dicts, lists and tuples with a list.
 
-    A serializer would follow an iterator that has no end.
+    A serializer would never finish with an infinite iterator.
 
     Raises:
         NotJson: an iterator yields more than 100,000 values.
     """
     try:
         return _listed(value)
-    except RecursionError:  # the serializer refuses it in its own words
+    except RecursionError:  # the serializer reports it
         return value
 
 
@@ -170,7 +171,7 @@ def _listed(value: Any) -> Any:
 
 
 def copy_of(value: JsonValue) -> JsonValue:
-    """A deep copy of `value`, which is known to be JSON."""
+    """A deep copy of `value`, which must be JSON."""
     match value:
         case dict():
             return {key: copy_of(each) for key, each in value.items()}
@@ -181,13 +182,13 @@ def copy_of(value: JsonValue) -> JsonValue:
 
 
 def digest_of(value: JsonValue) -> str:
-    """A short digest of `value`; the order of keys makes no difference."""
+    """A short digest of `value`, independent of key order."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
 class _NotPlain(Exception):
-    """Something else than JSON made of plain builtins."""
+    """The value is not JSON made of plain builtins."""
 
 
 def _copied(value: Any, depth: int) -> Any:
@@ -227,7 +228,7 @@ def _checked_item(key: object, value: object, owner: JsonDict) -> tuple[str, Jso
 
 
 def _checked(value: object, owner: JsonDict | JsonList, key: object) -> JsonValue:
-    """`value` as a container of `owner` may hold it: scalars as exact builtins, containers copied and wrapped."""
+    """Convert `value` for `owner`: scalars to exact builtins, containers to wrapped copies."""
     match value:
         case None | bool():
             return value
@@ -252,7 +253,7 @@ def _checked_text(value: str, owner: JsonDict | JsonList, key: object) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise NotJson(f"{_at(owner, key)!r}: the text has no UTF-8 form ({error.reason})") from error
+        raise NotJson(f"{_at(owner, key)!r}: the text cannot be encoded as UTF-8 ({error.reason})") from error
     return str.__str__(value)
 
 
@@ -260,7 +261,7 @@ def _wrapped(value: dict[str, JsonValue] | list[JsonValue], owner: JsonDict | Js
     if owner._depth >= MAX_DEPTH:
         raise NotJson(f"{_root(owner)}: nested more than {MAX_DEPTH} deep")
     child: JsonDict | JsonList = JsonDict() if isinstance(value, dict) else JsonList()
-    # The name serves while the child is being filled: it is not in its owner yet.
+    # Errors use the name while the child is being filled, because it is not in its owner yet.
     child._name, child._depth, child._parent = _step(key), owner._depth + 1, owner
     if isinstance(child, JsonDict):
         child.update(value)
@@ -274,7 +275,7 @@ def _at(owner: JsonDict | JsonList, key: object) -> str:
 
 
 def _path(node: JsonDict | JsonList) -> str:
-    """Where `node` is now; looked up only for an error, because a list's elements move."""
+    """The current path of `node`, computed only for errors because list elements move."""
     parent = node._parent
     if parent is None:
         return node._name

@@ -1,7 +1,6 @@
-"""Working memory as values: what is in it, what may be done with it, and whose it is.
+"""Working memory as values: contents, commands and owners.
 
-The kinds are those of Redis, and so are the names and the meaning of commands: an adapter
-without Redis does the same.
+Kinds, command names and semantics match Redis, also in adapters that do not use it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from meshpoint.model.ids import AgentName, RunId, TaskId
 
 
 class Kind(StrEnum):
-    """What a key holds."""
+    """The type of a key's value."""
 
     STRING = "string"
     LIST = "list"
@@ -25,14 +24,18 @@ class Kind(StrEnum):
 
 
 Content: TypeAlias = bytes | tuple[bytes, ...] | Mapping[bytes, bytes] | frozenset[bytes] | Mapping[bytes, float]
-"""By kind: a string's bytes, a list's elements, a hash's fields, a set's members, a sorted set's scores by member.
+"""A value by kind: bytes, list elements, hash fields, set members, or sorted-set scores by member.
 
-No score is -0.0, which Redis keeps or forgets by the size of the set."""
+Scores are never -0.0, which Redis preserves or drops depending on the size of the set.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One key. `expires_at` is when it ends by its own time, in milliseconds since the epoch; None: it has none."""
+    """One key with its value.
+
+    `expires_at` is in milliseconds since the epoch, `None` without a time to live of its own.
+    """
 
     key: str
     kind: Kind
@@ -42,7 +45,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Which run works with the memory `agent_id`. Only the one with the highest fence that came last may."""
+    """The run that uses the memory `agent_id`.
+
+    Only the latest run with the highest fence may use it.
+    """
 
     agent_id: str
     run_id: RunId
@@ -50,12 +56,12 @@ class Owner:
 
 
 def agent_id(agent: AgentName, task_id: TaskId) -> str:
-    """The name of the memory that `agent` has for one task: `{agent}:{task_id}`."""
+    """The name of an agent's memory for one task: `{agent}:{task_id}`."""
     return f"{agent}:{task_id}"
 
 
 def task_of(agent_id: str) -> TaskId:
-    """The task of a memory."""
+    """The task id in the `agent_id` of a memory."""
     return TaskId(agent_id.partition(":")[2])
 
 
@@ -65,7 +71,7 @@ READS = frozenset(
         *("SMEMBERS", "SISMEMBER", "SCARD", "ZRANGE", "ZRANGEBYSCORE", "ZSCORE", "ZCARD"),
     }
 )
-"""Commands that change nothing. ZRANGE and ZRANGEBYSCORE are always asked for `WITHSCORES`."""
+"""Commands without side effects. ZRANGE and ZRANGEBYSCORE always come with `WITHSCORES`."""
 
 WRITES = frozenset(
     {
@@ -77,10 +83,10 @@ WRITES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command on one key, with its other arguments as Redis takes them.
+    """One Redis command on one key, with its other arguments.
 
-    PEXPIRE gives the key a time of its own, in milliseconds, and PERSIST takes it away; PTTL tells what is left of
-    that time: -1 where there is none, -2 where there is no key. SET takes it away too.
+    PEXPIRE sets the key's time to live in milliseconds; PERSIST and SET remove it. PTTL returns
+    the remaining time, -1 without a time to live, -2 without a key.
     """
 
     name: str
@@ -89,21 +95,27 @@ class Command:
 
     @property
     def writes(self) -> bool:
-        """Whether it may change something."""
+        """Whether the command may change the memory."""
         return self.name in WRITES
 
 
 Answer: TypeAlias = int | bytes | list[bytes] | None
-"""What Redis answers (RESP2): numbers, bytes, nothing, or a list; scores and floats as text in bytes."""
+"""A Redis reply (RESP2): integer, bytes, list or nothing. Scores and floats are text in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """All that one memory holds at one instant. `now` is its clock, in milliseconds since the epoch.
+    """The whole contents of one memory at one instant.
 
-    `version` grows with every write. `run_id` and `fence` are those of its last owner, None and 0 when it has none:
-    it was never used, or everything is lost. `lost` are keys that should be there and are not: they were evicted.
-    `large` are keys too large to read; '' stands for all keys, if their names alone exceed the limit.
+    Attributes:
+        items: all keys with their values.
+        version: increases with every write.
+        now: the memory's clock, in milliseconds since the epoch.
+        run_id: the last owner; `None` if the memory was never used or is completely lost.
+        fence: the last owner's fence; 0 without an owner.
+        lost: keys that should exist but were evicted.
+        large: keys too large to read. '' stands for all keys, if their names alone exceed the
+            limit.
     """
 
     items: tuple[Item, ...]
@@ -117,9 +129,9 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A snapshot as it rests: what it says of itself, and its items in chunks, all compressed.
+    """A stored snapshot: its manifest and its items in chunks, all compressed.
 
-    `digest` is that over all its content. `order` grows with every snapshot of one memory.
+    `digest` covers all its content. `order` increases with every snapshot of the same memory.
     """
 
     digest: str

@@ -1,6 +1,6 @@
-"""What an agent puts into its working memory: checked, and as it is written.
+"""Checks and encodes what an agent stores in its working memory.
 
-Each function raises `MemoryRefused`, in one line that names the key.
+Each function raises `MemoryRefused` with a one-line message that names the key.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any, TypeAlias
 from meshpoint.errors import MemoryRefused
 
 Value: TypeAlias = bytes | str
-"""What goes in: bytes, or text, which is written as UTF-8. What comes out is bytes."""
+"""Input value: bytes, or text that is stored as UTF-8. Values are always read as bytes."""
 
 MAX_KEY = 1024
-"""Bytes of a key."""
+"""Maximum length of a key in bytes."""
 
 
 def checked_key(key: Any) -> str:
-    """A key: text of 1 to `MAX_KEY` bytes."""
+    """Check that `key` is a str of 1 to `MAX_KEY` bytes and return it."""
     if not isinstance(key, str):
-        raise MemoryRefused(f"a memory key is text, not {kind_of(key)}")
+        raise MemoryRefused(f"a memory key must be str, not {kind_of(key)}")
     if not 1 <= len(_utf8(key, key)) <= MAX_KEY:
-        raise refused(key, f"use text of 1 to {MAX_KEY} bytes")
+        raise refused(key, f"must have 1 to {MAX_KEY} bytes")
     return key
 
 
 def value_bytes(key: str, value: Any) -> bytes:
-    """What is written for a value."""
+    """Encode a value."""
     match value:
         case bytes():
             return bytes(value)
@@ -38,66 +38,66 @@ def value_bytes(key: str, value: Any) -> bytes:
         case bytearray() | memoryview():
             return bytes(value)
         case _:
-            raise refused(key, f"bytes or text, not {kind_of(value)}; for models there is set_model")
+            raise refused(key, f"expected bytes or str, not {kind_of(value)}; use set_model for models")
 
 
 def _utf8(key: object, text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise refused(key, f"text without a UTF-8 form: {error.reason}") from error
+        raise refused(key, f"the text cannot be encoded as UTF-8: {error.reason}") from error
 
 
 def number_bytes(key: str, value: Any) -> bytes:
-    """A number that has its place in an order."""
+    """Encode a number that can be compared with others, so not NaN."""
     if not isinstance(value, int | float):
-        raise refused(key, f"a number, not {kind_of(value)}")
+        raise refused(key, f"expected a number, not {kind_of(value)}")
     try:
         number = float(value)
     except OverflowError as error:
-        raise refused(key, "a number that large has no place in a float") from error
+        raise refused(key, "the number is too large for a float") from error
     if isnan(number):
-        raise refused(key, "not-a-number has no place in an order")
+        raise refused(key, "NaN cannot be ordered")
     return repr(number).encode()
 
 
 def whole_bytes(key: str, value: Any) -> bytes:
-    """A whole number of 64 bits."""
+    """Encode a 64-bit integer."""
     if not isinstance(value, int):
-        raise refused(key, f"a whole number, not {kind_of(value)}")
+        raise refused(key, f"expected an integer, not {kind_of(value)}")
     if not -(2**63) <= value < 2**63:
-        raise refused(key, "a whole number of more than 64 bits")
+        raise refused(key, "the integer does not fit into 64 bits")
     return b"%d" % value
 
 
 def milliseconds(key: str, ttl: Any) -> bytes:
-    """A time to live, which is at least one millisecond."""
+    """Encode a time to live of at least one millisecond."""
     if not isinstance(ttl, timedelta):
-        raise refused(key, f"a time to live is a timedelta, not {kind_of(ttl)}")
+        raise refused(key, f"a time to live must be a timedelta, not {kind_of(ttl)}")
     left = ttl // timedelta(milliseconds=1)
     if left <= 0:
-        raise refused(key, f"a time to live of {ttl} is over at once; use delete")
+        raise refused(key, f"a time to live of {ttl} expires immediately; use delete")
     return b"%d" % left
 
 
 def pairs_of(what: str, values: Any) -> Iterable[tuple[Any, Any]]:
-    """The pairs of a mapping; `what` names it."""
+    """The items of a mapping. `what` names it in errors."""
     if not isinstance(values, Mapping):
-        raise MemoryRefused(f"{what}: a mapping, not {kind_of(values)}")
+        raise MemoryRefused(f"{what}: expected a mapping, not {kind_of(values)}")
     return values.items()
 
 
 def refused(key: object, problem: str) -> MemoryRefused:
-    """The error that names the key."""
+    """Build the error for `key`."""
     return MemoryRefused(f"{named(key)}: {problem}")
 
 
 def named(key: object) -> str:
-    """A key as errors name it."""
+    """Format a key for errors, cut after 100 characters."""
     shown = repr(key)
     return f"memory key {shown if len(shown) <= 100 else f'{shown[:100]}…'}"
 
 
 def kind_of(value: object) -> str:
-    """What something is, for errors."""
+    """The type name of `value`, for errors."""
     return type(value).__name__

@@ -1,6 +1,6 @@
-"""What travels between agents: the envelope, and bodies in the field names of A2A 1.0.
+"""Messages between agents: the envelope, addresses and headers.
 
-`docs/reference/wire.md` specifies both for agents in other languages.
+`docs/reference/wire.md` specifies the wire format for agents in other languages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NewType
 from meshpoint.model.ids import AgentName, ReplicaId
 
 Address = NewType("Address", str)
-"""Where a message goes: a queue's name within the mesh's namespace."""
+"""The destination of a message: a queue name within the mesh's namespace."""
 
 
 def requests_of(agent: AgentName) -> Address:
@@ -34,25 +34,26 @@ def shard_of(agent: AgentName, number: int) -> Address:
 
 
 def shard_for(agent: AgentName, sender: str, shards: int) -> Address:
-    """The request queue of `agent` for all requests from `sender`."""
+    """The request queue of `agent` that receives all requests from `sender`."""
     return shard_of(agent, zlib.crc32(sender.encode()) % shards)
 
 
 def takes_requests(address: str) -> bool:
-    """Whether `address` receives requests; such queues have a limit, so that floods are refused."""
+    """Whether `address` receives requests. Such queues have a length limit and reject floods."""
     return _TAKES_REQUESTS.search(address) is not None
 
 
 def nested_of(agent: AgentName) -> Address:
-    """The queue for requests to `agent` that were made inside another task.
+    """The queue for requests to `agent` that come from another task.
 
-    Separate from `requests_of`, so that tasks waiting for their peers never block the requests they are waiting for.
+    It is separate from `requests_of`, so that tasks waiting for peers never block the requests
+    that they are waiting for.
     """
     return Address(f"{agent}.nested")
 
 
 def instead_of_nested(address: Address) -> Address | None:
-    """The ordinary request queue of the agent with nested-request queue `address`; `None` for other addresses."""
+    """The agent's request queue, given its nested-request queue. `None` for other addresses."""
     agent, _, kind = address.partition(".")
     return requests_of(AgentName(agent)) if kind == "nested" else None
 
@@ -63,17 +64,17 @@ def responses_of(agent: AgentName) -> Address:
 
 
 def private_of(agent: AgentName, replica: ReplicaId) -> Address:
-    """The queue of one incarnation: replies to tasks in its memory, and broadcasts."""
+    """The private queue of one replica: replies to its in-process tasks, and broadcasts."""
     return Address(f"{agent}.private.{replica}")
 
 
 def dead_letters_of(agent: AgentName) -> Address:
-    """Where messages for `agent` end that nothing could read."""
+    """The queue for messages to `agent` that could not be read."""
     return Address(f"{agent}.dlq")
 
 
 def is_private(address: Address) -> bool:
-    """Whether `address` is one incarnation's private queue."""
+    """Whether `address` is a replica's private queue."""
     return ".private." in address
 
 
@@ -93,7 +94,10 @@ def bounded_reason(reason: str) -> str:
 
 
 class MessageType(StrEnum):
-    """What a message asks for. WAKE is a broadcast within one agent: a ready task waits for a slot."""
+    """The purpose of a message.
+
+    WAKE is a broadcast within one agent: a ready task waits for a free slot.
+    """
 
     REQUEST = "request"
     RESPONSE = "response"
@@ -103,14 +107,14 @@ class MessageType(StrEnum):
 
 
 class Header(StrEnum):
-    """The headers that routing needs. Values are strings, integers or floats."""
+    """Headers needed for routing. Values are strings, integers or floats."""
 
     CALL_DEPTH = "x-call-depth"
     DEADLINE = "x-deadline"  # seconds since the epoch
     ATTEMPT = "x-attempt"
-    PARENT_TASK = "x-parent-task-id"  # echoed in the response: the requester's own task
-    IDLE_TIMEOUT = "x-idle-timeout"  # seconds; the requester wants a status update at least this often
-    RESUME = "x-resume"  # greater in each attempt of the requester: a task that failed or was cancelled is to go on
+    PARENT_TASK = "x-parent-task-id"  # the requester's own task, echoed in the response
+    IDLE_TIMEOUT = "x-idle-timeout"  # seconds; maximum interval between status updates
+    RESUME = "x-resume"  # resume the failed or cancelled task; increases with each attempt
     TRACEPARENT = "traceparent"
     DEAD_REASON = "x-dead-reason"
     ON_BEHALF_OF = "x-on-behalf-of"  # the original sender of a cancel that a replica forwards
@@ -123,8 +127,11 @@ HeaderValue = str | int | float
 class Message:
     """One broker message.
 
-    `correlation_id` is the task id of the work: the same in a request, its status updates, its cancel and its
-    response. `app_id` is the sending agent. `message_id` is stable over re-sends of the same thing.
+    Attributes:
+        message_id: stable across re-sends.
+        correlation_id: the task id, shared by the request and its status updates, cancel and
+            response.
+        app_id: the sending agent.
     """
 
     type: MessageType
@@ -139,7 +146,7 @@ class Message:
 
     @property
     def nested(self) -> bool:
-        """Whether a task made this request, that is, its call depth is above 0."""
+        """Whether another task sent this request, that is, its call depth is above 0."""
         try:
             return float(self.headers.get(Header.CALL_DEPTH.value, 0)) > 0
         except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Operations: tasks that use subtasks, as people see them and as they are resumed."""
+"""Operations (tasks that use subtasks): summaries for operators, and requests to resume them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from meshpoint.model.checkpoint import Requester
 from meshpoint.model.ids import AgentName, ReplicaId, TaskId
 from meshpoint.model.subtasks import Child
 
-ASKED_BY_ANOTHER = "it was asked for by another agent"
-ASKED_FOR_OTHERWISE = "it was asked for with another input"
+ASKED_BY_ANOTHER = "it was requested by another agent"
+ASKED_FOR_OTHERWISE = "it was requested with a different input"
 
 NOBODY = Requester()
-"""Whoever resumes an operation by hand waits for no reply."""
+"""The requester of an operation resumed by an operator, who expects no reply."""
 
 
 class OperationStatus(StrEnum):
-    """Where an operation stands. PENDING: any replica may take it. WAITING: for peers."""
+    """The status of an operation. PENDING waits for any replica, WAITING for peers."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -33,9 +33,10 @@ class OperationStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationSummary:
-    """One operation. `phase` is its current subtask; `lease_until` is set while a replica owns it.
+    """One operation.
 
-    `checkpoint` is the number of its last checkpoint, None when there is none.
+    `phase` is its current subtask. `lease_until` is set while a replica owns it. `checkpoint` is
+    the number of its last checkpoint, `None` before the first.
     """
 
     id: TaskId
@@ -60,32 +61,35 @@ class OperationSummary:
 
 
 class Refusal(StrEnum):
-    """Why an operation is not resumed, in the order of the checks."""
+    """Why an operation cannot be resumed, in the order of the checks."""
 
     NOT_FOUND = "not_found"
-    RUNNING = "running"  # or pending, or waiting: somebody is at it, or will be
+    RUNNING = "running"  # or pending or waiting: a replica runs it, or will
     COMPLETED = "completed"
     NO_CHECKPOINT = "no_checkpoint"
-    OTHER_ACTIVE = "other_active"  # another operation of an agent that says `exclusive`
+    OTHER_ACTIVE = "other_active"  # another operation of an `exclusive` agent is active
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revive:
-    """The wish that an ended task go on from its checkpoint, as `ready` for any replica.
+    """Request to resume an ended task from its checkpoint, as `ready` for any replica.
 
-    `token` names the wish: a repeated one finds itself, as long as no run has had the task since. `order` is set by a
-    requester that asks again, and grows with each of its attempts, as a text of fixed width: the last one that the
-    task has seen finds itself, a smaller one is refused as RUNNING, and only the agent that has asked for the task
-    may ask again for it. A wish without one, by hand, is refused for neither reason.
-
-    `agent` is None when whoever asks does not know it. `request` replaces the one that the task has. So does
-    `requester`; without one nobody is answered, but for whoever still waits for a reply that was not sent: he gets
-    the new outcome instead, without the old deadline. `without_checkpoint` also takes a task that has
-    none, to be run from its start. `abandoned` says that whoever had the task is known to be gone: then a running,
-    waiting, pending or parked one is taken as well. `adopt` leaves an active task at its work, and lets it answer
-    this requester.
-
-    `digest` is the digest of the input in `request`. A repeated request must have the same input.
+    Attributes:
+        token: identifies the request. Repeating it returns the first result until a new run has
+            acquired the task.
+        order: set by a requester that retries a task; a fixed-width text that increases with each
+            attempt. Repeating the last recorded value returns the first result, and lower values
+            are refused as RUNNING. Only the agent that requested the task may retry it. Requests
+            by operators have no order and skip these checks.
+        agent: the task's agent, `None` if unknown.
+        request: replaces the stored request.
+        requester: replaces the stored requester. If unset, a requester still waiting for an unsent
+            reply gets the new outcome, without the old deadline; otherwise there is no reply.
+        without_checkpoint: also resume a task without a checkpoint, from its start.
+        abandoned: the task's owner is known to be gone, so also accept a running, waiting, pending
+            or parked task.
+        adopt: let an active task continue and reply to this requester.
+        digest: digest of the input in `request`. A repeated request must have the same input.
     """
 
     task_id: TaskId
@@ -102,14 +106,15 @@ class Revive:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The task is at work already, and will answer the new requester."""
+    """The task is already active and will reply to the new requester."""
 
 
 @dataclass(frozen=True, slots=True)
 class Revived:
-    """The task is `ready`. `again` when this very wish had done it before; the task may have ended since.
+    """The task is `ready`.
 
-    `retry_count` counts its resumes.
+    `again` says that an earlier attempt of this request had revived it; the task may have ended
+    since. `retry_count` is how often it was resumed.
     """
 
     task_id: TaskId
@@ -120,7 +125,7 @@ class Revived:
 
 @dataclass(frozen=True, slots=True)
 class NotRevived:
-    """Nothing was changed. `detail` says more: the state and the owner, or the other operation's id."""
+    """Nothing changed. `detail` has the state and owner, or the other operation's id."""
 
     refusal: Refusal
     detail: str = ""

@@ -1,4 +1,4 @@
-"""Reports an outage at its start, at growing intervals, and at its end."""
+"""Report a service outage at its start, at increasing intervals, and at its end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _LONGEST_INTERVAL = 900.0
 class Outage:
     """Tracks outages of one service. `clock` returns monotonic seconds.
 
-    An outage that begins within a minute of the last one continues its report schedule, so that a flapping server is
-    not reported each time.
+    An outage that starts within a minute of the last one continues its report schedule, so that a
+    flapping server is not reported every time.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -30,7 +30,10 @@ class Outage:
         return self._since is not None
 
     def failed(self) -> float | None:
-        """Record a failed attempt. Returns the outage's length in seconds if a report is due, otherwise `None`."""
+        """Record a failed attempt.
+
+        Returns the outage's length in seconds if a report is due, otherwise `None`.
+        """
         now = self._clock()
         if self._since is None:
             self._since, self._reported = now, False
@@ -44,7 +47,10 @@ class Outage:
         return now - self._since
 
     def over(self) -> tuple[float, bool]:
-        """Record a successful attempt. Returns the outage's length in seconds and whether it had been reported."""
+        """Record a successful attempt.
+
+        Returns the outage's length in seconds and whether it had been reported.
+        """
         now, since = self._clock(), self._since
         if since is None:
             return 0.0, False

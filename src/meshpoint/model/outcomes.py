@@ -1,4 +1,4 @@
-"""What became of a peer call: exactly one `Ok` or `Failed` each."""
+"""The result of a peer call: exactly one `Ok` or `Failed` each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FailureKind(StrEnum):
     INVALID = "invalid"
 
 
-@dataclass(frozen=True)  # with slots, Ok[int](...) raises: typing cannot note the parameter
+@dataclass(frozen=True)  # no slots: typing sets __orig_class__, so Ok[int](...) would raise
 class Ok(Generic[T_co]):
     """A peer's result, with the artifacts it produced and the tokens it used."""
 
@@ -37,7 +37,10 @@ class Ok(Generic[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A call without a result: `kind` is for code, `message` for people. Very long messages are cut, with a note."""
+    """A call without a result: `kind` is for code, `message` for people.
+
+    Messages longer than `MAX_ERROR_TEXT` are cut, with a note.
+    """
 
     kind: FailureKind
     message: str = ""
@@ -49,11 +52,11 @@ class Failed:
 
 
 Outcome: TypeAlias = Ok[JsonValue] | Failed
-"""An outcome as it travels and rests: the value is JSON, not yet validated against a declared type."""
+"""An outcome as sent or stored: its value is JSON, not validated against a declared type."""
 
 
 def encode_outcome(outcome: Outcome) -> bytes:
-    """`outcome` as the JSON kept on its call's row. What is empty is left out."""
+    """Encode `outcome` as the JSON stored in its call's row. Empty fields are omitted."""
     kept: dict[str, Any] = (
         {"value": outcome.value} if isinstance(outcome, Ok) else {"kind": outcome.kind, "message": outcome.message}
     )
@@ -65,7 +68,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
 
 
 def decode_outcome(stored: bytes) -> Outcome:
-    """The outcome that `encode_outcome` wrote."""
+    """Decode an outcome written by `encode_outcome`."""
     kept = from_json(stored)
     usage = TokenUsage.model_validate(kept["usage"]) if kept.get("usage") else TokenUsage()
     if "kind" in kept:
@@ -74,7 +77,7 @@ def decode_outcome(stored: bytes) -> Outcome:
 
 
 class Outcomes(Mapping[str, Outcome]):
-    """Exactly one outcome per call of the pause, by call id, iterating in call order."""
+    """Exactly one outcome per call of the pause, by call id, iterated in call order."""
 
     def __init__(self, in_call_order: Mapping[str, Outcome]) -> None:
         self._by_call = dict(in_call_order)

@@ -1,7 +1,7 @@
-"""`ctx.call` and `ctx.gather`: how a function agent asks its peers.
+"""`ctx.call` and `ctx.gather`: peer calls of function agents.
 
-The context only checks and types them; a `Recorder` decides whether an answer is known from an earlier run of
-the function, or the task has to pause for it.
+The context checks arguments and converts types. A `Recorder` decides whether an answer was
+recorded in an earlier run of the function or the task must pause for it.
 """
 
 from __future__ import annotations
@@ -24,33 +24,36 @@ F = TypeVar("F")
 
 
 class UnsentCall(Protocol[T_co]):
-    """A typed request that was not sent yet: what calling a `Peer` gives."""
+    """A typed request that has not been sent yet, created by calling a `Peer`."""
 
     @property
     def peer(self) -> str: ...
 
     def as_call(self, call_id: str) -> Call:
-        """The request as a pause carries it."""
+        """The request as a `Call` of a pause."""
 
     def read(self, outcome: Outcome) -> Ok[T_co] | Failed:
-        """`outcome` with its value as the declared type; one that does not fit is `Failed(INVALID)`."""
+        """Convert the outcome's value to the declared type, or `Failed(INVALID)` on mismatch."""
 
 
 class Recorder(Protocol):
-    """Answers calls from what was recorded, or ends the segment with a pause."""
+    """Answers calls from the journal, or ends the segment with a pause."""
 
     @property
     def replaying(self) -> bool: ...
 
     @property
     def position(self) -> int:
-        """How many recorded pauses the run has passed, but for those within subtasks."""
+        """Number of recorded pauses the run has passed, not counting pauses inside subtasks."""
 
     async def ask(self, calls: Sequence[UnsentCall[Any]], join: Join) -> list[Ok[Any] | Failed]:
-        """One outcome per call, in call order. Does not return when there is none yet: the task pauses."""
+        """Return one outcome per call, in call order.
+
+        Does not return if outcomes are missing: the task pauses.
+        """
 
     def skip(self, subtask: str) -> None:
-        """Pass the calls that were recorded in a subtask, whose deliverable is known."""
+        """Skip the calls recorded inside a subtask whose deliverable is known."""
 
 
 class Recording:
@@ -59,29 +62,29 @@ class Recording:
     _recorder: Recorder | None
 
     def record_with(self, recorder: Recorder) -> None:
-        """Answer this context's calls with `recorder`. For the code that runs function agents."""
+        """Answer this context's calls with `recorder`. Called by the function agents' runtime."""
         self._recorder = recorder
 
     @property
     def replaying(self) -> bool:
-        """Whether the function runs again through a part it has finished before."""
+        """Whether the function is re-running a part that finished in an earlier run."""
         return self._recorder is not None and self._recorder.replaying
 
     @property
     def calls_are_not_recorded(self) -> bool:
-        """Whether this is no function agent, so that nothing runs again but what a crash interrupted."""
+        """Whether this is not a function agent, so that code is repeated only after a crash."""
         return self._recorder is None
 
     def pauses_passed(self, generation: int) -> int:
-        """How many pauses of the task lie before the code that runs now. For the code that runs subtasks.
+        """Number of the task's pauses before the current code. Called by the subtask runner.
 
-        Those within subtasks of a function agent do not count: when it is resumed, a subtask that is recorded does
-        not pause again.
+        Pauses inside subtasks of a function agent do not count, because a recorded subtask does
+        not pause again after a resume.
         """
         return generation if self._recorder is None else self._recorder.position
 
     def skip_calls_of(self, subtask: str) -> None:
-        """Pass what a subtask asked its peers, as it does not run again. For the code that runs subtasks."""
+        """Skip the peer calls of a subtask that is not run again. For the subtask runner."""
         if self._recorder is not None:
             self._recorder.skip(subtask)
 
@@ -90,20 +93,20 @@ class Recording:
     @overload
     async def call(self, call: UnsentCall[T], /, *, return_errors: bool) -> T | Failed: ...
     async def call(self, call: UnsentCall[Any], /, *, return_errors: bool = False) -> Any:
-        """The peer's answer; the task pauses until it is there.
+        """The peer's answer. The task pauses until it arrives.
 
         Args:
-            call: what calling a `Peer` gave: `await ctx.call(flights(trip))`.
+            call: created by calling a `Peer`: `await ctx.call(flights(trip))`.
             return_errors: return a `Failed` instead of raising it.
 
         Raises:
             PeerFailed: the call has no result.
-            ReplayMismatch: at this place, an earlier run of the function called something else.
+            ReplayMismatch: an earlier run of the function made a different call at this point.
         """
         [answer] = await self._gather((call,), ALL, return_errors, "ctx.call")
         return answer
 
-    # Plain calls give values. With a join of its own, or with `return_errors`, a place may hold a `Failed`.
+    # Without `join` and `return_errors` all results are values; with either, some may be `Failed`.
     @overload
     async def gather(self, a: UnsentCall[A], /, *, return_errors: Literal[False] = False) -> tuple[A]: ...
     @overload
@@ -217,16 +220,18 @@ class Recording:
         self, *calls: UnsentCall[T], join: Join = ALL, return_errors: bool = False
     ) -> tuple[T | Failed, ...]: ...
     async def gather(self, *calls: UnsentCall[Any], join: Join = ALL, return_errors: bool = False) -> tuple[Any, ...]:
-        """The peers' answers in the order of the calls, which run side by side; the task pauses once.
+        """The peers' answers in call order. The calls run concurrently and the task pauses once.
 
-        Without `return_errors`, `gather` returns only what the join asks for, and else raises: with `ALL` every
-        place holds a value; with `FIRST` or `AT_LEAST(k)` that many do, and the places of calls that failed, or
-        that the join closed, hold a `Failed`. A join deadline that passes before raises as well.
-        With `return_errors`, every call without a result is a `Failed` in its place, and nothing raises.
+        Without `return_errors`, `gather` raises unless the join is satisfied. With `ALL`, every
+        position then holds a value. With `FIRST` or `AT_LEAST(k)`, at least that many do, and
+        calls that failed or were closed by the join hold a `Failed`. A join deadline that passes
+        first raises as well. With `return_errors`, every call without a result holds a `Failed`,
+        and nothing is raised.
 
         Raises:
-            PeerFailed: fewer results than the join asks for; names one call without a result.
-            ReplayMismatch: at this place, an earlier run of the function called something else.
+            PeerFailed: there are fewer results than the join needs; names one call without a
+                result.
+            ReplayMismatch: an earlier run of the function made a different call at this point.
         """
         return await self._gather(calls, join, return_errors, "ctx.gather")
 
@@ -255,7 +260,7 @@ def _insist(calls: Sequence[UnsentCall[Any]], outcomes: Sequence[Ok[Any] | Faile
     needed = len(calls) if join.needed is None else join.needed
     if len(calls) - len(failures) >= needed:
         return
-    # A call that was closed because of the others says least about what went wrong.
+    # A call closed because of others says least about the cause, so it comes last.
     failures.sort(key=lambda failure: failure[1].kind is FailureKind.CANCELLED)
     call, failed = failures[0]
     raise PeerFailed(call.peer, failed)

@@ -1,4 +1,4 @@
-"""`ctx.memory`: the part of a context that remembers. `agent_memory` has what it can do."""
+"""`ctx.memory`: the part of a context that provides the working memory in `agent_memory`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class Remembering:
     _memory: MemoryRunner | None
 
     def remember_with(self, runner: MemoryRunner | None) -> None:
-        """Keep this context's working memory with `runner`, or stop that. For the code that runs agents."""
+        """Use `runner` for this context's working memory, or none. Called by the agent runtime."""
         self._memory = runner
 
     @property
     def memory(self) -> AgentMemory:
-        """The agent's working memory for this task, found again wherever the task goes on.
+        """The agent's working memory for this task, available wherever the task resumes.
 
-        It is restored when it is first used in a segment; an agent that does not use it pays nothing.
+        It is restored on first use in a segment, so an agent that does not use it pays nothing.
         """
         return AgentMemory(_OfContext(self))
 
 
 class _OfContext:
-    """The runner that the context has at the moment: when its segment is over, none."""
+    """Delegates to the context's current runner, which is gone once the segment ends."""
 
     def __init__(self, context: Remembering) -> None:
         self._context = context
@@ -50,7 +50,7 @@ class _OfContext:
     def _runner(self) -> MemoryRunner:
         if self._context._memory is None:
             raise AgentMisbehaved(
-                "ctx.memory belongs to a running segment: this one is over, or no replica runs this context; "
-                "in a test, ask the agent by meshpoint.local.local_mesh"
+                "ctx.memory works only in a running segment: this one has ended, or no replica "
+                "created this context; in a test, call the agent through meshpoint.local.local_mesh"
             )
         return self._context._memory

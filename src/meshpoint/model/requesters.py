@@ -1,4 +1,4 @@
-"""Compares requesters, and early cancels with requests, using the names that stores keep."""
+"""Compare requesters, and early cancels with requests, by the names that stores keep."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def same_input(known: str | None, other: str | None) -> bool:
 
 
 def binds(cancellers: str | None, requester: str | None) -> bool:
-    """Whether an early cancel applies to this requester's request; `None` applies to every request."""
+    """Whether an early cancel applies to a request from `requester`; `None` matches any."""
     return cancellers is None or requester is None or requester in cancellers.split(_SEPARATOR)
 
 
 def with_canceller(cancellers: str | None, canceller: str | None) -> str | None:
-    """Add a canceller to `cancellers`; `None` stands for any."""
+    """Add a canceller to `cancellers`; `None` matches any requester."""
     if cancellers is None or canceller is None:
         return None
     names = cancellers.split(_SEPARATOR)

@@ -1,4 +1,4 @@
-"""What must not leave the task: which values are secret, and texts and values without them."""
+"""Detect secret values, and remove them from texts and JSON before they leave the task."""
 
 from __future__ import annotations
 
@@ -49,30 +49,36 @@ _SCHEME = re.compile(r"\b(bearer|basic)(\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECA
 _VALUE = (
     r"(?:(?P<escaped>\\[\"'])[^\n]*?(?:(?P=escaped)|(?=\n)|\Z)"
     r"|(?P<prefix>[bruf]{0,2})(?P<quote>[\"'])(?:(?!(?P=quote))[^\\\n]|\\.)*(?P=quote)?"
-    r"|[\[{(][^\n]*"  # where it is closed, no pattern can tell
+    r"|[\[{(][^\n]*"  # a pattern cannot find the matching bracket
     r"|(?:(?:bearer|basic|digest|token)\s+)?[^\s,;&)}\]\"'<>]+)"
 )
 _END_OF_LINE = r"(?P<rest>[^\n\"']*[^\s\"'])"
 
 
 class Secret:
-    """Marks a string in a deliverable's type that must not be shown or exported: `Annotated[str, Secret]`.
+    """Marks a string as secret in a deliverable's type: `Annotated[str, Secret]`.
 
-    It is kept like any other value, because a later run needs it.
+    Secrets are not shown or exported, but are stored like any other value, because a later run
+    needs them.
     """
 
 
 def is_secret_key(name: str, keys: Collection[str] = ()) -> bool:
-    """Whether a value of that name is a secret: `db_password`, `OPENAI_API_KEY`, `accessToken`, or one of `keys`."""
+    """Whether the name marks its value as secret.
+
+    True for names such as `db_password`, `OPENAI_API_KEY` and `accessToken`, and for names that
+    end with one of `keys`.
+    """
     bare = _bare(name).rstrip("0123456789")
     return bare.endswith(_bare_keys(tuple(keys)))
 
 
 def masked(text: str, keys: Collection[str] = ()) -> str:
-    """`text` with `***` for what looks like a secret.
+    """Replace everything in `text` that looks like a secret with `***`.
 
-    That is: the value after a name that `is_secret_key` (`name=…`, `name: …`, `"name": "…"`, also in escaped JSON),
-    the password in a URL, what follows `Bearer`, private keys, and tokens of well-known shapes.
+    Masked are values after a secret name (`name=…`, `name: …`, `"name": "…"`, also in escaped
+    JSON; see `is_secret_key`), passwords in URLs, the credentials after `Bearer` or `Basic`,
+    private keys, and tokens in well-known formats.
     """
     text = _SHAPES.sub(MASK, _without_private_keys(text))
     text = _USER_INFO.sub(rf"\1:{MASK}@", text)
@@ -82,9 +88,9 @@ def masked(text: str, keys: Collection[str] = ()) -> str:
 
 
 def _without_private_keys(text: str) -> str:
-    """Replace each private key in `text` with `***`. If a key has no end marker, the rest of the text is cut.
+    """Replace each private key in `text` with `***`; without an end marker, cut the rest.
 
-    A single pass, because a pattern that searches for the end from each beginning would take quadratic time.
+    A single pass: a pattern that searches for the end from each start would take quadratic time.
     """
     kept: list[str] = []
     end = 0
@@ -101,17 +107,17 @@ def _without_private_keys(text: str) -> str:
 def without_secrets(
     value: JsonValue, pointers: Iterable[str], keys: Collection[str] = ()
 ) -> tuple[JsonValue, tuple[str, ...]]:
-    """A copy of `value` with null for each secret, and the places where that is, as JSON pointers.
+    """A copy of `value` with secrets set to null, and their places as JSON pointers.
 
-    Secrets are what `pointers` point at, and what stands under a key that `is_secret_key`. Keys remain. What is
-    null, a boolean or empty is no secret; a pointer that leads nowhere is no error.
+    Secrets are the values at `pointers` and under keys for which `is_secret_key` is true. Nulls,
+    booleans and empty values are never secrets. A pointer to a missing place is ignored.
     """
     removed: list[str] = []
     return _without(value, "", frozenset(pointers), keys, removed), tuple(removed)
 
 
 def pointer(*steps: str | int) -> str:
-    """The JSON pointer (RFC 6901) of a place; of the whole value, without steps."""
+    """The JSON pointer (RFC 6901) for a path. Without steps, the whole document."""
     return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)
 
 
@@ -146,10 +152,10 @@ def _bare_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=64)
 def _patterns(keys: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """A name with its value; and a name with its value in a pydantic error, two lines that belong together."""
+    """One pattern for a name with its value, and one for their two lines in a pydantic error."""
     names = _alternatives([*_KEYS, *_PLURALS, *keys])
     to_the_end = _alternatives(["authorization", "cookie", "cookies"])
-    # Blanks are never given back (`*+`): retrying what follows from each of them would take quadratic time.
+    # Possessive `*+`, because backtracking over the blanks would take quadratic time.
     opening = r"\d{0,9}(?:\\?[\"'])?\]?[ \t]*+(?:[:=]=?>?)[ \t]*+"
     named = rf"(?P<name>(?:{to_the_end}){opening})(?:{_END_OF_LINE})|(?P<key>(?:{names}){opening}){_VALUE}"
     validation = rf"^((?:[^\n]*(?:{names})\d*)\n(?>[^\n]*?\binput_value=)).*(?=, input_type=)"
@@ -171,20 +177,20 @@ def _hidden(match: re.Match[str]) -> str:
 def traceback_of(
     error: BaseException, keys: Collection[str] = (), *, limit_bytes: int = 8000, frames: int = 20
 ) -> str:
-    """The traceback of `error` for people, with its causes and groups: masked, storable, without local variables.
+    """Format the traceback of `error` for people, with its causes and groups.
 
-    Of each stack the innermost `frames` are kept. What is longer than `limit_bytes` of UTF-8 loses lines in its
-    middle.
+    It is masked, storable and has no local variables. Each stack keeps its innermost `frames`. If
+    the text exceeds `limit_bytes` of UTF-8, lines are removed from the middle.
     """
     told = "".join(TracebackException.from_exception(error, limit=-frames, compact=True).format())
-    if len(told) > 2 * _MASKABLE:  # far more than is kept
+    if len(told) > 2 * _MASKABLE:  # far more than the result keeps
         told = f"{told[:_MASKABLE]}\n{told[-_MASKABLE:]}"
     storable = told.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "backslashreplace").decode()
     return _trimmed(masked(storable, keys).rstrip("\n"), limit_bytes)
 
 
 def _trimmed(text: str, limit: int) -> str:
-    """At most `limit` bytes of `text`: its first lines, and about twice as much of its last ones."""
+    """Cut the middle of `text` to fit `limit` bytes, keeping about twice as much at the end."""
     if len(text.encode()) <= limit:
         return text
     lines = [_cut(line, limit // 4) for line in text.splitlines()]

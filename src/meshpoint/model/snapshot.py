@@ -1,4 +1,4 @@
-"""What agent code sets on a context: taken, and put back."""
+"""Snapshots of the values that agent code sets on a context, and their differences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LISTS = ("produced_artifacts", "artifact_signals_to_return")
 
 
 def snapshot(ctx: TaskExecutionContext) -> Checkpoint:
-    """What agent code sets on a context, as a copy."""
+    """Copy the values that agent code can set on a context."""
     return {
         "response_buffer": ctx.response_buffer,
         "produced_artifacts": ctx.produced_artifacts.to_plain(),
@@ -23,7 +23,7 @@ def snapshot(ctx: TaskExecutionContext) -> Checkpoint:
 
 
 def rewind(ctx: TaskExecutionContext, to: Checkpoint) -> None:
-    """Put back what `snapshot` took, in place: code may hold on to a list or the usage."""
+    """Restore a snapshot in place, because agent code may hold references to the containers."""
     ctx.response_buffer = str(to["response_buffer"])
     for name in _LISTS:
         getattr(ctx, name)[:] = to[name]
@@ -38,9 +38,10 @@ def set_usage(ctx: TaskExecutionContext, usage: TokenUsage) -> None:
 
 
 def changes(before: Checkpoint, after: Checkpoint) -> Checkpoint:
-    """What was done to a context between two snapshots, so that it can be done to another one; {}: nothing.
+    """The changes between two snapshots, in a form that `change` can apply to another context.
 
-    What was added to is told as what was added: others may have added to it beside.
+    Additions are recorded as additions, because other code may have added values at the same time.
+    Returns `{}` if nothing changed.
     """
     done: dict[str, Any] = {}
     earlier: Any
@@ -63,7 +64,7 @@ def changes(before: Checkpoint, after: Checkpoint) -> Checkpoint:
 
 
 def change(ctx: TaskExecutionContext, done: Checkpoint) -> None:
-    """Do to `ctx` what `changes` told, in place."""
+    """Apply the result of `changes` to `ctx` in place."""
     told: Any = done
     for name in ("response_buffer", *_LISTS):
         match told.get(name):
@@ -83,7 +84,7 @@ def change(ctx: TaskExecutionContext, done: Checkpoint) -> None:
 
 
 def _used(before: Any, after: Any) -> Any:
-    """Counts of tokens less those of before, however deep."""
+    """Subtract the token counts `before` from `after`, recursively."""
     if isinstance(after, dict):
         return {key: _used(before.get(key) if before else None, value) for key, value in after.items()}
     return after - (before or 0)

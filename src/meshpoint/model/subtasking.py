@@ -1,6 +1,6 @@
 """`ctx.subtask`: work inside a segment whose result is recorded before it is returned.
 
-The context only checks and types it; a `SubtaskRunner` knows what is recorded, and writes it.
+The context checks arguments and converts types. A `SubtaskRunner` reads and writes the records.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _current: ContextVar[str | None] = ContextVar("meshpoint_subtask", default=None)
 
 
 def current_subtask() -> str | None:
-    """The subtask whose code asks; asyncio tasks that it starts are part of it."""
+    """The subtask of the calling code and its asyncio tasks. `None` outside subtasks."""
     return _current.get()
 
 
 @contextmanager
 def inside(subtask: str) -> Iterator[None]:
-    """Whoever runs here runs in `subtask`."""
+    """Mark the code in the block as part of `subtask`."""
     token = _current.set(subtask)
     try:
         yield
@@ -41,7 +41,7 @@ def inside(subtask: str) -> Iterator[None]:
 
 
 class SubtaskRunner(Protocol):
-    """Runs the subtasks of one segment, or returns what is recorded of them."""
+    """Runs the subtasks of one segment, or returns their recorded deliverables."""
 
     @property
     def progress(self) -> SubtaskProgress: ...
@@ -49,13 +49,13 @@ class SubtaskRunner(Protocol):
     async def run(
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The deliverable of a subtask, recorded."""
+        """Run and record a subtask, or return its recorded deliverable."""
 
     async def save_progress(self, subtask: str, state: object) -> None:
-        """Keep the state of a subtask that runs."""
+        """Store the intermediate state of a running subtask."""
 
     def saved_progress(self, subtask: str) -> JsonValue:
-        """The state that was kept of it; None: none."""
+        """The stored intermediate state of a subtask, or `None`."""
 
 
 class Subtasking:
@@ -64,7 +64,7 @@ class Subtasking:
     _subtasks: SubtaskRunner | None
 
     def run_subtasks_with(self, runner: SubtaskRunner | None) -> None:
-        """Record this context's subtasks with `runner`, or stop that. For the code that runs agents."""
+        """Record this context's subtasks with `runner`, or not at all. For the agent runtime."""
         self._subtasks = runner
 
     @overload
@@ -74,28 +74,33 @@ class Subtasking:
     @overload
     async def subtask(self, name: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
     async def subtask(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """What `function(*args, **kwargs)` returns, recorded in the database before it is returned.
+        """Run `function(*args, **kwargs)`, record its result in the database, and return it.
 
             statements = await ctx.subtask("10k_parsing", parse, filing)
 
-        A later run of the same task (after a crash, a pause, a failure, a cancellation) gets the recorded
-        deliverable, and the code does not run again. What to know of it:
+        A later run of the same task (after a crash, a pause, a failure or a cancellation) gets the
+        recorded deliverable without running the code again.
 
-        - The deliverable must have a JSON form. It comes back as the type that `function` declares to return, and as
-          plain JSON if it declares none: the first time as well, so that no run differs.
-        - A name occurs once in a run. A subtask has none inside it, but may call peers (in a function agent) and so
-          pause. Subtasks may run side by side, in `asyncio.gather` or in the tools of a framework.
-        - What it sets on `ctx` is recorded too, and put back where it is not run again.
-        - When a failed or cancelled operation is resumed, the first subtask whose function, or whose inputs, differ
-          from what was recorded runs again, and so does everything after it. Inputs are the arguments, which must be
-          data, and what the function finds by closure as far as it is data. A function is told from another by its
-          source, or by `@subtask(version="2")`; what it calls is not looked at.
-        - In a context that no replica made, as in a unit test of an agent, the function is just called.
+        - The deliverable must have a JSON form. It is returned as the function's declared return
+          type, or as plain JSON without one. This also holds for the first run, so that all runs
+          see the same value.
+        - A name must be unique within a run. Subtasks cannot be nested, but a function agent's
+          subtask may call peers and thus pause. Subtasks may run concurrently, in `asyncio.gather`
+          or as a framework's tools.
+        - Changes that it makes to `ctx` are recorded, and reapplied when it does not run again.
+        - When a failed or cancelled operation is resumed, the first subtask whose function or
+          inputs differ from its record runs again, and so do all after it. Inputs are the
+          arguments, which must be data, and values captured by closure, as far as they are data.
+          Functions are compared by source, or by `@subtask(version="2")`; the functions that they
+          call are not compared.
+        - In a context that was not created by a replica, as in a unit test of an agent, the
+          function is simply called.
 
         Raises:
-            SubtaskRefused: the name is taken or not usable, an argument is not data, or the deliverable has no JSON
-                form; nothing is marked as done. Or an argument differs from the one of an earlier run of this very
-                attempt, which names what depends on time or chance.
+            SubtaskRefused: the name is taken or invalid, an argument is not data, or the
+                deliverable has no JSON form; nothing is recorded as done. Also raised if an
+                argument differs from an earlier run of the same attempt; the message names the
+                argument, which depends on time or chance.
         """
         if self._subtasks is not None:
             return await self._subtasks.run(name, function, args, kwargs)
@@ -105,26 +110,27 @@ class Subtasking:
 
     @property
     def progress(self) -> SubtaskProgress:
-        """How many of the task's subtasks are completed, which are, and which one runs."""
+        """Which of the task's subtasks are completed, and which one is running."""
         return SubtaskProgress((), None, ()) if self._subtasks is None else self._subtasks.progress
 
     async def save_progress(self, state: object) -> None:
-        """Keep an intermediate state of the subtask that runs: `saved_progress` gives it back if it runs again.
+        """Store an intermediate state of the running subtask, for `saved_progress` in a later run.
 
-        `state` is JSON. It is forgotten when the subtask is completed, or runs again with another function or inputs.
+        `state` must be JSON. It is deleted when the subtask completes, or runs again with another
+        function or inputs.
 
         Raises:
-            NotJson: `state` is not JSON; names the place.
-            AgentMisbehaved: no subtask runs here.
+            NotJson: `state` is not JSON; the message names the place.
+            AgentMisbehaved: no subtask is running here.
         """
         subtask = current_subtask()
         if subtask is None:
-            raise AgentMisbehaved("ctx.save_progress belongs inside the function of a ctx.subtask")
+            raise AgentMisbehaved("ctx.save_progress works only inside the function of a ctx.subtask")
         if self._subtasks is not None:
             await self._subtasks.save_progress(subtask, state)
 
     @property
     def saved_progress(self) -> Any:
-        """What the subtask that runs here saved in an earlier run of it; None: nothing."""
+        """The state that an earlier run of the current subtask saved, or `None`."""
         subtask = current_subtask()
         return None if subtask is None or self._subtasks is None else self._subtasks.saved_progress(subtask)

@@ -1,7 +1,7 @@
-"""What a task remembers of its subtasks: one record for each, and the checkpoint that holds them all.
+"""Subtask records of a task, and the checkpoint that holds all of them.
 
-Deliverables and states are kept as JSON text, exactly as they were written: a database's own JSON type reorders keys,
-makes an integer of 1e16 and refuses a zero character.
+Deliverables and states are stored as JSON text exactly as written, because a database's own JSON
+type reorders keys, turns 1e16 into an integer and rejects NUL characters.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from meshpoint.model.ids import AgentName, TaskId
 
 
 class SubtaskStatus(StrEnum):
-    """How far a recorded subtask came."""
+    """The status of a recorded subtask."""
 
     STARTED = "started"
     COMPLETED = "completed"
     FAILED = "failed"
-    OUTDATED = "outdated"  # it was completed, but something has changed: it is to run again
+    OUTDATED = "outdated"  # it was completed, but must run again because something has changed
 
 
 class _Kept(BaseModel):
@@ -31,13 +31,19 @@ class _Kept(BaseModel):
 
 
 class SubtaskRecord(_Kept):
-    """One subtask, in the order in which they were begun.
+    """The record of one subtask. Records are kept in the order in which subtasks started.
 
-    `function` is the version of what it runs, None when a migration vouches for the result whatever runs now.
-    `inputs` are digests of its arguments by parameter, `result` is its deliverable and `context` what it changed on
-    the task's context, both as JSON text; `secrets` are the places in the deliverable whose type says `Secret`, as
-    JSON pointers. `retry` and `generation` tell in which attempt at the operation, and after which of its pauses, it
-    ran; `error` how it failed, and `again` why it ran once more in that attempt, if it had been completed before.
+    Attributes:
+        function: version of the code. `None` if a migration declares the result valid for any
+            code.
+        inputs: digests of the arguments, by parameter.
+        retry: attempt of the operation in which the subtask ran.
+        generation: number of pauses before it in that attempt.
+        result: the deliverable, as JSON text.
+        context: its changes to the task's context, as JSON text.
+        secrets: JSON pointers to the places in the deliverable whose type is marked `Secret`.
+        again: why a completed subtask ran again in that attempt.
+        error: why it failed.
     """
 
     name: str
@@ -55,15 +61,16 @@ class SubtaskRecord(_Kept):
 
     @property
     def completed(self) -> bool:
-        """Whether its deliverable is there."""
+        """Whether its deliverable is recorded."""
         return self.status is SubtaskStatus.COMPLETED
 
 
 @dataclass(frozen=True, slots=True)
 class SubtaskProgress:
-    """How far a task is: `k` of `n` subtasks are completed. `current` runs now, or is the next one, None at the end.
+    """A task's progress: `k` of `n` subtasks are completed.
 
-    Subtasks that were not declared are counted from when they begin.
+    `current` is the running or next subtask, `None` at the end. Undeclared subtasks count from
+    when they start.
     """
 
     completed: tuple[str, ...]
@@ -80,14 +87,14 @@ class SubtaskProgress:
 
     @property
     def percent(self) -> float:
-        """From 0 to 100."""
+        """Completion from 0 to 100."""
         return round(100 * self.k / self.n, 2) if self.n else 0.0
 
 
 def progress_of(
     planned: Iterable[str], records: Iterable[SubtaskRecord], current: str | None = None
 ) -> SubtaskProgress:
-    """How far a task is that declares `planned` and has these records."""
+    """The progress of a task that declares `planned` and has these records."""
     by_name = {record.name: record for record in records}
     names = list(dict.fromkeys([*planned, *by_name]))
     done = tuple(name for name, record in by_name.items() if record.completed)
@@ -96,11 +103,15 @@ def progress_of(
 
 
 class MemoryWrite(_Kept):
-    """A write to the working memory, so that code which runs again does not write twice.
+    """A write to the working memory, recorded so that repeated code does not write twice.
 
-    `digest` stands for the commands. `calls` and `subtasks` tell the place: how many pauses lay before it, and how
-    many subtasks, or which one it was in; `after` is the digest of what was read there last. `answers` is what was
-    answered, None where all of it was OK. `seq` is the first checkpoint that has it.
+    Attributes:
+        digest: identifies the commands.
+        calls: number of pauses before the write.
+        subtasks: number of subtasks before the write, or the subtask it was in.
+        after: digest of the last read at this place.
+        seq: first checkpoint that contains the write.
+        answers: the answers, `None` if all of them were OK.
     """
 
     digest: str
@@ -112,16 +123,19 @@ class MemoryWrite(_Kept):
 
 
 class AgentCheckpoint(_Kept):
-    """All that a task remembers of its subtasks at one moment. A row of `agent_checkpoints`.
+    """The complete subtask state of a task at one moment. A row of `agent_checkpoints`.
 
-    `seq` counts the checkpoints of an operation; a higher one replaces a lower one whole. `saved_progress` holds, by
-    subtask, the state that it saved within itself, as JSON text. `failure_reason` and `error_details` are set on the
-    one that a failure or a cancellation wrote.
-
-    `l1_snapshot_hash` is the digest of the working memory as it was then, None for a task that had none.
-    `l1_snapshot` is that memory, packed, if it goes with this checkpoint to the database; who reads the checkpoint
-    does not get it, and it is no part of its JSON. `l1_in_sql` is the digest of the one that rests there since, and
-    `memory_writes` are the writes whose effects that memory has.
+    Attributes:
+        seq: increases with each checkpoint of an operation. A higher one replaces a lower one
+            entirely.
+        saved_progress: intermediate states saved by subtasks, by name, as JSON text.
+        failure_reason: set when a failure or cancellation wrote the checkpoint; so are the
+            `error_details`.
+        l1_snapshot_hash: digest of the working memory at this time, `None` if the task has none.
+        l1_snapshot: the packed working memory, if stored in the database with this checkpoint. Not
+            part of the JSON, and not loaded with the checkpoint.
+        l1_in_sql: digest of the working memory last stored in the database.
+        memory_writes: the writes that the working memory at this checkpoint contains.
     """
 
     operation_id: TaskId
@@ -146,30 +160,30 @@ class AgentCheckpoint(_Kept):
     @model_validator(mode="after")
     def _hashed(self) -> Self:
         if self.l1_snapshot is not None and self.l1_snapshot_hash is None:
-            raise ValueError("a working memory comes with its hash")
+            raise ValueError("l1_snapshot needs l1_snapshot_hash")
         return self
 
     @property
     def progress(self) -> SubtaskProgress:
-        """How far the task was."""
+        """The task's progress at this checkpoint."""
         return progress_of(self.planned, self.subtasks, self.current_subtask)
 
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """A step from checkpoints of one version of an agent to those of the next; made by `@migrates`."""
+    """A conversion from one checkpoint version to the next, created by `@migrates`."""
 
     from_version: str
     to_version: str
     function: Callable[[dict[str, Any]], dict[str, Any]]
 
     def __call__(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The checkpoint's public form, migrated."""
+        """Convert the checkpoint's public form."""
         return self.function(checkpoint)
 
 
 class Child(_Kept):
-    """A task that an operation started at a peer. `digest` stands for its input."""
+    """A peer's task started by an operation. `digest` identifies its input."""
 
     id: TaskId
     peer: AgentName
@@ -179,13 +193,16 @@ class Child(_Kept):
 
 
 def last_of_each(children: Iterable[Child]) -> tuple[Child, ...]:
-    """`children` without what was said of them in earlier attempts."""
+    """Keep only the latest entry for each child id."""
     return tuple({child.id: child for child in children}.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What is written of an operation when its first subtask begins. `parameters` is the request's input."""
+    """The data written when an operation's first subtask starts.
+
+    `parameters` is the request's input.
+    """
 
     type: str
     parameters: JsonValue
@@ -196,4 +213,4 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The checkpoint is durable (also when a repetition found itself)."""
+    """The checkpoint is durable, possibly since an earlier attempt to save it."""

@@ -1,4 +1,4 @@
-"""A declared type, and how its values become JSON and come back."""
+"""Convert values of a declared type to JSON and back."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MOST_ERRORS = 1000
 
 
 class DoesNotFit(MeshpointError):
-    """A value is not of the declared type; the message names the type and the field."""
+    """A value does not match the declared type. The message names the type and the field."""
 
 
 class Typed(Generic[T]):
-    """One declared type: a pydantic model, dataclass, TypedDict, builtin, or a `TypeAdapter` of anything else.
+    """A declared type: pydantic model, dataclass, TypedDict, builtin, or any `TypeAdapter`.
 
     Raises:
-        ConfigurationError: pydantic cannot describe the type; `key` says where it was declared.
+        ConfigurationError: pydantic cannot handle the type; `key` says where it was declared.
     """
 
     def __init__(self, declared: Any, key: str) -> None:
@@ -38,13 +38,13 @@ class Typed(Generic[T]):
         self.name = _name(declared)
 
     def read(self, value: object) -> T:
-        """`value`, which came as JSON, as the declared type.
+        """Convert JSON data to the declared type.
 
         Raises:
-            DoesNotFit: it is of another type.
+            DoesNotFit: the value has another type.
         """
         try:
-            # By way of JSON text: only there does pydantic know that a date may be a string, in strict models too.
+            # Strict models accept strings for dates only when pydantic parses JSON text.
             return self._adapter.validate_json(to_json(value))
         except ValidationError as error:
             raise DoesNotFit(f"{self.name}: {first_problem(error)}") from cause_of(error)
@@ -52,10 +52,10 @@ class Typed(Generic[T]):
             raise DoesNotFit(f"{self.name}: {error}") from error
 
     def check(self, value: object) -> T:
-        """`value` as the declared type.
+        """Validate a Python value against the declared type.
 
         Raises:
-            DoesNotFit: it is of another type.
+            DoesNotFit: the value has another type.
         """
         try:
             return self._adapter.validate_python(value)
@@ -63,14 +63,15 @@ class Typed(Generic[T]):
             raise DoesNotFit(f"{self.name}: {first_problem(error)}") from cause_of(error)
 
     def write(self, value: object, *, round_trip: bool = False) -> JsonValue:
-        """`value` as JSON, the same in every process.
+        """Convert `value` to JSON that is identical in every process.
 
         Args:
-            value: of the declared type.
-            round_trip: leave out what only a reader wants, such as computed fields: `read` is to accept the result.
+            value: a value of the declared type.
+            round_trip: omit output-only data such as computed fields, so that `read` accepts the
+                result.
 
         Raises:
-            DoesNotFit: it is of another type, or holds something that is not JSON.
+            DoesNotFit: the value has another type, or contains something that is not JSON.
         """
         try:
             checked = self.check(without_iterators(value))
@@ -84,7 +85,7 @@ class Typed(Generic[T]):
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first error, with the path of its field, or only the number of errors if there are too many."""
+    """The first error with its field path, or the number of errors if there are too many."""
     if has_too_many(error):
         return f"{error.error_count():,} errors, too many to list"
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
@@ -93,7 +94,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def has_too_many(error: ValidationError) -> bool:
-    """Whether describing an error is too expensive: pydantic describes all of them, at a kilobyte each."""
+    """Whether listing the errors is too expensive: pydantic builds all of them, at 1 kB each."""
     return error.error_count() > _MOST_ERRORS
 
 
@@ -103,12 +104,13 @@ def cause_of(error: ValidationError) -> ValidationError | None:
 
 
 def _faithful(dumped: Any, python: Any) -> Any:
-    """`dumped` as every process would dump `python`, and without loss.
+    """Adjust `dumped` so that every process dumps `python` identically and without loss.
 
-    The members of a set come in one order: hashes differ from process to process, and a call is recognised after
-    a pause by its input. A float that JSON cannot hold stays one, to be refused; pydantic would make it null.
+    Set members are sorted, because hashes differ between processes and a call is recognized by its
+    input after a pause. Floats that JSON cannot represent are kept, to be rejected later; pydantic
+    would replace them with null.
     """
-    if type(dumped) is str:  # most values are
+    if type(dumped) is str:  # the most common case
         return dumped
     match dumped, python:
         case None, float():

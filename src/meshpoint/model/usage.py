@@ -1,4 +1,4 @@
-"""Token usage: totals, by model and by source."""
+"""Token usage in total, by model and by source."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MOST = 2**53
 
 
 class Tokens(BaseModel):
-    """Counts of tokens; `cached` is the part of `input` that a provider's cache served."""
+    """Token counts. `cached` is the part of `input` served from a provider's cache."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
@@ -17,14 +17,17 @@ class Tokens(BaseModel):
     cached: int = 0
 
     def add(self, other: Tokens) -> None:
-        """Count `other` in."""
+        """Add the counts of `other`."""
         self.input += other.input
         self.output += other.output
         self.cached += other.cached
 
 
 class TokenUsage(BaseModel):
-    """What a task has used so far. `by_source` names tools and peers, or "agent" for the agent itself."""
+    """Tokens used by a task so far.
+
+    `by_source` is keyed by tool or peer, or "agent" for the agent itself.
+    """
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
@@ -40,23 +43,23 @@ class TokenUsage(BaseModel):
 
     @property
     def is_plausible(self) -> bool:
-        """Whether all counts are such that sums of them stay numbers that JSON parsers read."""
+        """Whether all counts are from 0 to 2**53, so that JSON parsers can read their sums."""
         every = (self.total, *self.by_model.values(), *self.by_source.values())
         counts = (count for each in every for count in (each.input, each.output, each.cached))
         return all(0 <= count <= _MOST for count in counts)
 
     def snapshot(self) -> TokenUsage:
-        """A copy that later counts do not reach."""
+        """A copy that is independent of later changes."""
         return TokenUsage() if self.is_empty else self.model_copy(deep=True)
 
     def record(self, tokens: Tokens, *, model: str, source: str = "agent") -> None:
-        """Count one model response in."""
+        """Add the tokens of one model response."""
         self.total.add(tokens)
         self.by_model.setdefault(model, Tokens()).add(tokens)
         self.by_source.setdefault(source, Tokens()).add(tokens)
 
     def merge(self, other: TokenUsage, *, source: str) -> None:
-        """Count a peer's usage in, under the peer's name."""
+        """Add a peer's usage under the peer's name."""
         self.total.add(other.total)
         for model, tokens in other.by_model.items():
             self.by_model.setdefault(model, Tokens()).add(tokens)

@@ -1,1 +1,1 @@
-"""What Meshpoint needs from the outside, as small protocols; `testing.conformance` tests implementations."""
+"""Protocols for everything outside Meshpoint, with conformance suites in `meshpoint.testing`."""

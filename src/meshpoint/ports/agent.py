@@ -17,75 +17,84 @@ Out_co = TypeVar("Out_co", covariant=True)
 
 @runtime_checkable
 class DurableAgent(Protocol[In_contra, Out_co]):
-    """An agent whose tasks can wait in a database and go on in any replica.
+    """An agent whose tasks can wait in a database and resume in any replica.
 
-    Waiting is a return value: `Paused` hands over the calls and everything the agent wants to know when their
-    outcomes are there. Between `start` and `resume` nothing of the task is in memory, and the two may run in
-    different replicas, of different releases. One instance serves many tasks at once, so nothing of a task may be
-    kept on `self`.
+    Pausing is a return value: `Paused` carries the peer calls and the state that the agent needs
+    to continue. Between `start` and `resume` the task uses no memory, and the two may run in
+    different replicas, even with different releases. One instance serves many tasks concurrently,
+    so never keep task data on `self`.
 
-    A segment may run more than once: a replica may die before its result is committed. What a segment does to
-    the outside must therefore bear repetition.
+    A segment may run more than once, because its replica may die before the result is committed.
+    Make its side effects idempotent.
     """
 
     @property
     def name(self) -> str:
-        """The agent's name in the mesh, which its peers call."""
+        """The agent's name in the mesh, used by its peers to call it."""
 
     @property
     def state_format(self) -> str:
-        """Names the form of `Paused.state`, such as "travel/1": stored beside it and compared before `resume`."""
+        """The format of `Paused.state`, such as "travel/1".
+
+        It is stored with the state and checked before `resume`.
+        """
 
     async def start(self, ctx: TaskExecutionContext, request: In_contra) -> Paused | Done[Out_co]:
-        """Begin a task.
+        """Run the first segment of a task.
 
         Args:
-            ctx: what is known of the task. What is set on it is kept over a pause.
-            request: the input as it came, as JSON. An agent with a declared input validates it here.
+            ctx: the task's execution context. Values set on it survive pauses.
+            request: the input as received, as JSON. An agent with a declared input type validates
+                it here.
 
         Returns:
             `Done` with an output that `pydantic_core.to_jsonable_python` accepts, or `Paused`.
 
         Raises:
-            InvalidInput: the request does not fit; names the field.
-            InvalidOutput: the output does not fit what the agent declares.
-            Exception: the task fails, and the requester gets the message.
+            InvalidInput: the request does not match the declared input; the message names the
+                field.
+            InvalidOutput: the output does not match the declared output.
+            Exception: the task fails, and the requester receives the error's message.
         """
 
     async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Paused | Done[Out_co]:
-        """Go on with a task whose join is met.
+        """Run the next segment of a task whose join is complete.
 
-        A pure function of `state` and `outcomes`: after a crash it runs again with the same ones.
+        Must be a pure function of `state` and `outcomes`: after a crash it runs again with the
+        same values.
 
         Args:
-            ctx: what `to_checkpoint_dict` kept of the context; the tokens that the peers used are counted in.
+            ctx: the context restored from `to_checkpoint_dict`. Token usage includes the peers'.
             state: `Paused.state`, byte for byte.
-            outcomes: exactly one outcome per call, in call order. A call that failed, or that the join closed, is
-                a `Failed`; nothing is raised for it.
+            outcomes: exactly one outcome per call, in call order. A call that failed, or that was
+                closed by the join, is a `Failed`; it raises no exception.
 
         Raises:
-            IncompatibleState: this release cannot read `state`. The task is offered to other replicas, and after a
-                limit parked for a person; it is never destroyed.
+            IncompatibleState: this release cannot read `state`. Other replicas are offered the
+                task; after a time limit it is parked for an operator. It is never destroyed.
         """
 
 
 @runtime_checkable
 class ReadsOlderStates(Protocol):
-    """Optional: an agent that resumes states written in other formats than its own."""
+    """Optional protocol for agents that can resume states in formats other than their own."""
 
     @property
     def readable_formats(self) -> frozenset[str]:
-        """Every format that `resume` can read, `state_format` included."""
+        """All formats that `resume` can read, including `state_format`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What an agent says of its operations.
+    """An agent's description of its operations.
 
-    `subtasks` are those it expects to run, in order; others are counted when they begin. `version` is written into
-    each checkpoint, and `migrations` lead from the versions of earlier ones to it. `type` is a word for people.
-    `exclusive` refuses to resume an operation while another one of the agent is active. `preserve` exempts its
-    checkpoints from every deletion.
+    Attributes:
+        subtasks: expected subtasks, in order. Others are counted from when they start.
+        version: stored in each checkpoint.
+        migrations: steps that convert checkpoints of earlier versions to `version`.
+        type: a label for people.
+        exclusive: refuse to resume an operation while another operation of this agent is active.
+        preserve: never delete this agent's checkpoints.
     """
 
     subtasks: tuple[str, ...] = ()
@@ -98,18 +107,18 @@ class Plan:
 
 @runtime_checkable
 class Plans(Protocol):
-    """Optional: an agent that says more of its operations than that they are some."""
+    """Optional protocol for agents that describe their operations."""
 
     @property
     def plan(self) -> Plan: ...
 
 
 def plan_of(agent: DurableAgent[Any, Any]) -> Plan:
-    """What `agent` says of its operations."""
+    """The plan that `agent` declares, or an empty `Plan`."""
     return agent.plan if isinstance(agent, Plans) else Plan()
 
 
 def readable_formats(agent: DurableAgent[Any, Any]) -> frozenset[str]:
-    """The state formats `agent` can resume from: its own, and those it declares."""
+    """All state formats that `agent` can resume from: its own and the older ones it declares."""
     declared = agent.readable_formats if isinstance(agent, ReadsOlderStates) else frozenset[str]()
     return declared | {agent.state_format}

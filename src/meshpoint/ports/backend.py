@@ -1,4 +1,4 @@
-"""Where a task lives between its segments: one code path, two homes."""
+"""Where a task lives between its segments: the database or the process, behind one interface."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from meshpoint.ports.task_store import CheckpointStore
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A store, and the address at which responses find it.
+    """A store, and the address for responses to calls of tasks kept there.
 
-    The database's address is shared by all replicas; the memory's is the private queue of its replica. So a
-    response always arrives where its call is kept.
+    Replicas share the database's address. The in-process store uses its replica's private queue,
+    so a response always reaches a replica that can see its call.
     """
 
     store: CheckpointStore
@@ -21,5 +21,5 @@ class Home:
 
     @property
     def durable(self) -> bool:
-        """Whether its tasks outlive the process; then their messages are acked at the checkpoint."""
+        """Whether tasks outlive the process. If so, their messages are acked at the checkpoint."""
         return self.store.durable

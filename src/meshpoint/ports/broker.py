@@ -1,4 +1,4 @@
-"""What carries messages: confirmed publish, competing consumers, ack, redelivery, broadcast."""
+"""The message broker: confirmed publish, competing consumers, ack, redelivery and broadcast."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from meshpoint.model.messages import Address, Message
 
 
 class Published(Enum):
-    """What the broker said of one message."""
+    """The broker's response to one published message."""
 
     ACCEPTED = auto()  # stored by the broker
-    UNROUTABLE = auto()  # no such queue: nobody ever declared it
-    OVERLOADED = auto()  # refused for now: try again later
-    REJECTED = auto()  # it can never be sent: too large, or not encodable
+    UNROUTABLE = auto()  # no such queue: it was never declared
+    OVERLOADED = auto()  # refused for now: retry later
+    REJECTED = auto()  # can never be sent: too large, or not encodable
 
 
 class Delivery(Protocol):
-    """One message handed to one consumer, not yet settled.
+    """One message delivered to one consumer and not yet settled.
 
-    When the connection that brought it is gone, settling does nothing and returns False: the broker
-    delivers the message again.
+    If the connection that delivered it is gone, settling has no effect and returns `False`, and
+    the broker redelivers the message.
     """
 
     @property
@@ -38,74 +38,93 @@ class Delivery(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether the broker is known to have requeued it, so another consumer may receive it."""
+        """Whether the broker is known to have requeued it, for any consumer to receive."""
 
     async def ack(self) -> bool:
-        """Settle it: done."""
+        """Remove the message from its queue."""
 
     async def requeue(self) -> bool:
-        """Give it back for another consumer; raises its count."""
+        """Return the message to its queue for any consumer and increment its delivery count."""
 
     async def dead_letter(self, reason: str) -> bool:
-        """Move it to its agent's dead letters, with the first 500 characters of `reason` in `x-dead-reason`."""
+        """Move the message to its agent's dead-letter queue.
+
+        The first 500 characters of `reason` go into the `x-dead-reason` header.
+        """
 
 
 class Subscription(Protocol):
-    """A running consumer. What is asked of it is done even if the caller is cancelled, and costs no delivery."""
+    """A running consumer.
+
+    Its methods finish their work even if the caller is cancelled, and never lose a delivery.
+    """
 
     async def resize(self, prefetch: int) -> None:
-        """Let up to `prefetch` deliveries be unsettled at a time."""
+        """Change the maximum number of unacked deliveries to `prefetch`."""
 
     async def cancel(self) -> None:
-        """Take no more deliveries; those unsettled can still be settled."""
+        """Stop receiving. Unacked deliveries can still be settled."""
 
 
 OnDelivery = Callable[[Delivery], None]
-"""Called on the event loop; must not block. The receiver runs its own tasks."""
+"""Callback for deliveries. Runs on the event loop and must not block; start a task for real work.
+"""
 
 
 class Broker(Protocol):
-    """A message broker. All methods raise `BrokerUnavailable` when it cannot be reached in time."""
+    """A message broker.
+
+    All methods raise `BrokerUnavailable` if the broker cannot be reached in time.
+    """
 
     @property
     def connected(self) -> bool:
-        """Whether the broker is reachable and every consumer attached, as far as is known."""
+        """Whether the broker was reachable and every consumer attached when last checked."""
 
     @property
     def can_publish(self) -> bool:
-        """Whether messages can be sent now, as far as is known."""
+        """Whether messages could be published when last checked."""
 
     def consuming(self, address: Address) -> bool:
-        """Whether this process has a consumer attached to `address`, as far as is known.
+        """Whether this process had a consumer attached to `address` when last checked.
 
-        If not, responses may be stuck there, and deadlines that depend on them are not enforced.
+        If not, responses may be stuck in that queue, so deadlines that depend on them are not
+        enforced.
         """
 
     @property
     def max_message_bytes(self) -> int | None:
-        """Largest body in bytes that the broker accepts, if known. Larger ones are `REJECTED`."""
+        """Maximum body size in bytes, `None` if unknown. Larger messages are `REJECTED`."""
 
     async def open(self) -> None:
-        """Connect."""
+        """Connect to the broker."""
 
     async def close(self) -> None:
-        """Cancel consumers, give unsettled deliveries back, disconnect."""
+        """Cancel all consumers, requeue unacked deliveries and disconnect."""
 
     async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
-        """Declare the permanent queues of `agent`: requests, nested requests, responses and dead letters.
+        """Declare the permanent queues of `agent`.
 
-        With `replica`, also that incarnation's private queue, which gets the agent's broadcasts and
-        disappears when unused for a while. `shards` is the number of request queues.
+        These are its request queues, nested requests, responses and dead letters.
+
+        Args:
+            agent: the agent that consumes from them.
+            replica: also declare this replica's private queue, which receives the agent's
+                broadcasts. The broker deletes it after it has been unused for a while.
+            shards: number of request queues.
         """
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
-        """Send messages and wait for the broker's word on each, in the order of the arguments."""
+        """Publish messages and return the broker's response to each, in argument order."""
 
     async def broadcast(self, agent: AgentName, message: Message) -> None:
-        """Send `message` to the private queue of every live replica of `agent`."""
+        """Publish `message` to the private queue of every live replica of `agent`."""
 
     async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> Subscription:
-        """Deliver messages of `address` until cancelled, through lost connections."""
+        """Deliver messages from `address` until cancelled, reconnecting as needed."""
 
     async def depth(self, address: Address) -> int | None:
-        """Messages in the queue that no consumer holds; None when there is no such queue."""
+        """Number of messages ready for delivery, or `None` if the queue does not exist.
+
+        Unacked messages are not counted.
+        """

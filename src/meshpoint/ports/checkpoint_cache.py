@@ -1,4 +1,4 @@
-"""A fast copy of each operation's last checkpoint, beside the database. It may lose anything at any time."""
+"""A fast copy of each operation's last checkpoint, next to the database. It may lose any entry."""
 
 from __future__ import annotations
 
@@ -14,30 +14,33 @@ class CacheUnavailable(Unavailable):
 
 
 class CheckpointCache(Protocol):
-    """One copy for each operation and agent, under `checkpoint:{analysis_id}:{agent_type}`."""
+    """A cache with one entry per operation and agent.
+
+    Keys have the form `checkpoint:{analysis_id}:{agent_type}`.
+    """
 
     async def put(self, checkpoint: AgentCheckpoint) -> None:
-        """Replace the copy, and let it live for the cache's time to live.
+        """Replace the cached copy and restart its time to live.
 
         Raises:
-            CacheUnavailable: nothing is known of what the cache holds now.
+            CacheUnavailable: the entry may or may not have been written.
             CheckpointError: the checkpoint is too large to cache.
         """
 
     async def get(self, operation_id: TaskId, agent: AgentName) -> AgentCheckpoint | None:
-        """The copy; None: there is none.
+        """Return the cached copy, or `None` if there is no entry.
 
         Raises:
             CacheUnavailable: the cache did not answer.
-            CheckpointError: what stands there is no copy of a checkpoint of this operation.
+            CheckpointError: the entry is not a checkpoint of this operation.
         """
 
     async def forget(self, operation_id: TaskId, agent: AgentName) -> None:
-        """Delete the copy.
+        """Delete the cached copy.
 
         Raises:
-            CacheUnavailable: nothing is known of what the cache holds now.
+            CacheUnavailable: the entry may or may not have been deleted.
         """
 
     async def close(self) -> None:
-        """Release every connection."""
+        """Release all connections."""

@@ -1,4 +1,4 @@
-"""Time, so that tests can move it."""
+"""Time behind a protocol, so that tests can control it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """The replica's clock, for waiting and for tasks in memory. With a database, its instants are the database's."""
+    """The replica's clock, used for waiting and for in-process tasks.
+
+    With a database, instants come from the database's clock.
+    """
 
     def now(self) -> datetime:
-        """The present instant, aware, in UTC."""
+        """The current time as an aware UTC datetime."""
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start, for measuring durations. Never steps."""
+        """Seconds since an arbitrary start, for measuring durations. Never jumps."""
 
     async def sleep(self, duration: timedelta) -> None:
-        """Return after `duration`."""
+        """Wait for `duration`."""

@@ -1,4 +1,4 @@
-"""Runs one segment in its own process, so that its death affects nothing else."""
+"""Run a segment in its own process, so that a crash there affects no other task."""
 
 from __future__ import annotations
 
@@ -21,41 +21,45 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The end of an isolated run. `reason` completes the sentence "its process …"."""
+    """How an isolated run ended. `reason` completes the sentence "its process …"."""
 
     ending: Ending
     reason: str = ""
 
 
 class Word(StrEnum):
-    """A request to an isolated run."""
+    """A stop request to an isolated run."""
 
     CANCEL = "cancel"  # stop the code and end the task as cancelled
     DRAIN = "drain"  # stop the code and release the task
 
 
 class IsolatedRun(Protocol):
-    """One segment in its own process. It ends with the process that started it."""
+    """One segment in its own process, which dies with the process that started it."""
 
     async def exit(self) -> Exit:
-        """Wait until the process has ended."""
+        """Wait for the process to end and return how it ended."""
 
     def tell(self, word: Word) -> None:
-        """Ask it to stop."""
+        """Send a stop request and return immediately."""
 
     def kill(self) -> None:
         """Kill the process if it is still running."""
 
 
 class Isolation(Protocol):
-    """Starts processes for isolated runs."""
+    """Factory for isolated runs."""
 
     async def start(self, run: Run, on_started: Callable[[], None]) -> IsolatedRun:
-        """Run the segment that `run` owns. `on_started` is called once the process renews the lease itself.
+        """Start a process for the segment owned by `run`.
+
+        Args:
+            run: the run to continue in the new process.
+            on_started: called once the process renews the lease itself.
 
         Raises:
             OSError: the process could not be started.
         """
 
     async def close(self) -> None:
-        """Release resources kept for later runs."""
+        """Release resources kept for later runs, such as a template process."""

@@ -1,4 +1,4 @@
-"""What happens, as it happens. Logs, metrics and tests hear the same events."""
+"""Events for logs, metrics and tests, emitted as they happen."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ log = logging.getLogger("meshpoint.observer")
 
 
 class Observer(Protocol):
-    """Hears every event, synchronously, at the place in the code where it happens.
+    """Receives every event synchronously, at the point in the code where it happens.
 
-    Lease renewals are told from a thread of their own; everything else from the event loop.
+    Lease renewals are emitted from their own thread; all other events come from the event loop.
     """
 
     def emit(self, event: Event) -> None:
-        """Take note. Must not raise and must not block."""
+        """Handle one event. Must neither raise nor block."""
 
 
 @dataclass(slots=True)
 class Found:
-    """What a look came upon; empty until its block says."""
+    """The due work found in a `Steps.look` block. Empty until the block fills it in."""
 
     task_ids: tuple[TaskId, ...] = ()
     detail: dict[str, JsonValue] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Tells one worker's steps to an observer."""
+    """Emits the events of one agent's worker in one replica."""
 
     observer: Observer
     agent: AgentName
@@ -45,7 +45,7 @@ class Steps:
 
     @contextmanager
     def step(self, step: Step, task_ids: Iterable[TaskId] = (), **detail: JsonValue) -> Iterator[None]:
-        """Tell that `step` is about to take effect, and then that it has, or that it failed."""
+        """Emit `BEFORE` on entry, and `AFTER` or `FAILED` on exit."""
         ids = tuple(task_ids)
         self._emit(step, Phase.BEFORE, ids, detail)
         try:
@@ -57,7 +57,10 @@ class Steps:
 
     @contextmanager
     def look(self, step: Step) -> Iterator[Found]:
-        """Tell that a look is about to take what is due, and then what the block found, unless that is nothing."""
+        """Emit `BEFORE`, and `AFTER` only if the block put any due work into the yielded `Found`.
+
+        Emits `FAILED` if the block raises.
+        """
         found = Found()
         self._emit(step, Phase.BEFORE, (), {})
         try:
@@ -69,7 +72,7 @@ class Steps:
             self._emit(step, Phase.AFTER, found.task_ids, found.detail)
 
     def note(self, step: Step, *task_ids: TaskId, **detail: JsonValue) -> None:
-        """Tell something that has no effect of its own."""
+        """Emit a single `NOTED` event for a step without an effect."""
         self._emit(step, Phase.NOTED, task_ids, detail)
 
     def _failed(
@@ -80,5 +83,5 @@ class Steps:
     def _emit(self, step: Step, phase: Phase, ids: tuple[TaskId, ...], detail: dict[str, JsonValue]) -> None:
         try:
             self.observer.emit(Event(step, phase, self.agent, self.replica, ids, detail))
-        except Exception:  # observers must not raise, but this one did
+        except Exception:  # a faulty observer must not break the step
             log.exception("the observer failed at %s %s", step.value, phase.value)

@@ -1,6 +1,6 @@
-"""Subtask checkpoints and operations: the part of the store that a task uses within its segments.
+"""Subtask checkpoints and operations: the part of the store that a task uses within a segment.
 
-What `meshpoint.ports.task_store` says of every method holds here too.
+The rules in `meshpoint.ports.task_store` apply to these methods too.
 """
 
 from __future__ import annotations
@@ -15,84 +15,106 @@ from meshpoint.model.subtasks import AgentCheckpoint
 
 
 class Operations(Protocol):
-    """Operations and the history of their checkpoints.
+    """Operations and their checkpoint histories.
 
-    A task is an operation from its first subtask on; one that has none writes nothing here. Its state and owner are
-    those of the task's row; this part of the store adds what only an operation has.
+    A task becomes an operation with its first subtask; a task without subtasks writes nothing
+    here. An operation's state and owner are stored in the task's row. This part of the store adds
+    the data that only operations have.
 
-    What the other transitions do for an operation:
+    The other transitions treat operations as follows:
 
-    - `begin` with `Begin.operation` writes it together with the task.
-    - `pause` adds `Pause.children` to its children, and writes `Pause.checkpoint`, unless one of that `seq` stands
-      there. A pause with a checkpoint of a task that is no operation is `Fenced`: nothing is written.
-    - `end` as completed deletes its checkpoints, or moves them to the archive if the store is told to keep one;
-      those of a preserved operation stay where they are. As failed or cancelled it keeps the request, writes
-      `End.checkpoint` (or its last checkpoint once more, with `End.reason` or `dead_reason`), and keeps all of
-      it for `checkpoint_ttl` (a preserved one for ever) instead of `tombstone_ttl`. So does `cancel` of a task that
-      waits, with the reason "cancelled on request".
-    - `purge` deletes its checkpoints and the operation together with the tombstone.
+    - `begin` with `Begin.operation` writes the operation together with the task.
+    - `pause` adds `Pause.children` to its children and writes `Pause.checkpoint`, unless a
+      checkpoint with that `seq` exists. Pausing with a checkpoint a task that is not an operation
+      returns `Fenced` and writes nothing.
+    - `end` as completed deletes its checkpoints, or moves them to the archive if the store keeps
+      one. A preserved operation keeps them. `end` as failed or cancelled keeps the
+      request, writes `End.checkpoint` (or repeats the last checkpoint with `End.reason` or
+      `dead_reason`), and keeps all of it for `checkpoint_ttl` instead of `tombstone_ttl`, or
+      forever if preserved. `cancel` of a waiting task does the same with the reason "cancelled on
+      request".
+    - `purge` deletes the operation and its checkpoints together with the tombstone.
 
-    Of the working memories that are written with an operation's checkpoints only the newest is kept: a checkpoint
-    that brings one takes them from all before it. Until then the checkpoint that has it stays, even if it is too old
-    for the history. A checkpoint that is written once more has the hash once more; the memory stays where it is.
+    Only the newest working memory stored with an operation's checkpoints is kept: a checkpoint
+    that carries a memory removes it from all earlier ones. Until then, the checkpoint that carries
+    it is kept even if it is too old for the history. Repeating the last checkpoint copies the
+    memory's hash but does not move the memory.
     """
 
     async def track(self, command: Track) -> BeginResult:
-        """Make a running task, of exactly this fence, an operation. One that is an operation already: `Begun`.
+        """Make the running task with exactly this fence an operation.
 
-        Another owner: `Fenced`. A cancel was requested: `CancelFound(run)`.
+        Returns:
+            `Begun`, also if the task is an operation already; `Fenced` if another run owns the
+            task; `CancelFound(run)` if a cancel was requested.
         """
 
     async def save(self, command: Save) -> SaveResult:
-        """Write a checkpoint of an operation that runs under exactly this fence, and prune its history.
+        """Write a checkpoint of the operation running under exactly this fence; prune its history.
 
-        If the run has `progressed`, its `attempt` begins again at 1; otherwise it stays, so that a task which always
-        saves and crashes comes to its last one. A checkpoint whose `seq` stands there already has found itself.
+        If the run has `progressed`, its `attempt` is reset to 1. Otherwise it is unchanged, so
+        that a task that keeps saving and crashing reaches its last attempt. Saving a `seq` that
+        already exists changes nothing and succeeds.
         """
 
     async def latest(self, task_id: TaskId, agent: AgentName | None = None) -> AgentCheckpoint | None:
-        """The operation's checkpoint with the highest `seq`; None: there is none, or it is another agent's."""
+        """The operation's checkpoint with the highest `seq`.
+
+        Returns `None` if there is no checkpoint or it belongs to another agent.
+        """
 
     async def l1_snapshot(self, task_id: TaskId, agent: AgentName | None = None) -> L1Snapshot | None:
-        """The working memory that was written last with one of its checkpoints, archived ones left out.
+        """The newest working memory stored with the operation's checkpoints.
 
-        None: there is none, or it is another agent's. Its `seq` may be that of an older checkpoint than the `latest`.
+        Archived checkpoints are ignored. Returns `None` if there is no stored memory or it belongs
+        to another agent. Its `seq` may be lower than `latest().seq`.
         """
 
     async def history(self, task_id: TaskId) -> list[AgentCheckpoint]:
-        """All its checkpoints that were kept, oldest first; archived ones if there are no others.
+        """All stored checkpoints of the operation, oldest first.
 
-        They come as `latest`: without the working memories that were written with them.
+        Archived checkpoints are returned only if there are no others. As in `latest`, working
+        memories are not included.
         """
 
     async def revive(self, command: Revive) -> ReviveResult:
-        """Make an ended task `ready` again, in generation 0, with its fence raised: its old runs are zombies.
+        """Make an ended task `ready` again in generation 0 with a higher fence.
 
-        Its refusals come in the order of `Refusal`. The other active operations of an exclusive agent are counted
-        under a lock of that agent, so that of two wishes at the same time only one finds none.
+        The higher fence turns its old runs into zombies. Checks run in the order of `Refusal`. An
+        exclusive agent's other active operations are counted under a lock on that agent, so that
+        two concurrent requests cannot both succeed.
 
-        A wish has found itself when the row's run id is its `token`, or its `order` is the last that the task has
-        seen; a smaller one is refused as RUNNING. With an order, a wish of another agent than the one whose task it
-        is is refused as NOT_FOUND; a task that nobody waits for is any agent's. A wish without one is refused for
-        none of this, and the task still knows the last order.
+        A request counts as repeated, and gets its first result again, if the row's run id is its
+        `token` or its `order` is the last one recorded for the task. A lower `order` is refused as
+        RUNNING. A request with an `order` from an agent that is not the task's requester is
+        refused as NOT_FOUND; a task without a requester can be resumed by any agent. Neither check
+        applies to a request without an `order`, which leaves the recorded order unchanged.
 
-        Calls and joins of the earlier attempt are deleted, but for `cancelling` calls: they stay until they are sent,
-        as those of no pause (generation -1), so that nobody takes their outcomes for his own. A wish without a
-        requester leaves the one in place whose reply was not sent, without its deadline.
+        Calls and joins of the earlier attempt are deleted. `cancelling` calls stay until they are
+        sent, moved to generation -1 so that no later pause can take their outcomes. A request
+        without a `requester` keeps the existing requester, without its deadline, if its reply has
+        not been sent.
 
-        With `adopt`, a task that has not ended goes on as it is, for the new requester: `Adopted`.
+        With `adopt`, a task that has not ended continues for the new requester and the result is
+        `Adopted`.
         """
 
     async def copy_key(self) -> bytes:
-        """The key that authenticates this mesh's copies outside the store: 32 random bytes, made once and kept."""
+        """The 32-byte key that authenticates this mesh's copies outside the store.
+
+        It is generated at random once and kept.
+        """
 
     async def preserve(self, task_id: TaskId, *, preserve: bool = True) -> bool:
-        """Exempt an operation's checkpoints from every deletion, or stop that; whether there is such an operation."""
+        """Exempt an operation's checkpoints from every deletion, or end the exemption.
+
+        Returns `False` if there is no such operation.
+        """
 
     async def operation(self, task_id: TaskId) -> OperationSummary | None:
-        """One operation."""
+        """One operation, or `None` if the task does not exist or is not an operation."""
 
     async def operations(
         self, *, agent: AgentName | None = None, statuses: Sequence[OperationStatus] = (), limit: int = 100
     ) -> list[OperationSummary]:
-        """Operations, newest first; no statuses mean all."""
+        """Operations, newest first. Empty `statuses` matches every status."""

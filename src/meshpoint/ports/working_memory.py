@@ -1,6 +1,6 @@
-"""L1, where working memories live, and the second place where their snapshots lie. Either may lose anything.
+"""Working memories (L1), and the store of their snapshots. Either may lose anything.
 
-Any method may raise `MemoryUnavailable`: for one that writes, it is not known then whether it did.
+Every method may raise `MemoryUnavailable`. A write that raises it may or may not have happened.
 """
 
 from __future__ import annotations
@@ -11,104 +11,127 @@ from typing import Protocol, TypeAlias
 from meshpoint.model.memory import Answer, Command, Held, Item, Owner, Packed
 
 ReportProblem: TypeAlias = Callable[[str, str, str], None]
-"""Hears of what went wrong with a memory and loses nothing: its agent_id, a word for scripts, and why. Must not raise
-or block."""
+"""Called for problems that lose nothing, with an agent_id, a code for scripts, and the reason.
+
+Must neither raise nor block.
+"""
 
 
 class WorkingMemory(Protocol):
-    """L1: the memories of all tasks of one agent, each under its `agent_id`."""
+    """L1: the working memories of all tasks of one agent, each under its `agent_id`."""
 
     @property
     def survives(self) -> bool:
-        """Whether a memory outlives its process. If not, every checkpoint in SQL carries the snapshot."""
+        """Whether memories outlive their process.
+
+        If not, every checkpoint in SQL carries a snapshot.
+        """
 
     async def open(self) -> None:
-        """Check that the memory answers and can be written.
+        """Check that the memory can be read and written.
 
         Raises:
-            ConfigurationError: it refuses the login, or the login lacks a right.
-            MemoryUnavailable: it does not answer or cannot be written; the message names the setting to check.
+            ConfigurationError: the login was rejected or lacks a permission.
+            MemoryUnavailable: there was no answer, or writing failed; the message names the
+                setting to check.
         """
 
     async def execute(self, owner: Owner, commands: Sequence[Command], *, seen: int = 0) -> tuple[int, list[Answer]]:
-        """Do commands together, in order, with nothing of anybody else between them; the version then, and answers.
+        """Execute commands atomically and in order; return the new version and the answers.
 
-        A key that is written without a time of its own lives as long as the memory, whose time begins anew.
+        A write restarts the memory's time to live. A key without its own TTL lives as long as the
+        memory.
 
-        `seen` is the version that the caller has met last. Commands that write are done only if it is still the one,
-        so that one that comes late undoes nothing; 0: whatever it is. Without commands, the answer is the version.
+        Args:
+            owner: the run that must own the memory.
+            commands: commands to execute. Empty to read the version only.
+            seen: the last version that the caller knows. Writes happen only if it is still
+                current, so that a delayed command cannot undo newer ones. 0 matches any version.
 
         Raises:
-            MemoryFenced: the memory has another owner by now, or one with a higher fence.
-            MemoryLost: it has no owner, or an earlier one; its version is below `seen`, which the caller has met
-                before; or a key that a command names was evicted.
-            MemoryRefused: a command does not fit what its key holds; names the key. Those before it are done.
-            MemoryUnavailable: it has a higher version than `seen`, and commands write: nothing is done.
+            MemoryFenced: another run owns the memory, or its owner has a higher fence.
+            MemoryLost: the memory has no owner or an earlier one, its version is below `seen`, or
+                a key named by a command was evicted.
+            MemoryRefused: a command does not fit the kind of its key; the message names the key.
+                Earlier commands have taken effect.
+            MemoryUnavailable: commands write and the version is higher than `seen`; nothing was
+                done.
         """
 
     async def keys(self, owner: Owner, *, seen: int = 0) -> list[str]:
-        """The keys that are there, in no order. Raises as `execute`."""
+        """The existing keys, in no particular order. Raises the same errors as `execute`."""
 
     async def read(self, agent_id: str) -> Held:
-        """All that is there at one instant, whoever writes meanwhile. Changes nothing."""
+        """A consistent copy of the whole memory, even under concurrent writes. Changes nothing."""
 
     async def adopt(self, owner: Owner, version: int) -> bool:
-        """Become the owner of what is there, if it still has this version; its time begins anew, as active.
+        """Become the owner of the existing memory if it still has this version.
+
+        On success the memory's time to live restarts as for an active task. Returns `False` if the
+        version differs or the memory does not exist.
 
         Raises:
-            MemoryFenced: its owner has a higher fence.
+            MemoryFenced: the current owner has a higher fence.
         """
 
     async def replace(
         self, owner: Owner, items: Sequence[Item], *, seen: int | None = None, force: bool = False
     ) -> Held:
-        """Put `items` in place of all that is there, become the owner, and read them back.
+        """Replace the whole memory with `items`, become its owner, and return its contents.
 
-        They are put beside what is there and take its place at one instant, so that a crash leaves the one or the
-        other. What has expired by its own time meanwhile is left out. If the memory is this very run's already, it
-        must have the version `seen`, which is never 0: so one that comes late undoes nothing; None: whatever it is.
-        `force` is for a run that knows that it owns the task, whatever the memory says.
+        The items are staged separately and swapped in atomically, so that a crash leaves either
+        the old or the new contents. Items that have expired in the meantime are dropped.
+
+        Args:
+            owner: the new owner.
+            items: the new contents.
+            seen: if `owner` already owns the memory, the version that it must have, so that a
+                delayed call cannot undo newer writes. Never 0; `None` matches any version.
+            force: replace even if the owner has a higher fence, for a run that knows it owns the
+                task.
 
         Raises:
-            MemoryFenced: its owner has a higher fence, and `force` is not set.
-            MemoryUnavailable: it has another version than `seen`.
+            MemoryFenced: the current owner has a higher fence and `force` is not set.
+            MemoryUnavailable: the version is not `seen`.
         """
 
     async def retain(self, owner: Owner, *, paused: bool) -> None:
-        """Let the memory live as long as that of a paused, or of an active, task from now on.
+        """Restart the time to live as for a paused or an active task.
 
-        Nothing happens if another run with the same or a higher fence has it.
+        Does nothing if another run with the same or a higher fence owns the memory.
         """
 
     async def forget(self, owner: Owner) -> None:
-        """Delete it, unless another run with the same or a higher fence has it."""
+        """Delete the memory, unless another run with the same or a higher fence owns it."""
 
     async def close(self) -> None:
-        """Release every connection."""
+        """Release all connections."""
 
 
 class SnapshotStore(Protocol):
-    """The last snapshot of each memory, apart from L1."""
+    """The latest snapshot of each memory, kept outside L1."""
 
     async def put(self, agent_id: str, packed: Packed) -> bool:
-        """Replace the stored snapshot atomically. Returns `False` if that has a higher `order`.
+        """Replace the stored snapshot atomically, unless it has a higher `order`.
+
+        Returns `False` if it has.
 
         Raises:
-            ConsistencyError: it is too large to be read back.
+            ConsistencyError: the snapshot is too large to be read back.
         """
 
     async def get(self, agent_id: str) -> Packed | None:
-        """The one that is there; None: none. What it holds may be damaged: whoever reads it verifies it.
+        """The stored snapshot, or `None`. Its content may be damaged: the caller must verify it.
 
         Raises:
-            ConsistencyError: there is something, but nothing that could be a snapshot.
+            ConsistencyError: the stored value cannot be a snapshot.
         """
 
     async def digest(self, agent_id: str) -> str | None:
-        """That of the one that is there, as it says itself; None: none."""
+        """The digest that the stored snapshot claims to have. `None` without a snapshot."""
 
     async def forget(self, agent_id: str) -> None:
-        """Delete it."""
+        """Delete the stored snapshot."""
 
     async def close(self) -> None:
-        """Release every connection."""
+        """Release all connections."""

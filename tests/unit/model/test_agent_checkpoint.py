@@ -25,7 +25,7 @@ def test_nor_is_it_shown() -> None:
 
 
 def test_a_memory_without_its_hash_is_refused() -> None:
-    with pytest.raises(ValidationError, match="comes with its hash"):
+    with pytest.raises(ValidationError, match="needs l1_snapshot_hash"):
         a_checkpoint(RUN, l1_snapshot=b"memory")
 
 

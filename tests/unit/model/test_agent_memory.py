@@ -182,10 +182,10 @@ async def test_anything_that_pydantic_writes_is_a_model(memory: AgentMemory) -> 
 async def test_a_value_that_is_no_such_model_is_refused(memory: AgentMemory) -> None:
     await memory.set_many({"other": '{"destination": 5}', "text": "{]", "bytes": b"\xff", "nan": "NaN"})
     assert await refusal(memory.get_model("other", Leg)) == (
-        "memory key 'other': it holds no Leg: destination: Input should be a valid string"
+        "memory key 'other': its value is not a valid Leg: destination: Input should be a valid string"
     )
     for key in ("text", "bytes", "nan"):
-        assert (await refusal(memory.get_model(key, Leg))).startswith(f"memory key '{key}': it holds no JSON: ")
+        assert (await refusal(memory.get_model(key, Leg))).startswith(f"memory key '{key}': its value is not JSON: ")
 
 
 class Opaque:
@@ -213,7 +213,7 @@ class Picture(BaseModel):
 )
 async def test_a_model_with_bytes_that_are_no_text_is_refused(memory: AgentMemory, value: Any, name: str) -> None:
     assert await refusal(memory.set_model("k", value)) == (
-        f"memory key 'k': {name} holds bytes that are no UTF-8; keep bytes with set, or write them as base64"
+        f"memory key 'k': {name} contains bytes that are not UTF-8; store them with set, or as base64"
     )
     assert await memory.keys() == []
 
@@ -398,13 +398,13 @@ async def refuses(memory: AgentMemory, runner: Runner, use: Use, what: Any) -> s
 @pytest.mark.parametrize(
     ("key", "why"),
     [
-        ("", "memory key '': use text of 1 to 1024 bytes"),
-        ("k" * 1025, "use text of 1 to 1024 bytes"),
-        ("☃" * 342, "use text of 1 to 1024 bytes"),
-        (SURROGATE, r"memory key 'a\udc80': text without a UTF-8 form: surrogates not allowed"),
-        (b"k", "a memory key is text, not bytes"),
-        (5, "a memory key is text, not int"),
-        (None, "a memory key is text, not NoneType"),
+        ("", "memory key '': must have 1 to 1024 bytes"),
+        ("k" * 1025, "must have 1 to 1024 bytes"),
+        ("☃" * 342, "must have 1 to 1024 bytes"),
+        (SURROGATE, r"memory key 'a\udc80': the text cannot be encoded as UTF-8: surrogates not allowed"),
+        (b"k", "a memory key must be str, not bytes"),
+        (5, "a memory key must be str, not int"),
+        (None, "a memory key must be str, not NoneType"),
     ],
 )
 async def test_a_bad_key_is_refused(memory: AgentMemory, runner: Runner, use: Use, key: Any, why: str) -> None:
@@ -420,10 +420,10 @@ async def test_a_key_has_up_to_1024_bytes(memory: AgentMemory) -> None:
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        (5, "bytes or text, not int; for models there is set_model"),
-        (None, "bytes or text, not NoneType; for models there is set_model"),
-        (("a",), "bytes or text, not tuple; for models there is set_model"),
-        (SURROGATE, "text without a UTF-8 form: surrogates not allowed"),
+        (5, "expected bytes or str, not int; use set_model for models"),
+        (None, "expected bytes or str, not NoneType; use set_model for models"),
+        (("a",), "expected bytes or str, not tuple; use set_model for models"),
+        (SURROGATE, "the text cannot be encoded as UTF-8: surrogates not allowed"),
     ],
 )
 async def test_a_bad_value_is_refused(memory: AgentMemory, runner: Runner, use: Use, value: Any, why: str) -> None:
@@ -434,11 +434,11 @@ async def test_a_bad_value_is_refused(memory: AgentMemory, runner: Runner, use: 
 @pytest.mark.parametrize(
     ("number", "why"),
     [
-        (1.5, "a whole number, not float"),
-        ("1", "a whole number, not str"),
-        (None, "a whole number, not NoneType"),
-        (2**63, "a whole number of more than 64 bits"),
-        (-(2**63) - 1, "a whole number of more than 64 bits"),
+        (1.5, "expected an integer, not float"),
+        ("1", "expected an integer, not str"),
+        (None, "expected an integer, not NoneType"),
+        (2**63, "the integer does not fit into 64 bits"),
+        (-(2**63) - 1, "the integer does not fit into 64 bits"),
     ],
 )
 async def test_what_is_no_whole_number_is_refused(
@@ -451,10 +451,10 @@ async def test_what_is_no_whole_number_is_refused(
 @pytest.mark.parametrize(
     ("number", "why"),
     [
-        (nan, "not-a-number has no place in an order"),
-        ("1", "a number, not str"),
-        (None, "a number, not NoneType"),
-        (10**400, "a number that large has no place in a float"),
+        (nan, "NaN cannot be ordered"),
+        ("1", "expected a number, not str"),
+        (None, "expected a number, not NoneType"),
+        (10**400, "the number is too large for a float"),
     ],
 )
 async def test_what_is_no_number_is_refused(
@@ -467,10 +467,10 @@ async def test_what_is_no_number_is_refused(
 @pytest.mark.parametrize(
     ("ttl", "why"),
     [
-        (timedelta(), "a time to live of 0:00:00 is over at once; use delete"),
-        (-MINUTE, "a time to live of -1 day, 23:59:00 is over at once; use delete"),
-        (timedelta(microseconds=999), "a time to live of 0:00:00.000999 is over at once; use delete"),
-        (60, "a time to live is a timedelta, not int"),
+        (timedelta(), "a time to live of 0:00:00 expires immediately; use delete"),
+        (-MINUTE, "a time to live of -1 day, 23:59:00 expires immediately; use delete"),
+        (timedelta(microseconds=999), "a time to live of 0:00:00.000999 expires immediately; use delete"),
+        (60, "a time to live must be a timedelta, not int"),
     ],
 )
 async def test_a_bad_time_is_refused(memory: AgentMemory, runner: Runner, use: Use, ttl: Any, why: str) -> None:
@@ -481,19 +481,19 @@ async def test_a_bad_time_is_refused(memory: AgentMemory, runner: Runner, use: U
 async def test_no_values_are_refused(memory: AgentMemory, runner: Runner, use: Use) -> None:
     text = await refuses(memory, runner, use, None)
     assert text.startswith("memory key 'k': ")
-    assert text.endswith(" needs a value")
+    assert text.endswith(" needs at least one value")
 
 
 @pytest.mark.parametrize(
     ("use", "why"),
     [
-        (lambda m, _: m.hset("k", [("f", "1")]), "memory key 'k': a mapping, not list"),
-        (lambda m, _: m.zadd("k", ["a"]), "memory key 'k': a mapping, not list"),
-        (lambda m, _: m.set_many([("k", "1")]), "memory values: a mapping, not list"),
-        (lambda m, _: m.get_many("abc"), "memory keys: several keys, not str; for one there is get"),
-        (lambda m, _: m.get_many(5), "memory keys: several keys, not int; for one there is get"),
-        (lambda m, _: m.delete(["k"]), "a memory key is text, not list"),
-        (lambda m, _: m.keys(b"*"), "a pattern of memory keys is text, not bytes"),
+        (lambda m, _: m.hset("k", [("f", "1")]), "memory key 'k': expected a mapping, not list"),
+        (lambda m, _: m.zadd("k", ["a"]), "memory key 'k': expected a mapping, not list"),
+        (lambda m, _: m.set_many([("k", "1")]), "memory values: expected a mapping, not list"),
+        (lambda m, _: m.get_many("abc"), "memory keys: expected several keys, not str; use get for one key"),
+        (lambda m, _: m.get_many(5), "memory keys: expected several keys, not int; use get for one key"),
+        (lambda m, _: m.delete(["k"]), "a memory key must be str, not list"),
+        (lambda m, _: m.keys(b"*"), "a pattern for memory keys must be str, not bytes"),
     ],
 )
 async def test_what_is_no_collection_is_refused(memory: AgentMemory, runner: Runner, use: Use, why: str) -> None:
@@ -507,7 +507,7 @@ async def test_a_key_of_another_kind_is_refused(memory: AgentMemory) -> None:
 
 
 async def test_a_context_that_nobody_runs_names_the_way_out() -> None:
-    with pytest.raises(AgentMisbehaved, match=r"no replica runs this context; .* meshpoint\.local\.local_mesh"):
+    with pytest.raises(AgentMisbehaved, match=r"no replica created this context; .* meshpoint\.local\.local_mesh"):
         await TaskExecutionContext(TaskId("1")).memory.get("k")
 
 

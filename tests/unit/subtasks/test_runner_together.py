@@ -244,7 +244,7 @@ async def test_outside_of_a_subtask_it_is_refused() -> None:
     life = Life()
     await life.ctx.subtask("a", one, 1)
     assert life.ctx.saved_progress is None
-    with pytest.raises(AgentMisbehaved, match="belongs inside the function"):
+    with pytest.raises(AgentMisbehaved, match="works only inside the function"):
         await life.ctx.save_progress({"a": 1})
 
 

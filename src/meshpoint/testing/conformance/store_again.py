@@ -190,7 +190,7 @@ class OrderSuite:
     async def test_another_agent_does_not_ask_for_a_task(self, store: CheckpointStore) -> None:
         over, active = (await failed(store)).task_id, (await begun(store)).task_id
         before = [await row(store, task_id) for task_id in (over, active)]
-        refused = NotRevived(Refusal.NOT_FOUND, "it was asked for by another agent")
+        refused = NotRevived(Refusal.NOT_FOUND, "it was requested by another agent")
         other = a_requester(app_id="stranger", reply_to=Address("stranger.resp"))
         for task_id in (over, active):
             for requester in (other, a_requester(app_id=None)):
@@ -202,7 +202,7 @@ class OrderSuite:
         run = await failed(store)
         await store.revive(again(run.task_id, "01"))
         stranger = again(run.task_id, "01", requester=a_requester(app_id="stranger"))
-        assert await store.revive(stranger) == NotRevived(Refusal.NOT_FOUND, "it was asked for by another agent")
+        assert await store.revive(stranger) == NotRevived(Refusal.NOT_FOUND, "it was requested by another agent")
 
     async def test_a_task_that_was_resumed_by_hand_stays_its_requesters(self, store: CheckpointStore) -> None:
         run = await failed(store)
