@@ -1,4 +1,6 @@
-"""Tasks that stay in memory: without checkpointing, and when the database goes away."""
+"""Tasks that stay in the process: without checkpointing, and when the database becomes
+unavailable.
+"""
 
 import pytest
 
