@@ -21,12 +21,11 @@ from meshpoint.model.outcomes import Failed
 
 
 class Work(BaseModel):
-    """Input of `root`: call `peer` once per number, `rounds` times. `trace` gets a line per
-    segment.
+    """Input of `root`: call `peer` once per number, `rounds` times.
 
-    With `gate`, the first segment runs until that file exists. With `steps`, the agent is an
-    operation that runs this many subtasks before its calls and one after them. With `mended_by`,
-    it then fails until that file exists.
+    `trace` gets a line per segment. With `gate`, the first segment runs until that file exists.
+    With `steps`, the agent is an operation that runs this many subtasks before its calls and one
+    after them. With `mended_by`, it then fails until that file exists.
     """
 
     numbers: list[int]

@@ -41,8 +41,9 @@ _UNHARMED: Mapping[str, JsonValue] = {**_QUICK, "lease_seconds": 60}
 
 
 class Stage:
-    """A mesh in which one replica dies at one event. A scenario leads there; `finish` checks the
-    result.
+    """A mesh in which one replica dies at one event.
+
+    A scenario leads there; `finish` checks the result.
     """
 
     def __init__(self, mesh: Mesh, at: str, skip: int) -> None:
@@ -98,9 +99,7 @@ class Stage:
         broken: bool = False,
         **work: JsonValue,
     ) -> None:
-        """Send the request. The peer never answers negative numbers; `broken` work fails at its
-        end.
-        """
+        """Send the request; the peer ignores negative numbers, `broken` work fails at its end."""
         self._task_id, self._agent = TaskId(new_id()), agent
         self.expected = [number * 10 for number in numbers]
         self._rounds = rounds
@@ -126,9 +125,7 @@ class Stage:
         await self.client.cancel(self._agent, self._task_id)
 
     async def resume(self) -> None:
-        """Wait for the failure, mend the work and resume `chief`; its second end becomes the
-        outcome.
-        """
+        """Wait for the failure, mend the work and resume `chief`; await its second end."""
         assert isinstance(await self._outcome, Failed)
         ends = len(await self._chief.wait("end:after"))
         self._mended.touch()
@@ -142,9 +139,7 @@ class Stage:
         self._outcome = asyncio.ensure_future(self._recorded_outcome(ends + 1))
 
     async def _recorded_outcome(self, ends: int) -> Outcome:
-        """The resumed operation's outcome from the database, because a resume sends no reply to
-        the client.
-        """
+        """The resumed operation's outcome, from the database: a resume sends the client no reply."""
         await self._chief.wait("end:after", ends)
         store = self.mesh.store()
         await store.open()
@@ -169,8 +164,9 @@ class Stage:
                 await asked.answer(number * 10)
 
     async def _in_turn(self) -> None:
-        """Wait until the doomed replica has acked all earlier deliveries or is dead, so that its
-        steps have one order.
+        """Wait until the doomed replica has acked all earlier deliveries or is dead.
+
+        This gives its steps one order.
         """
         self._turns += 1
         if self.doomed is not None:
@@ -178,9 +174,7 @@ class Stage:
                 await self.doomed.wait("ack:after", self._turns)
 
     async def finish(self) -> None:
-        """Let another replica finish, then check: one outcome, no second set of calls, nothing
-        left over.
-        """
+        """Let another replica finish; check for one outcome, one set of calls, and no leftovers."""
         await self._death()
         self.open_gate()
         survivor = await self.replica()
@@ -213,9 +207,7 @@ class Stage:
         assert code == -signal.SIGKILL
 
     async def _at_rest(self, survivor: Process) -> None:
-        """Return when no task is open and the peer has received a cancel for every call it did not
-        answer.
-        """
+        """Return once no task is open and every unanswered call was cancelled at the peer."""
         store = self.mesh.store()
         await store.open()
         try:

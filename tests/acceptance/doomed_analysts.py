@@ -1,5 +1,4 @@
-"""The analysts of `examples/stock_analysis`, with a diary of what they do and a place where they
-die.
+"""The analysts of `examples/stock_analysis`, with a diary, and with a place where they die.
 
 Replicas import this module by its bare name. The request names the diary file and the subtask in
 which the process dies.
@@ -28,8 +27,7 @@ sources.deal_service.an_hour_passes()
 
 
 class Doom(BaseModel):
-    """An analysis. `diary` is a file that gets a line when a subtask's code begins and when it
-    completes.
+    """An analysis. `diary` gets a line when a subtask's code begins and when it completes.
 
     The process dies inside subtask `at`, when its code begins for the `time`-th time.
     """
@@ -58,9 +56,7 @@ class Diary:
 
 
 def doomed(analyst: FunctionAgent[agents.Analysis, Any]) -> FunctionAgent[Doom, Any]:
-    """The same agent with a diary. A process runs one task at a time, so one diary per process
-    suffices.
-    """
+    """The same agent with a diary; one per process, which runs one task at a time."""
 
     async def analyse(ctx: TaskExecutionContext, doom: Doom) -> Any:
         effects.listeners[:] = [Diary(doom)]

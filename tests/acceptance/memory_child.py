@@ -1,9 +1,8 @@
-"""Keep or restore a memory and die doing so: `REDIS DATABASE NAMESPACE TASK RUN FENCE WORK STEP
-WHEN`.
+"""Keep or restore a memory and die on the way.
 
-The process sends itself SIGKILL at its STEP-th request to Redis or the database: before sending it
-or after the response, as WHEN says. If it never reaches STEP, it prints the number of steps and
-exits with 0.
+Arguments: REDIS DATABASE NAMESPACE TASK RUN FENCE WORK STEP WHEN. The process sends itself SIGKILL
+at its STEP-th request to Redis or the database: before sending it or after the response, as WHEN
+says. If it never reaches STEP, it prints the number of steps and exits with 0.
 """
 
 from __future__ import annotations

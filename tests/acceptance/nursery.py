@@ -108,9 +108,7 @@ def _serve(orders: socket.socket) -> None:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, so that killed tests leave no
-    replica behind.
-    """
+    """Have the kernel kill this process when its parent ends; killed tests leave no replica."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,5 +1,4 @@
-"""An agent with a large working memory: it fetches and keeps pages, calls a peer, and digests all
-pages.
+"""An agent with a large working memory: it keeps fetched pages, calls a peer, and digests them.
 
 Replicas import this module by its bare name. The request names the file where the fake API records
 each fetch.

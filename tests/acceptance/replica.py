@@ -1,5 +1,4 @@
-"""One replica as a separate process: `python replica.py CONFIG [--at STEP:PHASE --do kill|freeze
-[--agent NAME]]`.
+"""One replica in a process: `replica.py CONFIG [--at STEP:PHASE --do kill|freeze [--agent NAME]]`.
 
 Prints every event as a line of JSON. At the named event it kills or freezes itself, between two
 awaits and with no chance to clean up.

@@ -1,9 +1,8 @@
-"""Every event is a crash point: a real replica is killed before and after each step with an
-effect, on both rungs.
+"""Every event is a crash point: replicas are killed before and after each step with an effect.
 
-Another replica finishes. The client and the peer, both played by the test, must see one outcome
-per request and one id per call, and no open task or dead letter may remain. Cases run concurrently
-because they mostly wait for leases; each is reported as a test of its own.
+On both rungs, another replica finishes. The client and the peer, both played by the test, must see
+one outcome per request and one id per call, and no open task or dead letter may remain. Cases run
+concurrently because they mostly wait for leases; each is reported as a test of its own.
 """
 
 from __future__ import annotations

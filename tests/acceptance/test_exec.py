@@ -1,6 +1,4 @@
-"""`meshpoint exec` for real: its processes are killed, raced and interrupted, and files change
-between runs.
-"""
+"""`meshpoint exec` for real: processes are killed, raced and interrupted; files change between."""
 
 from __future__ import annotations
 

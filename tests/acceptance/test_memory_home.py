@@ -1,6 +1,4 @@
-"""Tasks that stay in the process: without checkpointing, and when the database becomes
-unavailable.
-"""
+"""Tasks that stay in the process: no checkpointing, or a database that becomes unavailable."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""After SIGKILL at any step of keeping or restoring a memory, it is the old one or the new one,
-never a mix.
-"""
+"""SIGKILL at any step of keeping or restoring a memory leaves the old or the new one, not a mix."""
 
 from __future__ import annotations
 
@@ -108,9 +106,7 @@ class Patient:
         return (await strategy.recover(self.owner, last.l1_snapshot_hash, from_sql)).recovery
 
     async def child(self, work: str, step: int, when: str) -> tuple[int, int]:
-        """Run a process that does `work` and dies at `step`; return its exit code and its step
-        count.
-        """
+        """Run a process that does `work` and dies at `step`; return its exit code and step count."""
         to = (self.redis_url, self.database_url, self.namespace, self.run.task_id, self.run.id, str(self.run.fence))
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(CHILD), *to, work, str(step), when),

@@ -1,6 +1,4 @@
-"""A waiting agent has 200 pages in memory; L1 and its replica are lost; another replica recovers
-every byte.
-"""
+"""An agent waits with 200 pages in memory; L1 and its replica are lost; no byte of them is."""
 
 from __future__ import annotations
 
@@ -34,16 +32,15 @@ async def mesh(production: Rung, nursery: Nursery) -> AsyncIterator[Mesh]:
 
 @pytest.fixture
 async def redis(own_redis: RedisServer) -> AsyncIterator[Redis]:
-    """Direct connection to the replicas' Redis, which belongs to this test alone and may be
-    flushed.
-    """
+    """Direct connection to the replicas' Redis, which only this test uses and may flush."""
     async with Redis.from_url(own_redis.url) as raw:
         yield raw
 
 
 async def is_kept(redis: Redis, namespace: str) -> None:
-    """Return once a waiting task's memory is stored everywhere; extending its lifetime in L1 is
-    the last step.
+    """Return once a waiting task's memory is stored everywhere.
+
+    Extending its lifetime in L1 is the last step.
     """
     (head,) = [key async for key in redis.scan_iter(f"{namespace}:L1:*:head")]
     while await redis.pttl(head) <= DAY:

@@ -1,5 +1,4 @@
-"""The database or the broker stops under load and restarts: nothing is dead-lettered, nothing is
-lost.
+"""The database or the broker restarts under load: nothing is dead-lettered, nothing is lost.
 
 The outage lasts MESHPOINT_OUTAGE_SECONDS; `make outages` sets it to a minute.
 """
@@ -132,9 +131,7 @@ async def _answer(peer: PlayedPeer, count: int) -> None:
 
 @pytest.mark.parametrize("lost", list(Lost))
 async def test_a_commit_whose_answer_is_lost(production: Rung, nursery: Nursery, lost: Lost) -> None:
-    """Every COMMIT of the replica fails once, in turn: the run finds its own write or repeats it,
-    and continues.
-    """
+    """Every COMMIT of the replica fails once, in turn: the run finds or repeats its write."""
     async with CommitCutter(production.db_url) as cutter:
         cut_rung = Rung(production.broker_url, cutter.url, production.namespace, production.folder)
         mesh = Mesh(cut_rung, nursery)

@@ -1,6 +1,4 @@
-"""Tasks that kill their process and with it their neighbours; a supervisor restarts the only
-replica.
-"""
+"""Tasks that kill their process and their neighbours; a supervisor restarts the only replica."""
 
 from __future__ import annotations
 

@@ -88,9 +88,7 @@ async def test_the_process_ends_all_the_same(mesh: Mesh, how: str, code: ExitCod
 
 @pytest.mark.parametrize("how", RESISTS)
 async def test_no_other_replica_runs_its_task_meanwhile(mesh: Mesh, how: str, tmp_path: Path) -> None:
-    """The lease is renewed until the process ends, although that takes far longer than a lease
-    lasts.
-    """
+    """The lease is renewed until the process ends, long after the lease would have expired."""
     trace = tmp_path / "trace"
     slow = {**QUICK, "lease_seconds": 3, "renew_interval_seconds": 0.5, "release_timeout_seconds": 7}
     config = mesh.rung.config("stubborn", **slow)

@@ -1,10 +1,9 @@
-"""A replica is killed inside each subtask of the stock analysis, on both rungs; a second, running
-replica continues.
+"""A replica is killed inside each subtask of the stock analysis; a second replica continues.
 
-The analysts record what their code did in a diary. A subtask completed before the kill must not
-run again, however the dead replica's operation is handled: rescued, or failed and resumed by
-hand. Cases run concurrently because they mostly wait for leases; each is reported as a test of its
-own.
+The analysts record what their code did in a diary. On both rungs, a subtask completed before the
+kill must not run again, however the dead replica's operation is handled: rescued, or failed and
+resumed by hand. Cases run concurrently because they mostly wait for leases; each is reported as a
+test of its own.
 """
 
 from __future__ import annotations
@@ -54,9 +53,7 @@ QUICK: Mapping[str, JsonValue] = {
 
 @dataclass(frozen=True)
 class Kill:
-    """Kill in `subtask` of `agent` when its code begins for the `time`-th time. No subtask: no
-    kill.
-    """
+    """Kill when `subtask` of `agent` begins for the `time`-th time; without a subtask, never."""
 
     agent: str
     subtask: str | None = None
@@ -86,9 +83,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every kill in every way; on servers, which differ little here, only some of the ones that
-    need the command line.
-    """
+    """Every kill in every way; on servers only some of the kills that need the command line."""
     for way in ("take_over", "fail"):
         yield from (Case("embedded", way, kill) for kill in KILLS)
     yield from (Case("production", "take_over", kill) for kill in KILLS)
@@ -149,9 +144,7 @@ class Desk:
         return dead
 
     async def resume(self, task_id: TaskId) -> tuple[int, str, str]:
-        """Run `meshpoint tasks resume ID`; return its exit code, standard output and standard
-        error.
-        """
+        """Run `meshpoint tasks resume ID`; return its exit code, output and errors."""
         command = [
             "-m",
             "meshpoint.cli",
@@ -184,9 +177,7 @@ async def course_of(case: Case, mesh: Mesh) -> Course:
 
 
 async def repaired(desk: Desk, case: Case, task_id: TaskId, failed: Outcome) -> Outcome:
-    """Follow the failure's advice: resume the operation or, without a checkpoint, send a new
-    request.
-    """
+    """Follow the failure's advice: resume the operation or, without a checkpoint, ask anew."""
     assert isinstance(failed, Failed)
     assert failed.kind is FailureKind.ERROR
     began = desk.diary()
