@@ -49,7 +49,7 @@ PER_MINUTE = {
     Kind.SWALLOW: 0.3,
 }
 SECONDS = {
-    # the lease is 2 s; the broker drops a silent consumer after about 10 s
+    # the lease is 2 s; the broker drops a silent connection after about 10 s
     Kind.FREEZE: (3.0, 13.0),
     Kind.BROKER: (0.0, 3.0),
     Kind.DATABASE: (0.0, 5.0),  # a first checkpoint is retried for 2 s

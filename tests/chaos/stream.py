@@ -45,10 +45,11 @@ def work(number: int, chance: random.Random) -> Work:
 
 
 class Stream:
-    """Async context manager that sends `rate` requests a second, `in_flight` of them unanswered.
+    """Async context manager that sends requests at a steady rate.
 
-    Replies go to a quorum queue, which survives every restart of the broker. The `agents` are
-    called in turn. With `login`, only messages from that broker login count as answers.
+    It sends `rate` requests a second, with at most `in_flight` unanswered. Replies go to a quorum
+    queue, which survives every restart of the broker. The `agents` are called in turn. With
+    `login`, only messages from that broker login count as answers.
     """
 
     def __init__(
