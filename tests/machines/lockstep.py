@@ -169,7 +169,7 @@ class Lockstep:
         """Confirm replies without an address, as the dispatcher does for a store with an outbox."""
         await self._store.mark_sent([reply for reply in replies if reply.requester.reply_to is None])
 
-    # Runs that have another id in the reference:
+    # The reference gives other ids to runs that the sweeper starts.
 
     def _pair(self, ours: Sequence[Resumable], theirs: Sequence[Resumable]) -> None:
         ids = {task.run.task_id: task.run.id for task in theirs}
