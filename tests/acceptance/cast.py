@@ -68,7 +68,7 @@ async def root(ctx: TaskExecutionContext, work: Work) -> list[int | str]:
     if work.steps:
         await ctx.subtask("last step", step, len(results))
     if work.mended_by and not os.path.exists(work.mended_by):
-        raise RuntimeError("nobody has mended it")
+        raise RuntimeError("not mended yet")
     return results
 
 

@@ -165,12 +165,12 @@ WAYS: Mapping[Step, Sequence[Way]] = {
         Way(journey, "of the last response", 2),
         Way(on_receipt, "on receipt"),
         Way(operation, "within a segment"),
-        Way(asked_again, "of a request that came again"),
+        Way(asked_again, "of a repeated request"),
     ],
     Step.CLAIM: [Way(journey, "of one of two"), Way(journey, "of the last", 1), Way(no_such_peer, "undeliverable")],
     Step.RESTORE: [
         Way(journey, "first"),
-        Way(orphaned, "after a take-over"),
+        Way(orphaned, "after a rescue"),
         Way(operation, "of an operation"),
     ],
     Step.END: [

@@ -186,7 +186,7 @@ class Stage:
         # too, and then its content may differ.
         assert self.client.conflicts <= self._resumes, "a second reply had other content"
         for question, ids in self._asked_as.items():
-            assert len(ids) == self._rounds, f"a second set of calls: {question} was asked as {ids}"
+            assert len(ids) == self._rounds, f"a second set of calls: {question} was sent as {ids}"
         assert not survivor.of("dead_task")
         self._nothing_saved_ran_again()
         for agent in (CHIEF, VICTIM, self.peer.name):

@@ -36,7 +36,7 @@ class Command:
             self.lines.append(json.loads(line))
             if str(self.lines[-1].get(key)).startswith(step):
                 return self.lines[-1]
-        raise AssertionError(f"it ended before {step}")
+        raise AssertionError(f"the command ended before {step}")
 
     async def ended(self) -> int:
         """Read the rest of the log and return the exit code."""

@@ -79,7 +79,7 @@ def main() -> None:
     (options.out / "chaos.json").write_text(written + "\n")
     options.plots.mkdir(parents=True, exist_ok=True)
     if not picture.draw(report, options.plots / "chaos.png"):
-        console.print("no picture: matplotlib is not installed (`make chaos` installs it)")
+        console.print("no plot: matplotlib is not installed (`make chaos` installs it)")
     if options.json:
         sys.stdout.write(written + "\n")
     else:

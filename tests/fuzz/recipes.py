@@ -1192,7 +1192,7 @@ def _operator_resumes_nap(world: World) -> Scene:
     return Scene([nap], ((0.5, _by_operator(world, nap).with_headers({"x-resume": "2"})),))
 
 
-@recipe("operator: a completed task, asked again", deep=True, servers=True)
+@recipe("operator: a completed task, requested again", deep=True, servers=True)
 def _operator_asks_again(world: World) -> Scene:
     nap = _now(world, "sleeper", 5).with_headers({"x-resume": "1"})
     return Scene([nap], ((0.7, _by_operator(world, nap)), (1.2, _by_operator(world, nap))))

@@ -57,11 +57,11 @@ class Statement(BaseModel):
 
 
 def parse() -> Statement:
-    raise AssertionError("it is recorded")
+    raise AssertionError("recorded, so it must not run")
 
 
 def calculate() -> dict[str, float]:
-    raise AssertionError("it is recorded")
+    raise AssertionError("recorded, so it must not run")
 
 
 def read(name: str) -> AgentCheckpoint:

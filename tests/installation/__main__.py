@@ -90,7 +90,7 @@ def check(extra: str, wheel: Path, folder: Path, *, alone: bool) -> None:
     tell(extra, f"{packages} packages, no conflicts")
     printed = environment.run("-W", "error", str(example)).strip()
     if not printed:
-        raise Failed("README's first example prints nothing")
+        raise Failed("README's first example printed nothing")
     tell("", f"README's first example: {printed}")
     usable = {feature.name for feature in BROUGHT[extra]}
     for feature in FEATURES:

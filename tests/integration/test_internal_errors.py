@@ -203,7 +203,7 @@ async def test_the_replica_lives_and_answers_everybody(
         for task_id in [*early, late]:
             assert len({repr(each) for each in desk.replies(task_id)}) == 1
     for address in (requests_of(FRONT), nested_of(FRONT), responses_of(FRONT)):
-        assert await desk.depth(address) == 0, "everything was settled"
+        assert await desk.depth(address) == 0, "unsettled messages are left"
 
 
 async def _while_it_lives(live: Live, step: Any) -> Any:
@@ -214,7 +214,7 @@ async def _while_it_lives(live: Live, step: Any) -> Any:
         if live.task.done():
             await live.task
             pytest.fail("the replica ended")
-        assert doing.done(), "it took too long"
+        assert doing.done(), "the step timed out"
         return doing.result()
     finally:
         doing.cancel()

@@ -28,7 +28,7 @@ async def writer(ctx: TaskExecutionContext, size: int) -> str:
 
 @agent("caller")
 async def caller(ctx: TaskExecutionContext, size: int) -> int:
-    """Send a peer a request of `size` bytes, then a small one."""
+    """Send a peer a request of `size` bytes."""
     return len(await ctx.call(Peer("writer", str, str)("y" * size)))
 
 

@@ -24,7 +24,7 @@ async def drained(store: CheckpointStore, ledger: Ledger, wishes: Wishes, clock:
     for _ in range(2):
         clock.advance(4 * HOUR)
         await _sweep(store, ledger, wishes)
-    assert await store.tasks(states=_LIVE, limit=PLENTY) == [], "not every task has ended"
+    assert await store.tasks(states=_LIVE, limit=PLENTY) == [], "tasks are still open"
     for story in ledger.in_state(TaskState.PARKED):
         cancel = wishes.cancel(story.task_id)
         [result] = await store.cancel([cancel])
@@ -32,9 +32,9 @@ async def drained(store: CheckpointStore, ledger: Ledger, wishes: Wishes, clock:
     clock.advance(12 * HOUR)
     await _send(store, ledger)
     clock.advance(12 * HOUR)
-    assert await store.unsent(AGENT, PLENTY) == [], "something is still unsent"
+    assert await store.unsent(AGENT, PLENTY) == [], "messages are still unsent"
     passing.purged(ledger, await store.purge(AGENT, PLENTY))
-    assert await store.tasks(limit=PLENTY) == [], "something is left"
+    assert await store.tasks(limit=PLENTY) == [], "rows are left"
     assert ledger.stories == {}
 
 

@@ -145,8 +145,8 @@ class Ledger:
             if self._claim(claim, replica, result):
                 taken += isinstance(result, AllArrived)
                 refused += isinstance(result, MadeReady) and self.stories[claim.task_id].readable_by(replica)
-        assert taken <= slots, f"{taken} tasks were taken with {slots} slots"
-        assert not refused or held >= slots, f"{refused} tasks were not taken with {slots - held} slots free"
+        assert taken <= slots, f"{taken} tasks were acquired with {slots} slots"
+        assert not refused or held >= slots, f"{refused} tasks were not acquired with {slots - held} slots free"
 
     def _claim(self, claim: Claim, replica: Replica, result: Arrival) -> bool:
         """Check one result; return whether the claim met its join."""

@@ -35,7 +35,7 @@ def expired(ledger: Ledger, replica: Replica, slots: int, results: Sequence[Expi
     due = {task_id: calls for task_id, calls in late.items() if calls}
     assert sorted(result.task_id for result in results) == sorted(due), "expire missed a task, or ended one too early"
     taken = sum(isinstance(result.then, AllArrived) for result in results)
-    assert taken <= slots, f"{taken} tasks were taken with {slots} slots"
+    assert taken <= slots, f"{taken} tasks were acquired with {slots} slots"
     for result in results:
         story, calls = ledger.stories[result.task_id], due[result.task_id]
         for call in calls:
@@ -46,7 +46,7 @@ def expired(ledger: Ledger, replica: Replica, slots: int, results: Sequence[Expi
             assert result.then == StillWaiting(story.task_id, calls[-1].id)
         else:
             refused = isinstance(result.then, MadeReady) and story.readable_by(replica)
-            assert not refused or taken >= slots, "a slot was free"
+            assert not refused or taken >= slots, "a task became ready although a slot was free"
             ledger.gone_on(story, None, replica, result.then)
 
 

@@ -56,7 +56,7 @@ class _Agent:
         self._think, self._returned = think, returned
 
     async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Any:
-        raise AssertionError("it never pauses")
+        raise AssertionError("this agent never pauses")
 
 
 class Leaf(_Agent):
