@@ -1,4 +1,4 @@
-"""What another replica does to a task of PostgreSQL at the very moment when a test does something to it."""
+"""Another replica's write to a task in PostgreSQL, timed to coincide with a test's own write."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from meshpoint.model.outcomes import Ok, encode_outcome
 from meshpoint.testing.conformance.build import sub
 
 WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-"""How many in this database wait for a lock."""
+"""Number of sessions in this database that wait for a lock."""
 
 
 @asynccontextmanager
 async def answered_beside(url: str, pause: Pause, call_id: str) -> AsyncIterator[None]:
-    """Record an outcome of one call under the task's lock; commit when what the body began waits for the lock."""
+    """Record an outcome under the task's lock; commit once the body's write waits for the lock."""
     other, looking = await asyncpg.connect(url), await asyncpg.connect(url)
     try:
         async with other.transaction():

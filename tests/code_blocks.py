@@ -1,4 +1,4 @@
-"""The code on a page of Markdown."""
+"""Code blocks of a Markdown page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import re
 
 
 def code_blocks(page: str, language: str) -> list[str]:
-    """The fenced blocks of `language` in `page` that begin at the margin."""
+    """Unindented fenced blocks of `language` in `page`."""
     found = re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
     return [str(block) for block in found]

@@ -1,4 +1,4 @@
-"""Fixtures that every test may use: servers, and a database or a namespace of one's own on them."""
+"""Fixtures for all tests: servers, and a private database or namespace on them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from servers import (
 
 _FLEET = pytest.StashKey[Fleet]()
 _ENDS_WITHIN = 60
-"""Seconds for the tasks of a test to end after it."""
+"""Seconds in which a test's tasks must end after it."""
 
-# The suite judges no time: a machine may be busy.
+# No time limit per example: the machine may be busy.
 hypothesis.settings.register_profile("meshpoint", deadline=None)
 hypothesis.settings.load_profile("meshpoint")
 
@@ -48,7 +48,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that use servers, so that `-m "not servers"` is never wrong. Begin with the longest tests."""
+    """Mark tests that use servers, so that `-m "not servers"` is right; run the longest first."""
     for item in items:
         if _wanted(item):
             item.add_marker(pytest.mark.servers)
@@ -56,13 +56,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the servers that the selected tests need, so that they come up beside the tests without any."""
+    """Launch the servers that the selected tests need, so that they start while other tests run."""
     if session.config.option.collectonly:
         return
     fleet = session.config.stash[_FLEET]
     for fixture in dict.fromkeys(name for item in session.items for name in _wanted(item)):
         if not fleet.named(fixture):
-            with suppress(ServersMissing):  # the fixture will say so
+            with suppress(ServersMissing):  # the fixture will report it
                 fleet.launch(fixture)
 
 
@@ -70,7 +70,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add what every asyncio task awaits to the report of a test that hangs: the traceback ends in the event loop."""
+    """Add the stack of every asyncio task to the report of a test that hangs.
+
+    The traceback itself ends in the event loop.
+    """
     report = yield
     if call.excinfo is not None and call.excinfo.errisinstance(pytest.fail.Exception):
         report.sections += [("asyncio task", stack) for stack in _stacks()]
@@ -78,7 +81,8 @@ def pytest_runtest_makereport(
 
 
 def _stacks() -> Iterator[str]:
-    with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # there may be no event loop
+    # there may be no event loop
+    with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
         for task in asyncio.all_tasks(asyncio.get_event_loop_policy().get_event_loop()):
             stack = StringIO()
             task.print_stack(file=stack)
@@ -105,7 +109,7 @@ def _server(config: pytest.Config, fixture: str) -> NamedServer | PostgresServer
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest) -> None:
-    """Fail a test that leaves an asyncio task behind; without this, a later test meets its warnings."""
+    """Fail a test that leaves an asyncio task behind; otherwise a later test gets its warnings."""
     function = getattr(request, "function", None)
     if inspect.iscoroutinefunction(function) and "loop_scope" not in _asyncio_mark(request):
         request.getfixturevalue("_no_task_left")
@@ -127,7 +131,7 @@ async def _no_task_left() -> AsyncIterator[None]:
 
 @pytest.fixture(scope="session")
 def postgres_server(pytestconfig: pytest.Config) -> NamedServer | PostgresServer:
-    """The PostgreSQL that tests share: `.url`."""
+    """The shared PostgreSQL: `.url`."""
     server = _server(pytestconfig, "postgres_server")
     assert isinstance(server, NamedServer | PostgresServer)
     return server
@@ -135,7 +139,7 @@ def postgres_server(pytestconfig: pytest.Config) -> NamedServer | PostgresServer
 
 @pytest.fixture(scope="session")
 def rabbit_server(pytestconfig: pytest.Config) -> NamedServer | RabbitServer:
-    """The RabbitMQ that tests share: `.url`."""
+    """The shared RabbitMQ: `.url`."""
     server = _server(pytestconfig, "rabbit_server")
     assert isinstance(server, NamedServer | RabbitServer)
     return server
@@ -143,7 +147,7 @@ def rabbit_server(pytestconfig: pytest.Config) -> NamedServer | RabbitServer:
 
 @pytest.fixture(scope="session")
 def redis_server(pytestconfig: pytest.Config) -> NamedServer | RedisServer:
-    """The Redis that tests share: `.url`."""
+    """The shared Redis: `.url`."""
     server = _server(pytestconfig, "redis_server")
     assert isinstance(server, NamedServer | RedisServer)
     return server
@@ -151,7 +155,7 @@ def redis_server(pytestconfig: pytest.Config) -> NamedServer | RedisServer:
 
 @pytest.fixture(scope="session")
 def own_postgres_server(pytestconfig: pytest.Config) -> PostgresServer:
-    """Use `own_postgres`."""
+    """Use `own_postgres` instead."""
     server = _server(pytestconfig, "own_postgres_server")
     assert isinstance(server, PostgresServer)
     return server
@@ -159,7 +163,7 @@ def own_postgres_server(pytestconfig: pytest.Config) -> PostgresServer:
 
 @pytest.fixture(scope="session")
 def own_rabbit_server(pytestconfig: pytest.Config) -> RabbitServer:
-    """Use `own_rabbit`."""
+    """Use `own_rabbit` instead."""
     server = _server(pytestconfig, "own_rabbit_server")
     assert isinstance(server, RabbitServer)
     return server
@@ -167,7 +171,7 @@ def own_rabbit_server(pytestconfig: pytest.Config) -> RabbitServer:
 
 @pytest.fixture(scope="session")
 def own_redis_server(pytestconfig: pytest.Config) -> RedisServer:
-    """Use `own_redis`."""
+    """Use `own_redis` instead."""
     server = _server(pytestconfig, "own_redis_server")
     assert isinstance(server, RedisServer)
     return server
@@ -175,49 +179,49 @@ def own_redis_server(pytestconfig: pytest.Config) -> RedisServer:
 
 @pytest.fixture
 def own_postgres(own_postgres_server: PostgresServer) -> Iterator[PostgresServer]:
-    """A PostgreSQL that the test may stop, kill and start; running again for the next test."""
+    """A PostgreSQL that the test may stop, kill and start; it runs again for the next test."""
     yield own_postgres_server
     own_postgres_server.wait_ready()
 
 
 @pytest.fixture
 def own_rabbit(own_rabbit_server: RabbitServer) -> Iterator[RabbitServer]:
-    """A RabbitMQ that the test may stop, kill and start; running again for the next test."""
+    """A RabbitMQ that the test may stop, kill and start; it runs again for the next test."""
     yield own_rabbit_server
     own_rabbit_server.wait_ready()
 
 
 @pytest.fixture
 def own_redis(own_redis_server: RedisServer) -> Iterator[RedisServer]:
-    """A Redis that the test may flush, stop, kill and start; running again for the next test."""
+    """A Redis that the test may flush, stop, kill and start; it runs again for the next test."""
     yield own_redis_server
     own_redis_server.wait_ready()
 
 
 @pytest.fixture
 async def empty_postgres_url(postgres_server: NamedServer | PostgresServer) -> AsyncIterator[str]:
-    """A database of the test's own, without tables."""
+    """A private database without tables."""
     async with own_database(postgres_server.url) as url:
         yield url
 
 
 @pytest.fixture
 async def postgres_url(_databases: Databases) -> AsyncIterator[str]:
-    """A database of the test's own, with the tables."""
+    """A private database with the tables."""
     async with _databases.lent() as url:
         yield url
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def module_postgres_url(postgres_server: NamedServer | PostgresServer, _migrated: str) -> AsyncIterator[str]:
-    """A database for all tests of a module, with the tables."""
+    """One database with the tables for all tests of a module."""
     async with own_database(postgres_server.url, _migrated) as url:
         yield url
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def _migrated(postgres_server: NamedServer | PostgresServer) -> AsyncIterator[str]:
-    """The name of a database that was migrated once and is cloned for each test."""
+    """Name of a database that is migrated once and cloned for each test."""
     async with own_database(postgres_server.url) as url:
         await asyncio.to_thread(migrations.upgrade, url)
         yield urlsplit(url).path.strip("/")
@@ -232,7 +236,7 @@ async def _databases(postgres_server: NamedServer | PostgresServer, _migrated: s
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.servers)])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Each database in turn, with tables."""
+    """A private database with tables: parametrized over SQLite and PostgreSQL."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/tasks.db"
     url: str = request.getfixturevalue("postgres_url")
@@ -241,17 +245,17 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def amqp_url(rabbit_server: NamedServer | RabbitServer) -> str:
-    """Where the shared RabbitMQ listens."""
+    """URL of the shared RabbitMQ."""
     return rabbit_server.url
 
 
 @pytest.fixture
 def redis_url(redis_server: NamedServer | RedisServer) -> str:
-    """Where the shared Redis listens."""
+    """URL of the shared Redis."""
     return redis_server.url
 
 
 @pytest.fixture
 def namespace() -> str:
-    """A namespace of the test's own."""
+    """A private namespace."""
     return f"test-{new_id()}"

@@ -1,4 +1,4 @@
-"""What goes wrong between a store and its PostgreSQL, at a place that the test chooses."""
+"""Faults between a store and its PostgreSQL, at a point that the test chooses."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from types import TracebackType
 from urllib.parse import urlsplit
 
 _PARSE_COMMIT = re.compile(rb"P....([^\0]*)\0(?:COMMIT|/\* commits: [^\0]*)\0", re.DOTALL)
-"""The preparation of a statement that commits: COMMIT, or one that commits by itself and says so."""
+"""Parse message of a statement that commits: COMMIT, or one marked as committing by itself."""
 
 
 class Lost(Enum):
-    """What of a commit is lost."""
+    """The lost part of a commit."""
 
     REQUEST = auto()  # it never reaches the server
-    ANSWER = auto()  # the server has committed, the client never hears of it
+    ANSWER = auto()  # the server has committed, but the client never learns of it
 
 
 class CommitCutter:
-    """A proxy before PostgreSQL that cuts the connection at the next commits. An async context manager."""
+    """Async context manager: a proxy to PostgreSQL that cuts the connection at the next commits."""
 
     def __init__(self, url: str) -> None:
         self._parts = urlsplit(url)
@@ -42,7 +42,7 @@ class CommitCutter:
 
     @property
     def url(self) -> str:
-        """The server's URL by way of this proxy, in the clear."""
+        """The server's URL through this proxy, unencrypted."""
         user, at, _ = self._parts.netloc.rpartition("@")
         port = self._server.sockets[0].getsockname()[1]
         return self._parts._replace(netloc=f"{user}{at}127.0.0.1:{port}", query="ssl=disable").geturl()
@@ -87,7 +87,7 @@ class CommitCutter:
                 answers.cancel()
                 await asyncio.gather(answers, return_exceptions=True)
                 to_writer.write(chunk)
-                await to_reader.read(1)  # the server has answered, so it has committed
+                await to_reader.read(1)  # the server has responded, so it has committed
             return
 
 

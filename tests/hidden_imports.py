@@ -1,4 +1,4 @@
-"""Python processes in which some libraries appear not installed."""
+"""Python processes in which some libraries appear to be missing."""
 
 from __future__ import annotations
 

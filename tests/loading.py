@@ -1,7 +1,8 @@
-"""Many paused tasks at once: one that the store itself wrote, copied inside PostgreSQL.
+"""Many paused tasks at once: one task written by the store itself, copied inside PostgreSQL.
 
-A copy has every column of the original, so it stays as the store writes tasks now. Its ids are as new ones are: they
-begin with the time, spread over the past; so are its instants.
+A copy has every column of the original, so it always matches what the store writes. Like real ids,
+the copies' ids begin with a time; these times, and the instants in the columns, are spread over
+the past.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _INSTANTS = {
 
 
 async def standing_task(store: CheckpointStore, pause: Pause) -> str:
-    """The id of a task that waits, its requests sent."""
+    """Id of a waiting task whose requests are recorded as sent."""
     (result,) = await store.pause([pause])
     assert isinstance(result, Committed)
     await store.mark_sent(result.dispatches)
@@ -45,13 +46,14 @@ async def standing_task(store: CheckpointStore, pause: Pause) -> str:
 
 
 async def multiply(url: str, task_id: str, count: int, *, over: timedelta) -> None:
-    """Add `count` copies of the task with its calls and joins, as if they had come evenly during the time `over`.
+    """Add `count` copies of the task with its calls and joins, spread evenly over the last `over`.
 
-    Deadlines are as much earlier as a copy is older: give the original more than `over` to wait.
+    The deadlines of a copy move back by its age, so the original must have more than `over` left.
     """
     connection = await asyncpg.connect(url)
     try:
-        async with connection.transaction():  # one `now()` for all: a task's id is the same in each table
+        # one `now()` for all, so that a task's id is the same in each table
+        async with connection.transaction():
             for table in TABLES:
                 await connection.execute(_copies(table), task_id, count, over.total_seconds())
         await connection.execute("VACUUM ANALYZE")

@@ -1,4 +1,4 @@
-"""Content headers that RabbitMQ passes on and AMQP libraries cannot decode, built by hand."""
+"""Hand-built content headers that RabbitMQ passes on but AMQP libraries cannot decode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def entry(name: bytes, kind: bytes, value: bytes) -> bytes:
 
 
 def nested(depth: int) -> bytes:
-    """A table in a table in a table."""
+    """Nested tables."""
     table = long(b"")
     for _ in range(depth):
         table = long(entry(b"t", b"F", table))
@@ -57,11 +57,11 @@ UNDECODABLE: dict[str, bytes] = {
     "nested 900 deep": properties(headers=entry(b"t", b"F", nested(900))),
     "nested 100 deep in an array": properties(headers=entry(b"a", b"A", long(b"A" + long(b"F" + nested(100))))),
 }
-"""Contents that end with the dead letters, by name."""
+"""Contents that must become dead letters, by name."""
 
 
 def _request(**more: Any) -> bytes:
-    """The body of a request for nothing."""
+    """Body of a request without any work."""
     parts = [{"data": {"numbers": []}}]
     return json.dumps({"message": {"messageId": "m", "role": "ROLE_USER", "parts": parts, **more}}).encode()
 
@@ -76,7 +76,7 @@ OVERSIZED: dict[str, tuple[bytes, bytes]] = {
     "full frame": (properties(headers=entry(b"x", b"S", long(b"y" * 131_000))), b"no JSON"),
     "no JSON": (properties(), b"\xff" * 100_000),
 }
-"""Legal contents whose parts no copy or reply may carry: properties and body, by name."""
+"""Legal contents with parts too large for a copy or a reply: properties and body, by name."""
 
 EXOTIC = b"".join(
     (
@@ -94,7 +94,7 @@ EXOTIC = b"".join(
         entry(b"text", b"S", long("Zürich".encode())),
     )
 )
-"""One header of each type that may come."""
+"""One header of each type."""
 
 EXOTIC_READ = {
     "bool": True,
@@ -105,11 +105,11 @@ EXOTIC_READ = {
     "float": 0.5,
     "text": "Zürich",
 }
-"""What is read of `EXOTIC`."""
+"""The readable headers of `EXOTIC`."""
 
 
 class Raw(Basic.Properties):
-    """Properties as bytes, which are sent as they are."""
+    """Encoded properties, sent unchanged."""
 
     def __init__(self, encoded: bytes) -> None:
         super().__init__(message_id="any")
@@ -122,7 +122,7 @@ class Raw(Basic.Properties):
 
 
 async def publish_raw(url: str, exchange: str, key: str, encoded: bytes, body: bytes = b"{}") -> None:
-    """Publish content with the encoded properties, and wait until the broker has it."""
+    """Publish content with the encoded properties, and wait for the confirm."""
     connection = await aiormq.connect(url)
     try:
         channel: Any = await connection.channel(publisher_confirms=True)

@@ -1,4 +1,4 @@
-"""Agents that the acceptance tests run in processes of their own."""
+"""Agents that the acceptance tests run in separate processes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from meshpoint.model.outcomes import Failed
 
 
 class Work(BaseModel):
-    """What `root` does: ask `peer` once per number, `rounds` times over. `trace` collects a line per segment.
+    """Input of `root`: call `peer` once per number, `rounds` times.
 
-    With `gate`, the first segment runs until that file exists. With `steps`, it runs so many subtasks before it asks
-    and one after it, and so is an operation. With `mended_by`, it then fails as long as that file does not exist.
+    `trace` gets a line per segment. With `gate`, the first segment runs until that file exists.
+    With `steps`, the agent is an operation that runs this many subtasks before its calls and one
+    after them. With `mended_by`, it then fails until that file exists.
     """
 
     numbers: list[int]
@@ -47,13 +48,13 @@ def note(trace: str | None, what: str) -> None:
 
 
 async def step(number: int) -> int:
-    """The code of a subtask."""
+    """Body of each subtask."""
     return 10 * number
 
 
 @agent("root", version="1")
 async def root(ctx: TaskExecutionContext, work: Work) -> list[int | str]:
-    """Sums of the peer's answers, or the kind of its failure, per number."""
+    """Per number, the peer's last answer or the kind of the failure."""
     note(work.trace, f"{ctx.task_id} segment")
     while work.gate and not os.path.exists(work.gate):
         await asyncio.sleep(0.05)
@@ -67,20 +68,20 @@ async def root(ctx: TaskExecutionContext, work: Work) -> list[int | str]:
     if work.steps:
         await ctx.subtask("last step", step, len(results))
     if work.mended_by and not os.path.exists(work.mended_by):
-        raise RuntimeError("nobody has mended it")
+        raise RuntimeError("not mended yet")
     return results
 
 
 @agent("chief", version="1")
 async def chief(ctx: TaskExecutionContext, work: Work) -> list[int | str]:
-    """Lets `root` do the work. With `steps`, it is an operation too."""
+    """Delegate the work to `root`. With `steps`, this task is an operation too."""
     if work.steps:
         await ctx.subtask("order", step, work.steps)
     return await ctx.call(Peer("root", Work, list[int | str])(work))
 
 
 class Level(BaseModel):
-    """How much deeper to go."""
+    """Input of the agents that call one another: the number of levels below this one."""
 
     below: int
     trace: str | None = None
@@ -103,7 +104,7 @@ async def bottom(ctx: TaskExecutionContext, level: Level) -> str:
 
 @agent("sleeper", version="1")
 async def sleeper(ctx: TaskExecutionContext, trace: str) -> str:
-    """Waits for ever at an await; says when its code was cancelled."""
+    """Wait forever at an await, and record in `trace` when the code is cancelled."""
     try:
         await asyncio.Event().wait()
     except asyncio.CancelledError:
@@ -114,17 +115,17 @@ async def sleeper(ctx: TaskExecutionContext, trace: str) -> str:
 
 @agent("poison", version="1")
 async def poison(ctx: TaskExecutionContext, deadly: bool) -> str:
-    """Kills its process when asked to."""
+    """Kill its own process if `deadly`."""
     if deadly:
         os.kill(os.getpid(), signal.SIGKILL)
     return "alive"
 
 
 class Dose(BaseModel):
-    """The behaviour of `ward`: run for `seconds`, then end its process as `how` says, if set.
+    """Input of `ward`: run for `seconds`, then end the process as `how` says, if set.
 
-    With `asks`, it first asks `peer`. A line in `trace` for each segment that begins, with its process. With `kills`,
-    it also runs until that many tasks have killed their process.
+    Each segment appends its process id to `trace` when it begins. With `asks`, the task first
+    calls `peer`. With `kills`, it also runs until that many tasks have killed their process.
     """
 
     trace: str
@@ -136,7 +137,7 @@ class Dose(BaseModel):
 
 @agent("ward", version="1")
 async def ward(ctx: TaskExecutionContext, dose: Dose) -> str:
-    """A good task, or a poison task."""
+    """Behave well, or end the process, as `dose` says."""
     if dose.asks:
         await ctx.call(peer(1))
     await ctx.status("begun")
@@ -169,24 +170,24 @@ async def ward(ctx: TaskExecutionContext, dose: Dose) -> str:
 
 
 def hang() -> None:
-    """Block everything else in this process."""
+    """Block the event loop of this process."""
     while True:
         time.sleep(1)
 
 
 async def fatal() -> None:
-    """The code of a subtask that ends its process."""
+    """Body of a subtask that kills its process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @agent("selfish", version="1")
 async def selfish(ctx: TaskExecutionContext, below: int) -> int:
-    """Calls itself."""
+    """Call itself `below` more times."""
     return 0 if below == 0 else 1 + await ctx.call(Peer("selfish", int, int)(below - 1))
 
 
 class Stubborn(BaseModel):
-    """How `stubborn` resists its replica's end; `trace` collects what it does, by process."""
+    """Input of `stubborn`: how it resists shutdown. `trace` records what it does, by process."""
 
     how: str
     trace: str
@@ -203,7 +204,7 @@ def _goes_on(trace: str) -> None:
 
 @agent("stubborn", version="1")
 async def stubborn(ctx: TaskExecutionContext, work: Stubborn) -> str:
-    """Resists in the first process that runs it; in the next one it ends."""
+    """Resist shutdown in the first process that runs it; return in the next one."""
     begun = Path(work.trace).exists()
     note(work.trace, "begins")
     if begun:
@@ -242,7 +243,7 @@ async def _swallows_all() -> None:
 
 @agent("outrageous", version="1")
 async def outrageous(ctx: TaskExecutionContext, what: str) -> str:
-    """Raises an exception that would end its process, at once or after a pause."""
+    """Raise an exception that would normally end the process, at once or after a pause."""
     error = {"KeyboardInterrupt": KeyboardInterrupt, "SystemExit": SystemExit, "GeneratorExit": GeneratorExit}
     kind, _, where = what.partition(" ")
     if where.endswith("after a pause"):

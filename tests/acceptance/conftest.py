@@ -9,7 +9,7 @@ from .nursery import Nursery
 
 @pytest.fixture
 def embedded(tmp_path: Path, namespace: str) -> Rung:
-    """SQLite files for the broker and the database."""
+    """SQLite files for both broker and database."""
     return Rung(f"sqlite:///{tmp_path}/broker.db", f"sqlite:///{tmp_path}/tasks.db", namespace, tmp_path)
 
 
@@ -21,21 +21,19 @@ def production(tmp_path: Path, namespace: str, amqp_url: str, postgres_url: str)
 
 @pytest.fixture(params=["embedded", pytest.param("production", marks=pytest.mark.servers)])
 def rung(request: pytest.FixtureRequest) -> Rung:
-    """Each rung in turn."""
     chosen: Rung = request.getfixturevalue(request.param)
     return chosen
 
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    """Forks the replicas of all tests."""
+    """One fork server for the replicas of all tests."""
     with Nursery() as started:
         yield started
 
 
 @pytest.fixture
 async def mesh(rung: Rung, nursery: Nursery) -> AsyncIterator[Mesh]:
-    """A mesh on each rung."""
     running = Mesh(rung, nursery)
     yield running
     await running.close()

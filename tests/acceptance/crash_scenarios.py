@@ -1,4 +1,4 @@
-"""The ways into each step: what brings a replica to the event at which it dies."""
+"""Scenarios that bring a replica to each step at which the crash matrix kills it."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ Scenario = Callable[[Stage], Awaitable[None]]
 
 
 async def journey(stage: Stage) -> None:
-    """From the request through two pauses to the reply, in one replica."""
+    """A request, two pauses and the reply, all in one replica."""
     await stage.ask(1, 2, rounds=2)
     await stage.doom()
 
 
 async def on_receipt(stage: Stage) -> None:
-    """The request is acked before its first segment."""
+    """A request that is acked before its first segment."""
     stage.configure(ack_policy="on_receipt")
     await stage.ask(1, 2)
     await stage.doom()
 
 
 async def long_segment(stage: Stage) -> None:
-    """Code that runs for as long as its replica lives."""
+    """Agent code that runs for as long as its replica lives."""
     stage.configure(ack_policy="on_receipt")
     await stage.ask(1, gated=True)
     await stage.doom()
 
 
 async def drained(stage: Stage) -> None:
-    """SIGTERM finds code that does not end in time."""
+    """SIGTERM arrives while the code runs, and the code does not end in time."""
     await long_segment(stage)
     await stage.terminate_while_it_runs(stage.doomed)
 
 
 async def handed_back(stage: Stage) -> None:
-    """A drained replica has left a task that is ready."""
+    """A drained replica has left a ready task."""
     stage.configure(ack_policy="on_receipt")
     await stage.ask(1, gated=True)
     earlier = await stage.replica()
@@ -50,7 +50,7 @@ async def handed_back(stage: Stage) -> None:
 
 
 async def orphaned(stage: Stage) -> None:
-    """A killed replica has left a task that runs."""
+    """A killed replica has left a running task."""
     stage.configure(ack_policy="on_receipt")
     await stage.ask(1)
     await stage.kill_one_at("begin:after")
@@ -58,17 +58,18 @@ async def orphaned(stage: Stage) -> None:
 
 
 async def overdue(stage: Stage) -> None:
-    """A killed replica has left a task that waits, and its deadline passes."""
+    """A killed replica has left a waiting task, and its deadline passes."""
     await stage.ask(-1, -2, timeout=0.4)
     stage.configure(sweep_interval_seconds=600)
     await stage.kill_one_at("ack:after")
-    stage.configure(settle_time_seconds=0.5)  # so that the first look for deadlines finds this one
+    # so that the first sweep already finds the deadline passed
+    stage.configure(settle_time_seconds=0.5)
     stage.expected = ["timeout", "timeout"]
     await stage.doom()
 
 
 async def unsent(stage: Stage) -> None:
-    """A killed replica has left calls that are committed and not sent."""
+    """A killed replica has left calls that are committed but not sent."""
     stage.configure(dispatch_lease_seconds=0.5)
     await stage.ask(1, 2)
     await stage.kill_one_at("dispatch:before")
@@ -76,28 +77,28 @@ async def unsent(stage: Stage) -> None:
 
 
 async def unanswered(stage: Stage) -> None:
-    """A killed replica has left a task that has ended, and whose reply is not sent."""
+    """A killed replica has left an ended task whose reply is not sent."""
     await stage.ask(1, 2)
     await stage.kill_one_at("end:after")
     await stage.doom()
 
 
 async def cancelled(stage: Stage) -> None:
-    """The client cancels, three levels above the peer."""
+    """The client cancels the task at the top; the cancel travels down three levels to the peer."""
     await stage.ask(-1)
     await stage.doom()
     await stage.cancel()
 
 
 async def no_such_peer(stage: Stage) -> None:
-    """The broker knows no queue of the peer."""
+    """The peer's queue does not exist at the broker."""
     await stage.ask(1, peer="nobody")
     stage.expected = ["undeliverable"]
     await stage.doom()
 
 
 async def entombed(stage: Stage) -> None:
-    """A killed replica has left a task that is over, and so is the time of its tombstone."""
+    """A killed replica has left an ended task whose tombstone has expired."""
     stage.configure(tombstone_ttl_seconds=0.2, sweep_interval_seconds=0.02)
     await stage.ask(1, agent=VICTIM)
     await stage.kill_one_at("mark:after", skip=1)
@@ -106,19 +107,19 @@ async def entombed(stage: Stage) -> None:
 
 
 async def operation(stage: Stage) -> None:
-    """Two subtasks, a pause, and one more, in one replica."""
+    """An operation in one replica: two subtasks, a pause and a third subtask."""
     await stage.ask(1, 2, steps=2)
     await stage.doom()
 
 
 async def failing(stage: Stage) -> None:
-    """The same, and then it fails: the operation keeps its checkpoint."""
+    """An operation that fails in the end and keeps its checkpoint."""
     await stage.ask(1, steps=1, broken=True)
     await stage.doom()
 
 
 async def asked_again(stage: Stage) -> None:
-    """It has failed; its requester is resumed and asks again for the same task."""
+    """A failed operation is asked for again, because its requester was resumed."""
     await stage.ask(1, steps=1, broken=True)
     earlier = await stage.replica()
     await earlier.wait("reply:after", agent=VICTIM)
@@ -131,7 +132,7 @@ async def asked_again(stage: Stage) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """A scenario, and how often the victim comes to the step before it dies there."""
+    """A scenario, and how many times the victim passes the step before it dies there."""
 
     scenario: Scenario
     what: str
@@ -164,12 +165,12 @@ WAYS: Mapping[Step, Sequence[Way]] = {
         Way(journey, "of the last response", 2),
         Way(on_receipt, "on receipt"),
         Way(operation, "within a segment"),
-        Way(asked_again, "of a request that came again"),
+        Way(asked_again, "of a repeated request"),
     ],
     Step.CLAIM: [Way(journey, "of one of two"), Way(journey, "of the last", 1), Way(no_such_peer, "undeliverable")],
     Step.RESTORE: [
         Way(journey, "first"),
-        Way(orphaned, "after a take-over"),
+        Way(orphaned, "after a rescue"),
         Way(operation, "of an operation"),
     ],
     Step.END: [
@@ -189,4 +190,4 @@ WAYS: Mapping[Step, Sequence[Way]] = {
     Step.TAKE_OVER: [Way(orphaned, "running")],
     Step.PURGE: [Way(entombed, "tombstone")],
 }
-"""Every step with an effect, and the ways in which a task comes to it."""
+"""Every step with an effect, and the scenarios in which a task reaches it."""

@@ -1,4 +1,6 @@
-"""Where one replica is killed at one step and another finishes, and the ledger outside that tells what came of it."""
+"""One mesh of the crash matrix: a replica is killed at one step, another finishes, and the peer
+and the client, which the test plays, check the result.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ from meshpoint.subtasks.resuming import resume_operation
 from .kit import EndedBefore, Mesh, Process, count_rows
 
 CHIEF, VICTIM = "chief", "root"
-"""The client asks `chief`, which lets `root` do the work, which asks the peer that the test plays.
+"""The client calls `chief`, which calls `root`, which calls the peer that the test plays.
 
-`root` is whom the kills meet. `chief` has a replica of its own, which lives: what it sent is sent once, and so hides
-nothing that `root` loses.
+Only replicas of `root` are killed. `chief` has a replica of its own that survives and sends each
+message once, so it cannot hide a message that `root` loses.
 """
 _QUICK: Mapping[str, JsonValue] = {
     "lease_seconds": 2,
@@ -39,7 +41,10 @@ _UNHARMED: Mapping[str, JsonValue] = {**_QUICK, "lease_seconds": 60}
 
 
 class Stage:
-    """A mesh in which one replica dies at one event. A scenario brings it there, `finish` sees what comes of it."""
+    """A mesh in which one replica dies at one event.
+
+    A scenario leads there; `finish` checks the result.
+    """
 
     def __init__(self, mesh: Mesh, at: str, skip: int) -> None:
         self.mesh = mesh
@@ -55,10 +60,8 @@ class Stage:
         self._resumes = 0
         self._playing: asyncio.Task[None] | None = None
 
-    # ── the cast ───────────────────────────────────────────────────────────────────────────────────
-
     async def open(self) -> None:
-        """The peer and the client are there, and every queue."""
+        """Start the peer and the client, and declare every queue."""
         self.peer, self.client = await self.mesh.peer(), await self.mesh.client()
         for agent in (CHIEF, VICTIM):
             await self.peer.broker.declare(AgentName(agent))
@@ -66,24 +69,24 @@ class Stage:
         self._playing = asyncio.create_task(self._play())
 
     def configure(self, **options: JsonValue) -> None:
-        """Set what the replicas that start from now on are given."""
+        """Set the options of replicas started from now on."""
         self._config = self.mesh.rung.config(VICTIM, **{**_QUICK, **options})
 
     async def replica(self, *arguments: str) -> Process:
-        """A replica that lives until the scenario ends it, or until it dies `--at` an event of the victim."""
+        """Start a replica; with `--at`, it dies at that event of the victim."""
         return await self.mesh.replica(self._config, *arguments, started=0)
 
     async def doom(self) -> Process:
-        """The replica that is to die at the event."""
+        """Start the replica that dies at the event under test."""
         self.doomed = await self.replica("--at", self._at, "--skip", str(self._skip))
         return self.doomed
 
     async def kill_one_at(self, at: str, skip: int = 0) -> None:
-        """Let an earlier replica die."""
+        """Start a replica that dies at `at`, and wait for its death."""
         await (await self.replica("--at", at, "--skip", str(skip))).ended()
 
     async def terminate_while_it_runs(self, replica: Process | None) -> None:
-        """SIGTERM to a replica in the middle of a segment."""
+        """Send SIGTERM to a replica in the middle of a segment."""
         assert replica is not None
         await replica.wait("segment:before")
         replica.signal(signal.SIGTERM)
@@ -97,7 +100,7 @@ class Stage:
         broken: bool = False,
         **work: JsonValue,
     ) -> None:
-        """Send the request; the peer never answers a number below zero, and `broken` work fails in the end."""
+        """Send the request; the peer ignores negative numbers, `broken` work fails at its end."""
         self._task_id, self._agent = TaskId(new_id()), agent
         self.expected = [number * 10 for number in numbers]
         self._rounds = rounds
@@ -112,18 +115,18 @@ class Stage:
             self._chief = await self.mesh.replica(self.mesh.rung.config(CHIEF, **_UNHARMED), started=0)
 
     def open_gate(self) -> None:
-        """Let gated code go on."""
+        """Let gated code continue."""
         self._gate.touch()
 
     async def cancel(self) -> None:
-        """Ask for the end of the task, once it has come to wait for the peer."""
+        """Cancel the task once it waits for the peer."""
         assert self.doomed is not None
         self.expected = "cancelled"
         await self.doomed.wait("ack:after")
         await self.client.cancel(self._agent, self._task_id)
 
     async def resume(self) -> None:
-        """Mend the work, once it has failed, and resume the operation of `chief`; its end is what counts now."""
+        """Wait for the failure, mend the work and resume `chief`; await its second end."""
         assert isinstance(await self._outcome, Failed)
         ends = len(await self._chief.wait("end:after"))
         self._mended.touch()
@@ -137,7 +140,7 @@ class Stage:
         self._outcome = asyncio.ensure_future(self._recorded_outcome(ends + 1))
 
     async def _recorded_outcome(self, ends: int) -> Outcome:
-        """What the operation came to: nobody is answered, the database tells."""
+        """The resumed operation's outcome, from the database: a resume sends the client no reply."""
         await self._chief.wait("end:after", ends)
         store = self.mesh.store()
         await store.open()
@@ -147,8 +150,6 @@ class Stage:
             await store.close()
         assert known.reply is not None
         return parse(ResponseBody, known.reply.body).outcome()
-
-    # ── the peer ───────────────────────────────────────────────────────────────────────────────────
 
     async def _play(self) -> None:
         while True:
@@ -164,36 +165,38 @@ class Stage:
                 await asked.answer(number * 10)
 
     async def _in_turn(self) -> None:
-        """Wait until the doomed replica has acked all that came before, or is dead: so its steps have one order."""
+        """Wait until the doomed replica has acked all earlier deliveries or is dead.
+
+        This gives its steps one order.
+        """
         self._turns += 1
         if self.doomed is not None:
             with suppress(EndedBefore):
                 await self.doomed.wait("ack:after", self._turns)
 
-    # ── the end ────────────────────────────────────────────────────────────────────────────────────
-
     async def finish(self) -> None:
-        """Let another replica finish, and judge: one outcome, no second set of calls, nothing left behind."""
+        """Let another replica finish; check for one outcome, one set of calls, and no leftovers."""
         await self._death()
         self.open_gate()
         survivor = await self.replica()
         outcome = await self._outcome
         came = outcome.kind.value if isinstance(outcome, Failed) else outcome.value
-        assert came == self.expected, f"{outcome} in place of {self.expected}"
+        assert came == self.expected, f"{outcome} instead of {self.expected}"
         await self._at_rest(survivor)
-        # The same one may come again; and where it is not noted as sent yet, what a resume came to is sent as well.
-        assert self.client.conflicts <= self._resumes, "a second reply said something else"
+        # The same reply may arrive again; a reply not yet recorded as sent is sent after a resume
+        # too, and then its content may differ.
+        assert self.client.conflicts <= self._resumes, "a second reply had other content"
         for question, ids in self._asked_as.items():
-            assert len(ids) == self._rounds, f"a second set of calls: {question} was asked as {ids}"
+            assert len(ids) == self._rounds, f"a second set of calls: {question} was sent as {ids}"
         assert not survivor.of("dead_task")
         self._nothing_saved_ran_again()
         for agent in (CHIEF, VICTIM, self.peer.name):
-            assert await self.peer.broker.depth(dead_letters_of(AgentName(agent))) == 0, f"dead letters of {agent}"
+            assert await self.peer.broker.depth(dead_letters_of(AgentName(agent))) == 0, f"dead letters at {agent}"
 
     def _nothing_saved_ran_again(self) -> None:
         for earlier, later in combinations(self.mesh.processes, 2):
             again = _subtasks(earlier, "save:after") & _subtasks(later, "subtask:before")
-            assert not again, f"saved, and run again: {again}"
+            assert not again, f"saved subtasks ran again: {again}"
 
     async def _death(self) -> None:
         assert self.doomed is not None
@@ -201,11 +204,11 @@ class Stage:
             code = await self.doomed.ended()
         except TimeoutError:
             told = [f"{event['agent']} {event['step']}:{event['phase']}" for event in self.doomed.events]
-            raise AssertionError(f"no replica died at {self._at}; the last it told: {told[-20:]}") from None
+            raise AssertionError(f"no replica died at {self._at}; its last events: {told[-20:]}") from None
         assert code == -signal.SIGKILL
 
     async def _at_rest(self, survivor: Process) -> None:
-        """Return when no task is open, and every call that got no answer is told to the peer as cancelled."""
+        """Return once no task is open and every unanswered call was cancelled at the peer."""
         store = self.mesh.store()
         await store.open()
         try:
@@ -219,7 +222,6 @@ class Stage:
             self.silent.discard(TaskId(cancel.message.correlation_id))
 
     async def close(self) -> None:
-        """End everything."""
         if self._playing is not None:
             self._playing.cancel()
             await asyncio.gather(self._playing, return_exceptions=True)
@@ -231,6 +233,6 @@ async def _outcome_of(reply: asyncio.Future[Reply]) -> Outcome:
 
 
 def _subtasks(process: Process, at: str) -> set[tuple[str, str]]:
-    """The subtasks that a process told of at `step:phase`, with their tasks."""
+    """Pairs of task and subtask in a process's events at `step:phase`."""
     told = [event for event in process.of(at) if "subtask" in event["detail"]]
     return {(task_id, event["detail"]["subtask"]) for event in told for task_id in event["task_ids"]}

@@ -1,6 +1,7 @@
-"""The analysts of `examples/stock_analysis`, who write down what they do and die where they are told to.
+"""The analysts of `examples/stock_analysis`, with a diary, and with a place where they die.
 
-Replicas import this by its bare name; a request tells where its task writes, and where its process dies.
+Replicas import this module by its bare name. The request names the diary file and the subtask in
+which the process dies.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ sources.deal_service.an_hour_passes()
 
 
 class Doom(BaseModel):
-    """An analysis. `diary` is a file that gets a line when a subtask's code begins, and one when it has completed.
+    """An analysis. `diary` gets a line when a subtask's code begins and when it completes.
 
-    The process dies inside subtask `at`, when its code has begun for the `time`-th time.
+    The process dies inside subtask `at`, when its code begins for the `time`-th time.
     """
 
     analysis: agents.Analysis
@@ -38,7 +39,7 @@ class Doom(BaseModel):
 
 
 class Diary:
-    """A listener. Its lines are on the disk before the code goes on."""
+    """Listener that syncs each line to disk before the code continues."""
 
     def __init__(self, doom: Doom) -> None:
         self._doom = doom
@@ -55,7 +56,7 @@ class Diary:
 
 
 def doomed(analyst: FunctionAgent[agents.Analysis, Any]) -> FunctionAgent[Doom, Any]:
-    """The same agent, with a diary. A process has one task at a time, so the last diary is its diary."""
+    """The same agent with a diary; one per process, which runs one task at a time."""
 
     async def analyse(ctx: TaskExecutionContext, doom: Doom) -> Any:
         effects.listeners[:] = [Diary(doom)]

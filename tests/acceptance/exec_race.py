@@ -1,7 +1,7 @@
-"""Two `meshpoint exec --resume` at a time, again and again: prints the exit codes of each trial as JSON.
+"""Race two `meshpoint exec --resume` repeatedly; print the exit codes of each trial as JSON.
 
-Children are forked from here, where the package is imported already. The one that runs waits in its last step until
-the other has ended.
+Children are forked from this process, where the package is already imported. The winner waits in
+its last step until the other one has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GATE = """    import asyncio, os
 
 
 def child(arguments: list[str], go: int, errors: IO[bytes]) -> int:
-    """The id of a process that runs `meshpoint exec` as soon as it can read from `go`."""
+    """Fork a process that runs `meshpoint exec` once `go` is readable, and return its process id."""
     pid = os.fork()
     if pid == 0:
         code = 99
@@ -39,12 +39,12 @@ def child(arguments: list[str], go: int, errors: IO[bytes]) -> int:
 
 
 def exit_code(pid: int = -1) -> int:
-    """Of the next child that ends."""
+    """Exit code of the next child that ends."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def trial() -> tuple[list[int], str]:
-    """The exit codes of two at a time, and what the refused one said."""
+    """Run one race; return both exit codes and the error line of the refused process."""
     go, start = os.pipe()
     gate, open_gate = os.pipe()
     os.environ["GATE"] = str(gate)

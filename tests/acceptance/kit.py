@@ -1,4 +1,4 @@
-"""Real replicas, real brokers, real databases; peers that the test plays itself."""
+"""Real replicas, brokers and databases, and peers that the test plays itself."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .nursery import Forked, Nursery
 HERE = Path(__file__).parent
 Told = dict[str, Any]
 SHORT_LEASE: Mapping[str, Any] = {"lease_seconds": 2}
-"""For tests that wait until the lease of a dead replica is over."""
+"""Options for tests that wait until a dead replica's lease expires."""
 
 
 @dataclass
 class Rung:
-    """Where a mesh runs: a broker and a database."""
+    """Broker and database of a mesh."""
 
     broker_url: str
     db_url: str
@@ -42,7 +42,7 @@ class Rung:
     folder: Path
 
     def config(self, *agents: str, **options: Any) -> Path:
-        """A configuration file that serves `agents` of the cast, quick to notice what time makes due."""
+        """Write a configuration file that serves `agents` of the cast, with short sweep intervals."""
         quick = {
             "lease_seconds": 60,
             "renew_interval_seconds": 0.5,
@@ -57,7 +57,7 @@ class Rung:
         mesh = {
             "namespace": self.namespace,
             "broker_url": self.broker_url,
-            "publish_timeout_seconds": 60,  # the broker of a busy machine may answer late
+            "publish_timeout_seconds": 60,  # the broker of a busy machine may respond late
         }
         config = {
             "mesh": mesh,
@@ -72,12 +72,12 @@ class Rung:
 
 
 class EndedBefore(AssertionError):
-    """A replica is dead that was to come to an event."""
+    """A replica ended before the event that the test waits for."""
 
 
 @dataclass
 class Process:
-    """One replica's process and the events it told."""
+    """One replica process and the events it has emitted."""
 
     process: Forked
     events: list[Told] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Process:
         return [event for event in self.events if _is(event, at, detail)]
 
     async def wait(self, at: str, count: int = 1, **detail: Any) -> list[Told]:
-        """The events of `step:phase`, once there are `count`."""
+        """Wait for `count` events of `step:phase`, and return them."""
         found, seen = list[Told](), 0
         while True:
             found += [event for event in self.events[seen:] if _is(event, at, detail)]
@@ -139,7 +139,7 @@ def _is(event: Told, at: str, detail: dict[str, Any]) -> bool:
 
 @dataclass
 class Asked:
-    """A request that reached the peer played by the test."""
+    """A request received by the peer that the test plays."""
 
     delivery: Delivery
     peer: AgentName
@@ -173,10 +173,10 @@ class Asked:
 
 
 class PlayedPeer:
-    """A peer whose every request and cancel the test sees, and answers when it likes.
+    """A peer that exposes every request and cancel to the test, which answers when it likes.
 
-    A request that comes again is acked and counted: who lost the mark that it was sent may send it again. That of a
-    requester who was resumed is another one.
+    A redelivered request is acked and counted, because a replica that lost the record that it was
+    sent may send it again. A request from a resumed requester is a new request.
     """
 
     def __init__(self, broker: Broker, name: str = "peer") -> None:
@@ -210,14 +210,14 @@ class PlayedPeer:
         return [await self.requests.get() for _ in range(count)]
 
     async def answer_all(self, answer: Callable[[JsonValue], JsonValue] = lambda value: int(str(value)) * 10) -> None:
-        """Answer every request as it comes, until cancelled."""
+        """Answer every request as it arrives, until cancelled."""
         while True:
             asked = await self.requests.get()
             await asked.answer(answer(asked.input))
 
 
 class Mesh:
-    """What one test runs; everything is ended with it."""
+    """Everything one test runs; `close` ends all of it."""
 
     def __init__(self, rung: Rung, nursery: Nursery) -> None:
         self.rung = rung
@@ -227,7 +227,7 @@ class Mesh:
         self.peers: list[PlayedPeer] = []
 
     async def replica(self, config: Path, *arguments: str, started: int = 1) -> Process:
-        """A replica that consumes already. `started`: how many agents it serves; 0 to wait for none."""
+        """Start a replica and wait until `started` of its agents consume (0: do not wait)."""
         process = await Process.start(config, *arguments, nursery=self.nursery)
         self.processes.append(process)
         await process.wait("started", started)
@@ -248,7 +248,7 @@ class Mesh:
         return peer
 
     async def declare(self, agent: str) -> None:
-        """Make the queues of an agent exist before it runs for the first time."""
+        """Declare an agent's queues before its first start."""
         broker = self.broker()
         try:
             await broker.open()
@@ -257,7 +257,7 @@ class Mesh:
             await broker.close()
 
     async def rows(self) -> dict[str, int]:
-        """How many rows the tables hold."""
+        """Row counts of the tables."""
         store = self.store()
         await store.open()
         try:
@@ -266,7 +266,7 @@ class Mesh:
             await store.close()
 
     def store(self) -> CheckpointStore:
-        """The tables, not yet open."""
+        """A store on the tables, not opened yet."""
         return wiring.make_store(self.rung.settings(self.rung.config("root")).agents[0], self.rung.namespace)
 
     async def close(self) -> None:
@@ -280,7 +280,7 @@ class Mesh:
 
 
 async def output_of(*command: str) -> tuple[int, bytes, bytes]:
-    """The exit code of a command, its output and its errors. Cancelled, it leaves no process behind."""
+    """Run a command; return its exit code, output and errors. A cancelled call kills the process."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
     try:
@@ -294,7 +294,7 @@ async def output_of(*command: str) -> tuple[int, bytes, bytes]:
 
 
 async def count_rows(store: CheckpointStore) -> dict[str, int]:
-    """How many rows the tables hold."""
+    """Row counts of the tables, and the number of open tasks."""
     tasks = await store.tasks(limit=10_000)
     calls = 0
     for task in tasks:

@@ -1,7 +1,8 @@
-"""Keeps or restores a memory, and dies of it: `REDIS DATABASE NAMESPACE TASK RUN FENCE WORK STEP WHEN`.
+"""Keep or restore a memory and die on the way.
 
-The process kills itself with SIGKILL at its STEP-th request to Redis or to the database, before it is sent or after
-it was answered; with a STEP it does not come to, it exits with 0. It prints how many steps there were.
+Arguments: REDIS DATABASE NAMESPACE TASK RUN FENCE WORK STEP WHEN. The process sends itself SIGKILL
+at its STEP-th request to Redis or the database: before sending it or after the response, as WHEN
+says. If it never reaches STEP, it prints the number of steps and exits with 0.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ AGENT = AgentName("travel")
 
 
 class Steps:
-    """Counts requests, and ends the process at one of them."""
+    """Counts requests and kills the process at one of them."""
 
     def __init__(self, last: int, when: str) -> None:
         self.count, self._last, self._when = 0, last, when
 
     async def step(self, request: Callable[[], Awaitable[T]]) -> T:
-        """Do one request, if the process lives as long."""
+        """Do one request, unless the process dies first."""
         self.count += 1
         here = self.count == self._last
         if here and self._when == "before":
@@ -81,7 +82,7 @@ async def main(
 
 
 def count_requests() -> None:
-    """Make each request to Redis a step."""
+    """Count each request to Redis as a step."""
     ask = RedisConnection.execute
 
     async def counted(self: RedisConnection, what: str, request: Callable[[Any], Awaitable[T]]) -> T:

@@ -1,7 +1,7 @@
-"""A process that has imported everything and forks replicas: a start takes milliseconds of work, not a second.
+"""Fork server with all imports done, so that a replica starts in milliseconds instead of a second.
 
-Each replica is a process of its own, with connections of its own, and dies like any other. Whoever forks may have
-neither threads nor an event loop: hence a process beside the one that runs the tests.
+Each replica is a separate process with its own connections. A process that forks must have no
+threads and no event loop, so the server runs in a process apart from the tests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Forked:
-    """A running replica, with what the tests use of `asyncio.subprocess.Process`."""
+    """A running replica, with the part of `asyncio.subprocess.Process` that the tests use."""
 
     def __init__(self, pid: int, stdout: asyncio.StreamReader, status: asyncio.StreamReader) -> None:
         self.pid = pid
@@ -38,11 +38,11 @@ class Forked:
 
     async def _end(self, status: asyncio.StreamReader) -> int:
         self.returncode = int(await status.readline())
-        await status.read()  # to its end, which closes the pipe
+        await status.read()  # read to the end, which closes the pipe
         return self.returncode
 
     async def wait(self) -> int:
-        """The exit code, once it has ended; negative when a signal ended it."""
+        """Wait for the process and return its exit code; negative after a signal."""
         return await asyncio.shield(self._ending)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -50,7 +50,7 @@ class Forked:
 
 
 class Nursery:
-    """Starts replicas; usable from any event loop, one start at a time."""
+    """Starts replicas. Usable from any event loop, one start at a time."""
 
     def __enter__(self) -> Self:
         self._socket, theirs = socket.socketpair()
@@ -66,7 +66,7 @@ class Nursery:
         self._process.wait()
 
     async def start(self, arguments: Sequence[str]) -> Forked:
-        """A replica with these arguments. Cancelled, it leaves no process behind."""
+        """Start a replica with these arguments. A cancelled call kills it."""
         starting = asyncio.create_task(self._start(arguments))
         try:
             return await asyncio.shield(starting)
@@ -79,7 +79,7 @@ class Nursery:
 
     async def _start(self, arguments: Sequence[str]) -> Forked:
         (stdout, its_stdout), (status, its_status) = os.pipe(), os.pipe()
-        # No await in between: the nursery reads one order at a time.
+        # No await in between: the server reads one order at a time.
         socket.send_fds(self._socket, [json.dumps(list(arguments)).encode()], [its_stdout, its_status])
         os.close(its_stdout)
         os.close(its_status)
@@ -95,7 +95,7 @@ async def _reader(descriptor: int) -> asyncio.StreamReader:
 
 
 def _serve(orders: socket.socket) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who watch
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the watchers are never waited for
     while True:
         order, descriptors, _, _ = socket.recv_fds(orders, 1 << 16, 2)
         if not order:
@@ -108,13 +108,13 @@ def _serve(orders: socket.socket) -> None:
 
 
 def _end_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, so that killed tests leave no replica behind."""
+    """Have the kernel kill this process when its parent ends; killed tests leave no replica."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _watch(arguments: list[str], stdout: int, status: int) -> NoReturn:
-    """Fork the replica, tell its process id, then its exit code."""
+    """Fork the replica, then write its process id and later its exit code to `status`."""
     _end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
@@ -147,7 +147,7 @@ def _replicate(arguments: list[str]) -> NoReturn:
 
 
 def main() -> None:
-    """Fork a replica for each order that comes through the socket named in the command line."""
+    """Fork a replica for each order that arrives on the socket named on the command line."""
     sys.path.insert(0, str(Path(__file__).parent))
     for name in ("cast", "replica", "meshpoint.adapters.rabbitmq", "meshpoint.adapters.sql"):
         import_module(name)

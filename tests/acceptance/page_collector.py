@@ -1,6 +1,7 @@
-"""An agent with much to remember: it fetches pages, keeps each in its working memory, asks a peer and sums them up.
+"""An agent with a large working memory: it keeps fetched pages, calls a peer, and digests them.
 
-Replicas import this by its bare name; a request tells where the API writes down what was fetched.
+Replicas import this module by its bare name. The request names the file where the fake API records
+each fetch.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from meshpoint import Peer, TaskExecutionContext, agent
 
 
 class Collection(BaseModel):
-    """What to fetch. `fetched` is a file that gets a line for each fetch: the page's number and its digest."""
+    """Input of the collector. `fetched` gets a line per fetch: page number and digest."""
 
     pages: int
     fetched: Path
 
 
 async def fetch(number: int, fetched: Path) -> bytes:
-    """A page as an API gives it: fetched again, it is another one."""
+    """A page from a fake API whose content differs at every fetch."""
     page = os.urandom(2_000)
     with fetched.open("a") as file:
         file.write(f"{number} {sha256(page).hexdigest()}\n")
@@ -31,13 +32,13 @@ async def fetch(number: int, fetched: Path) -> bytes:
 
 
 def digest_of(pages: Iterable[str]) -> str:
-    """One digest of those of all pages, in their order."""
+    """One digest over the digests of all pages, in order."""
     return sha256(" ".join(pages).encode()).hexdigest()
 
 
 @agent("collector", version="1")
 async def collector(ctx: TaskExecutionContext, collection: Collection) -> str:
-    """The digest of all pages, once the peer has answered."""
+    """The digest of all pages, returned after the peer has answered."""
     for number in range(collection.pages):
         if await ctx.memory.get(f"page:{number}") is None:
             await ctx.memory.set(f"page:{number}", await fetch(number, collection.fetched))

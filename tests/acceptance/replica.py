@@ -1,7 +1,7 @@
-"""One replica as a process of its own: `python replica.py CONFIG [--at STEP:PHASE --do kill|freeze [--agent NAME]]`.
+"""One replica in a process: `replica.py CONFIG [--at STEP:PHASE --do kill|freeze [--agent NAME]]`.
 
-Prints every event as a line of JSON. At the named event it kills or freezes itself, exactly there: between two
-awaits, with no chance to clean up.
+Prints every event as a line of JSON. At the named event it kills or freezes itself, between two
+awaits and with no chance to clean up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
 
 
 class Reporter:
-    """Prints events, and ends or stops this process at one of them."""
+    """Prints events, and kills or freezes this process at one of them."""
 
     def __init__(self, at: str | None, do: str, agent: str | None, skip: int) -> None:
         self._at, self._do, self._agent, self._skip = at, do, agent, skip
@@ -49,7 +49,7 @@ class Reporter:
 
 
 async def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until SIGTERM; `arguments` are those of the command line unless given."""
+    """Serve until SIGTERM. `arguments` defaults to the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
     parser.add_argument("--at")

@@ -1,4 +1,4 @@
-"""Any replica goes on: the peers' answers find whoever lives."""
+"""Any live replica receives the peers' responses and continues the task."""
 
 import asyncio
 import signal
@@ -32,7 +32,7 @@ async def test_a_response_that_arrives_between_commit_and_ack_is_not_lost(mesh: 
     slow = await mesh.replica(config, "--at", "ack:before", "--do", "freeze")
     reply = await client.send("root", {"numbers": [7]})
     (call,) = await peer.asked()
-    other = await mesh.replica(config)  # the request is still un-acked by the frozen one
+    other = await mesh.replica(config)  # the frozen replica still holds the request un-acked
     await call.answer(70)
     assert (await reply).outcome == Ok([70])
     assert await other.wait("claim:after")

@@ -1,4 +1,4 @@
-"""Cancel: wherever the task is, and through the death of a replica."""
+"""A cancel reaches a task in every state, and survives the death of a replica."""
 
 import asyncio
 from pathlib import Path
@@ -43,7 +43,7 @@ async def _task_of(replica: Process, agent: str) -> TaskId:
 
 
 async def _until_no_calls(mesh: Mesh) -> None:
-    """Marks are written in the background, which nobody tells."""
+    """Poll, because recording a message as sent happens in the background and emits no event."""
     while (await mesh.rows())["calls"]:
         await asyncio.sleep(0.02)
 

@@ -1,4 +1,4 @@
-"""The command line for real: replicas in processes of their own, on one SQLite file."""
+"""The real command line: replicas in separate processes that share one SQLite file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Replicas:
             count -= line.get("step") == "started"
 
     def rest(self) -> list[dict[str, Any]]:
-        """The log to its end, which comes when the last process that writes it has ended."""
+        """The rest of the log, which ends when the last process that writes it has ended."""
         assert self.process.stderr is not None
         return [json.loads(line) for line in self.process.stderr.read().splitlines()]
 
@@ -62,7 +62,7 @@ def replicas(folder: Path) -> Iterator[Replicas]:
     replicas = Replicas(folder)
     yield replicas
     replicas.process.kill()
-    replicas.rest()  # replicas end by themselves when their supervisor is gone
+    replicas.rest()  # replicas end on their own when their supervisor is gone
     replicas.process.communicate()
 
 
@@ -114,7 +114,7 @@ def test_failures_are_told_by_exit_codes(folder: Path, replicas: Replicas) -> No
 
 def test_a_broker_that_is_away_is_one_line(folder: Path) -> None:
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # held, and nobody listens
+        closed.bind(("127.0.0.1", 0))  # bound but not listening
         broker = f"amqp://u:secret@127.0.0.1:{closed.getsockname()[1]}/"
         ended = send(folder, "shout", "hello", "--broker", broker)
     assert (ended.returncode, ended.stderr.count("\n")) == (3, 1)

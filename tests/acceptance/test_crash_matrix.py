@@ -1,8 +1,8 @@
-"""Every event is a crash point: a real replica is killed before and after each step with an effect, on each rung.
+"""Every event is a crash point: replicas are killed before and after each step with an effect.
 
-Another replica finishes. The ledger outside, the client and the peer that the test plays, sees one outcome for each
-request and one id for each call, and nothing is left open or set aside. The cases run beside one another, since what
-they do most is wait for a lease; each is a test of its own.
+On both rungs, another replica finishes. The client and the peer, both played by the test, must see
+one outcome per request and one id per call, and no open task or dead letter may remain. Cases run
+concurrently because they mostly wait for leases; each is reported as a test of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RUNGS = ["embedded", pytest.param("production", marks=pytest.mark.servers)]
 
 @pytest.fixture(scope="module")
 def selected(request: pytest.FixtureRequest) -> list[Case]:
-    """The cases that this session runs."""
+    """The cases selected in this session."""
     told = [getattr(item, "callspec", None) for item in request.session.items if item.parent is request.node]
     names = ("rung_name", "step", "phase", "way")
     return [tuple(each.params[name] for name in names) for each in told if each is not None]
@@ -46,7 +46,7 @@ def selected(request: pytest.FixtureRequest) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def urls(request: pytest.FixtureRequest, selected: list[Case]) -> tuple[str, str] | None:
-    """RabbitMQ and a database for all cases on them, each in a namespace of its own."""
+    """RabbitMQ and one database for all cases that need them, each case in its own namespace."""
     if all(rung_name != "production" for rung_name, *_ in selected):
         return None
     rabbit = request.getfixturevalue("rabbit_server").url
@@ -60,7 +60,7 @@ async def running(
     nursery: Nursery,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Mapping[Case, asyncio.Task[None]]]:
-    """Every case, running or waiting for its turn."""
+    """A task per case, running or waiting for its turn."""
     turns = asyncio.Semaphore(AT_A_TIME)
 
     async def run(case: Case) -> None:
@@ -83,7 +83,7 @@ def _rung(name: str, urls: tuple[str, str] | None, folder: Path) -> Rung:
 
 
 async def _killed_at(mesh: Mesh, step: Step, phase: Phase, way: Way | None) -> None:
-    assert way is not None, f"no scenario brings a replica to {step}: add one to WAYS in crash_scenarios.py"
+    assert way is not None, f"no scenario reaches {step}: add one to WAYS in crash_scenarios.py"
     stage = Stage(mesh, f"{step}:{phase}", way.skip)
     try:
         await stage.open()

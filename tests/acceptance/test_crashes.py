@@ -1,4 +1,4 @@
-"""A request that kills its process, again and again. Crashes at each step are in `test_crash_matrix.py`."""
+"""A request that kills its process every time. `test_crash_matrix.py` covers crashes at each step."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""`meshpoint demo` for real: processes are started, two are killed, and the ledger must add up."""
+"""`meshpoint demo` with real processes: two are killed, and its ledger must add up."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ DEMO = [sys.executable, "-m", "meshpoint.cli", "demo", "--seed", "1", "--request
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Temporary files go to a folder of the test's own."""
+    """Environment whose temporary files go to the test's folder."""
     return {**os.environ, "TMPDIR": str(tmp_path)}
 
 
 def run(environment: dict[str, str], requests: int, *arguments: str) -> tuple[dict[str, Any], str]:
-    """The ledger, and what was said beside it. The demonstration must have called it right."""
+    """The ledger and standard error. The exit code must be 0."""
     command = [*DEMO, str(requests), "--json", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     ledger: dict[str, Any] = json.loads(done.stdout)
@@ -55,7 +55,7 @@ def test_without_servers_every_request_is_answered_once(environment: dict[str, s
     ledger, said = run(environment, 20)
     check(ledger, 20)
     assert [line.split("SIGKILL")[0][-2:] for line in said.splitlines() if "SIGKILL" in line] == ["✗ ", "✗ "]
-    assert not list(tmp_path.iterdir()), "its files are gone"
+    assert not list(tmp_path.iterdir()), "the demo left files behind"
 
 
 def test_one_request_meets_both_kills(environment: dict[str, str]) -> None:
@@ -114,7 +114,7 @@ async def test_a_replica_that_cannot_start_says_why_in_one_line() -> None:
     [
         (signal.SIGINT, signal.SIG_DFL),
         (signal.SIGTERM, signal.SIG_DFL),
-        (signal.SIGTERM, signal.SIG_IGN),  # as a shell starts what runs in the background
+        (signal.SIGTERM, signal.SIG_IGN),  # as a shell does for background jobs
     ],
 )
 def test_interrupted_it_leaves_no_process_and_no_file(

@@ -1,4 +1,4 @@
-"""Each example runs as it stands, and prints what it says."""
+"""Each example runs unmodified and prints what its README or docstring shows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Rome:
     "nested_mesh.py": "The Waiting Mesh: 45 pages reviewed, 90 mistakes\n",
 }
 WITH_README = ("stock_analysis", "strategy_research", "market_screen")
-"""Folders with a `run.py` that prints what their README shows."""
+"""Folders whose `run.py` prints what their README shows."""
 ON_REPLICAS = ("replicas",)
 
 
@@ -46,7 +46,7 @@ def test_an_example_prints_what_it_promises(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, PRINTED[name]), done.stderr
-    assert not list(tmp_path.iterdir()), "it leaves nothing behind"
+    assert not list(tmp_path.iterdir()), "the example left files behind"
 
 
 @pytest.mark.parametrize("name", WITH_README)
@@ -62,7 +62,7 @@ def test_an_example_proves_its_claim_and_prints_what_its_page_shows(name: str, t
     (shown,) = code_blocks((EXAMPLES / name / "README.md").read_text(), "text")
     printed = "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
     assert (done.returncode, printed, done.stderr) == (0, shown, "")
-    assert not list(tmp_path.iterdir()), "it leaves nothing behind"
+    assert not list(tmp_path.iterdir()), "the example left files behind"
 
 
 @pytest.mark.servers
@@ -76,9 +76,10 @@ def test_a_memory_in_redis_that_expired_is_found_in_its_snapshot(redis_url: str,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    assert "The memory in Redis expires too: 206 keys are gone." in done.stdout  # the values, the head and the index
+    # the values, the head and the index
+    assert "The memory in Redis expires too: 206 keys are gone." in done.stdout
     assert "✓ It was verified, and came from snapshot." in done.stdout
-    assert not list(tmp_path.iterdir()), "it leaves nothing behind"
+    assert not list(tmp_path.iterdir()), "the example left files behind"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,8 @@ def test_a_memory_in_redis_that_expired_is_found_in_its_snapshot(redis_url: str,
 )
 def test_a_redis_that_cannot_be_had_is_told_in_one_line(url: str, said: str, tmp_path: Path) -> None:
     with socket.socket() as closed, socket.create_server(("127.0.0.1", 0)) as silent:
-        closed.bind(("127.0.0.1", 0))  # nobody listens there, and nobody else may
+        # bound but not listening, so that no other process can listen there
+        closed.bind(("127.0.0.1", 0))
         ports = {"closed": closed.getsockname()[1], "silent": silent.getsockname()[1]}
         done = subprocess.run(
             [
@@ -114,7 +116,7 @@ def test_a_redis_that_cannot_be_had_is_told_in_one_line(url: str, said: str, tmp
     assert said.format(**ports) in done.stderr
     assert done.stderr.count("\n") == 1
     assert "secret" not in done.stderr
-    assert not list(tmp_path.iterdir()), "it leaves nothing behind"
+    assert not list(tmp_path.iterdir()), "the example left files behind"
 
 
 def test_replicas_on_one_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`meshpoint exec` for real: processes are killed, race and are interrupted, and files are edited between them."""
+"""`meshpoint exec` for real: processes are killed, raced and interrupted; files change between."""
 
 from __future__ import annotations
 
@@ -138,13 +138,13 @@ def execute(folder: Path) -> Exec:
 
 
 def started(folder: Path, *arguments: str, until: str, agent: str = "flow:flow") -> subprocess.Popen[str]:
-    """A `meshpoint exec` that has written a line with `until` to standard error."""
+    """Start `meshpoint exec` and wait until it writes a line with `until` to standard error."""
     process = subprocess.Popen([*EXEC, agent, *arguments], cwd=folder, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
         if until in line:
             return process
-    raise AssertionError(f"it ended with {process.wait()} before it wrote {until!r}")
+    raise AssertionError(f"exec ended with {process.wait()} before it wrote {until!r}")
 
 
 def killed(process: subprocess.Popen[str]) -> None:
@@ -213,7 +213,7 @@ def test_a_killed_attempt_is_gone_on_with(folder: Path, execute: Exec) -> None:
     (folder / "flow.py").write_text(HANGS)
     killed(started(folder, "--input", "3", "--session", "mine", until="parse hangs"))
     (folder / "flow.py").write_text(REPAIRED)
-    done = execute("--session", "mine", "--json")  # which knows its input
+    done = execute("--session", "mine", "--json")  # the session has recorded its input
     assert (done.code, done.json["output"], done.json["attempt"]) == (0, 8, 2)
     assert [status for _, status, _ in done.steps] == ["reused", "completed", "completed"]
     assert effects(folder) == ["fetch", "parse", "parse", "rate"]
@@ -260,7 +260,7 @@ def test_a_peer_that_was_killed_goes_on_too(folder: Path, execute: Exec) -> None
     done = execute(*arguments, "--json", agent="calls:caller")
     assert (done.code, done.json["output"]) == (0, 11), done.err
     assert [status for _, status, _ in done.steps] == ["reused", "completed"]
-    assert effects(folder) == ["question", "search"], "neither agent did anything twice"
+    assert effects(folder) == ["question", "search"], "a step ran twice"
 
 
 def test_a_peer_that_nobody_serves_is_told_with_the_way_out(folder: Path, execute: Exec) -> None:
@@ -272,7 +272,7 @@ def test_a_peer_that_nobody_serves_is_told_with_the_way_out(folder: Path, execut
     done = execute("--with", "calls:answerer", "--session", "mine", "--json", agent="calls:caller")
     assert (done.code, done.json["output"]) == (0, 11)
     later = execute("--input", "6", "--session", "mine", "--json", agent="calls:caller")
-    assert "add --with MODULE:answerer" in later.json["error"]["message"], "its queue went with it"
+    assert "add --with MODULE:answerer" in later.json["error"]["message"], "its queue was not deleted"
 
 
 def test_two_sessions_share_a_store(folder: Path) -> None:
@@ -291,4 +291,4 @@ def test_of_two_resumes_at_a_time_one_runs(folder: Path) -> None:
     session = json.loads(next((folder / ".meshpoint/sessions").glob("*.json")).read_text())
     assert len(session["attempts"]) == 1 + TRIALS
     assert all("is being run by pid" in line for line in trials["refusals"])
-    assert effects(folder) == ["fetch", "parse", *["rate"] * (1 + TRIALS)], "what was recorded served all of them"
+    assert effects(folder) == ["fetch", "parse", *["rate"] * (1 + TRIALS)], "a recorded step ran again"

@@ -1,4 +1,4 @@
-"""Tasks that stay in memory: without checkpointing, and when the database goes away."""
+"""Tasks that stay in the process: no checkpointing, or a database that becomes unavailable."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""SIGKILL at each step of keeping and of restoring a memory: then it is the old one or the new one, never a mix."""
+"""SIGKILL at any step of keeping or restoring a memory leaves the old or the new one, not a mix."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ CHILD = Path(__file__).with_name("memory_child.py")
 TESTS = CHILD.parents[1]
 KEYS = 600
 BYTES = 10_000
-"""Together more than is sent at once, so that there is something to be interrupted."""
+"""Size of one value; all of them exceed a single request, so that a transfer can be interrupted.
+"""
 
 Values = dict[str, bytes]
 
 
 def values(mark: str) -> Values:
-    """A memory each of whose keys tells which one it is, and which nobody can make smaller."""
+    """A memory whose keys all carry `mark`, with random bytes that do not compress."""
     return {f"key-{number}": random.Random(f"{mark} {number}").randbytes(BYTES) for number in range(KEYS)}
 
 
@@ -49,7 +50,7 @@ OLD, NEW = values("old"), values("new")
 
 @dataclass
 class Patient:
-    """A task with the memory `OLD` in all places."""
+    """A task whose working memory is `OLD` in L1, in the Redis snapshot and in the database."""
 
     redis_url: str
     database_url: str
@@ -66,7 +67,7 @@ class Patient:
         return Owner(agent_id(AGENT, self.run.task_id), self.run.id, self.run.fence)
 
     async def reset(self) -> None:
-        """Begin with `OLD` everywhere."""
+        """Write `OLD` to all three places."""
         await self.l1.replace(self.owner, [Item(key, Kind.STRING, value) for key, value in OLD.items()])
         last = await self.store.latest(self.run.task_id)
         seq = last.seq + 1 if last is not None else 1
@@ -84,17 +85,17 @@ class Patient:
         assert await self.snapshots.put(self.owner.agent_id, packed)
 
     async def write(self, new: Values) -> None:
-        """What the task puts into its memory next."""
+        """Write the task's next memory to L1."""
         await self.l1.execute(self.owner, [Command("SET", key, (value,)) for key, value in new.items()])
 
     async def held(self) -> Values:
-        """What L1 has, in whole."""
+        """The whole contents of L1."""
         held = await self.l1.read(self.owner.agent_id)
         assert held.lost == ()
         return {item.key: item.content for item in held.items if isinstance(item.content, bytes)}
 
     async def recovered(self) -> MemoryRecovery:
-        """What the next run of the task finds. The one that the tests go on with is taken to be it."""
+        """The working memory that the task's next run recovers."""
 
         async def from_sql() -> L1Snapshot | None:
             return await self.store.l1_snapshot(self.run.task_id, AGENT)
@@ -105,7 +106,7 @@ class Patient:
         return (await strategy.recover(self.owner, last.l1_snapshot_hash, from_sql)).recovery
 
     async def child(self, work: str, step: int, when: str) -> tuple[int, int]:
-        """Let a process do `work` and die at `step`; its exit code, and the steps it counted."""
+        """Run a process that does `work` and dies at `step`; return its exit code and step count."""
         to = (self.redis_url, self.database_url, self.namespace, self.run.task_id, self.run.id, str(self.run.fence))
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(CHILD), *to, work, str(step), when),
@@ -138,12 +139,12 @@ async def patient(redis_url: str, database_url: str, namespace: str) -> AsyncIte
     ("database_url", "when"), [("sqlite", "before"), ("postgres", "after")], indirect=["database_url"]
 )
 async def test_killed_at_each_step_of_keeping_it(patient: Patient, when: str) -> None:
-    for _ in range(2):  # the first child sends its scripts to a new Redis, which takes more requests
+    for _ in range(2):  # a new Redis takes more requests: the first child also loads the scripts
         await patient.reset()
         await patient.write(NEW)
         code, steps = await patient.child("keep", 0, when)
     assert (code, await patient.held()) == (0, NEW)
-    assert steps >= 5, "read in parts, the row, the copy in parts"
+    assert steps >= 5, "too few steps for: read in parts, row, copy in parts"
     found = []
     for step in range(1, steps + 1):
         await patient.reset()
@@ -152,9 +153,9 @@ async def test_killed_at_each_step_of_keeping_it(patient: Patient, when: str) ->
         how = await patient.recovered()
         assert (how.verified, how.behind) == (True, False), (step, how)
         held = await patient.held()
-        assert held in (OLD, NEW), f"a mix, killed {when} step {step}"
+        assert held in (OLD, NEW), f"memory is a mix after a kill {when} step {step}"
         found.append(held == NEW)
-    assert found == sorted(found), "once it is kept, it stays kept"
+    assert found == sorted(found), "a later step lost the kept memory"
     assert found[0] is False
     assert found[-1] is True
 
@@ -162,7 +163,7 @@ async def test_killed_at_each_step_of_keeping_it(patient: Patient, when: str) ->
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(("database_url", "lost"), [("sqlite", False), ("postgres", True)], indirect=["database_url"])
 async def test_killed_at_each_step_of_restoring_it(patient: Patient, when: str, lost: bool) -> None:
-    """L1 has what a run wrote that died, or is empty; the place that serves is the database in the latter case."""
+    """L1 holds writes of a run that died, or is empty; when it is empty, the database serves."""
 
     async def damage() -> Values:
         await patient.reset()
@@ -172,15 +173,15 @@ async def test_killed_at_each_step_of_restoring_it(patient: Patient, when: str, 
         await patient.write(NEW)
         return NEW
 
-    for _ in range(2):  # the first child sends its scripts to a new Redis, which takes more requests
+    for _ in range(2):  # a new Redis takes more requests: the first child also loads the scripts
         before = await damage()
         code, steps = await patient.child("restore", 0, when)
     assert (code, await patient.held()) == (0, OLD)
-    assert steps >= 5, "what is there, the snapshot, the restore in parts"
+    assert steps >= 5, "too few steps for: look-up, snapshot, restore in parts"
     for step in range(1, steps + 1):
         await damage()
         assert (await patient.child("restore", step, when))[0] == -signal.SIGKILL, step
-        assert await patient.held() in (before, OLD), f"a mix, killed {when} step {step}"
+        assert await patient.held() in (before, OLD), f"memory is a mix after a kill {when} step {step}"
         how = await patient.recovered()
         assert (how.verified, how.behind) == (True, False), (step, how)
         assert await patient.held() == OLD

@@ -1,4 +1,4 @@
-"""An agent has 200 pages in its memory and waits; L1 and its replica end; another replica has every byte of them."""
+"""An agent waits with 200 pages in memory; L1 and its replica are lost; no byte of them is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.servers, pytest.mark.slow]
 
 PAGES = 200
 DAY = 24 * 3600 * 1000
-"""How long a memory lives in L1 while its task is at work, in milliseconds; longer once it waits."""
+"""Lifetime in L1 of a running task's memory, in milliseconds; a waiting task's is longer."""
 
 
 @pytest.fixture
@@ -32,22 +32,25 @@ async def mesh(production: Rung, nursery: Nursery) -> AsyncIterator[Mesh]:
 
 @pytest.fixture
 async def redis(own_redis: RedisServer) -> AsyncIterator[Redis]:
-    """The Redis of the replicas, behind their backs. It is this test's own: all of it may go."""
+    """Direct connection to the replicas' Redis, which only this test uses and may flush."""
     async with Redis.from_url(own_redis.url) as raw:
         yield raw
 
 
 async def is_kept(redis: Redis, namespace: str) -> None:
-    """Return once the memory of a task that waits is kept everywhere: its last step is a longer life."""
+    """Return once a waiting task's memory is stored everywhere.
+
+    Extending its lifetime in L1 is the last step.
+    """
     (head,) = [key async for key in redis.scan_iter(f"{namespace}:L1:*:head")]
     while await redis.pttl(head) <= DAY:
         pass
 
 
 async def expire_l1(redis: Redis, namespace: str) -> None:
-    """Let the time of all that L1 has be over."""
+    """Expire everything in L1."""
     keys = [key async for key in redis.scan_iter(f"{namespace}:L1:*")]
-    assert len(keys) == PAGES + 2, "the pages, the head and the index"
+    assert len(keys) == PAGES + 2, "expected the pages, the head and the index"
     for key in keys:
         await redis.pexpire(key, 1)
     while await redis.exists(*keys):
@@ -60,7 +63,7 @@ async def lose_nothing(redis: Redis, namespace: str) -> None:
 
 async def lose_l1(redis: Redis, namespace: str) -> None:
     await expire_l1(redis, namespace)
-    assert await redis.keys(f"{namespace}:l1_snapshot:*"), "the snapshot is still there"
+    assert await redis.keys(f"{namespace}:l1_snapshot:*"), "the snapshot expired too"
 
 
 async def lose_redis(redis: Redis, namespace: str) -> None:
@@ -92,7 +95,7 @@ async def test_another_replica_has_every_page_and_fetches_none(
     outcome = (await reply).outcome
 
     lines = [line.split() for line in fetched.read_text().splitlines()]
-    assert [int(number) for number, _ in lines] == list(range(PAGES)), "each was fetched once"
+    assert [int(number) for number, _ in lines] == list(range(PAGES)), "a page was fetched twice"
     assert outcome == Ok(digest_of(digest for _, digest in lines))
     (recovered,) = await second.wait("memory_recovered")
     assert recovered["detail"] == {"source": source, "keys": PAGES}

@@ -1,4 +1,4 @@
-"""Two replicas on real servers get unreadable messages along with honest ones."""
+"""Two replicas on real servers receive unreadable messages along with honest ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ async def _bad_messages_beside_honest_ones(mesh: Mesh) -> None:
         for reply in replies:
             assert isinstance((await reply).outcome, Ok)
         answering.cancel()
-    expected = (len(UNDECODABLE) + len(OVERSIZED)) * (len(keys) + 1)  # each replica gets broadcasts
+    # each replica receives broadcasts
+    expected = (len(UNDECODABLE) + len(OVERSIZED)) * (len(keys) + 1)
     await _dead(rung, expected)
     for replica in replicas:
         assert replica.of("broker_away:noted") == []
@@ -55,7 +56,7 @@ async def _bad_messages_beside_honest_ones(mesh: Mesh) -> None:
 
 
 async def _dead(rung: Rung, expected: int) -> None:
-    """Wait for a number of dead letters; each is readable and has a short reason."""
+    """Wait for `expected` dead letters; each must be readable and have a short reason."""
     wired = await connect(rung.broker_url)
     queue = f"{rung.namespace}.{dead_letters_of(ROOT)}"
     channel = (await wired.open_channel()).channel

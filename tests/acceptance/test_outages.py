@@ -1,6 +1,6 @@
-"""The database or the broker goes away under load and comes back: nothing is dead-lettered, nothing is lost.
+"""The database or the broker restarts under load: nothing is dead-lettered, nothing is lost.
 
-The outage lasts MESHPOINT_OUTAGE_SECONDS; `make outages` lets it last a minute.
+The outage lasts MESHPOINT_OUTAGE_SECONDS; `make outages` sets it to a minute.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ async def own_rung(tmp_path: Path, namespace: str, own_postgres: PostgresServer,
 
 @pytest.fixture
 async def mesh(own_rung: Rung, nursery: Nursery) -> AsyncIterator[Mesh]:
-    """A mesh on servers that the test may stop."""
     running = Mesh(own_rung, nursery)
     yield running
     await running.close()
@@ -54,7 +53,7 @@ async def test_postgresql_stops_under_load(mesh: Mesh, own_postgres: PostgresSer
         await own_postgres.start()
         await _all_answered(before + during)
         answering.cancel()
-    assert client.conflicts == 0  # what was sent and not yet marked is sent again
+    assert client.conflicts == 0  # a message sent but not yet confirmed is sent again
     _nothing_given_up(replicas)
 
 
@@ -69,7 +68,7 @@ async def test_rabbitmq_stops_under_load(mesh: Mesh, own_rabbit: RabbitServer) -
         await asyncio.sleep(OUTAGE)  # the fault itself
         await own_rabbit.start()
         answering = load.create_task(peer.answer_all())
-        for call in calls:  # un-acked, so they come again too: both answers are sent
+        for call in calls:  # un-acked requests are redelivered too: both answers are sent
             await call.answer(int(str(call.input)) * 10)
         after = await _send(client, 10)
         await _all_answered(before + after)
@@ -83,7 +82,7 @@ async def _send(client: Client, count: int) -> list[asyncio.Future[Reply]]:
 
 
 async def _any_claim(replicas: list[Process]) -> None:
-    """Wait for the first claim by any replica, of any number of responses."""
+    """Wait until any replica claims its first responses."""
     claims = [asyncio.create_task(replica.wait("claim:after")) for replica in replicas]
     _, late = await asyncio.wait(claims, return_when=asyncio.FIRST_COMPLETED)
     for each in late:
@@ -132,7 +131,7 @@ async def _answer(peer: PlayedPeer, count: int) -> None:
 
 @pytest.mark.parametrize("lost", list(Lost))
 async def test_a_commit_whose_answer_is_lost(production: Rung, nursery: Nursery, lost: Lost) -> None:
-    """Every COMMIT of the replica fails once, in turn: the run finds its own write, or writes it, and goes on."""
+    """Every COMMIT of the replica fails once, in turn: the run finds or repeats its write."""
     async with CommitCutter(production.db_url) as cutter:
         cut_rung = Rung(production.broker_url, cutter.url, production.namespace, production.folder)
         mesh = Mesh(cut_rung, nursery)

@@ -1,4 +1,4 @@
-"""Tasks that kill their process, and their neighbours: one replica that a supervisor starts again."""
+"""Tasks that kill their process and their neighbours; a supervisor restarts the only replica."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ GOOD = 8
 DEATHS = 3
 BEGIN_AT_DELIVERY = 3
 SPELL = 1.0
-"""Seconds that a good segment takes: longer than a poison lives."""
+"""Seconds that a good segment takes: longer than a poison task lives."""
 
 
 @dataclass
 class Supervised:
-    """One replica at a time, started again whenever it ends."""
+    """One replica at a time, restarted whenever it ends."""
 
     mesh: Mesh
     config: Path
@@ -52,11 +52,11 @@ class Supervised:
         return self.lives[-1]
 
     def of(self, at: str, **detail: Any) -> list[Told]:
-        """Events of all lives."""
+        """Matching events of all replicas so far."""
         return [event for life in self.lives for event in life.of(at, **detail)]
 
     async def wait(self, at: str, count: int = 1, **detail: Any) -> list[Told]:
-        """The events `at` of one life, once there are so many."""
+        """Wait until one replica has emitted `count` events `at`."""
         while True:
             life = await self.life()
             with suppress(EndedBefore):
@@ -83,7 +83,7 @@ async def supervised(mesh: Mesh, config: Path) -> AsyncIterator[Supervised]:
 
 
 async def doses(client: Client, trace: Path, *hows: str | None, **more: Any) -> list[asyncio.Future[Reply]]:
-    """Ask `ward` for a task of each kind."""
+    """Send `ward` one request per entry of `hows`."""
     await asyncio.to_thread(trace.touch)
     return [
         await client.send("ward", {"trace": str(trace), "how": how, "seconds": 0 if how else SPELL, **more})
@@ -92,7 +92,7 @@ async def doses(client: Client, trace: Path, *hows: str | None, **more: Any) -> 
 
 
 def ran(trace: Path, how: str) -> list[int]:
-    """The processes in which poisons of a kind ran."""
+    """Process ids in which `how` tasks ran."""
     lines = [line.split() for line in trace.read_text().splitlines()]
     return [int(line[0]) for line in lines if " ".join(line[2:]) == how]
 
@@ -110,7 +110,8 @@ async def test_the_neighbours_of_a_poison_complete(mesh: Mesh, tmp_path: Path, p
     )
     client, trace = await mesh.client(), tmp_path / "trace"
     await mesh.declare("ward")
-    # None ends in a process that the poison kills, so no reply is sent and not recorded as sent.
+    # No good task ends in a process that the poison kills, so no reply is sent without being
+    # recorded as sent.
     good = await doses(client, trace, *[None] * (GOOD // 2), kills=shared)
     (deadly,) = await doses(client, trace, "kill")
     good += await doses(client, trace, *[None] * (GOOD // 2), kills=shared)
@@ -173,7 +174,7 @@ async def test_a_poison_after_a_pause(mesh: Mesh, tmp_path: Path) -> None:
 
 
 async def suspected(mesh: Mesh, client: Client, config: Path, trace: Path, how: str) -> asyncio.Future[Reply]:
-    """A task whose replica was killed twice under its row."""
+    """Send a task whose replica is killed twice after its row was written."""
     await mesh.declare("ward")
     (asked,) = await doses(client, trace, how)
     for run in range(1, 3):
@@ -184,14 +185,13 @@ async def suspected(mesh: Mesh, client: Client, config: Path, trace: Path, how: 
 
 
 async def until_traced(trace: Path, how: str, count: int) -> int:
-    """The process in which the run `count` of such a task began."""
+    """Process id in which the `count`-th run of such a task began."""
     while len(ran(trace, how)) < count:
         await asyncio.sleep(0.01)
     return ran(trace, how)[count - 1]
 
 
 def parent_of(pid: int) -> int:
-    """Parent process id."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
@@ -210,13 +210,14 @@ async def test_a_replica_that_is_killed_takes_the_process_of_a_suspect_along(mes
     await until_traced(trace, "wait", 4)
     (note,) = await second.wait("isolated:noted")
     assert note["detail"]["attempt"] == 1
-    assert note["detail"]["rescues"] >= 3  # more if a lease ended on a busy machine
+    assert note["detail"]["rescues"] >= 3  # more if a lease expired on a busy machine
     await client.cancel("ward", asked_id(note))
     outcome = (await asked).outcome
     assert isinstance(outcome, Failed)
     assert outcome.kind is FailureKind.CANCELLED
     assert await second.wait("code_cancelled:noted")
-    assert len(ran(trace, "wait")) <= note["detail"]["rescues"] + 1  # cancelled, it does not run again
+    # once cancelled, it does not run again
+    assert len(ran(trace, "wait")) <= note["detail"]["rescues"] + 1
     assert (await mesh.rows())["open"] == 0
 
 
@@ -247,7 +248,7 @@ async def test_a_drain_releases_a_suspect(mesh: Mesh, tmp_path: Path) -> None:
     await until_gone(template)
     (task,) = await tasks_of(mesh)
     assert (task.state, task.attempt) == (TaskState.READY, 1)
-    assert task.rescues >= 2  # more if a lease ended on a busy machine
+    assert task.rescues >= 2  # more if a lease expired on a busy machine
 
 
 async def test_a_suspect_that_blocks_its_event_loop_is_killed(mesh: Mesh, tmp_path: Path) -> None:
@@ -278,14 +279,14 @@ async def test_a_process_that_is_killed_from_outside_counts_once(mesh: Mesh, tmp
 
 
 async def told(replica: Process | Supervised, count: int, at: str, **detail: Any) -> list[Told]:
-    """The replica's events `at`, once there are `count`: a reply may overtake them."""
+    """Wait for `count` of the replica's events `at`; the reply may arrive before them."""
     while len(events := replica.of(at, **detail)) < count:
         await asyncio.sleep(0.01)
     return events
 
 
 def failure(outcome: Outcome) -> str:
-    """The message of a failure."""
+    """Message of a failed outcome."""
     assert isinstance(outcome, Failed)
     return outcome.message
 
@@ -296,7 +297,7 @@ def asked_id(note: Told) -> str:
 
 
 async def tasks_of(mesh: Mesh) -> list[TaskSummary]:
-    """All rows."""
+    """All task rows."""
     store = mesh.store()
     await store.open()
     try:

@@ -1,4 +1,4 @@
-"""Agent code that resists the shutdown of its replica, or would end it: `meshpoint run` on real servers."""
+"""Agent code that resists or would force the end of its replica: `meshpoint run` on real servers."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Command:
         self.lines: list[dict[str, Any]] = []
 
     async def line(self, step: str, key: str = "step") -> dict[str, Any]:
-        """The next line of that step, or with that beginning of its message."""
+        """The next log line whose `key` starts with `step`."""
         assert self.process.stderr is not None
         while line := await self.process.stderr.readline():
             self.lines.append(json.loads(line))
             if str(self.lines[-1].get(key)).startswith(step):
                 return self.lines[-1]
-        raise AssertionError(f"it ended before {step}")
+        raise AssertionError(f"the command ended before {step}")
 
     async def ended(self) -> int:
-        """Its exit code."""
+        """Read the rest of the log and return the exit code."""
         assert self.process.stderr is not None
         rest = await self.process.stderr.read()
         self.lines += [json.loads(line) for line in rest.splitlines()]
@@ -88,7 +88,7 @@ async def test_the_process_ends_all_the_same(mesh: Mesh, how: str, code: ExitCod
 
 @pytest.mark.parametrize("how", RESISTS)
 async def test_no_other_replica_runs_its_task_meanwhile(mesh: Mesh, how: str, tmp_path: Path) -> None:
-    """Its lease is renewed until the process ends, far longer than a lease lasts."""
+    """The lease is renewed until the process ends, long after the lease would have expired."""
     trace = tmp_path / "trace"
     slow = {**QUICK, "lease_seconds": 3, "renew_interval_seconds": 0.5, "release_timeout_seconds": 7}
     config = mesh.rung.config("stubborn", **slow)
@@ -102,7 +102,7 @@ async def test_no_other_replica_runs_its_task_meanwhile(mesh: Mesh, how: str, tm
         assert (await asked).outcome == Ok("elsewhere")
     pids = [line.split()[0] for line in trace.read_text().splitlines()]
     assert len(set(pids)) == 2
-    assert set(pids[: pids.index(pids[-1])]) == {pids[0]}, "the second begins when the first has ended"
+    assert set(pids[: pids.index(pids[-1])]) == {pids[0]}, "the second process began before the first had ended"
     assert pids.count(pids[-1]) == 1
 
 

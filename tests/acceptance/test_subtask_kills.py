@@ -1,8 +1,9 @@
-"""A replica is killed inside each subtask of the stock analysis, on each rung; another one, already there, goes on.
+"""A replica is killed inside each subtask of the stock analysis; a second replica continues.
 
-What the code did stands in a diary that it writes itself. Whatever was completed before the kill is completed once,
-in either way of dealing with a dead replica: its operation is taken over, or it fails and is resumed by hand. The
-cases run beside one another, since what they do most is wait for a lease; each is a test of its own.
+The analysts record what their code did in a diary. On both rungs, a subtask completed before the
+kill must not run again, however the dead replica's operation is handled: rescued, or failed and
+resumed by hand. Cases run concurrently because they mostly wait for leases; each is reported as a
+test of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SUBTASKS = {
     ),
 }
 PAUSES = "peer_comparison"
-"""Its code begins twice: it pauses for its peers."""
+"""Its code begins twice because it pauses for its peers."""
 QUICK: Mapping[str, JsonValue] = {
     "lease_seconds": 4,
     "renew_interval_seconds": 0.5,
@@ -52,7 +53,7 @@ QUICK: Mapping[str, JsonValue] = {
 
 @dataclass(frozen=True)
 class Kill:
-    """In `subtask` of `agent`, when its code has begun for the `time`-th time. Without a subtask: none."""
+    """Kill when `subtask` of `agent` begins for the `time`-th time; without a subtask, never."""
 
     agent: str
     subtask: str | None = None
@@ -71,7 +72,7 @@ UNHARMED = [Kill(agent) for agent in SUBTASKS]
 
 @dataclass(frozen=True)
 class Case:
-    """`way` is what becomes of an operation whose replica died: the setting `on_lost_owner`."""
+    """`way` is the value of `on_lost_owner`: what happens to an operation whose replica died."""
 
     rung: str
     way: str
@@ -82,7 +83,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every kill in every way; on servers, which differ little here, some of those that need the command line."""
+    """Every kill in every way; on servers only some of the kills that need the command line."""
     for way in ("take_over", "fail"):
         yield from (Case("embedded", way, kill) for kill in KILLS)
     yield from (Case("production", "take_over", kill) for kill in KILLS)
@@ -97,7 +98,7 @@ CASES = [
 
 @dataclass
 class Course:
-    """What came of a case. `diary`: process id, subtask, and "began" or "completed"."""
+    """Result of a case. `diary` has process id, subtask, and "began" or "completed"."""
 
     outcome: Outcome
     diary: list[tuple[int, str, str]]
@@ -107,11 +108,8 @@ class Course:
         return Counter(subtask for _, subtask, noted in self.diary if noted == what)
 
 
-# ── how a case goes ────────────────────────────────────────────────────────────────────────────────
-
-
 class Desk:
-    """Two replicas of one analyst, and of the agent that it asks."""
+    """Two replicas that serve one analyst and the agent it calls."""
 
     def __init__(self, mesh: Mesh, case: Case) -> None:
         self._mesh, self._case = mesh, case
@@ -135,7 +133,7 @@ class Desk:
         return (await (await self.client.send(kill.agent, order, task_id=task_id))).outcome
 
     async def killed(self) -> Process:
-        """The replica that is dead."""
+        """Wait for the replica that dies."""
         ending = {asyncio.create_task(replica.ended()): replica for replica in self.replicas}
         done, pending = await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
         for each in pending:
@@ -146,7 +144,7 @@ class Desk:
         return dead
 
     async def resume(self, task_id: TaskId) -> tuple[int, str, str]:
-        """`meshpoint tasks resume ID`: its exit code, and what it prints as a result and beside it."""
+        """Run `meshpoint tasks resume ID`; return its exit code, output and errors."""
         command = [
             "-m",
             "meshpoint.cli",
@@ -167,7 +165,7 @@ class Desk:
 
 
 async def course_of(case: Case, mesh: Mesh) -> Course:
-    """Ask an analyst, and see its analysis through."""
+    """Request an analysis and follow it to its end."""
     desk, task_id = Desk(mesh, case), TaskId(new_id())
     await desk.open()
     outcome = await desk.ask(task_id)
@@ -179,7 +177,7 @@ async def course_of(case: Case, mesh: Mesh) -> Course:
 
 
 async def repaired(desk: Desk, case: Case, task_id: TaskId, failed: Outcome) -> Outcome:
-    """Do what the failure says: resume the operation, or, where nothing was kept of it, ask anew."""
+    """Follow the failure's advice: resume the operation or, without a checkpoint, ask anew."""
     assert isinstance(failed, Failed)
     assert failed.kind is FailureKind.ERROR
     began = desk.diary()
@@ -197,12 +195,9 @@ async def repaired(desk: Desk, case: Case, task_id: TaskId, failed: Outcome) -> 
     return Ok(json.loads(out)["value"])
 
 
-# ── all cases beside one another ───────────────────────────────────────────────────────────────────
-
-
 @pytest.fixture(scope="module")
 def selected(request: pytest.FixtureRequest) -> list[Case]:
-    """The cases of this session, and for each rung among them what an analysis comes to that nobody harms."""
+    """This session's cases, plus an unharmed analysis per agent on each of their rungs."""
     told = [getattr(item, "callspec", None) for item in request.session.items if item.parent is request.node]
     cases: list[Case] = [each.params["case"] for each in told if each is not None]
     whole = [Case(rung, "take_over", kill) for rung in {case.rung: None for case in cases} for kill in UNHARMED]
@@ -211,7 +206,7 @@ def selected(request: pytest.FixtureRequest) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def urls(request: pytest.FixtureRequest, selected: list[Case]) -> tuple[str, str] | None:
-    """RabbitMQ and a database for all cases on them, each in a namespace of its own."""
+    """RabbitMQ and one database for all cases that need them, each case in its own namespace."""
     if all(case.rung != "production" for case in selected):
         return None
     return request.getfixturevalue("rabbit_server").url, request.getfixturevalue("module_postgres_url")
@@ -224,7 +219,7 @@ async def courses(
     nursery: Nursery,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Mapping[Case, asyncio.Task[Course]]]:
-    """Every case, running or waiting for its turn."""
+    """A task per case, running or waiting for its turn."""
     turns = asyncio.Semaphore(AT_A_TIME)
 
     async def run(case: Case) -> Course:
@@ -260,7 +255,7 @@ async def test_killed_in(courses: Mapping[Case, asyncio.Task[Course]], case: Cas
     assert whole.count("began") == {subtask: 1 + (subtask == PAUSES) for subtask in subtasks}
     again = (
         kill.time if case.way == "fail" else 1
-    )  # a resumed operation asks its peers again, one taken over does not
+    )  # a resumed operation calls its peers again, a rescued one does not
     assert course.count("began") == whole.count("began") + Counter({kill.subtask: again})
 
     begun = [pid for pid, subtask, what in course.diary if (subtask, what) == (kill.subtask, "began")]

@@ -32,7 +32,7 @@ async def test_a_deadline_that_passed_while_no_replica_lived(mesh: Mesh) -> None
     await first.wait("ack:after", 2)
     await first.kill()
     deadline = calls[1].delivery.message.headers["x-deadline"]
-    await calls[2].answer(20)  # waits in the queue, and then wins over the timeout
+    await calls[2].answer(20)  # waits in the queue, then takes precedence over the timeout
     while time.time() < float(deadline) + 1:
         await peer.broker.depth(queue_of("root"))
     await mesh.replica(config)
@@ -50,7 +50,7 @@ async def test_a_frozen_replica_that_lost_its_lease_changes_nothing(mesh: Mesh, 
     await first.wait("ack:after")
     await first.kill()
     gate.unlink()
-    # Frozen between transactions: a process that is frozen inside one holds SQLite's only write lock.
+    # Freeze between transactions: a process frozen inside one would hold SQLite's only write lock.
     calm = mesh.rung.config("root", **SHORT_LEASE, sweep_interval_seconds=600, renew_interval_seconds=1)
     frozen = await mesh.replica(calm, "--at", "end:before", "--do", "freeze")
     await frozen.wait("sweep:after", durable=True)

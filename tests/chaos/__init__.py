@@ -1,4 +1,5 @@
-"""Many replicas, every fault there is, and a ledger outside that says what became of each request.
+"""Many replicas under every kind of fault, and an external ledger that checks each request.
 
-`python -m chaos --minutes 20` (with `tests` on PYTHONPATH), or `make chaos`; `make test` runs a minute of it.
+`python -m chaos --minutes 20` (with `tests` on PYTHONPATH), or `make chaos`; `make test` runs one
+minute of it.
 """

@@ -1,4 +1,4 @@
-"""`python -m chaos --minutes 20`: a run on servers of its own; exit code 1 if anything went wrong."""
+"""`python -m chaos --minutes 20`: a run on private servers; exit code 1 if anything went wrong."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .run import Running, Wish, run
 def _arguments() -> argparse.Namespace:
     arguments = argparse.ArgumentParser(prog="chaos", description=__doc__)
     arguments.add_argument("--minutes", type=float, default=20.0)
-    arguments.add_argument("--seed", type=int, help="of the plan of faults; by default another one each time")
+    arguments.add_argument("--seed", type=int, help="seed of the fault plan; random by default")
     arguments.add_argument("--rate", type=float, default=9.5, help="requests per second")
-    arguments.add_argument("--in-flight", type=int, default=100, help="unanswered requests at most")
-    arguments.add_argument("--replicas", type=int, default=4, help="processes, each serving all agents")
+    arguments.add_argument("--in-flight", type=int, default=100, help="maximum number of unanswered requests")
+    arguments.add_argument("--replicas", type=int, default=4, help="number of processes, each serving all agents")
     arguments.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
     arguments.add_argument("--plots", type=Path, default=Path("docs/images/benchmarks"), help="folder for the plot")
     arguments.add_argument("--keep", action="store_true", help="keep the events of every replica")
@@ -62,7 +62,7 @@ def main() -> None:
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1_000_000)
     console = Console(stderr=options.json)
     for name in ("aiormq", "meshpoint"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # the broker is away by intent
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the broker is stopped on purpose
     console.print(f"chaos: {options.minutes:g} minutes, seed {seed}")
     wish = Wish(
         seed=seed,
@@ -79,7 +79,7 @@ def main() -> None:
     (options.out / "chaos.json").write_text(written + "\n")
     options.plots.mkdir(parents=True, exist_ok=True)
     if not picture.draw(report, options.plots / "chaos.png"):
-        console.print("no picture: matplotlib is not installed (`make chaos` installs it)")
+        console.print("no plot: matplotlib is not installed (`make chaos` installs it)")
     if options.json:
         sys.stdout.write(written + "\n")
     else:

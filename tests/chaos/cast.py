@@ -1,6 +1,7 @@
-"""The agents under chaos: `root` asks five peers at once, `middle` asks `leaf`, `leaf` has an effect and answers.
+"""The agents under chaos: `root` calls five peers in parallel, `middle` calls `leaf`, and `leaf`
+has a side effect and answers.
 
-What each must answer follows from its input, so that a wrong answer is seen.
+Each correct answer follows from the input, so a wrong answer is detected.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from meshpoint.model.context import TaskExecutionContext
 from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcome
 
 WIDTH = 5
-"""Peers that `root` asks at once."""
+"""Peers that `root` calls in parallel."""
 WORKS, IGNORES = 9.0, 60.0
-"""Seconds that `stubborn` takes, longer than a drain waits, and those for which it ignores a cancel."""
+"""Seconds that `stubborn` works (longer than a drain waits), and for which it ignores a cancel."""
 EFFECTS = "CHAOS_EFFECTS"
-"""The environment variable that names the file of effects."""
+"""Environment variable that names the file of side effects."""
 
 
 class Work(BaseModel):
-    """What one request wants of `root`: `nested` asks by way of `middle`; `needed` results meet its joins.
+    """Input of `root`: `nested` calls go through `middle`; `needed` results meet its joins.
 
-    With `recorded`, each round begins and ends with a subtask. With `remembered`, each round counts itself and its
-    answers in the working memory, which must have all of them in the end, each once.
+    With `recorded`, each round begins and ends with a subtask. With `remembered`, each round
+    counts itself and appends its answers in working memory, which must hold each of them exactly
+    once at the end.
     """
 
     number: int
@@ -44,30 +46,30 @@ class Work(BaseModel):
 
 
 class Piece(BaseModel):
-    """What `root` asks of one peer."""
+    """Input of one peer call."""
 
     number: int
     round: int
     index: int
 
     def value(self) -> int:
-        """What `leaf` answers."""
+        """The value that `leaf` returns."""
         return zlib.crc32(f"{self.number} {self.round} {self.index}".encode())
 
     def seconds(self) -> float:
-        """How long `leaf` takes: some milliseconds, so that a fault finds work under way."""
+        """Time that `leaf` takes: some milliseconds, so that faults hit work in progress."""
         return 0.005 + self.value() % 40 / 1000
 
 
 Answer = list[list[int | None]]
-"""For each round, each peer's value; None where the join closed the call."""
+"""Each peer's value, by round; None where the join closed the call."""
 
 leaf_peer = Peer("leaf", Piece, int)
 middle_peer = Peer("middle", Piece, int)
 
 
 def right(agent_name: str, work: Work, outcome: Outcome) -> bool:
-    """Whether `outcome` is allowed for the agent."""
+    """Whether `outcome` is a correct one for this agent."""
     match agent_name:
         case "viper":
             return isinstance(outcome, Failed) and outcome.kind is FailureKind.ERROR
@@ -94,13 +96,13 @@ def _right(work: Work, number: int, values: object) -> bool:
 
 @agent("root", version="1")
 async def root(ctx: TaskExecutionContext, work: Work) -> Answer:
-    """The peers' values, round by round."""
+    """Return the peers' values, round by round."""
     _note("root", ctx.task_id, work.number)
     peer, join = middle_peer if work.nested else leaf_peer, Join(work.needed) if work.needed else ALL
     answer: Answer = []
     for number in range(work.rounds):
         if work.remembered and (count := await ctx.memory.incr("rounds")) != number + 1:
-            raise AssertionError(f"round {number} is number {count} in the memory")
+            raise AssertionError(f"round {number} has count {count} in working memory")
         ticket = await ctx.subtask(f"draw-{number}", draw) if work.recorded else None
         pieces = [Piece(number=work.number, round=number, index=index) for index in range(WIDTH)]
         values = await ctx.gather(*[peer(piece) for piece in pieces], join=join, return_errors=True)
@@ -113,20 +115,20 @@ async def root(ctx: TaskExecutionContext, work: Work) -> Answer:
     if work.remembered and (kept := await ctx.memory.lrange("answers")) != [
         json.dumps(each).encode() for each in answer
     ]:
-        raise AssertionError(f"the memory has {kept}, the answers are {answer}")
+        raise AssertionError(f"working memory has {kept}, but the answers are {answer}")
     return answer
 
 
 @agent("viper", version="1")
 async def viper(ctx: TaskExecutionContext, work: Work) -> None:
-    """Kills its process: no neighbour may lose its process to it more than twice, and it must fail."""
+    """Kill the process: the task must fail, and a neighbour lose at most two processes to it."""
     _note("viper", ctx.task_id, work.number)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @agent("stubborn", version="1")
 async def stubborn(ctx: TaskExecutionContext, work: Work) -> int:
-    """Works for a while, and for a minute more when it is cancelled."""
+    """Work for a while; when cancelled, ignore it for another minute."""
     _note("stubborn", ctx.task_id, work.number)
     end, ignored = time.monotonic() + WORKS, False
     while (left := end - time.monotonic()) > 0:
@@ -138,33 +140,36 @@ async def stubborn(ctx: TaskExecutionContext, work: Work) -> int:
 
 
 async def draw() -> str:
-    """Something else each time it runs: whoever goes on with the task must find the first that was recorded."""
+    """A random value per run: a replica that continues the task must find the recorded one."""
     await asyncio.sleep(0.005)
     return os.urandom(8).hex()
 
 
 async def keep(ticket: str) -> str:
-    """The ticket. One that differs from the recorded one is refused as an input, which fails the task."""
+    """Return the ticket; one that differs from the recorded input is refused and fails the task."""
     return ticket
 
 
 @agent("middle", version="1")
 async def middle(ctx: TaskExecutionContext, piece: Piece) -> int:
-    """What `leaf` answers."""
+    """Return the value of `leaf`."""
     _note("middle", ctx.task_id, piece.number, piece.round, piece.index)
     return await ctx.call(leaf_peer(piece))
 
 
 @agent("leaf", version="1")
 async def leaf(ctx: TaskExecutionContext, piece: Piece) -> int:
-    """Has an effect outside the mesh, then answers."""
+    """Have a side effect outside the mesh, then answer."""
     await asyncio.sleep(piece.seconds())
     _note("leaf", ctx.task_id, piece.number, piece.round, piece.index)
     return piece.value()
 
 
 def _note(*what: object) -> None:
-    """One line in the file of effects, in one write: whole, whoever dies next."""
+    """Append one line to the file of side effects.
+
+    A single write, so that a crash never leaves half a line.
+    """
     file = os.open(os.environ[EFFECTS], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(file, (" ".join(str(each) for each in what) + "\n").encode())

@@ -1,4 +1,4 @@
-"""The replicas: real processes, kept at strength. One that dies is followed by a new one in its place."""
+"""Real replica processes. A replica that ends is replaced."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ QUICK = {
     "stateless_checkpointing": True,
     "session_service": "sql",
     "lease_seconds": 2,
-    "max_attempts": 1000,  # no request is to blame for what happens here
+    "max_attempts": 1000,  # the faults, not the requests, cause the failures here
     "renew_interval_seconds": 0.5,
     "sweep_interval_seconds": 0.2,
     "settle_time_seconds": 1,
     "dispatch_lease_seconds": 1,
     "drain_timeout_seconds": 5,
     "checkpoint_retry_time_seconds": 2,
-    "incompatible_pause_seconds": 0.5,  # after a working memory could not be had, too
+    "incompatible_pause_seconds": 0.5,  # also the pause after a working memory was unavailable
     "db_pool_size": 3,
 }
-"""Timings at which faults show within seconds."""
+"""Timings that make faults show within seconds."""
 
 
 def configuration(namespace: str, redis_url: str, broker_url: str, db_url: str) -> dict[str, Any]:
-    """The configuration of a replica under chaos."""
+    """Configuration of a replica under chaos."""
     own = {"session_db_url": db_url, "memory_url": redis_url, **QUICK}
-    few = {"max_attempts": 2}  # `viper` is to blame
+    few = {"max_attempts": 2}  # `viper` causes its own failures
     agents = [
         {"name": name, "entrypoint": f"chaos.cast:{name}", **own, **(few if name == "viper" else {})}
         for name in AGENTS
@@ -53,22 +53,22 @@ def configuration(namespace: str, redis_url: str, broker_url: str, db_url: str) 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(HEAVY)
 _FIRST_START = 120.0
-"""Seconds for all replicas to serve, on servers that are up."""
+"""Seconds until all replicas must serve, with all servers up."""
 _LONGEST_DRAIN = 40.0
-"""Seconds, four times what the configuration allows."""
+"""Seconds: four times what the configuration allows."""
 LATE = "drain took too long"
-"""An exit of a replica that had to be killed."""
+"""Exit kind of a replica that had to be killed."""
 _BREATH = 0.5
-"""Seconds before a place is filled again whose replica did not come to serve."""
+"""Seconds before a replica that did not get as far as serving is replaced."""
 
 
 class CrewMissing(Exception):
-    """The replicas did not come to serve; holds what they said."""
+    """The replicas did not start; carries their last output."""
 
 
 @dataclass
 class Post:
-    """One place in the crew, with a network of its own, and the process that holds it now."""
+    """One place in the crew: its proxies and the process that fills it now."""
 
     number: int
     config: Path
@@ -83,11 +83,11 @@ class Post:
 
     @property
     def fit(self) -> bool:
-        """Whether a fault may strike here: its process serves."""
+        """Whether its process serves, so that a fault may strike it."""
         return self.serving.is_set() and not self.frozen and self.told is None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send `number` unless the process has ended. It may have ended by itself, which its keeper notices later."""
+        """Send `number` unless the process has ended, which its keeper may not have noticed yet."""
         if self.process is None or self.process.pid is None:
             return
         if number is signal.SIGTERM:
@@ -102,7 +102,7 @@ class Post:
 
 
 Configure = Callable[[str, str], dict[str, Any]]
-"""Makes the configuration of a replica from the URLs of its broker and its database."""
+"""Makes a replica's configuration from its broker URL and database URL."""
 
 
 class Crew:
@@ -140,7 +140,7 @@ class Crew:
         except TimeoutError as error:
             await self.__aexit__()
             raise CrewMissing(
-                f"no full crew after {_FIRST_START:g} s: {dict(self.exits)}{self._last_words()}"
+                f"not all replicas serve after {_FIRST_START:g} s: {dict(self.exits)}{self._last_words()}"
             ) from error
         return self
 
@@ -153,7 +153,10 @@ class Crew:
             await post.database.__aexit__(None, None, None)
 
     async def drain(self) -> None:
-        """End every replica with SIGTERM. A replica that does not end is killed and counts as a failed drain."""
+        """End every replica with SIGTERM.
+
+        A replica that does not end is killed and counts as a failed drain.
+        """
         self._ending = True
         for post in self.posts:
             post.signal(signal.SIGTERM)
@@ -167,7 +170,7 @@ class Crew:
             post.signal(signal.SIGKILL)
 
     async def fit(self) -> list[Post]:
-        """The places that a fault may strike, as soon as there is one."""
+        """Wait until at least one replica may be struck, and return all of them."""
         while not (fit := [post for post in self.posts if post.fit]):
             self._changed.clear()
             await self._changed.wait()
@@ -192,7 +195,7 @@ class Crew:
                 await asyncio.sleep(_BREATH)
 
     async def _hold(self, post: Post) -> bool:
-        """Fill the place once, until its process has ended; whether it served."""
+        """Run one process in this place until it ends; return whether it served every agent."""
         post.incarnations += 1
         post.told = None
         name = f"{post.number}-{post.incarnations:04}"
@@ -212,7 +215,7 @@ class Crew:
         return served
 
     async def _listen(self, post: Post, ours: Connection) -> bool:
-        """Hear the process until its end of the pipe is closed; whether it served every agent."""
+        """Read the process's pipe until it closes; return whether it served every agent."""
         agents = 0
         with ours:
             while True:

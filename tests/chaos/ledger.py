@@ -1,4 +1,4 @@
-"""The account kept outside the mesh: what was asked, what was answered, and what is wrong with it."""
+"""An account kept outside the mesh: requests, answers, and everything that is wrong with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .cast import Work, right
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One reply that came, at `at` (`time.time()`)."""
+    """One reply, received at `at` (`time.time()`)."""
 
     at: float
     sender: str
@@ -23,30 +23,30 @@ class Answer:
 
 @dataclass(slots=True)
 class Entry:
-    """One request and whatever answered it."""
+    """One request and all its answers."""
 
     task_id: TaskId
     work: Work
     sent_at: float
     agent: str = "root"
-    copies: int = 0  # sent on purpose, with the same ids
+    copies: int = 0  # duplicates sent on purpose, with the same ids
     accepted: bool = False
     answers: list[Answer] = field(default_factory=list)
 
     @property
     def wrong(self) -> bool:
-        """Whether the first answer is not what it must be."""
+        """Whether the first answer is incorrect."""
         first = self.answers[0] if self.answers else None
         return first is not None and not (first.sender == self.agent and right(self.agent, self.work, first.outcome))
 
     @property
     def differing(self) -> bool:
-        """Whether two answers say different things."""
+        """Whether two answers have different outcomes."""
         return any(answer.outcome != self.answers[0].outcome for answer in self.answers[1:])
 
     @property
     def ended_twice(self) -> bool:
-        """Whether two answers are not copies of one reply, so that the task came to an end twice."""
+        """Whether two answers are not copies of one reply, so that the task ended twice."""
         return len({answer.body for answer in self.answers}) > 1
 
 
@@ -62,7 +62,7 @@ class Ledger:
         self.entries[entry.task_id] = entry
 
     def answer(self, task_id: TaskId, answer: Answer) -> Entry | None:
-        """Enter a reply; its request if this is the first one."""
+        """Record a reply. Returns its request if this is the first one."""
         entry = self.entries.get(task_id)
         if entry is None:
             self.strangers.append((answer.at, task_id))
@@ -79,20 +79,21 @@ class Ledger:
         return [entry for entry in self.entries.values() if not entry.answers]
 
     def wrong(self) -> list[Entry]:
-        """Requests whose answer is not what it must be."""
+        """Requests whose first answer is incorrect."""
         return [entry for entry in self.entries.values() if entry.wrong]
 
     def duplicated(self, degraded: Collection[str]) -> list[Entry]:
-        """Requests with two answers that differ, or with two ends.
+        """Requests with two different answers, or with two ends.
 
-        A task that fell back to memory may run twice, as the guarantees say; its answers must still agree.
+        A task that fell back to the in-process backend may run twice, as the guarantees say; its
+        answers must still agree.
         """
         entries = self.entries.values()
         return [entry for entry in entries if entry.differing or _twice(entry, degraded)]
 
     @property
     def repeated(self) -> int:
-        """Answers that came again and said the same."""
+        """Number of repeated, equal answers."""
         return sum(len(entry.answers) - 1 for entry in self.entries.values() if entry.answers)
 
 

@@ -1,4 +1,4 @@
-"""What is left in the tables and the queues when all is quiet: it must be nothing that still wants something."""
+"""What remains in tables and queues at the end: nothing unfinished may be among it."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ SELECT logical_task_id, t.agent_name, t.status, generation, fence, owner, attemp
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """Rows and messages that still want something."""
+    """Unfinished rows and messages."""
 
     rows: dict[str, int]
     queues: dict[str, int]
-    tasks: frozenset[str] = frozenset()  # whose rows these are
+    tasks: frozenset[str] = frozenset()  # tasks of these rows
     shown: tuple[str, ...] = ()  # the rows themselves
 
     @property
@@ -50,7 +50,7 @@ class Leftovers:
         return sum(self.rows.values()) + sum(self.queues.values())
 
     def to_dict(self) -> dict[str, dict[str, int]]:
-        """As JSON, without what is zero."""
+        """As JSON, without zero counts."""
         parts = {"rows": self.rows, "queues": self.queues}
         return {name: {key: count for key, count in part.items() if count} for name, part in parts.items()}
 
@@ -72,9 +72,10 @@ async def _shown(db_url: str) -> list[asyncpg.Record]:
 
 
 async def _queues(rabbit: RabbitServer, namespace: str) -> dict[str, int]:
-    """Messages in the shared queues, those in a consumer's hand included.
+    """Messages in the shared queues, unacked ones included.
 
-    What lies in the private queue of a dead replica is for nobody any more; such queues expire.
+    Messages in a dead replica's private queue do not count: nothing needs them, and the queue
+    expires.
     """
     kinds = (requests_of, nested_of, responses_of, dead_letters_of)
     shared = {f"{namespace}.{address(AgentName(agent))}" for agent in (*AGENTS, "ledger") for address in kinds}
@@ -83,7 +84,7 @@ async def _queues(rabbit: RabbitServer, namespace: str) -> dict[str, int]:
 
 
 async def until_none(db_url: str, rabbit: RabbitServer, namespace: str, limit: float) -> Leftovers:
-    """What is left when it has not changed for `limit` seconds, or as soon as nothing is."""
+    """Wait until nothing is left, or until the leftovers have not changed for `limit` seconds."""
     loop, end = asyncio.get_running_loop(), 0.0
     before: Leftovers | None = None
     while True:

@@ -31,13 +31,13 @@ _LOCKS = (
     " ORDER BY random() LIMIT 2) FOR UPDATE SKIP LOCKED",
 )
 FLOOD = 1000
-# aiormq raises a RuntimeError on a channel that is closed.
+# aiormq raises a RuntimeError on a closed channel.
 _AWAY = (OSError, AMQPError, RuntimeError, Unavailable, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError)
 _numbers = count(100_000_000)
 
 
 async def hold_rows(db_url: str, seconds: float) -> str:
-    """Hold locks on some open rows for `seconds`."""
+    """Lock some open rows for `seconds`."""
     held = 0
     try:
         connection = await asyncpg.connect(db_url, timeout=5)
@@ -83,7 +83,7 @@ async def flood(broker: Broker) -> str:
 
 
 async def bad_replies(url: str, namespace: str, broker: Broker, chance: random.Random, seconds: float) -> str:
-    """Ask with a reply queue that takes one message, and with many that do not exist; drop the queue later."""
+    """Send requests with a full reply queue, and with many that do not exist; delete it later."""
     sender, leaf = f"bad{chance.randrange(10**6)}", requests_of(AgentName("leaf"))
     full, queue = f"{sender}.replies", f"{namespace}.{sender}.replies"
     addresses = [*[full] * 20, *(f"{sender}.gone-{number}" for number in range(20))]

@@ -1,4 +1,4 @@
-"""The timeline of a run as a picture; needs matplotlib."""
+"""Plot of a run's timeline; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MARKS = {
 
 
 def draw(report: Report, path: Path) -> bool:
-    """Write the picture; False when matplotlib is not installed."""
+    """Write the plot. Returns False when matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -53,7 +53,7 @@ def draw(report: Report, path: Path) -> bool:
         below.plot([each["at"] for each in strikes], [row] * len(strikes), mark, color=colour, linestyle="none")
         below.hlines([row] * len(strikes), [s["at"] for s in strikes], [s["until"] for s in strikes], color=colour)
     below.set_yticks(range(len(names), 0, -1), names)
-    below.set_xlabel("seconds; shaded: RabbitMQ (orange) or PostgreSQL (brown) away")
+    below.set_xlabel("seconds; shaded: RabbitMQ (orange) or PostgreSQL (brown) unavailable")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return True

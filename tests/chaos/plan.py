@@ -1,4 +1,4 @@
-"""When which fault strikes: made from a seed, before anything runs."""
+"""Which fault strikes when: derived from a seed before the run starts."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What can go wrong."""
+    """Kinds of fault."""
 
     KILL = "kill"  # SIGKILL to a replica
-    FREEZE = "freeze"  # SIGSTOP, past the lease, then SIGCONT
-    ROLL = "roll"  # SIGTERM to each replica in turn, as a deployment does
-    BROKER = "broker"  # RabbitMQ stops and starts: cleanly and at once, in turns
-    DATABASE = "database"  # PostgreSQL stops at once and starts
-    FLUSH = "flush"  # FLUSHALL: every working memory in Redis is gone, and every snapshot there
-    REDIS = "redis"  # Redis is killed and started: what it had not yet on disk is gone
+    FREEZE = "freeze"  # SIGSTOP until after the lease has expired, then SIGCONT
+    ROLL = "roll"  # SIGTERM to each replica in turn, like a deployment
+    BROKER = "broker"  # RabbitMQ restarts, alternately immediate and clean
+    DATABASE = "database"  # PostgreSQL stops immediately and restarts
+    FLUSH = "flush"  # FLUSHALL: deletes every working memory and snapshot in Redis
+    REDIS = "redis"  # Redis is killed and restarted: it loses what is not on disk yet
     CUT_BROKER = "cut broker"  # a replica's connections to RabbitMQ are reset
     CUT_DATABASE = "cut database"  # a replica's connections to PostgreSQL are reset
-    SILENCE = "silence"  # a replica's connections to both stay open and carry nothing
-    LOCK = "locked rows"  # a session holds locks on rows of tasks, calls and joins
-    REPLIES = "bad reply queues"  # requests whose reply queue is full, and others whose requester is gone
+    SILENCE = "silence"  # a replica's connections to both stay open but carry nothing
+    LOCK = "locked rows"  # a session locks rows of tasks, calls and joins
+    REPLIES = "bad reply queues"  # requests whose reply queue is full or missing
     POISON = "poison"  # a request that kills each process that runs it
-    FLOOD = "flood"  # one sender asks for a thousand tasks at once
-    CLOCK = "clock step"  # the clock of a replica jumps ahead, and later back
-    SWALLOW = "swallowed cancel"  # a replica drains while agent code ignores its cancel for a minute
+    FLOOD = "flood"  # one sender requests a thousand tasks at once
+    CLOCK = "clock step"  # the clock of a replica jumps ahead, and back later
+    # a replica drains while agent code ignores its cancel for a minute
+    SWALLOW = "swallowed cancel"
 
 
 PER_MINUTE = {
@@ -48,9 +49,10 @@ PER_MINUTE = {
     Kind.SWALLOW: 0.3,
 }
 SECONDS = {
-    Kind.FREEZE: (3.0, 13.0),  # the lease is 2 s, the broker's patience about 10 s
+    # the lease is 2 s; the broker drops a silent connection after about 10 s
+    Kind.FREEZE: (3.0, 13.0),
     Kind.BROKER: (0.0, 3.0),
-    Kind.DATABASE: (0.0, 5.0),  # a first checkpoint is tried for 2 s
+    Kind.DATABASE: (0.0, 5.0),  # a first checkpoint is retried for 2 s
     Kind.REDIS: (0.0, 3.0),
     Kind.SILENCE: (3.0, 9.0),
     Kind.LOCK: (2.0, 6.0),
@@ -58,7 +60,7 @@ SECONDS = {
     Kind.CLOCK: (5.0, 15.0),
 }
 BLOCK = 300.0
-"""Seconds. Each block begins with a tenth of quiet, to compare with."""
+"""Seconds per block. Its first tenth is fault-free, as a baseline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +75,11 @@ class Fault:
 
 
 def plan(seed: int, seconds: float) -> list[Fault]:
-    """All faults of a run, in the order of time: of each kind as many as its rate asks for, and one at least."""
+    """All faults of a run in time order: at least one of each kind, otherwise by its rate."""
     chance = random.Random(seed)
     quiet = min(seconds, BLOCK) / 10
     blocks = max(1, round(seconds / BLOCK))
-    active = seconds - (blocks + 1) * quiet  # quiet at the end too
+    active = seconds - (blocks + 1) * quiet  # fault-free at the end too
     faults = [fault for kind in Kind for fault in _of(kind, chance, seconds, active)]
     share = active / blocks
     moved = [_moved(fault, quiet * (1 + fault.at // share)) for fault in faults]

@@ -1,7 +1,7 @@
-"""One replica under chaos, in a process of its own that is forked with everything imported.
+"""One replica under chaos, forked from a process that has imported everything.
 
-Serves all agents of a configuration until SIGTERM, and says through a pipe which of them it serves. When nobody
-holds the other end any more, the process ends: no replica outlives the run.
+It serves all agents of a configuration until SIGTERM and reports through a pipe which of them it
+serves. When the other end of the pipe is closed, the process ends: no replica outlives the run.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .tap import DoublingBroker, EventFile
 
 HEAVY = ["meshpoint.wiring", "meshpoint.settings", "meshpoint.agents.function", "meshpoint.adapters.rabbitmq"]
 HEAVY += ["meshpoint.adapters.sql", "asyncpg", "sqlalchemy.dialects.postgresql.asyncpg"]
-"""Modules to have imported before replicas are forked: a start costs milliseconds, not a second of processor time."""
+"""Modules imported before forking: a start then costs milliseconds, not a second of CPU time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a replica is told. `double` is the share of messages that it sends twice."""
+    """Parameters of a replica. `double` is the share of messages that it sends twice."""
 
     config: Path
     folder: Path
@@ -45,7 +45,7 @@ class Order:
 
 
 class SteppedClock(SystemClock):
-    """A wrong clock: each step applies the next of its offsets."""
+    """A wrong clock: each step applies the next offset."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,20 +53,19 @@ class SteppedClock(SystemClock):
         self._offsets = cycle((timedelta(minutes=10), timedelta(), timedelta(hours=-1), timedelta()))
 
     def step(self) -> None:
-        """Jump."""
         self._offset = next(self._offsets)
 
     def now(self) -> datetime:
-        """The wrong instant, in UTC."""
+        """The wrong time, in UTC."""
         return super().now() + self._offset
 
 
 Wrap = Callable[[Broker, EventFile, Order], Broker]
-"""What a replica puts around its broker."""
+"""Wraps a replica's broker."""
 
 
 def doubling(broker: Broker, events: EventFile, order: Order) -> Broker:
-    """A broker that doubles messages."""
+    """A broker that doubles some messages."""
     return DoublingBroker(broker, events, random.Random(order.seed), order.double)
 
 
@@ -86,10 +85,11 @@ def main(order: Order, told: Connection, wrap: Wrap = doubling) -> None:
 
 
 async def _serve(order: Order, told: Connection, wrap: Wrap) -> None:
-    """As `meshpoint run`, with a wrapped broker and without its watchdog."""
+    """Like `meshpoint run`, with a wrapped broker and without its watchdog."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    loop.add_reader(told.fileno(), os._exit, 1)  # nothing is ever sent here: the supervisor is gone
+    # the pipe carries no data this way: readable means that the supervisor is gone
+    loop.add_reader(told.fileno(), os._exit, 1)
     settings = load([order.config])
     ending = DrainExitObserver(len(settings.agents), lambda: os._exit(0))
     events = EventFile(order.folder / f"{order.name}.events", told, ending)

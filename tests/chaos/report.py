@@ -1,4 +1,4 @@
-"""The verdict of a run, and the figures beside it."""
+"""The verdict of a run, and its figures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .strikes import Strike
 from .tally import Effects
 
 _UNREST = 10.0
-"""Seconds after a fault in which a latency does not count as one in quiet."""
+"""Seconds after a fault in which a latency does not count as fault-free."""
 
 
 @dataclass
 class Report:
-    """What is written as JSON and shown as a table."""
+    """The result, written as JSON and shown as a table."""
 
     seed: int
     seconds: float
@@ -54,7 +54,7 @@ class Report:
 
 @dataclass
 class Findings:
-    """All that a run leaves to be judged."""
+    """Everything that a run leaves to be judged."""
 
     seed: int
     seconds: float
@@ -69,7 +69,7 @@ class Findings:
     leftovers: Leftovers
 
     def bad(self) -> dict[str, list[Entry]]:
-        """The requests that something is wrong with, by what it is."""
+        """The failed requests, by kind of failure."""
         of = {entry.work.number: entry for entry in self.ledger.entries.values()}
         return {
             "lost": self.ledger.open,
@@ -87,7 +87,7 @@ class Findings:
 
 
 def judge(found: Findings) -> Report:
-    """The verdict."""
+    """Turn the findings into a report."""
     bad, ledger = found.bad(), found.ledger
     last = max((entry.answers[0].at for entry in ledger.entries.values() if entry.answers), default=found.began)
     return Report(
@@ -129,7 +129,9 @@ def _per_second(ledger: Ledger, began: float) -> list[int]:
 
 
 def _latency(ledger: Ledger, strikes: Sequence[Strike]) -> dict[str, float | None]:
-    """Seconds: from sending to the answer, and from a kill to the answer of each request in flight then."""
+    """Percentiles in seconds: from sending to the answer, and, for requests in flight at a kill,
+    from the kill to the answer.
+    """
     spans = [(entry.sent_at, entry.answers[0].at) for entry in ledger.entries.values() if entry.answers]
     unrest = [(each.at, each.until + _UNREST) for each in strikes]
     quiet = [(start, end) for start, end in spans if not any(at < end and start < until for at, until in unrest)]

@@ -32,21 +32,22 @@ _HEARTBEAT = "heartbeat=5"
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a run is to be. `stories`: where tasks that went wrong are written down."""
+    """Parameters of a run. `stories`: folder for the histories of failed tasks."""
 
     seed: int
     seconds: float
     rate: float = 9.5
     in_flight: int = 100
     replicas: int = 4
-    patience: float = 90.0  # seconds without an answer, and later without a change of rows and messages
+    # seconds to wait for the next answer, and then for rows and messages to change
+    patience: float = 90.0
     stories: Path = Path("chaos-stories")
-    keep: bool = False  # the events of a good run too
+    keep: bool = False  # keep the events even of a good run
 
 
 @dataclass
 class Running:
-    """A run that goes on, for whoever shows it."""
+    """A run in progress, for display."""
 
     wish: Wish
     ledger: Ledger
@@ -62,7 +63,7 @@ Watch = Callable[[Running], None]
 async def run(
     wish: Wish, rabbit: RabbitServer, postgres: PostgresServer, redis: RedisServer, watch: Watch | None = None
 ) -> Report:
-    """Do it. `watch` hears of the run once, when it starts."""
+    """Run chaos on the given servers. `watch` is called once, when the run starts."""
     folder = Path(tempfile.mkdtemp(prefix="meshpoint-chaos-"))
     try:
         async with own_database(postgres.url) as db_url:

@@ -1,4 +1,4 @@
-"""A run as people see it: one live line, then a table."""
+"""Display of a run: one live line, then a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .run import Running
 
 
 async def follow(running: Running, console: Console) -> None:
-    """Show how it goes until cancelled: on a terminal all the time, else a line every half minute."""
+    """Show progress until cancelled: continuously on a terminal, otherwise twice a minute."""
     if not console.is_terminal:
         while True:
             console.print(_line(running), soft_wrap=True)
@@ -57,22 +57,22 @@ def table(report: Report) -> Table:
         count = getattr(report, name)
         shown.add_row(name, str(count), style="bold red" if count else "bold green")
     shown.add_section()
-    _section(shown, {"answers repeated, and dropped": report.repeated})
+    _section(shown, {"repeated answers, dropped": report.repeated})
     _section(
         shown,
         {
             "effects": report.effects,
-            "effects repeated (at least once)": report.effects_repeated,
+            "effects repeated (allowed: at least once)": report.effects_repeated,
             "effects missing (wrong)": report.effects_missing,
             "calls doubled (duplicated)": report.calls_doubled,
-            "drains that did not end in time": report.late_drains,
+            "drains that took too long": report.late_drains,
         },
     )
     for title, part in (("fault", report.faults), ("replica", report.exits), ("", report.events)):
         _section(shown, {f"{title}: {name}" if title else name: count for name, count in sorted(part.items())})
     _section(shown, {f"seconds, {name}" if " p" in name or "max" in name else name: value
                      for name, value in report.latency.items()})  # fmt: skip
-    _section(shown, {"last answer, seconds after the end": report.answered_last_after})
+    _section(shown, {"seconds from the end to the last answer": report.answered_last_after})
     for place, found in report.leftovers.items():
         _section(shown, {f"left in {place}: {name}": count for name, count in found.items()})
     return shown
@@ -85,7 +85,7 @@ def _section(shown: Table, rows: dict[str, float | None]) -> None:
 
 
 def verdict(report: Report) -> Iterable[str]:
-    """What to say below the table."""
+    """Lines below the table."""
     yield f"seed {report.seed}: " + ("nothing lost, duplicated, stuck or wrong" if report.good else "FAILED")
     for path in report.bad:
         yield f"story: {path}"

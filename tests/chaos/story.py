@@ -1,4 +1,4 @@
-"""The story of a task that went wrong: everything that anybody saw of it, in the order of time."""
+"""The history of a failed task: every event about it, in time order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tally import Effects
 async def write(
     entries: Iterable[Entry], into: Path, *, folder: Path, found: Effects, strikes: list[Strike], db_url: str
 ) -> list[Path]:
-    """A file for each of `entries`, with the faults that struck meanwhile and the rows that are left."""
+    """Write a file per entry, with the faults of that time and the rows left in the tables."""
     chosen = list(entries)[:20]
     if not chosen:
         return []
@@ -59,7 +59,7 @@ async def _rows(db_url: str, ids: set[str]) -> list[str]:
     try:
         connection = await asyncpg.connect(db_url)
     except (OSError, asyncpg.PostgresError) as error:
-        return [f"cannot look: {error}"]
+        return [f"cannot read the tables: {error}"]
     try:
         tasks = await connection.fetch(
             "SELECT logical_task_id, agent_name, status, generation, fence, owner, attempt, wake_at, reply_sent,"

@@ -1,4 +1,4 @@
-"""The requester: asks at a steady pace, through outages, and enters every answer into the ledger."""
+"""The requester: sends at a steady rate, through outages, and records every answer in the ledger."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from .ledger import Answer, Entry, Ledger
 _LEDGER = AgentName("ledger")
 REPLIES = responses_of(_LEDGER)
 _EXTRA = 1_000_000
-"""Larger numbers belong to requests sent by faults."""
+"""Requests sent by faults have larger numbers."""
 _PAUSE = 0.3
-"""Seconds before a request is sent again that the broker did not take."""
+"""Seconds before a request that the broker did not accept is sent again."""
 
 
 def work(number: int, chance: random.Random) -> Work:
-    """What request `number` wants: most ask five leaves once; some twice, nested, with another join, remembering."""
+    """Input of request `number`: most call five leaves once; some use several rounds, nesting,
+    other joins, subtasks or working memory.
+    """
     dice = chance.random()
     if dice < 0.10:
         return Work(number=number, rounds=2, nested=True)
@@ -43,9 +45,10 @@ def work(number: int, chance: random.Random) -> Work:
 
 
 class Stream:
-    """Keeps `rate` requests a second going, and at most `in_flight` unanswered. An async context manager.
+    """Async context manager that sends requests at a steady rate.
 
-    Replies go to a quorum queue, which survives every restart of the broker. The `agents` are asked in turn. With
+    It sends `rate` requests a second, with at most `in_flight` unanswered. Replies go to a quorum
+    queue, which survives every restart of the broker. The `agents` are called in turn. With
     `login`, only messages from that broker login count as answers.
     """
 
@@ -83,7 +86,7 @@ class Stream:
         await self._broker.close()
 
     async def run(self, seconds: float) -> None:
-        """Send for `seconds`. What an outage held up is sent after it, as far as there is room."""
+        """Send for `seconds`; requests held up by an outage follow, as far as `in_flight` allows."""
         loop = asyncio.get_running_loop()
         start, number = loop.time(), 0
         while (now := loop.time()) < start + seconds:
@@ -95,7 +98,7 @@ class Stream:
             self._spawn(number)
 
     async def all_answered(self, limit: float) -> bool:
-        """Wait until nothing is open; False when no answer came for `limit` seconds."""
+        """Wait until no request is open. Returns False when no answer arrived for `limit` seconds."""
         while self._ledger.open:
             self._answered.clear()
             try:
@@ -118,7 +121,8 @@ class Stream:
         entry = Entry(TaskId(new_id()), self._wanted(number, self._chance), time.time(), agent)
         self._ledger.asked(entry)
         pauses = [0.0]
-        if self._chance.random() < 0.03:  # the same request again, at once or when it may have ended
+        # send the same request twice: at once, or when it may have ended
+        if self._chance.random() < 0.03:
             entry.copies, self.doubled = 1, self.doubled + 1
             pauses.append(self._chance.choice((0.0, self._chance.uniform(0.0, 5.0))))
         for pause in pauses:
@@ -131,7 +135,7 @@ class Stream:
             try:
                 (word,) = await self._broker.publish([letter])
             except Unavailable:
-                word = None  # in doubt: the same again
+                word = None  # in doubt: send it again
             if word is Published.ACCEPTED:
                 entry.accepted = True
                 return

@@ -1,4 +1,4 @@
-"""Does what the plan says to replicas, servers and networks, and keeps a log of what was done when."""
+"""Applies the planned faults to replicas, servers and networks, and keeps a log of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STUBBORN_STARTS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """A fault that was done: `what` to whom, from `at` until `until` (both as `time.time()`)."""
+    """A fault that was applied: `what`, from `at` until `until` (both as `time.time()`)."""
 
     kind: Kind
     what: str
@@ -55,7 +55,7 @@ class Strikes:
     _rolling: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self, faults: list[Fault]) -> None:
-        """Strike at the planned times; returns when the last fault is over and all replicas serve."""
+        """Strike at the planned times. Returns when the last fault is over and all replicas serve."""
         start = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as going_on:
             for fault in faults:
@@ -101,7 +101,7 @@ class Strikes:
             await server.start()
         how = "immediate" if fault.immediate else "clean"
         self.counts[f"{fault.kind.value}, {how}"] += 1
-        return f"{how}, away {fault.seconds:.1f} s and its start"
+        return f"{how}, down for {fault.seconds:.1f} s plus its start"
 
     async def _lock(self, fault: Fault) -> str:
         return await outsiders.hold_rows(self.db_url, fault.seconds)

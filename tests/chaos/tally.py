@@ -1,4 +1,4 @@
-"""What the replicas' events and the file of effects add up to."""
+"""Counts from the replicas' events and from the file of side effects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .ledger import Ledger
 Line = tuple[float, str, str, str, list[str], dict[str, Any]]
 
 _COUNTED = {
-    "take_over": "tasks taken over",
+    "take_over": "tasks rescued",
     "redelivered": "messages redelivered",
     "doubled": "messages doubled on purpose",
     "duplicate": "duplicates dropped",
@@ -23,31 +23,34 @@ _COUNTED = {
     "lease_lost": "leases lost",
     "degraded": "tasks degraded to memory",
     "expire": "deadlines enforced",
-    "take": "ready tasks taken",
-    "release": "tasks given back",
+    "take": "ready tasks acquired",
+    "release": "tasks released",
     "code_cancelled": "runs cancelled",
     "dead_letter": "dead letters",
     "dead_task": "dead tasks",
     "parked": "tasks parked",
     "reply_unroutable": "replies given up",
-    "store_away": "outages of the database seen",
-    "broker_away": "outages of the broker seen",
+    "store_away": "database outages seen",
+    "broker_away": "broker outages seen",
 }
 
 
 @dataclass
 class Effects:
-    """What the agents wrote outside the mesh."""
+    """Side effects of the agents."""
 
     count: int = 0
-    repeated: int = 0  # a leaf that ran again: at least once is all that is promised
-    doubled_calls: set[int] = field(default_factory=set)  # requests for which one peer call became two
-    missing: set[int] = field(default_factory=set)  # requests whose answer holds a value that no leaf ever gave
-    tasks: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))  # task ids by request
+    repeated: int = 0  # leaves that ran again, which at-least-once allows
+    # requests for which one peer call became two
+    doubled_calls: set[int] = field(default_factory=set)
+    # requests whose answer holds a value that no leaf returned
+    missing: set[int] = field(default_factory=set)
+    # task ids by request
+    tasks: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
 
 
 def events(folder: Path) -> Iterator[Line]:
-    """Every event that a replica wrote, replica by replica."""
+    """Every event of all replicas, replica by replica."""
     for path in sorted(folder.glob("*.events")):
         yield from events_of(path)
 
@@ -61,7 +64,7 @@ def events_of(path: Path) -> Iterator[Line]:
 
 
 def counts(folder: Path) -> tuple[Counter[str], set[str]]:
-    """How often what happened, and the tasks that fell back to memory."""
+    """Number of events by kind, and the tasks that fell back to the in-process backend."""
     found: Counter[str] = Counter(dict.fromkeys(_COUNTED.values(), 0))
     degraded: set[str] = set()
     for _, step, phase, _, ids, _ in events(folder):
@@ -73,7 +76,7 @@ def counts(folder: Path) -> tuple[Counter[str], set[str]]:
 
 
 def effects(folder: Path, ledger: Ledger, degraded: set[str]) -> Effects:
-    """What the agents did, checked against the answers."""
+    """Side effects of the agents, checked against the answers."""
     found = Effects()
     by_task: Counter[str] = Counter()
     by_piece: dict[tuple[int, ...], set[str]] = defaultdict(set)
@@ -94,7 +97,7 @@ def effects(folder: Path, ledger: Ledger, degraded: set[str]) -> Effects:
 
 
 def _given(ledger: Ledger) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """For each value in a right answer, the piece of work that must have had its effect."""
+    """For each value in a correct answer, the piece of work that must have had its effect."""
     for entry in ledger.entries.values():
         if entry.answers and not entry.wrong and entry.agent == "root":
             answer: Any = entry.answers[0].outcome

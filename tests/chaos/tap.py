@@ -1,4 +1,4 @@
-"""What a replica under chaos has beside Meshpoint: a file for its events, and a broker that doubles messages."""
+"""What chaos adds to a replica: a file for its events, and a broker that doubles messages."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from meshpoint.ports.broker import Broker, Delivery, OnDelivery, Published, Subs
 _SILENT = {Step.RENEW, Step.SWEEP}
 _TOLD_BEFORE = {Step.SEGMENT, Step.CHECKPOINT, Step.END, Step.CLAIM}
 DOUBLED, REDELIVERED = "doubled", "redelivered"
-"""Lines that the tap adds to the events."""
+"""Events that the tap adds."""
 
 
 class EventFile:
-    """An observer that writes a line per event, whole in the file before `ending` gets the event."""
+    """Observer that appends each event as a complete line before `ending` gets the event."""
 
     def __init__(self, path: Path, told: Connection, ending: DrainExitObserver) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._told, self._ending = told, ending
 
     def emit(self, event: Event) -> None:
-        """Write what a count or a story needs; tell the supervisor that an agent is served."""
+        """Write events that a count or a history needs; report served agents to the supervisor."""
         self._write(event)
         self._ending.emit(event)
 
@@ -53,7 +53,7 @@ class EventFile:
 
 
 class WrappedBroker:
-    """A `Broker` that passes everything on to another one."""
+    """A `Broker` that delegates everything to another one."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -109,7 +109,7 @@ class DoublingBroker(WrappedBroker):
         await super().close()
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
-        """Send `messages`, and copies of some; the broker's word on the originals."""
+        """Send `messages`, and copies of some. Returns the confirms of the originals."""
         copies = [letter for letter in messages if self._strikes(letter[1])]
         self._tell(copies)
         if copies and self._chance.random() < 0.5:
@@ -119,7 +119,7 @@ class DoublingBroker(WrappedBroker):
         return words[: len(messages)]
 
     async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> Subscription:
-        """Deliver, and note what comes again."""
+        """Deliver, and record redeliveries."""
 
         def delivered(delivery: Delivery) -> None:
             if delivery.count > 1:
@@ -147,4 +147,4 @@ class DoublingBroker(WrappedBroker):
         try:
             await self._broker.publish(copies)
         except Unavailable:
-            return  # a copy that is lost is no fault
+            return  # a lost copy does not matter

@@ -1,4 +1,4 @@
-"""A minute of every fault there is, in each run of the tests; `make chaos` is the long form."""
+"""One minute of every fault in each test run; `make chaos` is the long form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED = int(os.environ.get("MESHPOINT_CHAOS_SEED", random.SystemRandom().randrang
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # a minute, and as long as a busy machine needs for the last answers
+@pytest.mark.timeout(1800)  # one minute, plus the last answers on a busy machine
 async def test_a_minute_of_chaos(
     own_rabbit: RabbitServer, own_postgres: PostgresServer, own_redis: RedisServer, tmp_path: Path
 ) -> None:

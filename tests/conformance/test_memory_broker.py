@@ -1,4 +1,4 @@
-"""The memory broker keeps the promises of the broker port."""
+"""The in-process broker passes the broker suite."""
 
 from __future__ import annotations
 

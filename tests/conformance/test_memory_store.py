@@ -1,4 +1,4 @@
-"""The memory store does what every store must."""
+"""The in-process store passes the store suite."""
 
 from __future__ import annotations
 

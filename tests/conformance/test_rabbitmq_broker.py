@@ -1,4 +1,4 @@
-"""RabbitMQ does what a broker must do."""
+"""The RabbitMQ broker passes the broker suite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshpoint.testing.conformance.broker import BrokerSuite
 from servers import Proxy
 
 _BUSY = timedelta(minutes=1)
-"""How long the broker of a busy machine may take to answer."""
+"""Time that the broker of a busy machine may take to respond."""
 
 
 class TestRabbitMqBroker(BrokerSuite):

@@ -1,4 +1,4 @@
-"""The SQL store does what every store must, on both of its databases."""
+"""The SQL store passes the store suite on SQLite and PostgreSQL."""
 
 from __future__ import annotations
 

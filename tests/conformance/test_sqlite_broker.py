@@ -1,4 +1,4 @@
-"""The SQLite broker keeps the promises of the broker port."""
+"""The SQLite broker passes the broker suite."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TestSqliteBroker(BrokerSuite):
         await other.close()
 
     async def break_connection(self, broker: Broker) -> None:
-        """Take it for dead, as another process does after a lease."""
+        """Declare the connection dead, as another process does when its lease expires."""
         assert isinstance(broker, SqliteBroker)
         db = connect(broker.path, 5)
         try:

@@ -1,4 +1,4 @@
-"""Working memories do what every working memory must, in the process and in Redis."""
+"""Both working memories, in the process and in Redis, pass the working-memory suite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshpoint.testing.conformance.working_memory import WorkingMemorySuite
 from meshpoint.testing.conformance.working_memory_case import Hand, an_owner, contents, hand_of
 
 PLENTY = timedelta(seconds=30)
-"""The suite judges no time: a machine may be busy."""
+"""The suite has no time limits, because the machine may be busy."""
 
 
 class TestLocalWorkingMemory(WorkingMemorySuite):

@@ -1,4 +1,5 @@
-"""Mutated messages on live replicas, with honest traffic next to them, and a ledger for both.
+"""Mutated messages against live replicas, alongside honest traffic, with a ledger of both.
 
-`python -m fuzz --minutes 10` (with `tests` on PYTHONPATH), or `make fuzz MINUTES=10`; `make test` runs a minute.
+`python -m fuzz --minutes 10` (with `tests` on PYTHONPATH), or `make fuzz MINUTES=10`; `make test`
+runs one minute.
 """

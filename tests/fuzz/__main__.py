@@ -1,4 +1,4 @@
-"""`python -m fuzz --minutes 10`: a run on servers of its own; exit code 1 if anything went wrong."""
+"""`python -m fuzz --minutes 10`: a run on private servers; exit code 1 if anything went wrong."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ _SHARES = {"rabbitmq": 0.75, "sqlite": 0.25}
 def _arguments() -> argparse.Namespace:
     arguments = argparse.ArgumentParser(prog="fuzz", description=__doc__)
     arguments.add_argument("--minutes", type=float, default=10.0)
-    arguments.add_argument("--seed", type=int, help="of the messages; by default another one each time")
-    arguments.add_argument("--broker", choices=[*_SHARES], help="by default both, one after the other")
+    arguments.add_argument("--seed", type=int, help="seed of the messages; random by default")
+    arguments.add_argument("--broker", choices=[*_SHARES], help="both by default, one after the other")
     arguments.add_argument("--rate", type=float, default=85.0, help="mutated messages per second")
-    arguments.add_argument("--only", default="", help="recipes whose names contain this; branches are not judged")
+    arguments.add_argument(
+        "--only", default="", help="use only recipes with this in their names; branches are not judged"
+    )
     arguments.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
     arguments.add_argument("--keep", type=Path, help="folder for the events and logs of the replicas")
     arguments.add_argument("--json", action="store_true", help="print the reports as JSON and nothing else")

@@ -1,4 +1,4 @@
-"""A minimal AMQP 0-9-1 client without validation, so that any bytes can be sent and received."""
+"""A minimal AMQP 0-9-1 client without validation, which sends and receives any bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 METHOD, HEADER, BODY, HEARTBEAT = 1, 2, 3, 8
 FRAME_MAX = 131_072
 FRAME_ROOM = FRAME_MAX - 8
-"""Bytes of payload in the largest frame."""
+"""Payload bytes in the largest frame."""
 PROPERTIES = (
     "content_type",
     "content_encoding",
@@ -30,14 +30,14 @@ PROPERTIES = (
     "app_id",
     "cluster_id",
 )
-"""In the order of the wire; the first has the highest flag."""
+"""In wire order; the first has the highest flag."""
 _PREFETCH = 100  # otherwise the broker buffers everything this process has not read yet
 _BYTES = {"delivery_mode", "priority"}
 
 
 @dataclass(frozen=True)
 class Raw:
-    """A field value by its tag and its bytes, right or not."""
+    """A field value by tag and bytes, valid or not."""
 
     tag: bytes
     payload: bytes
@@ -52,18 +52,18 @@ def _bytes(text: str | bytes) -> bytes:
 
 
 def short(text: str | bytes) -> bytes:
-    """Encode a short string, cut to the 255 bytes that AMQP allows."""
+    """Encode a short string, cut to AMQP's limit of 255 bytes."""
     raw = _bytes(text)[:255]
     return bytes((len(raw),)) + raw
 
 
 def long(raw: bytes) -> bytes:
-    """A long string, or anything else with a 32-bit length."""
+    """Encode a long string, or any other value with a 32-bit length."""
     return struct.pack(">I", len(raw)) + raw
 
 
 def field_value(value: Value) -> bytes:
-    """`value` with its tag."""
+    """Encode `value` with its tag."""
     match value:
         case Raw():
             return value.tag + value.payload
@@ -84,7 +84,7 @@ def field_value(value: Value) -> bytes:
 
 
 def table(headers: Headers) -> bytes:
-    """A field table."""
+    """Encode a field table."""
     return long(b"".join(short(key) + field_value(value) for key, value in headers.items()))
 
 
@@ -101,7 +101,7 @@ class Letter:
     def but(
         self, key: str | None = None, body: bytes | None = None, **properties: str | bytes | int | None
     ) -> Letter:
-        """A copy with other properties; None leaves one out."""
+        """A copy with changed properties; None removes one."""
         kept = {**self.properties, **properties}
         changed = {name: value for name, value in kept.items() if value is not None}
         return replace(
@@ -109,15 +109,15 @@ class Letter:
         )
 
     def with_headers(self, headers: Headers) -> Letter:
-        """A copy with more headers, or others."""
+        """A copy with added or replaced headers."""
         return replace(self, headers={**self.headers, **headers})
 
     def without_header(self, name: str) -> Letter:
-        """A copy without a header."""
+        """A copy without one header."""
         return replace(self, headers={key: value for key, value in self.headers.items() if key != name})
 
     def header_payload(self) -> bytes:
-        """The payload of the header frame."""
+        """Payload of the header frame."""
         values = dict[str, str | bytes | int](self.properties)
         flags, parts = 0, []
         for position, name in enumerate(PROPERTIES):
@@ -138,7 +138,7 @@ class Letter:
 
 
 def readable(header: bytes) -> tuple[dict[str, str], dict[str, str | int | float]] | None:
-    """The properties and the plain headers in the payload of a header frame; None if it is not well-formed."""
+    """Properties and plain headers from a header frame's payload, or None if it is malformed."""
     with suppress(ValueError, IndexError, struct.error):
         return _properties(header)
     return None
@@ -197,7 +197,7 @@ def _table(raw: bytes) -> dict[str, str | int | float]:
 
 @dataclass(frozen=True)
 class Received:
-    """One received message. `header` is the payload of its header frame, `tag` the number of its delivery."""
+    """One received message: `header` is its header frame's payload, `tag` its delivery tag."""
 
     key: str
     header: bytes
@@ -206,15 +206,15 @@ class Received:
 
 
 KEEP = "keep"
-"""What a consumer returns for a message that is not acked yet; `Wire.give_back` settles it."""
+"""Returned by a consumer for a message it does not ack yet; `Wire.give_back` requeues it."""
 
 
 class Closed(Exception):
-    """The broker closed the connection; says why."""
+    """The broker closed the connection; carries its reason."""
 
 
 class Wire:
-    """One connection with one channel: publishes with confirms, consumes, and acks delivered messages."""
+    """One connection with one channel: publishes with confirms, consumes, and acks."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -259,11 +259,11 @@ class Wire:
 
     @property
     def closed(self) -> bool:
-        """Whether the broker closed it."""
+        """Whether the broker has closed it."""
         return bool(self.why)
 
     async def declare(self, queue: str, *, exclusive: bool, arguments: Headers, durable: bool = False) -> None:
-        """Make a queue exist."""
+        """Declare a queue."""
         bits = durable << 1 | exclusive << 2
         self._method(1, 50, 10, b"\0\0" + short(queue) + bytes((bits,)) + table(arguments))
         await self._reply(50, 11)
@@ -276,14 +276,14 @@ class Wire:
     async def consume(
         self, queue: str, tag: str, receive: Callable[[Received], str | None], priority: int = 0
     ) -> None:
-        """Consume `queue` without a limit, before the consumers of a lower priority."""
+        """Consume `queue` ahead of consumers with a lower priority."""
         self._consumers[tag] = receive
         arguments = table({"x-priority": priority})
         self._method(1, 60, 20, b"\0\0" + short(queue) + short(tag) + b"\0" + arguments)
         await self._reply(60, 21)
 
     async def cancel(self, tag: str) -> None:
-        """Consume no longer. Kept messages stay kept."""
+        """Stop consuming. Messages that are kept stay unacked."""
         self._method(1, 60, 30, short(tag) + b"\0")
         await self._reply(60, 31)
 
@@ -292,7 +292,7 @@ class Wire:
         self._method(1, 60, 120, struct.pack(">QB", tag, 2))
 
     async def publish(self, exchange: str, letter: Letter) -> asyncio.Future[str]:
-        """Send one message; its future becomes `accepted`, `refused`, `returned` or `closed`."""
+        """Publish one message; its future becomes `accepted`, `refused`, `returned` or `closed`."""
         told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         if self.closed:
             told.set_result("closed")
@@ -365,7 +365,7 @@ class Wire:
         assert isinstance(told, bytes)
         self._content = []
         if method == 50:
-            self._returned += 1  # its confirm comes next
+            self._returned += 1  # its confirm follows
             return
         tag = told[1 : 1 + told[0]].decode()
         rest = told[1 + told[0] + 9 :]

@@ -1,4 +1,4 @@
-"""Branch coverage of message handling: branches are listed from the source and counted while a replica runs."""
+"""Branch coverage of message handling: branches come from the source, counts from live replicas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Branch:
 
     @property
     def name(self) -> str:
-        """The name for reports."""
+        """Name for reports."""
         return f"{self.module.removeprefix('meshpoint.')}.{self.function}: {self.what}"
 
 
@@ -82,8 +82,8 @@ def _first_statements(node: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
 class Counting:
     """Counts how often the branches of `modules` are taken.
 
-    Replaces the code of their functions by the same code with a count in front of each branch: no other code becomes
-    slower, as it would with a trace function.
+    It replaces the code of their functions by the same code with a count in front of each branch.
+    Unlike a trace function, this slows down no other code.
     """
 
     def __init__(self, modules: tuple[str, ...] = MODULES) -> None:
@@ -92,7 +92,8 @@ class Counting:
 
     def start(self) -> None:
         """Count in every function of the modules, including functions defined later."""
-        functions = [found for found in gc.get_objects() if type(found) is FunctionType]  # runs no code of theirs
+        # an exact type test runs no code of the objects
+        functions = [found for found in gc.get_objects() if type(found) is FunctionType]
         for module in map(importlib.import_module, self._modules):
             vars(module)[_COUNT] = partial(self._count, module.__name__)
             counted = _counted(module)
@@ -115,7 +116,7 @@ def _counted(module: ModuleType) -> dict[tuple[str, int], CodeType]:
 
 
 class _Counted(ast.NodeTransformer):
-    """Puts a count in front of each statement that begins on a line in `lines`."""
+    """Inserts a count before each statement that begins on a line in `lines`."""
 
     def __init__(self, lines: set[int]) -> None:
         self._lines = lines

@@ -1,4 +1,4 @@
-"""The agents under fuzz, in addition to the chaos agents: in-process agents, and two that call a lying peer."""
+"""The agents under fuzz: the chaos agents, in-process variants, and two that call a lying peer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshpoint.model.outcomes import Failed
 
 WIDTH = 5
 EVIL = "evil"
-"""The peer that the fuzzer plays."""
+"""Name of the peer that the fuzzer plays."""
 
 spark_peer = Peer("spark", Piece, int)
 evil_peer = Peer(EVIL, int, dict)
@@ -20,7 +20,7 @@ evil_peer = Peer(EVIL, int, dict)
 
 @agent("light", version="1")
 async def light(ctx: TaskExecutionContext, work: Work) -> Answer:
-    """What `root` does, without a database."""
+    """Like `root`, without a database."""
     answer: Answer = []
     for number in range(work.rounds):
         pieces = [Piece(number=work.number, round=number, index=index) for index in range(WIDTH)]
@@ -31,7 +31,7 @@ async def light(ctx: TaskExecutionContext, work: Work) -> Answer:
 
 @agent("spark", version="1")
 async def spark(ctx: TaskExecutionContext, piece: Piece) -> int:
-    """What `leaf` answers, without a database."""
+    """Like `leaf`, without a database."""
     await asyncio.sleep(0.001)
     return piece.value()
 
@@ -43,32 +43,32 @@ async def _ask(ctx: TaskExecutionContext, number: int) -> str:
 
 @agent("asker", version="1")
 async def asker(ctx: TaskExecutionContext, number: int) -> str:
-    """Asks the liar, and waits in the database."""
+    """Call the lying peer and wait in the database."""
     return await _ask(ctx, number)
 
 
 @agent("doubter", version="1")
 async def doubter(ctx: TaskExecutionContext, number: int) -> str:
-    """Asks the liar, and waits in memory."""
+    """Call the lying peer and wait in the process."""
     return await _ask(ctx, number)
 
 
 @agent("sleeper", version="1")
 async def sleeper(ctx: TaskExecutionContext, milliseconds: int) -> str:
-    """Runs for a while, to be cancelled meanwhile."""
+    """Run for a while, so that a cancel meets running code."""
     await asyncio.sleep(min(max(milliseconds, 0), 3000) / 1000)
     return "rested"
 
 
 @agent("solo", version="1", exclusive=True)
 async def solo(ctx: TaskExecutionContext, milliseconds: int) -> str:
-    """Does what `diary` does, with no other of its operations resumed meanwhile."""
+    """Like `diary`, but the agent is exclusive: none of its operations is resumed meanwhile."""
     return await _recorded(ctx, milliseconds)
 
 
 @agent("diary", version="1")
 async def diary(ctx: TaskExecutionContext, milliseconds: int) -> str:
-    """Records a subtask, then runs for a while, or fails."""
+    """Record a subtask, then run for a while, or fail."""
     return await _recorded(ctx, milliseconds)
 
 

@@ -1,4 +1,4 @@
-"""Branches that no message can reach while everything works, and those that nothing may reach, with the reasons."""
+"""Branches that no message reaches in normal operation, or that nothing may reach."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .branches import Branch
 _DEFECT = "only a defect"
 _AWAY = "only while the database or the broker is unavailable"
 _BETWEEN = "only if the row is changed or removed between two statements"
-_SLOT = "only if a resumed task takes the slot meanwhile: as many requests are read as there are slots"
+_SLOT = "only if a resumed task takes the slot meanwhile: prefetch equals the number of slots"
 _BY_THE_ADAPTER = "the adapters refuse a message without it"
 _REFUSED_BEFORE = "refused before, by `Letters._refusal`"
 
@@ -25,7 +25,7 @@ _BRANCHES = {
     ("engine.receive", "_sub_task", "if not message.correlation_id"): _BY_THE_ADAPTER,
     ("engine.receive", "claim", "impostor("): _REFUSED_BEFORE,
     ("engine.receive", "unreadable_claim", "impostor("): _REFUSED_BEFORE,
-    ("engine.claim", "take_over", "return"): "only after a lease has ended",
+    ("engine.claim", "take_over", "return"): "only after a lease has expired",
     ("engine.refusals", "bury", "except ConfigurationError"): "only while no dead-letter queue can be declared",
     ("engine.responses", "on_letters", "raise"): _AWAY,
     ("engine.requests", "on_requests", "raise"): _AWAY,
@@ -63,7 +63,7 @@ _IN_TIME = {
     ("engine.requests", "_wait_for_its_end"): "",
     ("engine.requests", "_reply_again"): "not known.early",
 }
-"""Branches where messages have to meet in time, which they may not on a busy machine."""
+"""Branches that depend on the timing of messages, which a busy machine may not provide."""
 
 Rules = dict[tuple[str, str, str], str]
 
@@ -79,7 +79,7 @@ def reason_never(branch: Branch) -> str | None:
 
 
 def is_a_matter_of_time(branch: Branch) -> bool:
-    """Whether messages reach `branch` only if they meet in time."""
+    """Whether reaching `branch` depends on the timing of messages."""
     text = _IN_TIME.get(_place(branch))
     return text is not None and text in branch.what
 

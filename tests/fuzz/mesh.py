@@ -1,4 +1,4 @@
-"""The mesh under fuzz: which agents are served, and how."""
+"""The mesh under fuzz: its agents and their configuration."""
 
 from __future__ import annotations
 
@@ -17,19 +17,25 @@ DURABLE = {
 IN_PROCESS = {"light": "fuzz.cast:light", "spark": "fuzz.cast:spark", "doubter": "fuzz.cast:doubter"}
 AGENTS = (*DURABLE, *IN_PROCESS)
 CREDULOUS = ("asker", "doubter")
-"""Agents that ask the liar, whose calls soon time out. On a busy machine an honest call may take long."""
+"""Agents that call the lying peer.
+
+Their calls time out soon; on a busy machine an honest call may take long.
+"""
 HONEST = ("root", "light")
-"""Agents that the honest requester asks."""
+"""Agents that the honest requester calls."""
 LOGIN = "guest"
-"""The login of the honest: agents and requester."""
+"""Login of the honest agents and of the honest requester."""
 OPERATOR = "operator"
-"""The login that may cancel and resume any task."""
+"""Login that may cancel and resume any task."""
 LARGEST = 200_000
-"""Bytes that a message may have here."""
+"""Message size limit in bytes."""
 
 
 def configuration(namespace: str, publish_timeout: float, broker_url: str, db_url: str) -> dict[str, Any]:
-    """The configuration of a replica. Where the broker verifies logins, agents and requester are tied to theirs."""
+    """Configuration of a replica.
+
+    On a broker that verifies logins, agents and requester are tied to theirs.
+    """
     verified = not broker_url.startswith("sqlite:")
     logins = dict.fromkeys((*AGENTS, "ledger"), LOGIN) if verified else {}
     quick = {

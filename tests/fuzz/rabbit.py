@@ -19,31 +19,40 @@ from .replica import marks_of
 
 _PASSWORD = "mallory"
 _APART = " apart"
-"""The end of the names of connections for one suspicious message."""
+"""Suffix of the names of connections that try a single suspicious message."""
 _ISOLATED = " isolated "
-"""Part of the names of connections of isolated processes, which may be killed. A busy machine has more of them."""
+"""Part of the names of isolated processes' connections.
+
+These processes may be killed, and a busy machine has more of them.
+"""
 _NAMED = "client-provided name: meshpoint "
 _UNCONFIRMED = 300
 _WEARING = 5.0
-"""Seconds for the broker to deliver messages often."""
+"""Seconds for the broker to redeliver messages often enough."""
 
 
 @dataclass(frozen=True)
 class Connections:
-    """The broker's lines about connections that stay open and about lost ones, and how many were for one message."""
+    """The broker's log lines on connections that stay open and on lost connections.
+
+    `apart` counts the connections that were opened to try one message.
+    """
 
     opened: list[str] = field(default_factory=list)
     apart: int = 0
     closed: list[str] = field(default_factory=list)
 
     def since(self, earlier: Connections) -> Connections:
-        """Those that are new."""
+        """The connections that were added after `earlier`."""
         opened, closed = self.opened[len(earlier.opened) :], self.closed[len(earlier.closed) :]
         return Connections(opened, self.apart - earlier.apart, closed)
 
 
 class RabbitSide:
-    """Records all traffic, plays the lying peer, sends letters under a separate login, collects dead letters."""
+    """Records all traffic, plays the lying peer, sends letters, and collects dead letters.
+
+    The letters are sent under a separate login.
+    """
 
     def __init__(self, rabbit: RabbitServer, namespace: str, world: World) -> None:
         self._rabbit, self._namespace, self._world = rabbit, namespace, world
@@ -51,12 +60,14 @@ class RabbitSide:
         self._stack = AsyncExitStack()
         self._telling: dict[asyncio.Task[None], None] = {}
         self._url = rabbit.url.replace("guest:guest", f"{ME}:{_PASSWORD}")
-        self.wearing: set[str] = set()  # queues, one group of letters at a time for each
+        # queues in use by a group of worn letters; one group per queue
+        self.wearing: set[str] = set()
         self.words: Counter[str] = Counter()
         self.refused: set[str] = set()  # marks of messages refused by the broker
         self.dead: set[str] = set()  # marks among the dead letters
         self.replied: set[str] = set()  # marks in replies to the fuzzer
-        self.closings: Counter[str] = Counter()  # why the broker closed the fuzzer's connection
+        # reasons why the broker closed the fuzzer's connection
+        self.closings: Counter[str] = Counter()
 
     async def __aenter__(self) -> Self:
         for login in (ME, OPERATOR):
@@ -86,7 +97,7 @@ class RabbitSide:
         await self._stack.aclose()
 
     async def send(self, mark: str, recipe: str, letter: Letter) -> None:
-        """Publish; the broker's answer is recorded when it arrives."""
+        """Publish; the broker's response is recorded when it arrives."""
         if recipe in CLOSING:
             async with Wire(self._url) as own:
                 told = await own.publish(self._exchange, letter)
@@ -104,9 +115,9 @@ class RabbitSide:
     async def wear(
         self, mark: str, recipe: str, letters: Sequence[Letter], times: int, then: Callable[[], Awaitable[None]]
     ) -> None:
-        """Publish `letters` to one queue of requests, and take and return each more than `times` times.
+        """Have the broker redeliver `letters`, published to one request queue, `times` times.
 
-        Replicas get them after `then`, all at once, as messages that were delivered often.
+        Replicas receive them after `then`, all at once, as messages that were delivered often.
         """
         key = letters[0].key
         self.wearing.add(key)
@@ -139,7 +150,7 @@ class RabbitSide:
         self.wearing.discard(key)
 
     def connections(self) -> Connections:
-        """Connections of the mesh so far. The broker logs their names, and why it closed others than by request."""
+        """The mesh's connections so far, from the broker's log."""
         log = [line for line in self._rabbit.log() if _ISOLATED not in line]
         names = [line for line in log if _NAMED + self._namespace in line]
         if not names:
@@ -149,11 +160,11 @@ class RabbitSide:
         return Connections(stay, len(names) - len(stay), closed)
 
     async def all_told(self) -> None:
-        """Wait until the broker has answered each message."""
+        """Wait until the broker has responded to each message."""
         await asyncio.gather(*list(self._telling), return_exceptions=True)
 
     async def open_full(self) -> None:
-        """Take what is in the full queue from now on, so that the replies that wait for it can leave."""
+        """Start to consume the full queue, so that replies waiting for space can be sent."""
         await self._ears.consume(f"{self._namespace}.{FULL}", "full", lambda _: None)
 
     async def _tell(self, mark: str, told: asyncio.Future[str]) -> None:
@@ -218,7 +229,7 @@ def _is_lost(line: str) -> bool:
 
 
 def letter_of(received: Received) -> Letter | None:
-    """Rebuild a received letter to send it again; `None` if that is not possible exactly."""
+    """Rebuild a received letter in order to resend it; `None` if an exact copy is impossible."""
     found = readable(received.header)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Recipes for mutated messages: a valid message with one change, so that most pass the first checks."""
+"""Recipes for mutated messages: valid but for one change, so that most pass the first checks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ KINDS = ("request", "response", "status", "cancel", "wake")
 
 
 ANSWERED = "answered request"
-"""Honest requests that were answered. While no replica has read a request, another one may take its id."""
+"""Honest requests that were answered.
+
+Until a replica has read a request, another one may take its id.
+"""
 _REMEMBERED = 5000
 FORGED_RESULT = 666
-"""The result that forged answers carry."""
+"""Result that forged answers carry."""
 
 
 @dataclass(frozen=True)
 class Hold:
-    """What a second session of the database does meanwhile: it holds the row of a task, or its id.
+    """A lock held by a second database session meanwhile: on a task's row, or on a task id.
 
-    A held id is that of a row which the session has written and will roll back.
+    An id is held by inserting its row in a transaction that is rolled back later.
     """
 
     task_id: str
@@ -45,9 +48,10 @@ class Hold:
 
 @dataclass(frozen=True)
 class Scene:
-    """Messages with one mark, and what happens around them. Each of `later` has its delay in seconds.
+    """Messages with one mark, and what happens around them.
 
-    `worn`: how often the broker delivers `letters` before a replica gets them.
+    Each of `later` has its delay in seconds. `worn`: delivery count that the broker must reach
+    before a replica gets `letters`.
     """
 
     letters: list[Letter]
@@ -73,19 +77,20 @@ class World:
     calls: deque[Letter] = field(default_factory=lambda: deque(maxlen=200))
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
     mark: str = "fz-0000000"
-    napping: str = ""  # a task that runs for a while and has a row
-    quiet: deque[str] = field(default_factory=lambda: deque(maxlen=60))  # tasks whose requester wants no reply
+    napping: str = ""  # id of a task that has a row and runs for a while
+    # ids of tasks whose requester wants no reply
+    quiet: deque[str] = field(default_factory=lambda: deque(maxlen=60))
     quiet_calls: deque[Letter] = field(default_factory=lambda: deque(maxlen=20))
 
     def asked_me(self, call: Letter) -> None:
-        """Enter a request to the peer that the fuzzer plays."""
+        """Record a request to the peer that the fuzzer plays."""
         quiet = call.headers.get("x-parent-task-id") in self.quiet
         (self.quiet_calls if quiet else self.calls).append(call)
 
     unanswered: OrderedDict[str, Letter] = field(default_factory=OrderedDict)
 
     def passed(self, kind: str, letter: Letter) -> None:
-        """Enter an honest message that went by."""
+        """Record an observed honest message."""
         self.seen[kind].append(letter)
         task_id = str(letter.properties.get("correlation_id"))
         if kind == "request":
@@ -96,18 +101,18 @@ class World:
             self.seen[ANSWERED].append(asked)
 
     def some(self, kind: str) -> Letter | None:
-        """An observed honest message of `kind`."""
+        """A random observed honest message of `kind`."""
         found = self.seen[kind]
         return self.chance.choice(found) if found else None
 
     def call(self) -> Letter | None:
-        """A request that an honest agent sent to the peer that the fuzzer plays."""
+        """The oldest open call from an honest agent to the peer that the fuzzer plays."""
         return self.calls.popleft() if self.calls else None
 
 
 @dataclass
 class Cook:
-    """Chooses recipes, rank by rank; each recipe of a rank is used once before any is repeated."""
+    """Chooses recipes rank by rank; each recipe of a rank is used once before any is repeated."""
 
     world: World
     names: list[str]
@@ -115,7 +120,7 @@ class Cook:
     made: int = 0
 
     def next(self) -> tuple[str, Scene] | None:
-        """Marked messages and the name of their recipe; None when its recipe has nothing to work with."""
+        """A recipe's name and its marked messages, or None when the recipe lacks material."""
         rank = self.made % 3
         line = self._lines[rank]
         if not line:
@@ -135,7 +140,8 @@ class Cook:
     def _remember(self, letter: Letter) -> None:
         agent, _, kind = letter.key.partition(".")
         properties, named = letter.properties, str(letter.properties.get("correlation_id", "")).startswith("fz-")
-        sound = letter.raw_headers is None and "user_id" not in properties  # else the broker closes the connection
+        # otherwise the broker closes the connection
+        sound = letter.raw_headers is None and "user_id" not in properties
         if (
             kind == "req"
             and named
@@ -155,11 +161,12 @@ RECIPES: dict[str, Recipe] = {}
 FORGED: set[str] = set()
 """Recipes that use another sender's name. Only a broker that verifies logins can detect them."""
 SPECIAL: set[str] = set()
-"""Recipes written individually rather than generated from a table of values: a third of all messages."""
+"""Recipes written by hand rather than generated from a table of values: a third of all messages.
+"""
 DEEP: set[str] = set()
-"""Recipes that alone reach certain branches: another third."""
+"""Recipes without which certain branches are not reached: another third."""
 ON_SERVERS: set[str] = set()
-"""Recipes that need a broker that counts deliveries and knows logins, or a database that locks rows."""
+"""Recipes that need a broker with delivery counts and logins, or a database with row locks."""
 CLOSING: set[str] = set()
 """Recipes that can make the broker close the connection; sent rarely, on a separate connection."""
 
@@ -167,7 +174,7 @@ CLOSING: set[str] = set()
 def recipe(
     name: str, *, forged: bool = False, closing: bool = False, deep: bool = False, servers: bool = False
 ) -> Callable[[Recipe], Recipe]:
-    """Enter a recipe under `name`."""
+    """Register a recipe under `name`."""
 
     def enter(make: Recipe) -> Recipe:
         RECIPES[name] = make
@@ -185,11 +192,8 @@ def recipe(
     return enter
 
 
-# Valid messages.
-
-
 def an_input(world: World, agent: str) -> Any:
-    """What `agent` can work with."""
+    """Valid input for `agent`."""
     number = world.chance.randrange(10**6)
     match agent:
         case "root" | "light":
@@ -236,7 +240,7 @@ def _properties(world: World, kind: str, message_id: str, task_id: str) -> dict[
 
 
 def a_response(world: World, call: Letter, state: str = "COMPLETED", value: Any = None, **changes: Any) -> Letter:
-    """A response of the called peer."""
+    """A response from the called peer."""
     task_id = str(call.properties["correlation_id"])
     part = {"data": {"answer": 1} if value is None else value} if state == "COMPLETED" else {"text": "no"}
     message = {"messageId": world.mark, "role": "ROLE_AGENT", "parts": [part]}
@@ -253,7 +257,7 @@ def a_response(world: World, call: Letter, state: str = "COMPLETED", value: Any 
 
 
 def a_status(world: World, call: Letter, **changes: Any) -> Letter:
-    """A status update of the called peer."""
+    """A status update from the called peer."""
     task_id = str(call.properties["correlation_id"])
     message = {"messageId": world.mark, "role": "ROLE_AGENT", "parts": [{"data": {"percent": 40}}]}
     status = {"state": "TASK_STATE_WORKING", "message": message}
@@ -269,7 +273,7 @@ def _back(world: World, call: Letter, kind: str, content: Any, **changes: Any) -
 
 
 def a_cancel(world: World, agent: str | None = None, task_id: str | None = None, **changes: Any) -> Letter:
-    """A cancel of a task of one's own."""
+    """A cancel of a task that the fuzzer requested."""
     agent = agent or world.chance.choice((*DURABLE, *IN_PROCESS))
     mine = world.mine[agent]
     task_id = task_id or (world.chance.choice(mine) if mine else f"{world.mark}-{new_id()}")
@@ -295,7 +299,7 @@ def valid(world: World, kind: str) -> Letter | None:
             return wake.but(**_properties(world, "wake", world.mark, world.mark))
 
 
-# One thing that is wrong: properties.
+# Valid messages with one invalid property.
 
 _TEXTS: dict[str, bytes] = {
     "empty": b"",
@@ -348,7 +352,8 @@ for _stamp in (0, -1, 2**31, 2**32, 253402300800, 10**13, 2**62, 2**63, 2**64 - 
         return letter and letter.but(timestamp=stamp)
 
 
-# Headers: each known one with each type and many values, unknown ones, keys of any bytes.
+# Headers: each known header with each type and many values, unknown headers, arbitrary bytes as
+# keys.
 
 
 def _deep(depth: int, of: bytes) -> bytes:
@@ -497,9 +502,6 @@ for _what, _raw in {
         return Letter(letter.key, letter.properties, {}, letter.body, raw)
 
 
-# Bodies.
-
-
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -646,8 +648,6 @@ def _resumed_id(world: World) -> Letter:
     return a_request(world, task_id=f"{task_id}.r1")
 
 
-# Deadlines and depths.
-
 for _what, _seconds in {"past": -5.0, "now": 0.0, "short": 0.2, "fair": 30.0, "far": 3e9, "very far": 2.5e11}.items():
 
     @recipe(f"request: deadline {_what}")
@@ -671,7 +671,7 @@ for _idle in (0.0, -1.0, 0.1, 5.0, 1e9):
         )
 
 
-# Places: each kind of message to each kind of queue.
+# Each kind of message sent to each kind of queue.
 
 for _kind in KINDS:
     for _suffix in ("req", "nested", "resp", "dlq", "broadcast", "private"):
@@ -691,7 +691,7 @@ def _nowhere(world: World) -> Letter:
     return a_request(world).but(key="nobody.req")
 
 
-# Replies that cannot be delivered, or would go to others.
+# Replies that cannot be delivered, or that would reach others.
 
 for _what, _address in {
     "missing": "missing-{mark}",
@@ -711,7 +711,7 @@ for _what, _address in {
             return a_request(world, agent, reply_to=address.format(mark=world.mark))
 
 
-@recipe("request: unreadable, and a reply to somebody else")
+@recipe("request: unreadable, with a reply to another client")
 def _unreadable_reply(world: World) -> Letter | None:
     victim = world.some("request")
     if victim is None:
@@ -722,7 +722,7 @@ def _unreadable_reply(world: World) -> Letter | None:
     )
 
 
-# One's own tasks: asked for again, with another input, resumed, cancelled.
+# The fuzzer's own tasks: requested again, with another input, resumed, cancelled.
 
 
 def _mine(world: World) -> tuple[str, str] | None:
@@ -747,13 +747,13 @@ for _what, _more in {
         return found and a_request(world, *found).with_headers({**more})  # type: ignore[dict-item]
 
 
-@recipe("own request to another agent")
+@recipe("own request, sent to another agent")
 def _own_elsewhere(world: World) -> Letter | None:
     found = _mine(world)
     return found and a_request(world, world.chance.choice([each for each in AGENTS if each != found[0]]), found[1])
 
 
-@recipe("request resumed before it was asked")
+@recipe("request resumed before it was sent")
 def _resume_first(world: World) -> Letter:
     return a_request(world, world.chance.choice(("leaf", "spark", "sleeper"))).with_headers({"x-resume": "1"})
 
@@ -769,7 +769,7 @@ def _own_cancel(world: World) -> Letter:
     return a_cancel(world)
 
 
-@recipe("own cancel of what runs")
+@recipe("own cancel of a running task")
 def _cancel_running(world: World) -> Letter:
     mine = world.mine["sleeper"]
     return a_cancel(world, "sleeper", mine[-1] if mine else None)
@@ -791,7 +791,7 @@ def _after_cancel(world: World) -> Letter | None:
     return a_request(world, "leaf", str(cancelled.popleft().properties["correlation_id"])) if cancelled else None
 
 
-@recipe("cancel of what is not asked yet")
+@recipe("cancel of a task not requested yet")
 def _cancel_early(world: World) -> Letter:
     letter = a_cancel(world, "leaf", task_id=f"{world.mark}-{new_id()}")
     world.seen["mine cancelled"].append(letter)
@@ -809,7 +809,7 @@ def _cancel_elsewhere(world: World) -> Letter:
     return a_cancel(world).but(key=f"{world.chance.choice(AGENTS)}.resp")
 
 
-# What the lying peer says to a call that is open.
+# Messages from the lying peer about an open call.
 
 for _what, _answer in {
     "right": a_response,
@@ -856,12 +856,12 @@ def _twice(world: World) -> Letter | None:
     return a_response(world, call)
 
 
-@recipe("peer: much news")
+@recipe("peer: many statuses")
 def _news(world: World) -> Letter | None:
     return a_status(world, world.calls[-1]) if world.calls else None
 
 
-# Honest messages that went by, sent again with changes.
+# Observed honest messages, sent again with changes.
 
 _REPLAYS: dict[str, Callable[[World, Letter], Letter]] = {
     "as mine": lambda world, letter: letter.but(app_id=ME),
@@ -904,7 +904,7 @@ for _kind in KINDS[:4]:
         recipe(f"replayed {_kind} {_what}", forged=True)(_replay(_kind, _alter, _kind))
 
 
-@recipe("request: somebody else's login", closing=True)
+@recipe("request: login of another client", closing=True)
 def _login(world: World) -> Letter:
     return a_request(world, user_id="guest")
 
@@ -952,14 +952,14 @@ def _my_status(world: World) -> Letter | None:
     return a_status(world, victim, app_id=ME)
 
 
-# Sequences that reach what single messages do not.
+# Sequences for branches that single messages do not reach.
 
 EVE = "eve"
-"""Another name for the fuzzer: a requester other than the original one."""
+"""Another name of the fuzzer, to act as a requester other than the original one."""
 
 
 def _asked(world: World, agent: str, *, back: int) -> Letter | None:
-    """A request of one's own to `agent`: the newest but `back`."""
+    """An earlier request of the fuzzer to `agent`; `back` counts from the newest."""
     asked = world.asked[agent]
     return asked[-1 - back] if len(asked) > back else None
 
@@ -1093,7 +1093,7 @@ def _marked_id(world: World) -> Letter:
     return a_request(world, "leaf", f"{world.mark}-{new_id()}~resume-1")
 
 
-@recipe("a status for nobody", deep=True)
+@recipe("a status without a listener", deep=True)
 def _unheard(world: World) -> list[Letter]:
     quiet = [
         _now(world, agent, 1, task_id=f"{world.mark}-{agent}").but(reply_to=None) for agent in ("asker", "doubter")
@@ -1103,12 +1103,12 @@ def _unheard(world: World) -> list[Letter]:
     return [*quiet, *(a_status(world, call) for call in calls), *(a_response(world, call) for call in calls)]
 
 
-@recipe("a flood of news", deep=True)
+@recipe("a flood of statuses", deep=True)
 def _much_news(world: World) -> list[Letter] | None:
     return [a_status(world, world.calls[-1])] * 30 if world.calls else None
 
 
-@recipe("long news", deep=True)
+@recipe("a long status", deep=True)
 def _long_news(world: World) -> Letter | None:
     if not world.calls:
         return None
@@ -1151,9 +1151,6 @@ def _moment(world: World) -> Letter:
     return a_request(world, "asker").with_headers({"x-idle-timeout": 0.5})
 
 
-# Messages of operators.
-
-
 def _by_operator(world: World, letter: Letter) -> Letter:
     return _same(world, letter, app_id=OPERATOR, user_id=OPERATOR, reply_to=f"{OPERATOR}.replies")
 
@@ -1182,40 +1179,40 @@ for _age in (0, 1, 12):
 
 for _agent in ("leaf", "diary"):
 
-    @recipe(f"operator: a failed task of {_agent} goes on", deep=True, servers=True)
+    @recipe(f"operator: a failed task of {_agent}, resumed", deep=True, servers=True)
     def _operator_revives(world: World, agent: str = _agent) -> Scene:
         failed = _now(world, agent, "no piece" if agent == "leaf" else -1)
         resumed = _by_operator(world, failed).with_headers({"x-resume": "2"})
         return Scene([failed], ((0.7, resumed), (1.2, resumed), (2.0, resumed)))
 
 
-@recipe("operator: a nap that goes on as it is", deep=True, servers=True)
+@recipe("operator: a running nap, resumed", deep=True, servers=True)
 def _operator_resumes_nap(world: World) -> Scene:
     nap = _now(world, "sleeper", 1500).with_headers({"x-resume": "1"})
     return Scene([nap], ((0.5, _by_operator(world, nap).with_headers({"x-resume": "2"})),))
 
 
-@recipe("operator: a completed task, asked again", deep=True, servers=True)
+@recipe("operator: a completed task, requested again", deep=True, servers=True)
 def _operator_asks_again(world: World) -> Scene:
     nap = _now(world, "sleeper", 5).with_headers({"x-resume": "1"})
     return Scene([nap], ((0.7, _by_operator(world, nap)), (1.2, _by_operator(world, nap))))
 
 
-@recipe("operator: a refused request goes on", deep=True, servers=True)
+@recipe("operator: a refused request, resumed", deep=True, servers=True)
 def _operator_revives_refused(world: World) -> Scene:
     refused = a_request(world, "leaf", reply_to=f"{ME}.gone").with_headers({"x-deadline": time.time() - 5})
     resumed = _by_operator(world, refused).without_header("x-deadline").with_headers({"x-resume": "1"})
     return Scene([refused], ((0.7, resumed), (1.5, resumed)))
 
 
-@recipe("an exclusive agent is resumed at work", deep=True)
+@recipe("an exclusive agent resumed while busy", deep=True)
 def _exclusive(world: World) -> Scene:
     work, failed = _now(world, "solo", 3000), _now(world, "solo", -1)
     resumed = _same(world, failed).with_headers({"x-resume": "1"})
     return Scene([work, failed], ((0.8, resumed), (1.5, resumed.with_headers({"x-resume": "2"}))))
 
 
-# Requests that the broker delivered before, and rows that a second session holds.
+# Requests that the broker has delivered before, and rows locked by a second session.
 
 
 @recipe("a crowd of worn requests", deep=True, servers=True)
@@ -1254,7 +1251,7 @@ for _turn in range(2):
         cancel = a_cancel(world, "sleeper", str(nap.properties["correlation_id"]))
         return Scene([cancel, cancel], ((0.15, nap), (0.15, nap)), hold=_unborn(nap))
 
-    @recipe(f"copies of a request at work, {_turn}", deep=True, servers=True)
+    @recipe(f"copies of a running request, {_turn}", deep=True, servers=True)
     def _copies_at_work(world: World) -> Scene:
         work = _now(world, "diary", 1500)
         copy = _same(world, work)
@@ -1266,7 +1263,7 @@ for _turn in range(2):
         resumed = _same(world, work).with_headers({"x-resume": "1"})
         return Scene([work], ((0.15, resumed), (0.16, resumed), (0.17, resumed)), hold=_unborn(work))
 
-    @recipe(f"a copy while the reply is on its way, {_turn}", deep=True, servers=True)
+    @recipe(f"a copy while the reply is sent, {_turn}", deep=True, servers=True)
     def _while_settling(world: World) -> Scene:
         nap = _now(world, "sleeper", 500).with_headers({"x-resume": "1"})
         copy = _same(world, nap)
@@ -1305,29 +1302,29 @@ def _durable_call(world: World) -> Letter | None:
 for _what in ("request: another id in the body", "request: body over the limit", "peer: a status that ends",
               "peer: not final", "peer: of another sender", "peer: without a parent", "request: deadline past",
               "peer: unreadable", "peer: a status without a parent", "own cancel before the request",
-              "cancel of what is not asked yet", "request after its cancel"):  # fmt: skip
+              "cancel of a task not requested yet", "request after its cancel"):  # fmt: skip
     DEEP.add(_what)
 
 _OFTEN = (
     "a cancel before the resumed request, 0",
     "a call depth of 1.5",
     "a failed task that is resumed",
-    "a flood of news",
+    "a flood of statuses",
     "a refusal of another request",
     "a response for a held task, 0",
-    "a status for nobody",
+    "a status without a listener",
     "a worn request without a database, 0",
-    "an exclusive agent is resumed at work",
+    "an exclusive agent resumed while busy",
     "an id that only a resumed call may have",
-    "operator: a failed task of diary goes on",
-    "own cancel of what runs",
+    "operator: a failed task of diary, resumed",
+    "own cancel of a running task",
     "peer: a status that ends",
     "peer: of another sender",
     "request: another id in the body",
     "worn copies of one request, 0",
     "worn copies of two requesters, 0",
 )
-"""Recipes that alone reach certain branches, and not each time."""
+"""Recipes without which certain branches are not reached, and which do not always reach them."""
 
 for _what in _OFTEN:
     for _turn in range(2):

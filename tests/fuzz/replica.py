@@ -1,4 +1,4 @@
-"""One replica under fuzz: counts the branches it takes, and records how each mutated message was settled."""
+"""One replica under fuzz: counts the branches it takes and records how messages are settled."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from meshpoint.ports.broker import Broker, Delivery, OnDelivery, Subscription
 from .branches import Counting
 
 MARK = re.compile(rb"fz-\d{7}")
-"""In a message id, a header or a body of each mutated message."""
+"""Pattern that every mutated message contains in its message id, a header or its body."""
 SETTLED = "fuzz_settled"
-"""The event that reports how a message was settled."""
+"""Event that reports how a message was settled."""
 _NEAR = 4096
 
 
 def marks_of(*parts: bytes) -> set[str]:
-    """The marks in the first and the last bytes of `parts`."""
+    """Marks in the first and last bytes of `parts`."""
     return {mark.decode() for part in parts for end in (part[:_NEAR], part[-_NEAR:]) for mark in MARK.findall(end)}
 
 
 def main(order: Order, told: Connection) -> None:
-    """Serve like a replica under chaos; write the counts at the end and on SIGRTMIN. SIGUSR1 resets them."""
+    """Serve like a replica under chaos.
+
+    SIGRTMIN writes the branch counts, as does the end; SIGUSR1 resets them.
+    """
     counting, path = Counting(), order.folder / f"{order.name}.branches"
 
     def write() -> None:
@@ -54,7 +57,7 @@ class WatchedBroker(WrappedBroker):
         self._events = events
 
     async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> Subscription:
-        """Deliver; marked messages by way of `_Watched`."""
+        """Deliver; marked messages are wrapped in `_Watched`."""
 
         def delivered(delivery: Delivery) -> None:
             message = delivery.message

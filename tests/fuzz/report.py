@@ -1,4 +1,4 @@
-"""The verdict of a run of the fuzzer."""
+"""The verdict of a fuzzer run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from .replica import SETTLED
 REACHED = 20
 """Required hits of each branch."""
 SLOWER = 5.0
-"""Maximum ratio of the honest p99 under fuzz to the quiet p99."""
+"""Maximum ratio of the honest p99 under fuzz to the p99 before it."""
 GROWN = 20.0
-"""Maximum growth of a replica, in MB."""
+"""Maximum memory growth of a replica, in MB."""
 PER_MINUTE = 5000
 _ONCE = 4
-"""Connections of two replicas. On a busy machine a replica may find the broker silent and connect again, once."""
+"""Connections of two replicas.
+
+On a busy machine a replica may lose a silent broker and reconnect once.
+"""
 _OUTCOMES = {
     "segment",
     "reply",
@@ -42,9 +45,9 @@ _OUTCOMES = {
 class Report:
     """The result, written as JSON and shown as a table.
 
-    `reconnects` are connections that replicas opened again, `probes` those that they opened to try suspicious
-    messages on, `lost_connections` those that the broker closed or found closed. `connections` are the broker's words
-    on connections that were opened again or lost.
+    `reconnects` counts connections that replicas opened again, `probes` the ones opened to try
+    suspicious messages, and `lost_connections` the ones closed by the broker or found closed by
+    it. `connections` has the broker's log lines on reconnected and lost connections.
     """
 
     broker: str
@@ -77,7 +80,7 @@ class Report:
     unreached: list[str]
     defects: list[str]
     excluded: dict[str, str]
-    honest: list[str] = field(default_factory=list)  # requests that something is wrong with
+    honest: list[str] = field(default_factory=list)  # honest requests that failed a check
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -88,14 +91,14 @@ class Report:
 
 @dataclass
 class Accounts:
-    """The fate of each mutated message."""
+    """Fate of each mutated message."""
 
     by: Counter[str]
     missing: list[str]
 
 
 def account(sent: Mapping[str, str], folder: Path, refused: set[str], dead: set[str], replied: set[str]) -> Accounts:
-    """Find the fate of each marked message. `sent` has the recipe by mark."""
+    """Find the fate of each marked message. `sent` maps marks to recipes."""
     settled: dict[str, tuple[str, str, str]] = {}
     outcomes: set[str] = set()
     for _, step, _, _, ids, detail in tally.events(folder):
@@ -122,7 +125,7 @@ def account(sent: Mapping[str, str], folder: Path, refused: set[str], dead: set[
 
 @dataclass
 class Reached:
-    """The number of branches; those reached too seldom; those of defects that were reached; the unreachable ones."""
+    """Result of the branch count: total, rarely reached, forbidden but reached, and excluded."""
 
     count: int
     few: list[str]
@@ -155,7 +158,7 @@ def reached(folder: Path, often: int, *, by_the_clock: bool) -> Reached:
 
 
 def p99(ledger: Ledger, start: float, end: float) -> float:
-    """Seconds to the answer, of requests sent between `start` and `end`."""
+    """p99 latency in seconds of the requests sent between `start` and `end`."""
     spans = [
         entry.answers[0].at - entry.sent_at
         for entry in ledger.entries.values()
@@ -165,13 +168,16 @@ def p99(ledger: Ledger, start: float, end: float) -> float:
 
 
 def percentile(values: Iterable[float], share: int) -> float:
-    """Of no values, 0."""
+    """The percentile, rounded; 0 if there are no values."""
     ordered = sorted(values)
     return round(ordered[min(len(ordered) - 1, len(ordered) * share // 100)], 4) if ordered else 0.0
 
 
 def judge(report: Report, *, by_the_clock: bool) -> None:
-    """Say what is wrong. `by_the_clock`: rates and latencies too, which a busy machine may spoil."""
+    """Fill in `faults`.
+
+    Rates and latencies count only `by_the_clock`, since a busy machine spoils them.
+    """
     zero = {
         "honest requests lost": report.lost,
         "honest answers wrong": report.wrong,
@@ -180,14 +186,14 @@ def judge(report: Report, *, by_the_clock: bool) -> None:
         "drains that failed": report.bad_drains,
         "connections lost": report.lost_connections,
         "connections opened again": report.reconnects if by_the_clock or report.reconnects > _ONCE else 0,
-        "bad messages unaccounted for": len(report.unaccounted),
-        "branches reached too seldom": len(report.unreached),
-        "branches of defects reached": len(report.defects),
+        "mutated messages unaccounted for": len(report.unaccounted),
+        "branches reached too rarely": len(report.unreached),
+        "forbidden branches reached": len(report.defects),
     }
     report.faults = [f"{count} {what}" for what, count in zero.items() if count]
     if report.grown > GROWN:
         report.faults.append(f"a replica grew by {report.grown:.1f} MB")
     if by_the_clock and report.slower > SLOWER:
-        report.faults.append(f"the honest p99 is {report.slower:.1f} times that of the quiet time")
+        report.faults.append(f"the honest p99 is {report.slower:.1f} times its value without fuzz")
     if by_the_clock and report.per_minute < PER_MINUTE:
-        report.faults.append(f"only {report.per_minute:,.0f} messages a minute")
+        report.faults.append(f"only {report.per_minute:,.0f} messages per minute")

@@ -1,4 +1,4 @@
-"""The fuzzer's access to a SQLite queue: writes rows and reads the rows of others."""
+"""The fuzzer's access to a SQLite queue: writes rows, and reads the rows of other senders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DECLARE = """
 _FILL = """
     WITH RECURSIVE number (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM number WHERE n < 100000)
     INSERT INTO meshpoint_queue_message (queue) SELECT :queue FROM number"""
-"""As many messages as a private queue may have."""
+"""Fill a private queue to its limit."""
 _LONG = "replace(hex(zeroblob(600000)), '0', 'x')"
 ROWS = {
     f"row: {assignment}": assignment
@@ -52,7 +52,7 @@ for _name in ROWS:
 
 
 class RowSide:
-    """As `RabbitSide`, with a file for the broker."""
+    """Counterpart of `RabbitSide` for a file as the broker."""
 
     def __init__(self, path: str, namespace: str, world: World) -> None:
         self._path, self._namespace, self._world = path, namespace, world
@@ -85,7 +85,7 @@ class RowSide:
         self._db.close()
 
     async def send(self, mark: str, name: str, letter: Letter) -> None:
-        """Write the row of `letter` into each queue that its key reaches."""
+        """Insert `letter` into each queue that its key reaches."""
         queues = self._queues(letter.key)
         word = "accepted" if queues else "returned"
         for queue in queues:
@@ -99,24 +99,24 @@ class RowSide:
         await asyncio.sleep(0)
 
     def connections(self) -> Connections:
-        """None: a file has no connections."""
+        """Empty, because a file has no connections."""
         return Connections()
 
     async def all_told(self) -> None:
-        """Nothing is in flight here."""
+        """Return at once: nothing is in flight here."""
 
     async def open_full(self) -> None:
-        """Empty the full queue, so that the replies that wait for it can leave."""
+        """Empty the full queue, so that replies waiting for space can be sent."""
         self._db.execute("DELETE FROM meshpoint_queue_message WHERE queue = ?", (self._name(FULL),))
 
     def collect(self) -> None:
-        """Note the marks among the dead letters, and delete those."""
+        """Record the marks of the dead letters and delete these."""
         query = (
             "SELECT id, message_id, substr(body, 1, 8192) FROM meshpoint_queue_message"
             " JOIN meshpoint_queue_content USING (id) WHERE queue = ? AND holder {}"
         )
         for address in [f"{agent}.dlq" for agent in (*AGENTS, EVIL, "ledger")]:
-            for unheld in ("IS NULL", "= 0"):  # one by one, so that each has its index
+            for unheld in ("IS NULL", "= 0"):  # one by one, because each query has its index
                 for id_, message_id, body in self._db.execute(
                     query.format(unheld), (self._name(address),)
                 ).fetchall():
@@ -178,7 +178,8 @@ class RowSide:
                 self._delete(id_)
             elif address == f"{EVIL}.resp":
                 self._delete(id_)
-            elif not marks and not address.startswith("ledger."):  # a copy would be an answer: there are no logins
+            # a copy would be an answer: there are no logins
+            elif not marks and not address.startswith("ledger."):
                 self._enter(address, row, call=False)
 
     def _enter(self, address: str, row: dict[str, Any], *, call: bool) -> None:

@@ -39,23 +39,23 @@ from .rows import ROWS, RowSide
 from .second_session import SecondSession
 
 _BUSY = 60.0
-"""Seconds in which the broker of a busy machine confirms a message."""
+"""Publish timeout in seconds for the broker of a busy machine."""
 _CALLS = 12
 """Target number of open calls to the lying peer."""
 _STEP = 0.05
 _STILL = 3.0
-"""Seconds without progress after which a busy machine has handled what it can."""
+"""Seconds without progress after which a busy machine counts as having handled what it can."""
 _ROUND = 2.0
-"""Seconds of messages between two looks at the branches."""
+"""Seconds of messages between two checks of the branches."""
 _ROUNDS = 20
 ELSEWHERE = ("ledger.", "nobody.", f"{EVIL}.", f"{ME}.")
-"""Addresses without a consumer in this mesh."""
+"""Address prefixes without a consumer in this mesh."""
 _MB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The parameters of a run. `by_the_clock`: rates and latencies are checked too.
+    """Parameters of a run. `by_the_clock`: check rates and latencies too.
 
     `reached`: required hits of each judged branch.
     """
@@ -65,8 +65,8 @@ class Wish:
     broker: str = "rabbitmq"
     rate: float = 85.0  # mutated messages per second
     honest: float = 6.0  # requests per second
-    quiet: float = 10.0  # seconds of honest traffic alone, before
-    patience: float = 120.0  # seconds for the last answers, and for the queues to be empty
+    quiet: float = 10.0  # seconds of honest traffic alone before the fuzz
+    patience: float = 120.0  # seconds to wait for the last answers, and then for empty queues
     by_the_clock: bool = True
     reached: int = reports.REACHED
     only: str = ""  # recipes whose names contain this
@@ -92,7 +92,10 @@ Watch = Callable[[Running], None]
 async def run(
     wish: Wish, rabbit: RabbitServer | None, postgres: PostgresServer | None, watch: Watch | None = None
 ) -> Report:
-    """Run on the given servers, or on SQLite files without servers. `watch` gets the run when it starts."""
+    """Run on the given servers, or on SQLite files without servers.
+
+    `watch` gets the run when it starts.
+    """
     folder = Path(tempfile.mkdtemp(prefix="meshpoint-fuzz-"))
     try:
         async with _database(postgres, folder) as db_url:
@@ -159,7 +162,7 @@ async def _run(wish: Wish, rabbit: RabbitServer | None, db_url: str, folder: Pat
 
 
 class Fuzz:
-    """Sends what the recipes make, next to the honest stream, and measures."""
+    """Sends the recipes' messages alongside the honest stream, and measures."""
 
     def __init__(
         self,
@@ -182,7 +185,7 @@ class Fuzz:
         self._messages = 0
 
     async def run(self, stream: Stream) -> None:
-        """The quiet time, then the fuzz."""
+        """First honest traffic alone, then the fuzz."""
         wish, running = self._wish, self._running
         honest = asyncio.create_task(stream.run(wish.quiet + wish.seconds))
         self._times["quiet"] = time.time()
@@ -193,7 +196,7 @@ class Fuzz:
             post.signal(signal.SIGUSR1)
         self._connections = self._side.connections()
         await self._send(wish.seconds / 4)
-        if not wish.by_the_clock:  # a busy machine lags behind, and its replicas are not warm yet
+        if not wish.by_the_clock:  # a busy machine lags, and its replicas have not warmed up yet
             await self.until_settled(_STILL)
         self.measure()
         await self._send(wish.seconds * 3 / 4)
@@ -206,7 +209,7 @@ class Fuzz:
         await honest
 
     async def _until_reached(self, stream: Stream) -> None:
-        """Send a few more messages, some times, until each judged branch is reached. A busy machine needs more."""
+        """Send more messages, for a limited number of rounds, until each judged branch is reached."""
         for _ in range(_ROUNDS):
             await self.until_settled(_STILL)
             for post in self._running.crew.posts:
@@ -229,12 +232,13 @@ class Fuzz:
         made = self._cook.next()
         if made is not None and len(self._world.calls) < _CALLS and self._cook.made % 3 == 0 and not self._wish.only:
             made = None
-        if made is None:  # the recipe has no material: wait for more calls to answer
+        if made is None:  # no material for the recipe: cause more calls to answer
             letter = a_request(self._world, self._world.chance.choice(("asker", "doubter")))
-            made = ("request: to ask the liar", Scene([letter]))
+            made = ("request: call the lying peer", Scene([letter]))
         name, scene = made
         mark = self._world.mark
-        if not scene.letters[0].key.startswith(ELSEWHERE):  # for the honest requester, or for the fuzzer itself
+        # no replica consumes the other addresses, so nothing there is accounted for
+        if not scene.letters[0].key.startswith(ELSEWHERE):
             self._running.sent[mark] = name
         for delay, letter in scene.later:
             self._spawn(self._send_later(mark, name, letter, delay))
@@ -266,18 +270,20 @@ class Fuzz:
         await self._side.send(mark, name, letter)
 
     def measure(self) -> None:
-        """Note the memory of each replica, in MB."""
+        """Record the memory of each replica, in MB."""
         for post in self._running.crew.posts:
             if post.process is not None and post.process.pid is not None:
                 used = psutil.Process(post.process.pid).memory_info().rss / _MB
                 self._memory.setdefault(f"replica {post.number}", []).append(round(used, 1))
 
     def look_at_connections(self) -> None:
-        """Note what became of the connections since the fuzz began."""
+        """Record which connections were opened or lost since the fuzz began."""
         self._connections = self._side.connections().since(self._connections)
 
     async def until_settled(self, limit: float) -> None:
-        """Return when each mutated message is accounted for, or none more was for `limit` seconds."""
+        """Return when all mutated messages are accounted for, or none more was for `limit`
+        seconds.
+        """
         missing, end = -1, 0.0
         while True:
             found = await asyncio.to_thread(self._account)
@@ -294,9 +300,10 @@ class Fuzz:
         return reports.account(dict(sent), self._folder, set(side.refused), set(side.dead), set(side.replied))
 
     def report(self) -> Report:
-        """The verdict."""
+        """Judge the run."""
         wish, ledger, crew = self._wish, self._running.ledger, self._running.crew
-        if wish.broker == "sqlite":  # it has no logins: who can write the file can answer in any agent's name
+        # no logins: anyone who can write the file can answer under any agent's name
+        if wish.broker == "sqlite":
             for entry in ledger.entries.values():
                 entry.answers = [
                     each for each in entry.answers if getattr(each.outcome, "value", None) != FORGED_RESULT

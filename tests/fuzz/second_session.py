@@ -1,4 +1,4 @@
-"""A second session of the database, which holds rows of tasks while messages for them arrive."""
+"""A second database session that locks task rows while messages for them arrive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOCK = "SELECT 1 FROM agent_paused_tasks WHERE logical_task_id = $1 FOR UPDATE"
 
 
 class SecondSession:
-    """Up to `_MOST` connections, each holding one row for a while. Nothing is ever committed."""
+    """Up to `_MOST` connections, each holding one lock for a while. Nothing is ever committed."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -42,7 +42,7 @@ class SecondSession:
         await self._pool.close()
 
     async def hold(self, hold: Hold) -> None:
-        """Hold a row for the time that `hold` says. Returns when it is held, if that is to be at once."""
+        """Hold a lock as `hold` says. Without a delay, return only once it is held."""
         if len(self._holding) >= _MOST:
             return
         held = asyncio.Event()

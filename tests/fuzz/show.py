@@ -1,4 +1,4 @@
-"""The display of a fuzzer run: a progress bar, then a table."""
+"""Display of a fuzzer run: a progress bar, then a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN = 40
 
 
 async def follow(running: Running, console: Console) -> None:
-    """Show progress until cancelled: continuously on a terminal, otherwise a line every half minute."""
+    """Show progress until cancelled: continuously on a terminal, otherwise twice a minute."""
     total = running.wish.quiet + running.wish.seconds
     if not console.is_terminal:
         while True:
@@ -50,10 +50,10 @@ def table(report: Report) -> Table:
     for name in ("lost", "wrong", "duplicated", "fell", "bad_drains", "reconnects"):
         count = getattr(report, name)
         shown.add_row(name.replace("_", " "), str(count), style="bold red" if count else "bold green")
-    shown.add_row("connections to try suspicious messages", str(report.probes))
+    shown.add_row("connections that try suspicious messages", str(report.probes))
     shown.add_row("rows held by a second session", str(report.rows_held))
     shown.add_section()
-    shown.add_row("honest p99, quiet and under fuzz", f"{report.p99_quiet:.3f} s, {report.p99_fuzz:.3f} s")
+    shown.add_row("honest p99, before and under fuzz", f"{report.p99_quiet:.3f} s, {report.p99_fuzz:.3f} s")
     for name, used in report.memory.items():
         shown.add_row(f"{name}, MB warm and after", ", ".join(f"{each:.1f}" for each in used))
     shown.add_section()
@@ -67,7 +67,7 @@ def table(report: Report) -> Table:
 
 
 def verdict(report: Report) -> Iterable[str]:
-    """What to say below the table."""
+    """Lines below the table."""
     for why, count in report.closings.items():
         yield f"the broker closed the fuzzer's connection {count} times: {why}"
     for title, lines in (

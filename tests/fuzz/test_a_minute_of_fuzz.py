@@ -1,4 +1,4 @@
-"""A minute of mutated messages on both brokers, in each run of the tests; `make fuzz` is the long form."""
+"""One minute of mutated messages on both brokers in each test run; `make fuzz` is the long form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEED = int(os.environ.get("MESHPOINT_FUZZ_SEED", random.SystemRandom().randrange
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # a minute, and as long as a busy machine needs for the last answers
+@pytest.mark.timeout(1800)  # one minute, plus the last answers on a busy machine
 async def test_mutated_messages_harm_nobody_on_rabbitmq(
     own_rabbit: RabbitServer, own_postgres: PostgresServer
 ) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints as earlier versions wrote them are read for ever. Add files here; change none."""
+"""Checkpoints written by earlier versions stay readable forever. Add files here; change none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILES = sorted((Path(__file__).parent / "checkpoints").glob("*.json"))
 
 @migrates("1.0", "1.1")
 def parsing_any_filing(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """10-Qs are parsed as well: another name, and every statement says its currency and keeps its token apart."""
+    """10-Qs are parsed too: the subtask is renamed, statements get a currency and hide a token."""
     for names in (checkpoint["completed_subtasks"], checkpoint["pending_subtasks"]):
         names[:] = ["filing_parsing" if name == "10k_parsing" else name for name in names]
     if (statement := checkpoint["interim_results"].pop("10k_parsing", None)) is not None:
@@ -30,7 +30,7 @@ def parsing_any_filing(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 @migrates("1.1", "1.2")
 def ratios_by_name(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Ratios are a dict, and peers are compared before the report; half-done ratios begin again."""
+    """Ratios become a dict, peers are compared before the report, and half-done ratios start over."""
     results = checkpoint["interim_results"]
     if "ratio_calculation" in results:
         results["ratio_calculation"] = dict(results["ratio_calculation"])
@@ -57,11 +57,11 @@ class Statement(BaseModel):
 
 
 def parse() -> Statement:
-    raise AssertionError("it is recorded")
+    raise AssertionError("recorded, so it must not run")
 
 
 def calculate() -> dict[str, float]:
-    raise AssertionError("it is recorded")
+    raise AssertionError("recorded, so it must not run")
 
 
 def read(name: str) -> AgentCheckpoint:

@@ -1,1 +1,1 @@
-"""The wheel, as users install it: each extra alone in a clean environment, and next to other frameworks."""
+"""The wheel as users install it: each extra alone, and next to other frameworks."""

@@ -1,4 +1,4 @@
-"""`make install-check`: install the wheel with each extra alone, use it, and install other frameworks next to it."""
+"""`make install-check`: use the wheel with each extra alone, then next to other frameworks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshpoint.extras import COMMAND_LINE, CONFORMANCE, POSTGRESQL, RABBITMQ, RE
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = Path(__file__).with_name("probe.py")
 NEIGHBOURS = {"fastapi": "fastapi", "langgraph": "langgraph.graph", "pydantic-ai": "pydantic_ai"}
-"""Other frameworks, and what to import of each."""
+"""Other frameworks, and a module of each to import."""
 FEATURES = (RABBITMQ, POSTGRESQL, REDIS, COMMAND_LINE, YAML, CONFORMANCE)
 BROUGHT: dict[str, tuple[Feature, ...]] = {
     "core": (),
@@ -27,7 +27,7 @@ BROUGHT: dict[str, tuple[Feature, ...]] = {
     "testing": (CONFORMANCE,),
     "all": (RABBITMQ, POSTGRESQL, REDIS, COMMAND_LINE, YAML),
 }
-"""What each extra makes usable."""
+"""Features that each extra makes usable."""
 
 
 class Failed(Exception):
@@ -43,12 +43,12 @@ class Environment:
         self._python = str(folder / "bin" / "python")
 
     def run(self, *arguments: str) -> str:
-        """Run Python with `arguments`, and return what it prints.
+        """Run Python with `arguments`, and return its output.
 
         Raises:
             Failed: the exit code is not 0.
         """
-        # The checkout must not be importable, so the working directory is the environment's own.
+        # The working directory is the environment's own, so that the checkout is not importable.
         command = [self._python, *arguments]
         outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(command, cwd=self.folder, env=outside, capture_output=True, text=True, check=False)
@@ -57,7 +57,7 @@ class Environment:
         return done.stdout
 
     def install(self, *requirements: str) -> int:
-        """Install `requirements`, check that no two packages conflict, and count the packages."""
+        """Install `requirements`, check for conflicts, and return the number of packages."""
         pip = ("-m", "pip", "--disable-pip-version-check", "--quiet")
         self.run(*pip, "install", "--no-input", *requirements)
         self.run(*pip, "check")
@@ -67,18 +67,21 @@ class Environment:
         return int(self.run("-c", count))
 
     def versions(self, *names: str) -> str:
-        """The installed versions of `names`."""
+        """Installed versions of `names`."""
         code = "import sys, importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in sys.argv[1:]), sep=', ')"
         return self.run("-c", code, *names).strip()
 
 
 def example_on(page: str) -> str:
-    """The first Python block of a page of Markdown."""
+    """First Python block of a Markdown page."""
     return code_blocks((ROOT / page).read_text(encoding="utf-8"), "python")[0]
 
 
 def check(extra: str, wheel: Path, folder: Path, *, alone: bool) -> None:
-    """Install `wheel` with `extra` and use it. Unless `alone`, repeat this next to other frameworks."""
+    """Install `wheel` with `extra` and use it.
+
+    Unless `alone`, repeat this next to other frameworks.
+    """
     environment, example = Environment(folder), folder / "example.py"
     code = example_on("README.md")
     example.write_text(code)
@@ -87,7 +90,7 @@ def check(extra: str, wheel: Path, folder: Path, *, alone: bool) -> None:
     tell(extra, f"{packages} packages, no conflicts")
     printed = environment.run("-W", "error", str(example)).strip()
     if not printed:
-        raise Failed("README's first example prints nothing")
+        raise Failed("README's first example printed nothing")
     tell("", f"README's first example: {printed}")
     usable = {feature.name for feature in BROUGHT[extra]}
     for feature in FEATURES:
@@ -108,10 +111,10 @@ def tell(extra: str, line: str) -> None:
 
 
 def main() -> int:
-    """Check the extras that are named, or all. Returns 1 if any fails."""
+    """Check the named extras, or all. Returns 1 if any fails."""
     parser = argparse.ArgumentParser(prog="make install-check", description=__doc__)
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("extras", nargs="*", metavar="EXTRA", help=f"of {', '.join(BROUGHT)}; none: all of them")
+    parser.add_argument("extras", nargs="*", metavar="EXTRA", help=f"of {', '.join(BROUGHT)}; default: all")
     parser.add_argument("--alone", action="store_true", help="without other frameworks")
     given = parser.parse_args()
     if unknown := set(given.extras) - BROUGHT.keys():

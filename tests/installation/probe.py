@@ -1,4 +1,4 @@
-"""Runs in an environment with an installed wheel: use a feature, or see the error that names its extra.
+"""Runs next to an installed wheel: uses a feature, or checks the error that names its extra.
 
 `test_adapter.py`, a suite for an adapter, is in the working directory.
 """
@@ -84,7 +84,7 @@ def error_of(use: Callable[[], object]) -> str:
         use()
     except ConfigurationError as error:
         return str(error)
-    raise SystemExit("there is no error")
+    raise SystemExit("expected an error")
 
 
 def command_error() -> str:

@@ -1,4 +1,4 @@
-"""One worker in this process on real servers, a requester played by hand, and every event it emits."""
+"""One worker in this process on real servers, a requester played by the test, and all its events."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TIMINGS = Timings(
 
 
 class Events:
-    """Every event, and a way to await one."""
+    """Collects all events; tests can await one."""
 
     def __init__(self) -> None:
         self.all: list[Event] = []
@@ -94,7 +94,7 @@ class Desk:
     async def ask(
         self, agent: str, input_: JsonValue, reply_to: str | None = None, task_id: str | None = None, **headers: Any
     ) -> TaskId:
-        """Send one request; the id of its task."""
+        """Send one request and return its task id."""
         task_id = task_id or new_id()
         said = A2AMessage(message_id=new_id(), role="ROLE_USER", parts=[Part(data=input_)], task_id=task_id)
         message = Message(
@@ -117,21 +117,21 @@ class Desk:
         ]
 
     async def reply(self, task_id: str) -> Outcome:
-        """The reply to `task_id`, once it is there."""
+        """Wait for the reply to `task_id`."""
         await self.until(lambda: bool(self.replies(task_id)))
         return self.replies(task_id)[0]
 
     @property
     def cancels(self) -> list[str]:
-        """Ids of the tasks whose cancel came here."""
+        """Ids of the tasks for which a cancel was received."""
         return [letter.correlation_id for letter in self.letters if letter.type is MessageType.CANCEL]
 
     async def depth(self, address: Address) -> int | None:
-        """How many messages wait at an address."""
+        """Number of messages waiting at an address."""
         return await self._broker.depth(address)
 
     async def answer(self, request: Message, value: JsonValue) -> None:
-        """Reply to a request that came here."""
+        """Reply to a received request."""
         assert request.reply_to is not None
         body = response_body(TaskId(request.correlation_id), None, Ok(value)).to_bytes()
         parent = {Header.PARENT_TASK.value: request.headers[Header.PARENT_TASK.value]}
@@ -159,7 +159,7 @@ class Live:
 
 
 BUSY = timedelta(minutes=1)
-"""How long the broker of a busy machine may take to answer."""
+"""Time that the broker of a busy machine may take to respond."""
 
 
 @asynccontextmanager
@@ -176,7 +176,7 @@ async def a_broker(url: str, namespace: str, **options: Any) -> AsyncIterator[Ra
 async def serving(
     agent: Any, url: str, namespace: str, database: str | None, replica_id: str | None = None, **options: Any
 ) -> AsyncIterator[Live]:
-    """`agent`, served; with `database` its tasks live there, else in memory."""
+    """Serve `agent`; its tasks live in `database`, or in the process without one."""
     events = Events()
 
     def store() -> SqlStore:

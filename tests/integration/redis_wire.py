@@ -1,4 +1,4 @@
-"""A wire to a Redis that breaks at a byte which the test chooses, and counts round trips."""
+"""A connection to Redis that breaks at a chosen byte and counts round trips."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 
 class Limits:
-    """Time limits that pass when the test says so, however busy the machine is."""
+    """Time limits that expire only when the test says so, however slow the machine is."""
 
     def __init__(self) -> None:
         self.passed = False
@@ -23,9 +23,10 @@ NEVER = Limits()
 
 
 class Wire:
-    """Passes bytes to the server of `url`. An async context manager.
+    """Async context manager that forwards bytes to the server of `url`.
 
-    `sent` counts bytes of the client, `turns` how often the client spoke after the server had: its round trips.
+    `sent` counts the client's bytes. `turns` counts round trips: how often the client sent after
+    the server had.
     """
 
     def __init__(self, url: str) -> None:
@@ -51,24 +52,27 @@ class Wire:
 
     @property
     def url(self) -> str:
-        """The server's URL by way of this wire."""
+        """The server's URL through this wire."""
         port = self._server.sockets[0].getsockname()[1]
         return self._parts._replace(netloc=f"127.0.0.1:{port}").geturl()
 
     def reset(self) -> None:
-        """Count anew."""
+        """Reset the counts."""
         self.sent = self.turns = 0
 
     def cut_after(self, sent: int, then: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Pass that many bytes of the client on, do `then`, and break. What the server got, it has done by then."""
+        """Forward `sent` more bytes of the client, run `then`, and break the connection.
+
+        By then the server has executed everything it received.
+        """
         self._left, self._at_cut = sent, then
 
     def lose_answers(self) -> None:
-        """Break as soon as the server answers."""
+        """Break the connection as soon as the server responds."""
         self._lose_answers = True
 
     def mend(self) -> None:
-        """Break no more."""
+        """Stop breaking connections."""
         self._left, self._at_cut, self._lose_answers = None, None, False
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -82,7 +86,7 @@ class Wire:
             return
         both = {writer.transport, to_writer.transport}
         self._transports |= both
-        spoke = asyncio.Event()  # the server, last
+        spoke = asyncio.Event()  # set when the server was the last to send
         spoke.set()
         back = asyncio.create_task(self._back(to_reader, writer, spoke))
         try:
@@ -118,7 +122,7 @@ class Wire:
             return
         to_writer.write_eof()
         while await to_reader.read(65536):
-            pass  # to the end: the server has done what it got
+            pass  # at its end the server has executed everything it received
 
     async def _back(
         self, to_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, spoke: asyncio.Event

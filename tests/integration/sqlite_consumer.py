@@ -1,7 +1,7 @@
 """A process that consumes requests of "travel" from a SQLite queue.
 
-It prints `<count> <message id>` for each delivery, and the outcome of each command it reads: `ack` settles the
-oldest unsettled delivery.
+It prints `<count> <message id>` for each delivery, and the outcome of each command it reads: `ack`
+settles the oldest unsettled delivery.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ HOMES = pytest.mark.parametrize("durable", [True, False], ids=["database", "memo
 
 @agent("doubler")
 async def doubler(ctx: TaskExecutionContext, number: int) -> int:
-    """Answers in its first segment."""
+    """Answer in the first segment."""
     return 2 * number
 
 
@@ -40,7 +40,7 @@ async def operator(rabbit_server: RabbitServer) -> AsyncIterator[AbstractChannel
 
 
 async def full_queue(operator: AbstractChannel, namespace: str, address: str) -> str:
-    """A queue at `address` that refuses every message; its name."""
+    """Declare a queue at `address` that refuses every message, and return its name."""
     name = f"{namespace}.{address}"
     await operator.queue_declare(name, arguments={"x-max-length": 0, "x-overflow": "reject-publish"})
     await operator.queue_bind(name, f"{namespace}.mesh", address)
@@ -64,7 +64,7 @@ async def test_sixty_missing_reply_queues_hold_up_nobody(
         bad = [await desk.ask("doubler", number, reply_to=f"desk.private.{number}") for number in range(60)]
         sane = await desk.ask("doubler", 21)
         assert await desk.reply(sane) == Ok(42)
-        assert not steps(live, Step.REPLY_UNROUTABLE), "answered before any address is given up"
+        assert not steps(live, Step.REPLY_UNROUTABLE), "an address was given up before this reply"
         await live.events.until(lambda: acked(live) >= {*bad, sane})
         assert live.worker.site.slots.free == 4
         if live.store is not None:
@@ -127,7 +127,9 @@ async def test_without_a_database_only_so_many_replies_wait(
         await live.events.until(lambda: acked(live) == steps(live, Step.REPLY_DROPPED))
         sane = await desk.ask("doubler", 21)
         assert await desk.reply(sane) == Ok(42)
-        assert acked(live) <= {*steps(live, Step.REPLY_DROPPED), sane}, "only this process has the other replies"
+        assert acked(live) <= {*steps(live, Step.REPLY_DROPPED), sane}, (
+            "acked a request whose only reply is in this process"
+        )
 
 
 async def test_a_request_that_comes_again_with_a_full_reply_queue_is_acked(
@@ -138,7 +140,8 @@ async def test_a_request_that_comes_again_with_a_full_reply_queue_is_acked(
         assert await desk.reply(task_id) == Ok(42)
         await full_queue(operator, namespace, "desk.private.full")
         await live.events.wait(Step.MARK, Phase.AFTER, task_id=task_id)
-        while task_id in live.worker.segments.live:  # it is leaving: a new request is acked once it has a row
+        # until it has left, because a new request is acked only once it has a row
+        while task_id in live.worker.segments.live:
             await asyncio.sleep(0.01)
         before = len(live.events.of(Step.ACK, Phase.AFTER, task_id))
         await desk.ask("doubler", 21, reply_to="desk.private.full", task_id=task_id)

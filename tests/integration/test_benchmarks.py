@@ -1,7 +1,7 @@
-"""The benchmarks measure what they say.
+"""The benchmarks measure what they claim.
 
-That of the store compares like with like: the floor leaves the same rows as Meshpoint, at every step. That of
-restores gets every checkpoint from where it means to.
+The store benchmark compares equal work: its floor leaves the same rows as Meshpoint at every step.
+The restore benchmark reads each checkpoint from the intended source.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TABLES = {
     "agent_parallel_invocations": "logical_task_id",
 }
 _COARSE = 600.0
-"""Instants are rounded to this many seconds: a busy machine may take minutes."""
+"""Times are rounded to this many seconds, because a busy machine may take minutes."""
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ async def floor(postgres_url: str) -> AsyncIterator[Floor]:
 
 @pytest.fixture(params=[1, 3])
 def jobs(request: pytest.FixtureRequest) -> list[Job]:
-    """Tasks with one call each, or three: the same for both, one after the other in the same tables."""
+    """Tasks with one or three calls, the same for both contenders, which share the tables in turn."""
     return job.jobs(request.param, 2)
 
 
@@ -150,7 +150,7 @@ async def test_no_checkpoint_is_lost_whatever_becomes_of_redis(restorer: Restore
 
 
 async def tables(url: str) -> dict[str, list[Row]]:
-    """What is in the tables, as far as it does not depend on the moment or on blanks in JSON."""
+    """Contents of the tables, apart from exact times and white space in JSON."""
     connection = await asyncpg.connect(url)
     try:
         return {
@@ -162,7 +162,7 @@ async def tables(url: str) -> dict[str, list[Row]]:
 
 
 def plain(row: Row) -> Row:
-    """Instants in tens of minutes from the row's first one, bytes opened, JSON read."""
+    """Times in tens of minutes since the row's first one, bytes decompressed, JSON parsed."""
     began = row.get("checkpointed_at") or row.get("created_at") or 0.0
     return {column: _plain(value, began) for column, value in row.items()}
 

@@ -1,4 +1,4 @@
-"""A damaged row of due work: it is put off, with a log, and the others are worked on."""
+"""Due work with a damaged row is postponed and logged, and other due work proceeds."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ async def test_rows_are_free_again_before_each_is_worked_on_alone(
 
 @pytest.fixture
 def said(store: SqlStore) -> Iterator[list[str]]:
-    """Every statement of a transaction, in order."""
+    """Collect every statement of a transaction, in order."""
     statements: list[str] = []
     engine = store._database.writing_engine
 

@@ -44,7 +44,7 @@ async def press(ctx: TaskExecutionContext, city: str) -> str:
 
 
 GATES: list[tuple[asyncio.Event, asyncio.Event]] = []
-"""For each test: set when `gate` is asked, and when it may answer."""
+"""Per test: an event set when `gate` is called, and an event that lets it answer."""
 
 
 @agent("gate")
@@ -57,7 +57,7 @@ async def gate(ctx: TaskExecutionContext, city: str) -> str:
 
 @agent("careful")
 async def careful(ctx: TaskExecutionContext, city: str) -> str:
-    """Meets the error of its subtask again after the pause."""
+    """Fail with the same subtask error again after the pause."""
     try:
         await ctx.subtask("publish", publish, city)
     except ConnectionError as error:
@@ -67,7 +67,7 @@ async def careful(ctx: TaskExecutionContext, city: str) -> str:
 
 
 def previous_format(content: bytes, marker: bytes = b"\x00") -> bytes:
-    """A copy as the previous release wrote it, behind a digest that anyone can compute."""
+    """A copy as the previous release wrote it, with a digest that anyone can compute."""
     body = marker + content
     return blake2b(body, digest_size=16).hexdigest().encode() + b"\n" + body
 

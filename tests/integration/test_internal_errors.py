@@ -1,4 +1,4 @@
-"""A bug in Meshpoint's own code, on real servers: the replica lives, and no request or task is lost."""
+"""A bug in Meshpoint's own code, on real servers, costs no replica, request or task."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ from meshpoint.model.outcomes import Failed, FailureKind, Ok, Outcomes
 
 FRONT = AgentName("front")
 EARLY = range(4)
-"""Inputs of the tasks that wait for the peer when the bug appears."""
+"""Inputs of the tasks that wait for the peer when the bug occurs."""
 SPARE = 100
 gates: list[asyncio.Event] = []
 
 
 class Front:
-    """Asks its peer twice and takes the first answer. With a negative number, holds its slot until the gate opens."""
+    """Calls its peer twice and takes the first answer.
+
+    A negative number holds the slot until the gate opens.
+    """
 
     name, state_format = FRONT, "front/1"
 
@@ -47,7 +50,7 @@ class Front:
 
 
 class Bug:
-    """An internal call that raises for the next `left` times."""
+    """An internal method that raises for the next `left` calls."""
 
     def __init__(self, patch: pytest.MonkeyPatch, owner: type, method: str, bites: Callable[..., bool]) -> None:
         self.left = 0
@@ -88,7 +91,7 @@ class Scene:
         return found[0] if found else None
 
     def called(self, number: int) -> str:
-        """The id of the peer's task for this input."""
+        """Id of the peer's task for this input."""
         found: str = self._call(number).correlation_id
         return found
 
@@ -102,7 +105,7 @@ async def _a_request_takes_a_slot(scene: Scene) -> None:
 
 
 async def _tasks_become_ready(scene: Scene) -> None:
-    """Two tasks become ready while another one holds the only slot; then it comes free."""
+    """Two tasks become ready while another one holds the only slot, which then becomes free."""
     gates.append(asyncio.Event())
     holding = await scene.desk.ask(FRONT, -1)
     await scene.live.events.wait(Step.SEGMENT, Phase.BEFORE, task_id=holding)
@@ -133,7 +136,7 @@ async def _requests_come_too_late(scene: Scene) -> None:
 
 
 async def _calls_are_cancelled(scene: Scene) -> None:
-    """The first answers to two tasks make their other calls needless."""
+    """The first answers to two tasks make their other calls obsolete."""
     scene.arm()
     for number in (0, 1):
         await scene.answer(number)
@@ -186,7 +189,7 @@ async def test_the_replica_lives_and_answers_everybody(
     async with serving(Front(), amqp_url, namespace, postgres_url, max_concurrency=1) as live:
         early = [await desk.ask(FRONT, number) for number in EARLY]
         scene = Scene(live, desk, played, early, partial(setattr, bug, "left", times))
-        for task_id in early:  # they wait for the peer, and their requests are settled
+        for task_id in early:  # they wait for the peer, and their requests are acked
             await live.events.wait(Step.ACK, Phase.AFTER, task_id=task_id)
         await _while_it_lives(live, happens(scene))
         await _while_it_lives(live, bug.spent.wait())
@@ -200,18 +203,18 @@ async def test_the_replica_lives_and_answers_everybody(
         for task_id in [*early, late]:
             assert len({repr(each) for each in desk.replies(task_id)}) == 1
     for address in (requests_of(FRONT), nested_of(FRONT), responses_of(FRONT)):
-        assert await desk.depth(address) == 0, "everything was settled"
+        assert await desk.depth(address) == 0, "unsettled messages are left"
 
 
 async def _while_it_lives(live: Live, step: Any) -> Any:
-    """The result of `step`, or the error that ended the replica meanwhile."""
+    """Wait for `step`; if the replica ends meanwhile, raise its error."""
     doing = asyncio.ensure_future(step)
     try:
         await asyncio.wait({doing, live.task}, return_when=asyncio.FIRST_COMPLETED)
         if live.task.done():
             await live.task
             pytest.fail("the replica ended")
-        assert doing.done(), "it took too long"
+        assert doing.done(), "the step timed out"
         return doing.result()
     finally:
         doing.cancel()

@@ -1,4 +1,7 @@
-"""Processes of isolated runs, and the template that forks them. The test agent acts at import time."""
+"""Processes of isolated runs, and the template that forks them.
+
+The test agent acts at import time.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ class Stage:
     told: asyncio.StreamReader
 
     async def start(self, how: str = "") -> tuple[ChildProcess, dict[str, Any]]:
-        """Start a process. Returns it, and the facts its agent reported."""
+        """Start a process. Returns it with the facts its agent reported."""
         (self.folder / "how").write_text(how)
         run = Run(TaskId(new_id()), AgentName("ward"), RunId(new_id()))
         process = await self.processes.start(run, lambda: None)

@@ -1,4 +1,4 @@
-"""A memory comes back from L1, from the snapshot in Redis or from the database; damage to any of them is found."""
+"""A memory is recovered from L1, the Redis snapshot or the database; damage to any is detected."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ITEMS = tuple(Item(key, kind, content) for key, (kind, content) in CONTENT.items
 
 @dataclass
 class Place:
-    """One task's memory, in all three places, and the servers behind their backs."""
+    """One task's memory in all three places, and direct connections to the servers."""
 
     l1: RedisWorkingMemory
     snapshots: RedisSnapshotStore
@@ -56,7 +56,7 @@ class Place:
     told: list[str] = field(default_factory=list)
 
     async def recover(self) -> RecoveredMemory:
-        """What the next run of the task does first."""
+        """Recover, as the task's next run does first."""
         self.owner = Owner(self.owner.agent_id, RunId(new_id()), self.owner.fence + 1)
         strategy = DualRecoveryStrategy(
             self.l1, self.snapshots, lambda _, what, why: self.told.append(f"{what} {why}")
@@ -67,16 +67,16 @@ class Place:
         return await self.store.l1_snapshot(self.run.task_id, AGENT)
 
     async def held(self) -> dict[str, tuple[Kind, Content]]:
-        """What L1 has."""
+        """Contents of L1."""
         return {item.key: (item.kind, item.content) for item in (await self.l1.read(self.owner.agent_id)).items}
 
     def key(self, name: str) -> str:
-        """Where L1 keeps a value."""
+        """L1's key for a value."""
         return f"{self.namespace}:L1:{{{self.owner.agent_id}}}:working:{name}"
 
     @property
     def chunks(self) -> str:
-        """Where the snapshot in Redis is."""
+        """Key of the snapshot in Redis."""
         return f"{self.namespace}:l1_snapshot:{{{self.owner.agent_id}}}"
 
     @property

@@ -1,4 +1,4 @@
-"""A replica whose working memory cannot be reached does not start: its tasks would hang."""
+"""A replica that cannot reach its working memory does not start, because its tasks would hang."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_a_memory_that_answers_does_not(redis_url: str) -> None:
 
 @pytest.fixture
 async def restricted(own_redis: RedisServer) -> AsyncIterator[Callable[..., Awaitable[str]]]:
-    """Returns the URL of a user with the given rights."""
+    """Factory for users with the given rights; returns their URL."""
     async with Redis.from_url(own_redis.url) as admin:
 
         async def user(*rights: str) -> str:

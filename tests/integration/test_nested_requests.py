@@ -1,4 +1,4 @@
-"""Tasks in memory that call agents of their own process group, through a real RabbitMQ."""
+"""In-process tasks that call agents of their own process group, through a real RabbitMQ."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def pongs(ctx: TaskExecutionContext, depth: int) -> int:
 
 @agent("tree", version="1")
 async def branches(ctx: TaskExecutionContext, shape: list[int]) -> int:
-    """Leaves of a tree that branches `shape[0]` times, then `shape[1]` times, and so on."""
+    """Number of leaves of a tree that branches `shape[0]` times, then `shape[1]` times, and so on."""
     if not shape:
         return 1
     return sum(await ctx.gather(*[tree(shape[1:]) for _ in range(shape[0])]))
@@ -110,7 +110,7 @@ class Group:
 
 
 async def answers(client: Client, asked: str, inputs: Sequence[Any]) -> list[Any]:
-    """The outcomes of concurrent requests."""
+    """Outcomes of concurrent requests."""
     waiting = await asyncio.gather(*[client.send(asked, each) for each in inputs])
     return [(await each).outcome for each in waiting]
 
@@ -134,7 +134,7 @@ async def mesh(url: str, namespace: str, *agents: Any, **options: Any) -> AsyncI
 async def test_many_tasks_that_call_their_own_group_all_end(
     amqp_url: str, namespace: str, agents: list[Any], input_: Any, result: int
 ) -> None:
-    """More tasks than fit into memory: their requests wait, their children's requests do not."""
+    """With more tasks than fit into the process, root requests wait but nested requests do not."""
     async with mesh(amqp_url, namespace, *agents) as (client, _):
         outcomes = await answers(client, agents[0].name, [input_] * 200)
     assert outcomes == [Ok(result)] * 200
@@ -175,7 +175,7 @@ async def test_a_deep_recursion_needs_one_slot_only(amqp_url: str, namespace: st
 
 
 async def test_a_peer_of_an_older_release_is_asked_where_it_listens(amqp_url: str, namespace: str) -> None:
-    """It declares no queue of nested requests."""
+    """An older release declares no queue of nested requests."""
     async with mesh(amqp_url, namespace, asks_older) as (client, group):
         older = AgentName("older")
         its_own = RabbitMqBroker(amqp_url, namespace=namespace, publish_timeout=BUSY)
@@ -195,7 +195,7 @@ async def test_a_peer_of_an_older_release_is_asked_where_it_listens(amqp_url: st
 async def test_nested_requests_on_the_queue_of_all_requests_make_their_own_room(
     amqp_url: str, namespace: str
 ) -> None:
-    """As a caller of an older release sends them."""
+    """Callers of an older release send nested requests there."""
     limits = {"max_in_memory": 2, "max_concurrency": 1}
     async with mesh(amqp_url, namespace, counts_down, **limits) as (client, group):
         waiting = []

@@ -27,7 +27,7 @@ silent = Peer("silent", int, int, timeout=timedelta(seconds=2))
 
 @agent("asker")
 async def asker(ctx: TaskExecutionContext, number: int) -> str:
-    """Asks a peer that never answers."""
+    """Call a peer that never answers."""
     try:
         await ctx.call(silent(number))
     except PeerFailed as error:
@@ -44,14 +44,14 @@ async def desk(rabbit_server: RabbitServer, namespace: str) -> AsyncIterator[Des
 
 @pytest.fixture
 async def thief(rabbit_server: RabbitServer) -> AsyncIterator[AbstractConnection]:
-    """A connection that locks a queue's name for itself."""
+    """A connection that takes a queue's name for itself."""
     connection = await aiormq.connect(rabbit_server.url)
     yield connection
     await connection.close()
 
 
 async def lock(thief: AbstractConnection, name: str) -> None:
-    """Take the name of a queue, whose place is free or becomes free."""
+    """Replace the queue with an exclusive one of the same name."""
     channel = await thief.channel()
     await channel.queue_delete(name)
     await channel.queue_declare(name, exclusive=True)
@@ -86,7 +86,7 @@ async def test_deadlines_are_enforced_after_the_private_queue_was_lost(
         assert await desk.reply(await desk.ask("asker", 2)) == Ok("timeout")
         assert not live.broker.consuming(PRIVATE)
         assert not live.broker.connected
-        await thief.close()  # the name is free again
+        await thief.close()  # frees the name
         while not live.broker.connected:
             await asyncio.sleep(0.01)
 

@@ -1,4 +1,4 @@
-"""RabbitMQ and the network misbehave; messages do not get lost and consumers come back."""
+"""When RabbitMQ or the network fails, no message is lost and consumers reconnect."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_a_restarted_broker_finds_its_consumers_and_messages_again(
     await broker.declare(AGENT, replica)
     await broker.consume(REQUESTS, 2, inbox)
     await broker.consume(private_of(AGENT, replica), 2, private)
-    # Killed only in the second round: RabbitMQ loses a quorum queue that is made just before it is killed.
+    # Kill only in the second round: RabbitMQ loses a quorum queue declared just before a kill.
     for end in (own_rabbit.stop, own_rabbit.kill):
         await send(broker, REQUESTS, a_message(b"held"), a_message(b"held too"), a_message(b"waiting"))
         lost = await inbox.take(2)
@@ -131,7 +131,7 @@ async def test_a_channel_that_the_broker_closes_late_does_not_cost_the_connectio
         proxy.hold_answers()
         await connection.close_quietly(opened.channel)
         proxy.resume()
-        await asyncio.wait({opened.channel.closing})  # the broker has answered
+        await asyncio.wait({opened.channel.closing})  # the broker has responded
         await send(broker, REQUESTS, a_message())
         assert await broker._publish_connection.ensure_connected() is wired
         assert proxy.connections == before
@@ -141,7 +141,7 @@ async def test_a_channel_that_the_broker_closes_late_does_not_cost_the_connectio
 async def test_deliveries_of_a_consumer_that_was_given_up_do_not_stop_its_connection(
     connect: Connect, own_rabbit: RabbitServer
 ) -> None:
-    """More of them are on their way than the library queues for a channel that nobody reads any more."""
+    """More deliveries arrive than the library queues for a channel that nothing reads any more."""
     async with Proxy(own_rabbit.url) as proxy:
         broker, inbox = await connect(proxy.url, publish_timeout=timedelta(seconds=1)), Inbox()
         subscription = await broker.consume(REQUESTS, 40, inbox)
@@ -149,7 +149,8 @@ async def test_deliveries_of_a_consumer_that_was_given_up_do_not_stop_its_connec
         assert given_up is not None
         proxy.hold_answers()
         await send(await connect(), REQUESTS, *[a_message() for _ in range(40)])
-        await subscription.resize(80)  # gives up: no answer in time
+        # gives up the consumer, because the broker does not respond in time
+        await subscription.resize(80)
         await asyncio.wait({given_up.channel.closing})
         proxy.resume()
         for _ in range(40):
@@ -163,7 +164,7 @@ async def test_deliveries_of_a_consumer_that_was_given_up_do_not_stop_its_connec
 async def test_a_caller_that_is_cancelled_before_the_broker_answers_costs_no_delivery(
     connect: Connect, own_rabbit: RabbitServer, step: str
 ) -> None:
-    """The library closes the channel of a cancelled call, and the broker would requeue what is un-acked there."""
+    """The library closes a cancelled call's channel, which would requeue its unacked messages."""
     async with Proxy(own_rabbit.url) as proxy:
         broker, inbox = await connect(proxy.url), Inbox()
         subscription = await broker.consume(REQUESTS, 2, inbox)
@@ -200,7 +201,7 @@ async def test_what_the_broker_does_not_answer_ends_with_the_connection(
 
 
 async def _sent(subscription: RabbitSubscription) -> None:
-    """Wait until it is asking the broker for something."""
+    """Wait until a request to the broker is in progress."""
     assert subscription._consumer is not None
     while not subscription._consumer._adjust_lock.locked():
         await asyncio.sleep(0)
@@ -214,7 +215,7 @@ async def test_a_consumer_given_up_while_it_begins_takes_nothing(
 
     async def given_up(intake: Consumer, limit: int) -> None:
         await adjust(intake, limit)
-        beginning.cancel()  # just as the broker's answer arrives
+        beginning.cancel()  # just as the broker's response arrives
         await asyncio.sleep(0)
 
     with monkeypatch.context() as patch:
@@ -253,7 +254,7 @@ async def test_a_closed_connection_leaves_no_task_behind_when_the_broker_takes_n
     async with Proxy(own_rabbit.url) as proxy:
         wired = await connection.connect(proxy.url)
         proxy.silence()
-        wired.transport.write(bytes(50_000_000))  # more than the sockets hold
+        wired.transport.write(bytes(50_000_000))  # more than the socket buffers hold
 
         await wired.close()
 
@@ -429,7 +430,10 @@ async def test_a_message_is_not_unroutable_while_its_queue_is_there(
 
 
 async def test_a_look_that_is_given_up_ends_no_connection(connect: Connect, own_rabbit: RabbitServer) -> None:
-    """The broker closes the channel of a lookup for a missing queue; a cancelled call must not close it too."""
+    """The broker closes the channel of a lookup for a missing queue.
+
+    A cancelled call must not close it too.
+    """
     async with Proxy(own_rabbit.url) as proxy:
         broker, inbox = await connect(proxy.url), Inbox()
         await broker.declare(AGENT)
@@ -447,7 +451,7 @@ async def test_a_look_that_is_given_up_ends_no_connection(connect: Connect, own_
 
 
 async def test_a_broker_that_hangs_up_is_away() -> None:
-    """aiormq ends such an attempt to connect with `StopAsyncIteration`."""
+    """aiormq then fails to connect with `StopAsyncIteration`."""
     with pytest.raises(BrokerUnavailable), translate_errors("connecting"):
         raise StopAsyncIteration
 
@@ -476,7 +480,7 @@ async def test_a_deleted_queue_is_declared_and_consumed_again(
 async def test_a_queue_of_other_settings_is_used_as_it_is(
     connect: Connect, caplog: pytest.LogCaptureFixture, namespace: str
 ) -> None:
-    """An upgrade never stops at a queue with other arguments."""
+    """An upgrade must never stop at a queue with other arguments."""
     await connect(delivery_limit=20)
     broker, inbox = await connect(delivery_limit=30, max_length=7), Inbox()
     await broker.declare(AGENT)
@@ -540,7 +544,7 @@ async def test_consuming_what_nobody_declared(connect: Connect) -> None:
 
 
 async def test_users_make_the_connections_of_aio_pika_themselves(connect: Connect) -> None:
-    """To instrument them, or to set what a URL cannot say."""
+    """Users do so to instrument connections, or to set options that a URL cannot express."""
     made: list[aio_pika.Connection] = []
 
     class Instrumented(aio_pika.Connection):

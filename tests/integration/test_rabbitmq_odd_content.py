@@ -85,7 +85,7 @@ async def test_what_cannot_be_decoded_ends_alone_among_the_dead_letters(
 async def test_dead_letters_that_cannot_be_decoded_are_read_and_stay(
     opened: Open, rabbit_server: RabbitServer, namespace: str
 ) -> None:
-    """Moved there by the broker, or by an older release."""
+    """They were moved there by the broker, or by an older release."""
     broker, inbox = await opened(), Inbox()
     for name, encoded in UNDECODABLE.items():
         await publish_raw(rabbit_server.url, f"{namespace}.mesh", DEAD, encoded, name.encode())

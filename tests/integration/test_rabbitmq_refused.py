@@ -130,7 +130,8 @@ async def test_frames_that_the_broker_refuses_cost_the_connection_once(opened: O
     broker, inbox = await opened(), Inbox()
     await broker.consume(REQUESTS, 100, inbox)
     key, fine = short_string(REQUESTS), a_message(b"fine")
-    broken = b"\x20\x00" + b"\x00\x00\x00\x03" + b"\x01x?"  # a header of a type that does not exist
+    # a header of a type that does not exist
+    broken = b"\x20\x00" + b"\x00\x00\x00\x03" + b"\x01x?"
     from meshpoint.adapters.rabbitmq.envelope import to_properties
 
     parcels = [OutboundMessage(key, fine.message_id, to_properties(fine, "guest"), b"fine") for _ in range(5)]
@@ -156,7 +157,7 @@ async def until_published(broker: RabbitMqBroker, address: Address, message: obj
 async def test_an_exchange_that_was_deleted_is_declared_again_by_the_next_publish(
     opened: Open, operator: aiormq.abc.AbstractChannel, namespace: str
 ) -> None:
-    """With everything that was bound to it, also by others."""
+    """All bindings are restored with it, other agents' bindings included."""
     broker, other, inbox, foreign = await opened(), await opened(STRANGER), Inbox(), Inbox()
     await broker.consume(REQUESTS, 10, inbox)
     await other.consume(requests_of(STRANGER), 10, foreign)
@@ -176,7 +177,7 @@ async def test_idle_replicas_declare_again_what_was_deleted(
     broker, private = await opened(), Inbox()
     await broker.consume(PRIVATE, 1, private)
     await operator.exchange_delete(f"{namespace}.mesh")
-    while True:  # a stranger who only knows the names
+    while True:  # an outside sender that knows only the names
         channel = await operator.connection.channel()
         try:
             for key in (f"{AGENT}.broadcast", DEAD):
@@ -265,7 +266,7 @@ async def test_dead_letters_drop_their_oldest(opened: Open) -> None:
 async def test_dead_letters_that_are_refused_are_left_to_the_broker(
     opened: Open, operator: aiormq.abc.AbstractChannel, namespace: str
 ) -> None:
-    """An operator's queue that is full holds up no consumer."""
+    """A full queue that belongs to an operator must not delay consumers."""
     arguments = {"x-queue-type": "quorum", "x-max-length": 1, "x-overflow": "reject-publish"}
     await operator.queue_declare(f"{namespace}.{DEAD}", durable=True, arguments=arguments)
     broker, inbox = await opened(publish_timeout=timedelta(seconds=5)), Inbox()
@@ -294,7 +295,7 @@ class Ears:
 async def test_a_result_beyond_the_limit_of_the_broker_is_answered(
     opened: Open, own_rabbit: RabbitServer, namespace: str, tmp_path: Path, durable: bool
 ) -> None:
-    """As a failure, each time it is requested; and other results still arrive."""
+    """Each request for it fails with an answer, and other results still arrive."""
     url = f"sqlite:///{tmp_path / 'tasks.db'}"
     settings = AgentSettings(
         name="echo",

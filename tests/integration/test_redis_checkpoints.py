@@ -1,4 +1,4 @@
-"""Copies of checkpoints on a real Redis, which may hold garbage, forget everything, be silent or be away."""
+"""Copies of checkpoints on a real Redis that may hold garbage, lose everything, hang or be down."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WEEK = timedelta(days=7)
 
 
 class Now:
-    """A clock in seconds that a test moves."""
+    """A clock in seconds that a test advances."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -48,7 +48,7 @@ def limits() -> Limits:
 
 @pytest.fixture
 async def raw(redis_url: str) -> AsyncIterator[Redis]:
-    """Redis behind the cache's back."""
+    """Direct connection to Redis."""
     async with Redis.from_url(redis_url) as client:
         yield client
 
@@ -96,9 +96,6 @@ def a_checkpoint(seq: int = 1, *, size: int = 0, operation_id: str | None = None
 
 def key_of(namespace: str, checkpoint: AgentCheckpoint) -> str:
     return f"{namespace}:checkpoint:{checkpoint.operation_id}:{checkpoint.agent}"
-
-
-# ── what is kept ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("size", [0, 5_000, 1_000_000])
@@ -190,15 +187,12 @@ async def test_many_at_once_share_a_few_connections(distant: RedisCheckpointCach
     assert proxy.connections <= 4
 
 
-# ── garbage ────────────────────────────────────────────────────────────────────────────────────────
-
-
 class Sealed(bytes):
-    """Content that is written with the right key, but is no checkpoint."""
+    """Content written with the right key that is not a checkpoint."""
 
 
 def unkeyed(copy: bytes) -> bytes:
-    """`copy` behind a digest that needs no key."""
+    """`copy` with a digest that needs no key."""
     body = copy[CODE_BYTES:]
     return blake2b(body, digest_size=CODE_BYTES).digest() + body
 
@@ -245,7 +239,7 @@ async def test_garbage_is_found(
 
 
 async def test_an_empty_value_counts_as_missing(cache: RedisCheckpointCache, raw: Redis, namespace: str) -> None:
-    """Redis reads both alike, and asking which it is would cost each miss another request."""
+    """Redis reads both alike, and telling them apart would cost each miss another request."""
     checkpoint = a_checkpoint()
     await cache.put(checkpoint)
     await raw.set(key_of(namespace, checkpoint), b"")
@@ -292,7 +286,7 @@ async def test_a_copy_of_another_mesh_is_found(cache: RedisCheckpointCache, raw:
 
 
 async def expect_garbage(cache: RedisCheckpointCache, checkpoint: AgentCheckpoint, key: str) -> None:
-    """One line that names the key; and the next `put` heals it at once."""
+    """Expect one log line that names the key, and a `put` that repairs it."""
     with pytest.raises(CheckpointError) as caught:
         await cache.get(checkpoint.operation_id, AGENT)
     assert str(caught.value).startswith(f"{key}: ")
@@ -304,9 +298,6 @@ async def expect_garbage(cache: RedisCheckpointCache, checkpoint: AgentCheckpoin
 async def test_what_is_no_json_is_refused(cache: RedisCheckpointCache) -> None:
     with pytest.raises(CheckpointError, match="surrogates"):
         await cache.put(a_checkpoint().model_copy(update={"subject": "\ud800"}))
-
-
-# ── Redis away ─────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_redis_that_was_wiped_has_no_copies(own_redis: RedisServer) -> None:

@@ -1,4 +1,4 @@
-"""Working memories on a real Redis, which may forget anything, be cut off at any byte, or die."""
+"""Working memories on a real Redis, which may lose anything, break at any byte, or die."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EVERY_KIND = (
 
 @pytest.fixture
 async def raw(redis_url: str) -> AsyncIterator[Any]:
-    """Redis behind the memory's back."""
+    """Direct connection to Redis."""
     async with Redis.from_url(redis_url) as client:
         yield client
 
@@ -58,7 +58,7 @@ async def wire(redis_url: str) -> AsyncIterator[Wire]:
 
 @pytest.fixture
 async def distant(wire: Wire, namespace: str) -> AsyncIterator[RedisWorkingMemory]:
-    """The memory by way of `wire`; after a failure Redis is asked again at once."""
+    """A memory behind `wire` that retries Redis immediately after a failure."""
     memory = RedisWorkingMemory(wire.url, make_timeout=NEVER, namespace=namespace, retry_after=timedelta(0))
     yield memory
     await memory.close()
@@ -90,9 +90,6 @@ def small(count: int) -> list[Item]:
 
 async def nothing_staged(raw: Any, namespace: str) -> bool:
     return not await raw.keys(path(namespace, "restore", "*"))
-
-
-# ── what is kept ───────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_memory_is_what_was_put_in_it(memory: RedisWorkingMemory) -> None:
@@ -280,9 +277,6 @@ async def test_a_refused_command_is_named_and_those_before_it_are_done(memory: R
     assert held.version == version + 1
 
 
-# ── times ──────────────────────────────────────────────────────────────────────────────────────────
-
-
 async def test_a_key_has_a_time_of_its_own(memory: RedisWorkingMemory, raw: Any, namespace: str) -> None:
     await memory.replace(FIRST, [])
     key = path(namespace, "working", "k")
@@ -363,9 +357,6 @@ async def test_the_memory_lives_from_its_last_write_and_longer_once_paused(
     assert await rest() == active
     await memory.retain(FIRST, paused=True)
     assert await rest() == active
-
-
-# ── owners ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_zombie_changes_nothing(memory: RedisWorkingMemory, raw: Any, namespace: str) -> None:
@@ -490,9 +481,6 @@ async def test_a_zombies_restore_that_was_staged_does_not_come_through(
     assert await nothing_staged(raw, namespace)
 
 
-# ── what was lost is noticed ───────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("command", [do("GET", "a"), do("SET", "a", 1), do("DEL", "a"), do("TYPE", "a")])
 async def test_an_evicted_key_is_noticed(
     memory: RedisWorkingMemory, raw: Any, namespace: str, command: Command
@@ -526,7 +514,7 @@ async def test_a_wiped_redis_is_noticed(own_redis: RedisServer) -> None:
 
 
 async def expect_all_lost(memory: RedisWorkingMemory, version: int) -> None:
-    """Noticed by each method; then the memory is restored."""
+    """Each method notices the loss; then the memory is restored."""
     for commands in ([do("GET", "text")], [do("SET", "text", 1)], []):
         with pytest.raises(MemoryLost, match="all of it"):
             await memory.execute(FIRST, commands)
@@ -587,11 +575,8 @@ async def test_a_value_of_a_kind_that_no_memory_has_is_lost(
     assert (await memory.read(A)).lost == ("a",)
 
 
-# ── one instant ────────────────────────────────────────────────────────────────────────────────────
-
-
 class Gap:
-    """Does something after the `at`-th round trip of a call, and after each later one for `times`."""
+    """Runs `then` after the `at`-th round trip of a call, and after later ones, `times` in all."""
 
     def __init__(
         self, patch: pytest.MonkeyPatch, *, at: int, then: Callable[[], Awaitable[None]], times: int = 1
@@ -713,11 +698,8 @@ async def test_batches_are_done_one_after_the_other(memory: RedisWorkingMemory) 
     assert all(each == [each[0], each[0], b"%d" % each[0], each[0]] for each in done)
 
 
-# ── round trips, and scripts that Redis forgot ─────────────────────────────────────────────────────
-
-
 async def test_what_is_said_to_be_one_round_trip_is_one(distant: RedisWorkingMemory, wire: Wire) -> None:
-    await distant.replace(FIRST, EVERY_KIND)  # connects, and makes the scripts known
+    await distant.replace(FIRST, EVERY_KIND)  # connects, and loads the scripts
     version = (await distant.read(A)).version
     await answers(distant, do("GET", "text"))
     await distant.keys(FIRST)
@@ -776,8 +758,6 @@ async def test_scripts_may_be_forgotten_at_any_time(
     await memory.close()
 
 
-# ── broken off ─────────────────────────────────────────────────────────────────────────────────────
-
 OLD = (Item("a", Kind.STRING, b"old"), Item("l", Kind.LIST, (b"old",) * 3), Item("gone", Kind.STRING, b"old"))
 NEW = (
     Item("a", Kind.STRING, b"new"),
@@ -815,7 +795,7 @@ async def test_a_restore_that_is_cut_at_any_byte_leaves_the_old_or_the_new(
         assert (contents(held), held.run_id) in [(given(OLD), "run-1"), (given(NEW), "run-1b")]
         assert held.lost == ()
         seen.append(held.run_id)
-    assert seen == sorted(seen)  # old up to the swap, new after it
+    assert seen == sorted(seen)  # old before the swap, new after it
     assert set(seen) == {"run-1", "run-1b"}
     assert contents(await distant.replace(SECOND, NEW)) == given(NEW)
 
@@ -826,7 +806,7 @@ SECOND_AS_FIRST = Owner(A, RunId("run-1b"), 1)
 async def test_a_restore_whose_answer_is_lost_is_done(
     memory: RedisWorkingMemory, distant: RedisWorkingMemory, wire: Wire
 ) -> None:
-    await distant.replace(FIRST, NEW)  # connects, and makes the scripts known
+    await distant.replace(FIRST, NEW)  # connects, and loads the scripts
     await memory.replace(FIRST, OLD)
     wire.lose_answers()
     with pytest.raises(MemoryUnavailable):
@@ -839,7 +819,7 @@ async def test_a_write_whose_answer_is_lost_is_done_once(
     memory: RedisWorkingMemory, distant: RedisWorkingMemory, wire: Wire
 ) -> None:
     await distant.replace(FIRST, [])
-    await answers(distant, do("SET", "n", 0))  # makes the script known
+    await answers(distant, do("SET", "n", 0))  # loads the script
     wire.lose_answers()
     with pytest.raises(MemoryUnavailable):
         await answers(distant, do("INCRBY", "n", 1))
@@ -906,7 +886,7 @@ async def test_a_restore_that_lost_its_last_step_is_not_swapped_in(
 
 
 class Late:
-    """Holds back what is sent next, of which nobody hears, until it `lands` after all."""
+    """Holds back the next requests, which fail for the caller, until `lands` sends them."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch, self._send = patch, script_calls._send
@@ -932,7 +912,7 @@ class Late:
 async def test_a_replace_that_comes_late_undoes_nothing(
     distant: RedisWorkingMemory, monkeypatch: pytest.MonkeyPatch, before: str, items: Sequence[Item]
 ) -> None:
-    """The same run has tried again and written since."""
+    """The same run has retried and written since."""
     late, seen = Late(monkeypatch), 0
     if before != "nothing":
         seen = (await distant.replace(FIRST if before == "another run's" else SECOND, OLD)).version
@@ -1013,9 +993,6 @@ async def test_a_redis_killed_at_any_step_of_a_restore_has_the_old_or_the_new(
         assert held.lost == ()
         await memory.forget(FIRST if held.run_id == "run-1" else SECOND)
         await memory.close()
-
-
-# ── away ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_silent_redis_costs_one_timeout(redis_url: str, namespace: str) -> None:

@@ -1,4 +1,4 @@
-"""Snapshots of working memories on a real Redis, which may forget anything, be cut off at any byte, or die."""
+"""Memory snapshots on a real Redis, which may lose anything, break at any byte, or die."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TWO_WEEKS = 14 * 24 * 3600 * 1000
 
 @pytest.fixture
 async def raw(redis_url: str) -> AsyncIterator[Any]:
-    """Redis behind the store's back."""
+    """Direct connection to Redis."""
     async with Redis.from_url(redis_url) as client:
         yield client
 
@@ -42,7 +42,7 @@ async def wire(redis_url: str) -> AsyncIterator[Wire]:
 
 @pytest.fixture
 async def distant(wire: Wire, namespace: str) -> AsyncIterator[RedisSnapshotStore]:
-    """The store by way of `wire`; after a failure Redis is asked again at once."""
+    """A store behind `wire` that retries Redis immediately after a failure."""
     snapshots = RedisSnapshotStore(
         wire.url, make_timeout=NEVER, namespace=namespace, secret=copy_key, retry_after=timedelta(0)
     )
@@ -59,12 +59,9 @@ def meta_of(namespace: str) -> str:
 
 
 def a_snapshot(order: int = 1, *, chunks: int = 3, digest: str = "") -> Packed:
-    """A snapshot whose every part tells its order."""
+    """A snapshot whose every part contains its order."""
     parts = tuple(b"\x00\xff%d of %d" % (number, order) for number in range(chunks))
     return Packed(digest or f"1:{order}", order, b"\x28\xb5%d" % order, parts)
-
-
-# ── what is kept ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 3, 9_000])
@@ -91,7 +88,7 @@ async def test_there_is_no_snapshot_of_another_memory(snapshots: RedisSnapshotSt
 
 async def test_the_highest_order_stays(snapshots: RedisSnapshotStore) -> None:
     assert await snapshots.put(A, a_snapshot(9))
-    assert await snapshots.put(A, a_snapshot(10, chunks=1))  # as numbers, not as text
+    assert await snapshots.put(A, a_snapshot(10, chunks=1))  # compared as numbers, not as text
     assert not await snapshots.put(A, a_snapshot(9))
     assert await snapshots.get(A) == a_snapshot(10, chunks=1)
     assert await snapshots.put(A, a_snapshot(10, chunks=1))
@@ -132,7 +129,7 @@ async def test_a_forgotten_snapshot_leaves_no_key(snapshots: RedisSnapshotStore,
 async def test_a_forged_snapshot_is_found(
     snapshots: RedisSnapshotStore, raw: Any, namespace: str, field: str
 ) -> None:
-    """A snapshot written without the key, or an authentic one with a changed field."""
+    """Forgeries: a snapshot written without the key, or an authentic one with a changed field."""
     await snapshots.put(A, a_snapshot(1))
     old = await raw.hget(meta_of(namespace), "manifest")
     await snapshots.put(A, a_snapshot(2))
@@ -140,7 +137,8 @@ async def test_a_forged_snapshot_is_found(
     await raw.hset(meta_of(namespace), field, forged)
     with pytest.raises(ConsistencyError, match="not authentic"):
         await snapshots.get(A)
-    await raw.hset(meta_of(namespace), mapping={"manifest": old})  # authentic, and of another snapshot
+    # authentic, but from another snapshot
+    await raw.hset(meta_of(namespace), mapping={"manifest": old})
     with pytest.raises(ConsistencyError, match="not authentic"):
         await snapshots.get(A)
 
@@ -178,9 +176,6 @@ async def test_scripts_may_be_forgotten_at_any_time(own_redis: RedisServer, monk
             assert await snapshots.put(A, a_snapshot(order, chunks=order))
             assert await snapshots.get(A) == a_snapshot(order, chunks=order)
     await snapshots.close()
-
-
-# ── damage ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_chunks_with_damage_are_passed_on(snapshots: RedisSnapshotStore, raw: Any, namespace: str) -> None:
@@ -233,9 +228,6 @@ async def test_what_is_no_snapshot_is_told_and_healed_by_the_next(
     assert await snapshots.get(A) == a_snapshot(2)
 
 
-# ── broken off ─────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("pipeline", [100, 4_000_000])
 async def test_a_put_that_is_cut_at_any_byte_leaves_the_old_or_the_new(
     snapshots: RedisSnapshotStore,
@@ -262,7 +254,7 @@ async def test_a_put_that_is_cut_at_any_byte_leaves_the_old_or_the_new(
         found = await snapshots.get(A)
         assert found in [a_snapshot(50), new]
         seen.append(found == new)
-    assert not any(seen)  # the swap is what is sent last
+    assert not any(seen)  # the swap is sent last
     assert await distant.put(A, a_snapshot(50))  # connects
     wire.lose_answers()
     with pytest.raises(MemoryUnavailable):

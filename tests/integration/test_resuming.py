@@ -1,4 +1,4 @@
-"""Operations from outside: by the API and by the command line, on both databases."""
+"""Operations by an operator: through the API and the command line, on both databases."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAMESPACE = "test"
 
 
 def with_store(url: str, step: Callable[[CheckpointStore], Awaitable[TaskId]]) -> TaskId:
-    """What `step` returns, done on an open store."""
+    """Run `step` on an open store and return its result."""
 
     async def done() -> TaskId:
         store = SqlStore(url, namespace=NAMESPACE, tombstone_ttl=timedelta(hours=1))
@@ -49,7 +49,7 @@ def with_store(url: str, step: Callable[[CheckpointStore], Awaitable[TaskId]]) -
 
 
 def resumed(url: str, id_: str) -> ResumeRefused | None:
-    """How the API refused; None: it did not."""
+    """The API's refusal to resume, or None."""
 
     async def resume() -> ResumeRefused | None:
         async with Operations(url, namespace=NAMESPACE) as operations:

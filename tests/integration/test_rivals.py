@@ -1,4 +1,4 @@
-"""The benchmark's contenders do the whole job, or are told on."""
+"""The benchmark's contenders do all the work; if one fails, it is reported."""
 
 from __future__ import annotations
 

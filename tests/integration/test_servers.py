@@ -1,4 +1,4 @@
-"""The servers that the other tests stand on."""
+"""The servers that the other tests depend on."""
 
 from __future__ import annotations
 

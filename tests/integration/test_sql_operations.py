@@ -1,4 +1,4 @@
-"""What operations cost the database: what is left, what is sent, what is read."""
+"""The cost of operations in the database: leftover rows, statements and bytes read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from meshpoint.testing.conformance.build_memory import content, memory_of, remem
 
 @pytest.fixture
 async def store(database_url: str) -> AsyncIterator[SqlStore]:
-    """A store that forgets what has ended at once."""
+    """A store that purges ended tasks at once."""
     store = SqlStore(
         database_url,
         namespace="test",
@@ -65,12 +65,9 @@ async def test_nothing_is_left_of_a_purged_operation(store: SqlStore) -> None:
             assert (await connection.execute(text(f"SELECT count(*) FROM {table}"))).scalar() == 0
 
 
-# ── working memories ───────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.fixture(params=["sqlite", *(pytest.param(way, marks=pytest.mark.servers) for way in ("hot", "general"))])
 def way(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, bool]:
-    """Each way that a checkpoint takes to its row: the database, and whether it is the hot path."""
+    """Each way a checkpoint is written: the database, and whether the fast path is used."""
     on_sqlite = request.param == "sqlite"
     url = f"sqlite:///{tmp_path}/tasks.db" if on_sqlite else request.getfixturevalue("postgres_url")
     return url, request.param == "hot"
@@ -87,7 +84,7 @@ async def keeping(way: tuple[str, bool]) -> AsyncIterator[SqlStore]:
 
 
 async def _rest(store: SqlStore, table: str, task_id: TaskId) -> dict[int, bytes | None]:
-    """What rests of an operation's working memories, by checkpoint."""
+    """The stored working memories of an operation, by checkpoint."""
     rest = text(f"SELECT seq, l1_snapshot FROM {table} WHERE analysis_id = :id ORDER BY seq")
     async with store._database.engine.connect() as connection:
         return {row.seq: row.l1_snapshot for row in await connection.execute(rest, {"id": task_id})}
@@ -113,7 +110,7 @@ async def test_one_working_memory_of_an_operation_rests(keeping: SqlStore) -> No
 
 
 async def test_of_two_that_rest_the_newest_counts_until_both_go(keeping: SqlStore) -> None:
-    """As a save may leave them that did not see the one just before it, of the same run."""
+    """Two memories remain if a save missed the previous save of the same run."""
     run = await operating(keeping)
     await save(keeping, run, ["first", "second"])
     async with keeping._database.engine.begin() as connection:
@@ -188,9 +185,6 @@ async def test_one_of_another_namespace_is_not_found(keeping: SqlStore, way: tup
     assert await memory_of(keeping, run.task_id) == (1, "first")
 
 
-# ── round trips ────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.fixture
 async def postgres(postgres_url: str) -> AsyncIterator[SqlStore]:
     store = SqlStore(postgres_url, namespace="test")
@@ -200,7 +194,7 @@ async def postgres(postgres_url: str) -> AsyncIterator[SqlStore]:
 
 
 async def _sent(store: SqlStore, step: Awaitable[Any], monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many statements `step` sends, those that begin and commit included."""
+    """Number of statements that `step` sends, including BEGIN and COMMIT."""
     count, write = 0, PreparedConnection.write
 
     def hear(*of_event: object) -> None:

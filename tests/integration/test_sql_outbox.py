@@ -1,4 +1,4 @@
-"""The outbox of a pause lies on its join: what of it is due, and how it is left."""
+"""A pause's outbox is stored on its join: which requests are due, and when it is cleared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshpoint.testing.conformance.build import AGENT, HERE, HOUR, a_call, a_cla
 
 @pytest.fixture
 async def store(database_url: str) -> AsyncIterator[SqlStore]:
-    """A store for which all that it has to tell, or to forget, is due at once."""
+    """A store whose unsent messages and tombstones are due at once."""
     store = SqlStore(database_url, namespace="test", dispatch_lease=timedelta(), tombstone_ttl=timedelta())
     await store.open()
     yield store
@@ -30,7 +30,7 @@ async def query(store: SqlStore, statement: str, **values: Any) -> list[tuple[An
 
 
 async def due(store: SqlStore) -> int:
-    """How many joins have something to send."""
+    """Number of joins with something to send."""
     ((count,),) = await query(store, "SELECT count(*) FROM agent_parallel_invocations WHERE send_due_at IS NOT NULL")
     return int(count)
 

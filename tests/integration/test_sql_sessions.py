@@ -96,7 +96,7 @@ async def test_two_replicas_count_on_one_join_whatever_the_default_isolation(sto
 
 
 async def test_a_pooler_that_forgets_statements_fails_no_task(store: SqlStore) -> None:
-    """Like PgBouncer below 1.21 in transaction mode: prepared statements are missing from the session."""
+    """Like PgBouncer below 1.21 in transaction mode: the session lacks prepared statements."""
     pause = await paused(store)
     run = (await resumed(store)).run
     assert isinstance(one(await store.begin([a_begin()])), Begun)

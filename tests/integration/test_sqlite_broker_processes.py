@@ -29,24 +29,24 @@ class Consumer:
         self.process = process
 
     async def line(self) -> str:
-        """What it prints next."""
+        """The next line that it prints."""
         assert self.process.stdout is not None
         return (await self.process.stdout.readline()).decode().strip()
 
     async def ack(self) -> str:
-        """Let it ack its oldest delivery; what came of it."""
+        """Have it ack its oldest delivery, and return the outcome."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"ack\n")
         return await self.line()
 
     async def stop(self, path: Path) -> None:
-        """Stop it outside of a transaction, which would keep everybody out."""
+        """Stop it outside a transaction, whose lock would block everyone."""
         with closing(connect(path, PATIENCE)) as db, transaction(db):
             self.process.send_signal(signal.SIGSTOP)
             await asyncio.to_thread(os.waitid, os.P_PID, self.process.pid, os.WSTOPPED)
 
     async def end(self) -> None:
-        """Kill it, if it is still there."""
+        """Kill it if it still runs."""
         if self.process.returncode is None:
             self.process.kill()
         await self.process.wait()
@@ -110,7 +110,7 @@ async def test_a_stopped_process_settles_nothing_and_goes_on(path: Path, broker:
 
 
 async def test_a_process_that_ends_well_gives_back_at_once(path: Path) -> None:
-    """The lease plays no part: it is a day."""
+    """The lease is a day, so it plays no part."""
     broker = SqliteBroker(path, namespace="demo", lease=timedelta(days=1))
     await broker.open()
     await broker.declare(AGENT)

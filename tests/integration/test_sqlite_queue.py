@@ -1,4 +1,4 @@
-"""What the SQLite broker promises beyond the port: many processes' doings on one file, and a file that fails."""
+"""The SQLite broker's promises beyond the port: many processes on one file, and a failing file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def broker(path: Path) -> AsyncIterator[SqliteBroker]:
 
 @pytest.fixture
 async def hasty(path: Path) -> AsyncIterator[SqliteBroker]:
-    """A broker that gives up on a locked file soon; for tests without another one on the file."""
+    """A broker that soon gives up on a locked file; no other broker may use the file."""
     async with opened(path, busy_timeout=timedelta(milliseconds=50)) as broker:
         await broker.declare(AGENT)
         yield broker
@@ -66,13 +66,13 @@ async def hasty(path: Path) -> AsyncIterator[SqliteBroker]:
 
 @pytest.fixture
 def bystander(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection of something else to the same file."""
+    """Another connection to the same file."""
     with closing(connect(path, 5)) as db:
         yield db
 
 
 def take_for_dead(db: sqlite3.Connection) -> None:
-    """Do to the oldest holder what another process does after a lease."""
+    """Remove the oldest holder, as another process does after a lease."""
     with transaction(db):
         (oldest,) = db.execute("SELECT min(id) FROM meshpoint_queue_holder").fetchone()
         Queues(db, "demo", 20).remove_holder(oldest)
@@ -132,9 +132,6 @@ async def test_a_broker_can_be_opened_again(broker: SqliteBroker) -> None:
 async def test_consuming_from_nowhere_names_the_queue(broker: SqliteBroker) -> None:
     with pytest.raises(ConfigurationError, match="nowhere"):
         await broker.consume(private_of(AGENT, ReplicaId("nowhere")), 1, Inbox())
-
-
-# The limit of deliveries.
 
 
 async def test_a_message_that_always_comes_back_ends_among_the_dead_letters(path: Path) -> None:
@@ -206,9 +203,6 @@ async def test_what_is_claimed_while_its_consumer_is_cancelled_goes_back(
         assert late.empty()
 
 
-# Private queues.
-
-
 async def test_a_consumer_given_up_while_it_begins_takes_nothing(
     broker: SqliteBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +211,7 @@ async def test_a_consumer_given_up_while_it_begins_takes_nothing(
     inbox = Inbox()
 
     async def given_up(thread: QueueThread, consumer: Consumer) -> None:
-        beginning.cancel()  # takes effect at the next await, after the thread was asked
+        beginning.cancel()  # takes effect at the next await, after the request to the thread
         await attach(thread, consumer)
 
     with monkeypatch.context() as patch:
@@ -245,7 +239,7 @@ async def test_a_private_queue_disappears_with_what_is_in_it(path: Path, broker:
 async def test_a_private_queue_stays_while_its_broker_lives(
     path: Path, broker: SqliteBroker, bystander: sqlite3.Connection
 ) -> None:
-    """Even when the broker was taken for dead meanwhile: it takes the queue over again."""
+    """A broker declared dead meanwhile acquires its queue again."""
     inbox, message = Inbox(), a_message()
     await broker.declare(AGENT, ReplicaId("r1"))
     take_for_dead(bystander)
@@ -254,13 +248,11 @@ async def test_a_private_queue_stays_while_its_broker_lives(
         await sweeping.declare(AGENT, ReplicaId("r2"))
         async with opened(path) as gone:
             await gone.declare(AGENT, ReplicaId("r3"))
-        await until_depth(sweeping, private_of(AGENT, ReplicaId("r3")), None)  # so it did sweep
+        # which proves that it has swept
+        await until_depth(sweeping, private_of(AGENT, ReplicaId("r3")), None)
         assert await sweeping.depth(PRIVATE) == 1
     await broker.consume(PRIVATE, 1, inbox)
     assert (await inbox.next()).message == message
-
-
-# Holders.
 
 
 async def test_code_that_blocks_the_loop_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +284,7 @@ async def test_code_that_blocks_the_loop_loses_nothing(path: Path, monkeypatch: 
 async def test_a_message_of_a_broker_that_stood_still_comes_again(
     path: Path, broker: SqliteBroker, bystander: sqlite3.Connection
 ) -> None:
-    """A holder whose beat stands still loses what it holds; a holder row without a process is one."""
+    """A holder whose heartbeat stops loses its messages; this holder's row has no process."""
     with transaction(bystander):
         bystander.execute("INSERT INTO meshpoint_queue_holder (id) VALUES (1000)")
         dead = Queues(bystander, "demo", 20)
@@ -317,9 +309,6 @@ async def test_prefetch_counts_only_what_is_still_held(broker: SqliteBroker, bys
     await send(broker, REQUESTS, a_message())
     await until_depth(broker, REQUESTS, 1)  # both places are taken
     assert inbox.empty()
-
-
-# A file that fails.
 
 
 async def test_a_locked_file_is_unavailable_until_it_is_free(
@@ -363,7 +352,7 @@ async def test_what_no_transaction_could_settle_is_not_settled_at_close(
 
 
 async def test_after_a_commit_in_doubt_the_message_comes_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the claims of that transaction are held is unknown, so the broker gives up its holder, at once."""
+    """It is unknown whether that transaction's claims hold, so the broker drops its holder."""
     async with opened(path, lease=timedelta(days=1)) as broker:
         inbox = Inbox()
         await broker.declare(AGENT)
@@ -380,7 +369,7 @@ async def test_after_a_commit_in_doubt_the_message_comes_again(path: Path, monke
 
 
 def fail_next_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next transaction is committed, but its session hears of an error."""
+    """The next transaction commits, but its session gets an error."""
     commit = QueueSession._commit
 
     class Deaf:

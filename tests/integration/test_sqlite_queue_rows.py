@@ -1,4 +1,4 @@
-"""Unreadable rows: each is settled separately, and its neighbours arrive."""
+"""Unreadable rows are settled one by one, and other messages arrive."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ async def broker(path: Path) -> AsyncIterator[SqliteBroker]:
 
 @pytest.fixture
 def bystander(path: Path, broker: SqliteBroker) -> Iterator[sqlite3.Connection]:
-    """A connection of something else to the same file."""
+    """Another connection to the same file."""
     with closing(connect(path, 5)) as db:
         yield db
 
 
 def spoil(db: sqlite3.Connection, assignment: str) -> None:
-    """Change the newest message behind the broker's back."""
+    """Change the newest message through another connection."""
     with transaction(db):
         newest = "(SELECT max(id) FROM meshpoint_queue_message)"
         table = "message" if assignment.startswith(("deliveries", "holder")) else "content"
@@ -108,7 +108,7 @@ async def test_an_unreadable_row_becomes_a_dead_letter_as_it_is(
 
 
 def _raw(db: sqlite3.Connection) -> list[object]:
-    """The content of the newest row, value by value."""
+    """Contents of the newest row, value by value."""
     columns = ", ".join(f"typeof({name}), length({name}), hex(substr({name}, 1, 100))" for name in _NAMES)
     return db.execute(f"SELECT {columns} FROM meshpoint_queue_content ORDER BY id DESC LIMIT 1").fetchall()
 

@@ -1,4 +1,7 @@
-"""Several writers of one SQLite file: stores in one process take turns; a lock held by another process is retried."""
+"""Several writers of one SQLite file: stores in one process take turns.
+
+A lock held by another process is retried.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +136,7 @@ async def test_a_writer_that_is_cancelled_twice_keeps_no_lock(databases: list[Da
 
 
 async def test_a_busy_loop_keeps_no_lock(databases: list[Database], tmp_path: Path) -> None:
-    """Another process writes while the loop that asked for a transaction stands still."""
+    """Another process writes while the loop that requested a transaction is blocked."""
     begun = threading.Event()
 
     async def write(tx: Transaction) -> None:
@@ -160,7 +163,7 @@ async def test_another_process_that_writes_is_waited_for(databases: list[Databas
             databases[0].writing_engine, "handle_error", lambda _: loop.call_soon_threadsafe(refused.set) and None
         )
         waiting = asyncio.create_task(databases[0].write(writing(1)))
-        await refused.wait()  # SQLite itself waits no longer: the statement is repeated here
+        await refused.wait()  # SQLite itself has stopped waiting: the statement is repeated here
         assert not waiting.done()
         other.execute("COMMIT")
         assert await waiting == 1
@@ -201,7 +204,7 @@ async def test_a_store_that_writes_for_too_long_counts_as_an_outage_for_the_othe
 
 
 async def test_closing_ends_the_wait_for_another_process(tmp_path: Path) -> None:
-    """A process that froze inside a transaction must not delay the end of a replica."""
+    """A process frozen inside a transaction must not delay the end of a replica."""
     path, loop, refused = tmp_path / "tasks.db", asyncio.get_running_loop(), asyncio.Event()
     database = Database(f"sqlite:///{path}", command_timeout=timedelta(days=1), pool_size=1, clock=None)
     await database.write(lambda tx: tx.execute("CREATE TABLE written (number INTEGER)"))

@@ -1,7 +1,8 @@
-"""On PostgreSQL, whatever replicas run finds its rows by an index, in tables that a scan would have to read whole.
+"""On PostgreSQL, every statement of a replica finds its rows by an index, without a scan.
 
-PostgreSQL itself tells the plan of every statement that it executes (auto_explain). So nobody has to list statements
-here, and one that no step below sends is found missing.
+PostgreSQL reports the plan of every statement that it executes (auto_explain), so no list of
+statements is needed here. A statement of the store that no step below sends is reported as
+missing.
 """
 
 from __future__ import annotations
@@ -77,31 +78,32 @@ pytestmark = pytest.mark.servers
 _NOW = timedelta()
 _STANDING = 50_000
 _IMPATIENT = Replica(HERE.id, HERE.agent, HERE.formats, _NOW)
-"""A replica whose leases are over at once."""
+"""A replica whose leases expire at once."""
 
 TABLES = (*CROWDED, operations, checkpoints, archive)
 
 _FOR_PEOPLE = {"LIST_TASKS", "LIST_AGENT_TASKS", "LIST_OPERATIONS", "LIST_AGENT_OPERATIONS"}
-"""Statements that read many rows and sort them, for a person who asks."""
+"""Statements for people, which may read and sort many rows."""
 _FOR_DAMAGE = {"POSTPONE_TASK", "POSTPONE_KEEP_ALIVE", "POSTPONE_REPLY", "POSTPONE_CALLS", "POSTPONE_JOINS"}
 """Statements on one task with a damaged row: see `test_damaged_rows`."""
 
 
 @dataclass
 class Plans:
-    """What PostgreSQL told: each statement with its plan."""
+    """Statements and their plans, as reported by PostgreSQL."""
 
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def hear(self, connection: object, message: Any) -> None:
         _, _, plan = str(message.message).partition("plan:\n")
         read = json.loads(plan) if plan else {"Query Text": ""}
-        if any(table.name in read["Query Text"] for table in TABLES):  # not what the driver asks about types
+        # skips the driver's queries about types
+        if any(table.name in read["Query Text"] for table in TABLES):
             self.told.append((read["Query Text"], read["Plan"]))
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear every connection that is opened meanwhile."""
+        """Collect plans from every connection opened in this block."""
 
         def listen(connection: Any, record: object) -> None:
             connection.driver_connection.add_log_listener(self.hear)
@@ -113,7 +115,7 @@ class Plans:
             event.remove(Pool, "connect", listen)
 
     def scans(self) -> list[tuple[str, str]]:
-        """The statements that read a table, or an index, from end to end; each also with its plan."""
+        """Statements that scan a whole table or index, with their plans."""
         return [
             (_bare(text), f"{text}\n{json.dumps(plan, indent=1)}")
             for text, plan in self.told
@@ -140,12 +142,12 @@ def _scans(node: dict[str, Any]) -> bool:
 
 
 def _bare(statement: str) -> str:
-    """`statement` without its parameters' names and its white space, however they are written."""
+    """`statement` without parameter names and differences in white space."""
     return " ".join(re.sub(r"(?<!:):\w+|\$\d+(::[\w ]+)?", "?", statement).split())
 
 
 def _statements() -> dict[str, str]:
-    """Every statement of the store, by its name."""
+    """Every statement of the store, by name."""
     modules = [importlib.import_module(f"{sql.__name__}.{each.name}") for each in pkgutil.iter_modules(sql.__path__)]
     return {
         name: _bare(Dialect("postgresql").statement(value).text)
@@ -158,7 +160,7 @@ def _statements() -> dict[str, str]:
 
 @pytest.fixture
 async def crowded_url(postgres_url: str) -> str:
-    """A database with many paused tasks, which tells its plans."""
+    """A database with many paused tasks that reports its plans."""
     store = _store(postgres_url)
     await store.open()
     patient = a_pause(a_call("a", timeout=100 * HOUR), requester=a_requester(idle_timeout=90 * HOUR))
@@ -169,7 +171,7 @@ async def crowded_url(postgres_url: str) -> str:
     settings = {
         "session_preload_libraries": "auto_explain",
         "auto_explain.log_min_duration": "0",
-        "auto_explain.log_analyze": "on",  # how many rows were read
+        "auto_explain.log_analyze": "on",  # reports the number of rows read
         "auto_explain.log_timing": "off",
         "auto_explain.log_nested_statements": "on",
         "auto_explain.log_format": "json",
@@ -177,7 +179,7 @@ async def crowded_url(postgres_url: str) -> str:
     }
     connection = await asyncpg.connect(postgres_url)
     try:
-        await connection.execute("LOAD 'auto_explain'")  # then its settings are known
+        await connection.execute("LOAD 'auto_explain'")  # makes its settings known
         for name, value in settings.items():
             database = await connection.fetchval("SELECT current_database()")
             await connection.execute(f"ALTER DATABASE {database} SET {name} = '{value}'")
@@ -215,7 +217,7 @@ async def _many_operations(url: str) -> None:
 
 @asynccontextmanager
 async def _listened(url: str, plans: Plans, *, hot_path: bool = True) -> AsyncIterator[SqlStore]:
-    """A store whose every statement `plans` hears."""
+    """A store whose statements are collected in `plans`."""
     with plans.listening():
         store = _store(url, hot_path=hot_path)
         await store.open()
@@ -224,7 +226,7 @@ async def _listened(url: str, plans: Plans, *, hot_path: bool = True) -> AsyncIt
 
 
 def _store(url: str, *, hot_path: bool = True) -> SqlStore:
-    """A store for which all that it has to tell, or to forget, is due at once."""
+    """A store whose unsent messages and tombstones are due at once."""
     return SqlStore(
         url,
         namespace="test",
@@ -239,7 +241,7 @@ def _store(url: str, *, hot_path: bool = True) -> SqlStore:
 
 
 class Life:
-    """All that may happen to a task, to `batch` tasks at a time."""
+    """Every transition of a task, for `batch` tasks at a time."""
 
     def __init__(self, store: SqlStore, batch: int, url: str, *, beside_a_lock: bool = False) -> None:
         self._beside_a_lock = beside_a_lock
@@ -270,12 +272,13 @@ class Life:
     async def _claim(self, pauses: list[Pause]) -> list[Resumable]:
         claims = [a_claim(pause) for pause in pauses]
         first = await self._store.claim(claims, HERE, self._batch)
-        again = await self._store.claim(claims, HERE, self._batch)  # the answer to its COMMIT was lost
+        # as if the response to the COMMIT was lost
+        again = await self._store.claim(claims, HERE, self._batch)
         assert first == again
         return [each.task for each in again if isinstance(each, AllArrived)]
 
     async def _answer(self) -> None:
-        """Pause, hear of the peer, go on without the other, pause again, end."""
+        """Pause, receive one response, continue without the other, pause again, end."""
         idle = {"call_id": "a", "idle_timeout": timedelta(milliseconds=1)}
         pauses = await self._pause(idle, {"call_id": "b"}, join=Join(needed=1))
         await self._store.pause(pauses)
@@ -291,7 +294,7 @@ class Life:
         await self._store.end([an_end(task.run) for task in await self._claim(pauses)])
 
     async def _answer_beside_another(self) -> None:
-        """Another transaction records an outcome, which the claim that waits for it then has to read."""
+        """Another transaction records an outcome; a claim that waited for its lock must read it."""
         (pause, *_) = await self._pause({"call_id": "a"}, {"call_id": "b"})
         async with answered_beside(self._url, pause, "a"):
             claiming = asyncio.create_task(self._store.claim([a_claim(pause, "b")], HERE, 1))
@@ -310,7 +313,7 @@ class Life:
         await self._store.end([an_end(arrival.task.run)])
 
     async def _expire(self) -> None:
-        """A deadline passes: for one call, which leaves another, and for the only one; somebody takes the task."""
+        """Deadlines pass: of one call among two, and of an only call, whose task is then acquired."""
         requester = a_requester(idle_timeout=_NOW)
         over = {"call_id": "a", "timeout": _NOW}
         await self._pause(over, {"call_id": "b"}, requester=requester)
@@ -334,7 +337,7 @@ class Life:
         assert all(await self._store.release([a_release(task.run) for task in taken]))
 
     async def _cancel(self) -> None:
-        """Waiting tasks, running ones, and unknown ones; then all once more, since they have ended."""
+        """Cancel waiting, running and unknown tasks; then all of them again once they have ended."""
         waiting = [pause.run.task_id for pause in await self._pause({"call_id": "a"})]
         begun = await self._store.begin([a_begin() for _ in range(self._batch)])
         running = [each.run.task_id for each in begun if isinstance(each, Begun)]
@@ -346,7 +349,7 @@ class Life:
             await self._store.cancel([a_cancel(task_id, sender=sender) for task_id in early])
 
     async def _send(self) -> None:
-        """Requests, cancels and replies: all are due, since nobody has them for himself for any time.
+        """Send requests, cancels and replies, which are due at once because the lease is zero.
 
         Of a pause's two requests, one is sent first.
         """
@@ -364,13 +367,14 @@ class Life:
         assert len(kinds) == 3
 
     async def _operate(self) -> None:
-        """Operations that pause and end well, fail, and are cancelled; in a store that keeps an archive."""
+        """Operations that pause and complete, fail, or are cancelled, in a store with an archive."""
         begun = await self._store.begin([a_begin(operation=an_operation()) for _ in range(self._batch)])
         runs = [each.run for each in begun if isinstance(each, Begun)]
         for run in runs[:3]:
             await saved(self._store, run)
-            assert await self._store.save(Save(run, a_checkpoint(run, 1))) == Saved()  # finds itself
-            await saved(self._store, run)  # in place of the first
+            # finds itself
+            assert await self._store.save(Save(run, a_checkpoint(run, 1))) == Saved()
+            await saved(self._store, run)  # replaces the first
             assert len(await self._store.history(run.task_id)) == 1
         for run in runs[:3]:
             assert await self._store.save(Save(run, remembering(run, 3, "memory"))) == Saved()
@@ -390,7 +394,7 @@ class Life:
         await self._store.cancel([a_cancel(waiting.task_id)])
 
     async def _revive(self) -> None:
-        """An operation of an agent that has no other."""
+        """Revive the only operation of an exclusive agent."""
         alone = AgentName(new_id())
         (begun,) = await self._store.begin([a_begin(replace(a_run(), agent=alone))])
         assert isinstance(begun, Begun)
@@ -412,14 +416,15 @@ async def test_nothing_that_replicas_run_scans_a_table(crowded_url: str, batch: 
     for hot_path, beside_a_lock in ((True, False), (False, False), (True, True)):
         async with _listened(crowded_url, plans, hot_path=hot_path) as store:
             if beside_a_lock:
-                store._locked_rows = LockedRows(clock=lambda: 0.0)  # the lock is never forgotten
+                # the lock is remembered forever
+                store._locked_rows = LockedRows(clock=lambda: 0.0)
                 store._locked_rows.record_timeout()
             await Life(store, batch, crowded_url, beside_a_lock=beside_a_lock).run()
     statements = _statements()
     scans = [scan for _, scan in plans.scans()]
     assert not scans, "\n\n".join(scans)
     missing = {name for name, text in statements.items() if text not in plans.texts()}
-    assert missing - _FOR_PEOPLE - _FOR_DAMAGE == set(), "statements that no step of `Life` sends"
+    assert missing - _FOR_PEOPLE - _FOR_DAMAGE == set(), "`Life` does not send these statements"
 
 
 async def test_a_claim_reads_no_other_answers_before_the_last(crowded_url: str) -> None:

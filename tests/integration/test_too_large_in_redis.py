@@ -1,4 +1,4 @@
-"""Write access to Redis cannot exhaust a replica's memory: oversized values are never loaded in full."""
+"""Write access to Redis cannot exhaust a replica's memory: oversized values are never loaded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ITEMS = (
 
 @pytest.fixture
 async def raw(redis_url: str) -> AsyncIterator[Any]:
-    """A plain Redis client, to forge values with."""
+    """A plain Redis client that forges values."""
     async with Redis.from_url(redis_url) as client:
         yield client
 

@@ -1,4 +1,4 @@
-"""What the broker can never accept is not sent: neither long texts of senders, nor large replies and requests."""
+"""Messages that the broker can never accept are not sent: long texts, large replies or requests."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ LIMIT = 10_000
 
 @agent("writer")
 async def writer(ctx: TaskExecutionContext, size: int) -> str:
-    """Answers with as many bytes as it was asked for."""
+    """Return `size` bytes."""
     return "x" * size
 
 
 @agent("caller")
 async def caller(ctx: TaskExecutionContext, size: int) -> int:
-    """Sends a request of that size to a peer, and asks it for a little."""
+    """Send a peer a request of `size` bytes."""
     return len(await ctx.call(Peer("writer", str, str)("y" * size)))
 
 
 @agent("writer")
 async def asking(ctx: TaskExecutionContext, number: int) -> int:
-    """Asks `desk`."""
+    """Call `desk`."""
     return await ctx.call(Peer("desk", int, int)(number))
 
 
 @pytest.fixture
 async def small(own_rabbit: RabbitServer) -> AsyncIterator[RabbitServer]:
-    """A server that takes messages of at most `LIMIT` bytes."""
+    """A server that accepts messages of at most `LIMIT` bytes."""
     await own_rabbit.control("eval", f"application:set_env(rabbit, max_message_size, {LIMIT}).")
     yield own_rabbit
     await own_rabbit.control("eval", "application:set_env(rabbit, max_message_size, 134217728).")
@@ -61,7 +61,8 @@ async def test_a_reply_above_the_brokers_limit_becomes_a_failure(
             failed = await desk.reply(large)
             assert isinstance(failed, Failed)
             assert f"the broker accepts at most {LIMIT}" in failed.message
-        if policy == "on_receipt":  # the row has the large reply; a repeated request gets the same failure
+        # the row has the large reply; a repeated request gets the same failure
+        if policy == "on_receipt":
             acks = len(live.events.of(Step.ACK, Phase.AFTER, large))
             await desk.ask("writer", 3 * LIMIT, task_id=large)
             await desk.until(lambda: len(desk.replies(large)) == 2)
@@ -93,7 +94,7 @@ async def test_a_request_above_the_brokers_limit_ends_its_call(
 async def test_a_text_too_long_to_quote_costs_its_own_message_alone(
     amqp_url: str, namespace: str, postgres_url: str, name: str
 ) -> None:
-    """A dead letter or an error reply would quote it, or carry it on."""
+    """A dead letter or an error reply would quote or forward it."""
     async with (
         a_broker(amqp_url, namespace) as broker,
         serving(writer, amqp_url, namespace, postgres_url) as live,

@@ -1,4 +1,4 @@
-"""Who may do what, with two logins of a real RabbitMQ, and PostgreSQL."""
+"""Permissions, tested with two logins of a real RabbitMQ and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ slow_peer = Peer("slow", str, str)
 
 
 class Gates:
-    """Where `slow` waits."""
+    """Gates at which `slow` waits."""
 
     def __init__(self) -> None:
         self.reached, self.opened = asyncio.Event(), asyncio.Event()
@@ -80,7 +80,7 @@ class Events:
 
 @dataclass
 class Scene:
-    """A mesh under one login, a client of it, and a sender under another login."""
+    """A mesh under one login, its client, and a sender under another login."""
 
     client: Client
     mallory: Client
@@ -96,7 +96,7 @@ class Scene:
 
 @pytest_asyncio.fixture
 async def mallorys_login(own_rabbit: RabbitServer) -> AsyncIterator[tuple[str, str]]:
-    """A login of its own, and where it connects."""
+    """A separate login, and its URL."""
     name = f"m{new_id()[-12:]}"
     await own_rabbit.control("add_user", name, "secret")
     await own_rabbit.control("set_permissions", name, ".*", ".*", ".*")
@@ -139,7 +139,7 @@ def in_use(outcome: Outcome) -> bool:
 
 
 async def at_work(here: Scene) -> tuple[TaskId, asyncio.Future[Reply]]:
-    """Ask in the client's name; return once the task runs and waits for the gate."""
+    """Send a request as the client; return once the task runs and waits at the gate."""
     task_id = TaskId(new_id())
     waiting = await here.client.send("echo", "secret", task_id=task_id)
     await here.gates.reached.wait()
@@ -149,7 +149,7 @@ async def at_work(here: Scene) -> tuple[TaskId, asyncio.Future[Reply]]:
 async def test_a_reply_is_for_its_requester_only(
     own_rabbit: RabbitServer, postgres_url: str, mallorys_login: tuple[str, str]
 ) -> None:
-    """Another sender asks with the id of a running task, then again after the task has ended."""
+    """Another sender uses the id of a running task, and again after the task has ended."""
     async with scene(own_rabbit, postgres_url, mallorys_login[1], peer_logins=LISTED) as here:
         task_id, waiting = await at_work(here)
         assert in_use(await here.outcome(here.mallory, "echo", "secret", task_id))
@@ -162,7 +162,7 @@ async def test_a_reply_is_for_its_requester_only(
 async def test_an_id_that_another_used_first_is_told_to_be_in_use(
     own_rabbit: RabbitServer, postgres_url: str, mallorys_login: tuple[str, str]
 ) -> None:
-    """Its owner gets no reply that was made for another input."""
+    """Its rightful owner must not get a reply made for another input."""
     async with scene(own_rabbit, postgres_url, mallorys_login[1], peer_logins=LISTED) as here:
         here.gates.opened.set()
         task_id = TaskId(new_id())
@@ -175,7 +175,7 @@ async def test_an_id_that_another_used_first_is_told_to_be_in_use(
 async def test_two_requesters_who_use_one_id_at_once_are_both_answered(
     own_rabbit: RabbitServer, postgres_url: str, mallorys_login: tuple[str, str], policy: str
 ) -> None:
-    """Several times, because who comes first is chance."""
+    """Repeated several times, because the winner is random."""
     async with scene(own_rabbit, postgres_url, mallorys_login[1], peer_logins=LISTED, ack_policy=policy) as here:
         here.gates.opened.set()
         for _ in range(10):
@@ -191,7 +191,7 @@ async def test_two_requesters_who_use_one_id_at_once_are_both_answered(
 async def test_nobody_else_resumes_a_task_that_waits(
     own_rabbit: RabbitServer, postgres_url: str, mallorys_login: tuple[str, str], name: str
 ) -> None:
-    """In another's own name, and in the requester's under another login."""
+    """Others try under their own name, and under the requester's name with another login."""
     async with scene(own_rabbit, postgres_url, mallorys_login[1], peer_logins=LISTED) as here:
         task_id, waiting = await at_work(here)
         request = replace(here.mallory.request("other", task_id), app_id=name, reply_to=Address(f"{name}.private.1"))
@@ -273,7 +273,7 @@ async def test_a_cancel_to_the_wrong_agent_takes_no_id(
 async def test_a_malformed_request_ends_nobodys_call(
     own_rabbit: RabbitServer, postgres_url: str, mallorys_login: tuple[str, str], logins: dict[str, Any]
 ) -> None:
-    """It carries the ids of a call of `echo`, and wants the refusal to go to `echo`."""
+    """It carries the ids of a call of `echo`, and asks for the refusal to be sent to `echo`."""
     async with scene(own_rabbit, postgres_url, mallorys_login[1], peer_logins=logins) as here:
         waiting = await here.client.send("echo", "secret")
         await here.gates.reached.wait()

@@ -1,1 +1,1 @@
-"""A model of the checkpoint store, and machines that drive real stores beside it."""
+"""A model of the checkpoint store, and state machines that compare real stores with it."""

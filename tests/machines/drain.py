@@ -1,4 +1,4 @@
-"""From any state, replicas that go on sweeping bring every task to its end and the tables to nothing."""
+"""From any state, replicas that keep sweeping end every task and empty the tables."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ _LIVE = (TaskState.WAITING, TaskState.READY, TaskState.RUNNING)
 
 
 async def drained(store: CheckpointStore, ledger: Ledger, wishes: Wishes, clock: FakeClock) -> None:
-    """Every task ends but for the parked ones, which a person cancels; all is sent; all is purged."""
-    for _ in range(2):  # longer than any timeout, lease or back-off: whatever is due at all is due in the first round
+    """Sweep until every task has ended, everything is sent, and all rows are purged.
+
+    Parked tasks are cancelled first, as a person would do.
+    """
+    # exceeds any timeout, lease or back-off, so everything that can be due is due in the first
+    # round
+    for _ in range(2):
         clock.advance(4 * HOUR)
         await _sweep(store, ledger, wishes)
-    assert await store.tasks(states=_LIVE, limit=PLENTY) == [], "not every task has ended"
+    assert await store.tasks(states=_LIVE, limit=PLENTY) == [], "tasks are still open"
     for story in ledger.in_state(TaskState.PARKED):
         cancel = wishes.cancel(story.task_id)
         [result] = await store.cancel([cancel])
@@ -27,14 +32,14 @@ async def drained(store: CheckpointStore, ledger: Ledger, wishes: Wishes, clock:
     clock.advance(12 * HOUR)
     await _send(store, ledger)
     clock.advance(12 * HOUR)
-    assert await store.unsent(AGENT, PLENTY) == [], "something is still to be sent"
+    assert await store.unsent(AGENT, PLENTY) == [], "messages are still unsent"
     passing.purged(ledger, await store.purge(AGENT, PLENTY))
-    assert await store.tasks(limit=PLENTY) == [], "something is left"
+    assert await store.tasks(limit=PLENTY) == [], "rows are left"
     assert ledger.stories == {}
 
 
 async def _sweep(store: CheckpointStore, ledger: Ledger, wishes: Wishes) -> None:
-    """One look of a replica that reads every format, as the sweeper does it."""
+    """One sweep, as the sweeper does it, by a replica that reads every format."""
     ready = await store.take(READS_ALL, PLENTY, PLENTY)
     passing.taken(ledger, READS_ALL, PLENTY, PLENTY, ready)
     expired = await store.expire(READS_ALL, PLENTY, PLENTY)

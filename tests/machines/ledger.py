@@ -1,4 +1,4 @@
-"""Every task's story, and what the store may answer to whom: each answer is judged, then told."""
+"""The expected state of every task, checked against each answer of the store and then updated."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ from meshpoint.testing.conformance.build import TIMINGS
 
 
 class Ledger:
-    """What the store has promised. Every method raises AssertionError when an answer breaks a promise."""
+    """Everything the store has promised.
+
+    Each method raises AssertionError if an answer breaks a promise.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -57,15 +60,18 @@ class Ledger:
 
     @property
     def now(self) -> datetime:
-        """The store's instant."""
+        """Current time of the store's clock."""
         return self._clock.now()
 
     def in_state(self, *states: TaskState) -> list[Story]:
-        """The tasks that stand there."""
+        """Tasks whose state is among `states`."""
         return [story for story in self.stories.values() if story.state in states]
 
     def grant(self, story: Story, run: Run, replica: Replica) -> None:
-        """`run` owns the task: a fence is given once, to one run of one replica, and is higher than any before."""
+        """Make `run` the owner.
+
+        A fence is granted once, to one run of one replica, and always rises.
+        """
         before = self._granted.setdefault((run.task_id, run.fence), (replica.id, run.id))
         assert before == (replica.id, run.id), f"{run} was given to {before} and to {replica.id}"
         first = not story.runs and story.generation == 0
@@ -74,20 +80,18 @@ class Ledger:
         story.own(run, replica, self.now)
 
     def resumed(self, story: Story, task: Resumable, replica: Replica) -> None:
-        """`replica` was given the task, with exactly one outcome for each call."""
+        """Check that `replica` was given the task with exactly one outcome per call."""
         self.grant(story, task.run, replica)
         self.shows(story, task)
 
     def shows(self, story: Story, task: Resumable) -> None:
-        """The task was shown as it is."""
+        """Check that the task was shown as it is."""
         outcomes = tuple((call_id, peer, plain(outcome)) for call_id, peer, outcome in task.outcomes)
         shown = replace(task, outcomes=outcomes, request=task.request if story.pause is None else None)
         assert shown == story.resumable(), f"resumed as {shown}\nnot as {story.resumable()}"
 
-    # ── begin, pause ───────────────────────────────────────────────────────────────────────────────
-
     def began(self, begin: Begin, result: BeginResult) -> None:
-        """One `begin` was answered."""
+        """Check and apply one `begin` result."""
         run, story = replace(begin.run, fence=1, generation=0), self.stories.get(begin.run.task_id)
         if story is None:
             assert result == Begun(run), result
@@ -100,7 +104,7 @@ class Ledger:
             assert result == (Begun(run) if story.owner == run else Fenced()), result
 
     def paused(self, pause: Pause, result: PauseResult) -> None:
-        """One `pause` was answered."""
+        """Check and apply one `pause` result."""
         story = self.stories.get(pause.run.task_id)
         refusal = self._refusal(pause, story)
         if refusal is not None:
@@ -133,21 +137,19 @@ class Ledger:
         assert result.state is story.state
         assert [(send.sub_task_id, send.peer, send.deadline) for send in result.dispatches] == to_send
 
-    # ── claim ──────────────────────────────────────────────────────────────────────────────────────
-
     def claimed(self, claims: Sequence[Claim], replica: Replica, slots: int, results: Sequence[Arrival]) -> None:
-        """A batch of claims was answered."""
+        """Check and apply the results of a batch of claims."""
         held = sum(isinstance(result, AllArrived) for result in results)
         taken = refused = 0
         for claim, result in zip(claims, results, strict=True):
             if self._claim(claim, replica, result):
                 taken += isinstance(result, AllArrived)
                 refused += isinstance(result, MadeReady) and self.stories[claim.task_id].readable_by(replica)
-        assert taken <= slots, f"{taken} tasks were taken with {slots} slots"
-        assert not refused or held >= slots, f"{refused} tasks were not taken with {slots - held} slots free"
+        assert taken <= slots, f"{taken} tasks were acquired with {slots} slots"
+        assert not refused or held >= slots, f"{refused} tasks were not acquired with {slots - held} slots free"
 
     def _claim(self, claim: Claim, replica: Replica, result: Arrival) -> bool:
-        """Judge one answer; whether the claim met its join."""
+        """Check one result; return whether the claim met its join."""
         story = self.stories.get(claim.task_id)
         call = next((row for row in story.rows if row.id == claim.sub_task_id), None) if story else None
         if story is None or call is None:
@@ -170,7 +172,7 @@ class Ledger:
         return True
 
     def gone_on(self, story: Story, run_id: RunId | None, replica: Replica, result: object) -> None:
-        """The join of a waiting task was met: its open calls are closed, and it has an owner or is ready."""
+        """Apply a met join: open calls are closed, and the task has an owner or is ready."""
         notices = story.close_pending(self.now)
         assert isinstance(result, AllArrived | MadeReady), result
         assert result.cancels == notices
@@ -191,10 +193,8 @@ class Ledger:
         else:
             assert result == StillWaiting(claim.task_id, claim.sub_task_id), result
 
-    # ── end, release, cancel ───────────────────────────────────────────────────────────────────────
-
     def ended(self, end: End, result: EndResult) -> None:
-        """One `end` was answered."""
+        """Check and apply one `end` result."""
         story = self.stories.get(end.run.task_id)
         if story is not None and story.owned_by(end.run):
             story.entomb(end.state, end.reply, end.run.id, self.now)
@@ -203,7 +203,7 @@ class Ledger:
         assert result == expected, f"{result}, not {expected}"
 
     def released(self, release: Release, result: bool) -> None:
-        """One `release` was answered."""
+        """Check and apply one `release` result."""
         run, story = release.run, self.stories.get(release.run.task_id)
         if story is None or not story.owned_by(run):
             idle = story is not None and story.state in {TaskState.READY, TaskState.PARKED}
@@ -218,7 +218,7 @@ class Ledger:
                 story.state, story.due_at = TaskState.PARKED, None
 
     def cancelled(self, cancel: Cancel, result: CancelResult) -> None:
-        """One `cancel` was answered."""
+        """Check and apply one `cancel` result."""
         story = self.stories.get(cancel.task_id)
         expected: CancelResult
         if story is None:

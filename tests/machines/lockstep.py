@@ -1,4 +1,4 @@
-"""A store that is compared with another one, answer by answer."""
+"""A store that is compared with a reference store, answer by answer."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _TELLING_WAKE = {TaskState.RUNNING, TaskState.READY}
 
 
 class Lockstep:
-    """`store`, whose every answer must equal that of `reference` but for what stores are free to choose.
+    """A store whose every answer must equal the reference's, apart from free choices.
 
-    Free are: the ids of the runs that the sweeper starts, which of several met tasks get the slots, the order of
-    what is equally due, the words in a timeout, and `dispatched_at` and `wake_at` where nobody relies on them: the
-    former once a call has an outcome.
+    A store may choose: the ids of runs that the sweeper starts, which of several met tasks get the
+    slots, the order of equally due tasks, the wording of a timeout, and `dispatched_at` and
+    `wake_at` where nothing relies on them (`dispatched_at` once the call has an outcome).
     """
 
     def __init__(self, store: CheckpointStore, reference: CheckpointStore) -> None:
@@ -61,74 +61,59 @@ class Lockstep:
 
     @property
     def durable(self) -> bool:
-        """As the store that is compared."""
         return self._store.durable
 
     async def open(self) -> None:
-        """Open both."""
         await self._store.open()
         await self._reference.open()
 
     async def close(self) -> None:
-        """Close both."""
         await self._store.close()
         await self._reference.close()
 
-    # ── transitions ────────────────────────────────────────────────────────────────────────────────
-
     async def lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, Known]:
-        """See the port."""
         return _agree(await self._store.lookup(task_ids), await self._reference.lookup(task_ids))
 
     async def begin(self, begins: Sequence[Begin]) -> list[BeginResult]:
-        """See the port."""
         return _agree(await self._store.begin(begins), await self._reference.begin(begins))
 
     async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
-        """See the port."""
         return _agree(await self._store.pause(pauses), await self._reference.pause(self._translated(pauses)))
 
     async def claim(self, claims: Sequence[Claim], replica: Replica, slots: int) -> list[Arrival]:
-        """See the port. The reference gives its slots to the tasks that the store gave them to."""
+        """The reference gives its slots to the same tasks as the store."""
         arrivals, theirs = await self._store.claim(claims, replica, slots), list[Arrival]()
         for claim, arrival in zip(claims, arrivals, strict=True):
             theirs += await self._reference.claim([claim], replica, int(isinstance(arrival, AllArrived)))
         return _agree(arrivals, theirs)
 
     async def end(self, ends: Sequence[End]) -> list[EndResult]:
-        """See the port."""
         ours = await self._store.end(ends)
         await self._settle([result.reply for result in ours if isinstance(result, Ended)])
         return _agree(ours, await self._reference.end(self._translated(ends)))
 
     async def release(self, releases: Sequence[Release]) -> list[bool]:
-        """See the port."""
         return _agree(await self._store.release(releases), await self._reference.release(self._translated(releases)))
 
     async def cancel(self, cancels: Sequence[Cancel]) -> list[CancelResult]:
-        """See the port."""
         ours = await self._store.cancel(cancels)
         await self._settle([result.reply for result in ours if isinstance(result, CancelledNow)])
         return _agree(ours, await self._reference.cancel(cancels))
 
     async def progress(self, updates: Sequence[Progress]) -> list[ProgressNoted | None]:
-        """See the port."""
         return _agree(await self._store.progress(updates), await self._reference.progress(updates))
 
-    # ── due work ───────────────────────────────────────────────────────────────────────────────────
-
     async def due(self, replica: Replica, limit: int) -> Due:
-        """See the port. What is due to be sent, or to be looked at, may be counted too high, but never too low."""
+        """The store may count too much as due to be sent or to expire, but never too little."""
         ours, theirs = await self._store.due(replica, limit), await self._reference.due(replica, limit)
         _agree((ours.ready, ours.lapsed, ours.keep_alives), (theirs.ready, theirs.lapsed, theirs.keep_alives))
         return ours
 
     async def keep_replies(self, wishes: Sequence[KeepReply]) -> list[bool]:
-        """See the port."""
         return _agree(await self._store.keep_replies(wishes), await self._reference.keep_replies(wishes))
 
     async def expire(self, replica: Replica, limit: int, slots: int) -> list[Expired]:
-        """See the port. Give slots for all of the tasks or for none: stores may choose differently."""
+        """Give slots for all tasks or for none, because stores may choose differently."""
         ours = await self._store.expire(replica, limit, slots)
         theirs = await self._reference.expire(replica, limit, slots)
         self._pair(
@@ -138,62 +123,53 @@ class Lockstep:
         return _agree(ours, theirs, any_order=True)
 
     async def take(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
-        """See the port. Allow all suspects or none: stores may choose differently."""
+        """Allow all suspects or none, because stores may choose differently."""
         ours = await self._store.take(replica, limit, suspects)
         theirs = await self._reference.take(replica, limit, suspects)
         self._pair(ours, theirs)
         return _agree(ours, theirs, any_order=True)
 
     async def take_over(self, replica: Replica, limit: int, suspects: int = 0) -> list[Resumable]:
-        """See the port. Allow all suspects or none: stores may choose differently."""
+        """Allow all suspects or none, because stores may choose differently."""
         ours = await self._store.take_over(replica, limit, suspects)
         theirs = await self._reference.take_over(replica, limit, suspects)
         self._pair(ours, theirs)
         return _agree(ours, theirs, any_order=True)
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
-        """See the port."""
         lost = await self._store.renew(runs, replica)
         return _agree(lost, await self._reference.renew([self._run(run) for run in runs], replica), any_order=True)
 
     async def keep_alives(self, replica: Replica, limit: int) -> list[KeepAlive]:
-        """See the port."""
         ours = await self._store.keep_alives(replica, limit)
         return _agree(ours, await self._reference.keep_alives(replica, limit), any_order=True)
 
     async def purge(self, agent: AgentName, limit: int) -> int:
-        """See the port."""
         return _agree(await self._store.purge(agent, limit), await self._reference.purge(agent, limit))
 
-    # ── outbox, catalog ────────────────────────────────────────────────────────────────────────────
-
     async def unsent(self, agent: AgentName, limit: int) -> list[Send]:
-        """See the port."""
         ours = await self._store.unsent(agent, limit)
         return _agree(ours, await self._reference.unsent(agent, limit), any_order=True)
 
     async def mark_sent(self, sent: Sequence[Send]) -> None:
-        """See the port."""
         await self._store.mark_sent(sent)
         await self._reference.mark_sent(sent)
 
     async def tasks(
         self, *, agent: AgentName | None = None, states: Sequence[TaskState] = (), limit: int = 100
     ) -> list[TaskSummary]:
-        """See the port."""
         ours = await self._store.tasks(agent=agent, states=states, limit=limit)
         theirs = await self._reference.tasks(agent=agent, states=states, limit=limit)
         return _agree(ours, theirs)
 
     async def task(self, task_id: TaskId) -> tuple[TaskSummary, list[CallSummary]] | None:
-        """See the port."""
         return _agree(await self._store.task(task_id), await self._reference.task(task_id))
 
     async def _settle(self, replies: Sequence[Reply]) -> None:
-        """Mark replies that go nowhere, as the dispatcher does: a store in memory knows that by itself."""
+        """Confirm replies without an address, as the dispatcher does for a store with an outbox."""
         await self._store.mark_sent([reply for reply in replies if reply.requester.reply_to is None])
 
-    # ── runs that have another id in the reference ─────────────────────────────────────────────────
+    # The reference gives other ids to runs that the sweeper starts.
 
     def _pair(self, ours: Sequence[Resumable], theirs: Sequence[Resumable]) -> None:
         ids = {task.run.task_id: task.run.id for task in theirs}
@@ -215,7 +191,7 @@ def _agree(ours: T, theirs: T, *, any_order: bool = False) -> T:
 
 
 def _normal(value: Any) -> Any:
-    """`value` without what a store is free to choose."""
+    """`value` without the parts that a store may choose."""
     match value:
         case Run():
             return replace(value, id=RunId(""))

@@ -1,4 +1,4 @@
-"""The machine: replicas that pause, claim, crash, come back as zombies and sweep, in any order."""
+"""The machine: replicas pause, claim, crash, return as zombies and sweep, in any order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from meshpoint.testing.conformance.build import AGENT, FORMAT, OTHER_FORMAT, SEC
 
 
 def picks(*kinds: str) -> st.SearchStrategy[list[tuple[str, int]]]:
-    """A batch of one to six: of which kind each is, and which one of what there is of it."""
+    """A batch of one to six pairs: a kind, and an index into the candidates of that kind."""
     return st.lists(st.tuples(st.sampled_from(kinds), numbers), min_size=1, max_size=6)
 
 
@@ -44,9 +44,7 @@ shapes = st.builds(
 
 
 class StoreMachine(Stage):
-    """Drives the store that `open_store` gives it, and judges every answer by the ledger."""
-
-    # ── requests and checkpoints ───────────────────────────────────────────────────────────────────
+    """Drives the store from `open_store` and checks every answer against the ledger."""
 
     @initialize(shape=shapes, number=numbers)
     def start(self, shape: Shape, number: int) -> None:
@@ -55,7 +53,7 @@ class StoreMachine(Stage):
 
     @rule(items=picks("new", "again", "other"), replica=replicas)
     def begin(self, items: list[tuple[str, int]], replica: Replica) -> None:
-        """Requests that are written before they run: new ones, the same again, and ones whose task is there."""
+        """Write requests before their runs: new, repeated, and for a task that exists."""
         begins: list[Begin] = []
         for kind, number in items:
             requester = self.wishes.requester(number, self.clock.now())
@@ -81,7 +79,7 @@ class StoreMachine(Stage):
         after=st.sampled_from([0, 0, 0, 41]),
     )
     def pause(self, items: list[tuple[str, int, Shape]], after: int = 0) -> None:
-        """Checkpoints of new tasks, of owners, of zombies, repeated ones, and ones over a row that is there."""
+        """Write checkpoints: of new tasks, owners and zombies, repeated ones, over existing rows."""
         self.wait(after)
         pauses = [pause for kind, number, shape in items for pause in self._pauses(kind, number, shape)]
         results = self.do(self.store.pause(pauses))
@@ -112,22 +110,20 @@ class StoreMachine(Stage):
             self.written[f"pause {run.id}"] = pause
         return pause
 
-    # ── responses ──────────────────────────────────────────────────────────────────────────────────
-
     @rule(
         items=picks("fresh", "fresh", "fresh", "any", "again", "wrong", "mesh", "nobody"),
         replica=replicas,
         slots=st.sampled_from([0, 1, 2, PLENTY]),
     )
     def claim(self, items: list[tuple[str, int]], replica: Replica, slots: int) -> None:
-        """Responses that arrive together: fresh, duplicate or late, repeated, forged, lost their way."""
+        """Claim a batch of responses: fresh, duplicate, late, repeated, forged or misdirected."""
         claims = {claim.id: claim for kind, number in items for claim in self._claims(kind, number, replica)}
         self._claim(list(claims.values()), replica, slots)
 
     @precondition(lambda self: self.ledger.in_state(TaskState.WAITING))
     @rule(count=st.integers(1, 4), number=numbers, replica=replicas, slots=st.sampled_from([0, 1, 2, PLENTY]))
     def answer(self, count: int, number: int, replica: Replica, slots: int) -> None:
-        """All that some tasks wait for arrives together."""
+        """Claim every response that some tasks wait for, in one batch."""
         stories = self.ledger.in_state(TaskState.WAITING)[-count:]
         calls = [(index, story, call) for story in stories for index, call in enumerate(story.pending)]
         calls.sort(key=lambda each: each[0])
@@ -136,7 +132,7 @@ class StoreMachine(Stage):
     @precondition(lambda self: self.batches)
     @rule(replica=replicas, number=st.integers(0, 2))
     def repeat(self, replica: Replica, number: int) -> None:
-        """The answer to a commit was lost: the same claims come again, all of them."""
+        """Repeat a whole batch of claims, as after a commit whose response was lost."""
         for claims, slots in pick(self.batches.get(replica, []), number):
             self._claim(claims, replica, slots)
 
@@ -166,7 +162,7 @@ class StoreMachine(Stage):
 
     @rule(items=picks("fresh", "any", "wrong"))
     def progress(self, items: list[tuple[str, int]]) -> None:
-        """Status updates."""
+        """Record status updates."""
         updates: list[Progress] = []
         for kind, number in items:
             for task_id, call in pick(self.all_calls() if kind == "any" else self.pending(), number):
@@ -174,12 +170,10 @@ class StoreMachine(Stage):
         noted = self.do(self.store.progress(updates))
         self.tell([u.task_id for u in updates], passing.progressed, self.ledger, updates, noted)
 
-    # ── what else runs write ───────────────────────────────────────────────────────────────────────
-
     @precondition(lambda self: self.runs())
     @rule(items=picks("own", "own", "zombie"))
     def end(self, items: list[tuple[str, int]]) -> None:
-        """Ends, of owners and of zombies; a run that ends again ends as it did."""
+        """End tasks, by owners and zombies; a run that ends again ends in the same way."""
         ends = [self._end_of(run, number) for kind, number in items for run in pick(self._writers(kind), number)]
         results = self.do(self.store.end(ends))
         for end, result in zip(ends, results, strict=True):
@@ -199,7 +193,7 @@ class StoreMachine(Stage):
         incompatible=st.sampled_from([None, None, "travel/9"]),
     )
     def release(self, items: list[tuple[str, int]], wait: int, incompatible: str | None) -> None:
-        """Tasks given back."""
+        """Release tasks."""
         runs = [run for kind, number in items for run in pick(self._writers(kind), number)]
         releases = [Release(run, wait * SECOND, incompatible) for run in runs]
         results = self.do(self.store.release(releases))
@@ -208,7 +202,7 @@ class StoreMachine(Stage):
 
     @rule(items=picks("any", "running", "running", "again", "unknown"))
     def cancel(self, items: list[tuple[str, int]]) -> None:
-        """Cancels of tasks in any state, of tasks not heard of yet, and repeated ones."""
+        """Cancel tasks in any state, tasks not known yet, and tasks already cancelled."""
         cancels: list[Cancel] = []
         for kind, number in items:
             if kind == "again":
@@ -227,7 +221,7 @@ class StoreMachine(Stage):
 
     @rule(replica=replicas, chosen=st.lists(numbers, min_size=1, max_size=6))
     def renew(self, replica: Replica, chosen: list[int]) -> None:
-        """Leases extended, and those that are lost."""
+        """Extend leases, including lost ones."""
         runs = list(dict.fromkeys(run for number in chosen for run in pick(self.runs(replica), number)))
         lost = self.do(self.store.renew(runs, replica))
         self.tell([run.task_id for run in runs], passing.renewed, self.ledger, runs, replica, lost)
@@ -235,13 +229,13 @@ class StoreMachine(Stage):
     @precondition(lambda self: self.ledger.in_state(TaskState.WAITING))
     @rule(count=st.integers(1, 4), replica=st.sampled_from(REPLICAS[:2]), slots=st.sampled_from([1, 2, PLENTY]))
     def resume(self, count: int, replica: Replica, slots: int) -> None:
-        """Tasks go on in a replica with slots for some of them or for all."""
+        """Complete joins in a replica that has slots for some of the tasks or for all."""
         self.answer(count, 0, replica, slots)
 
     @precondition(lambda self: self.owners())
     @rule(replica=replicas, write=st.sampled_from(["pause", "end", "release", "renew"]))
     def lose(self, replica: Replica, write: str) -> None:
-        """A run stands still past its lease, another replica takes its task, and it goes on as a zombie."""
+        """Let a lease expire, another replica rescue the task, and the old run write as a zombie."""
         self.take_over(replica, PLENTY, PLENTY, 16)
         match write:
             case "pause":
@@ -257,7 +251,7 @@ class StoreMachine(Stage):
     @precondition(lambda self: self.owners())
     @rule(replica=replicas, hours=st.lists(st.integers(0, 1), min_size=1, max_size=3))
     def puzzle(self, replica: Replica, hours: list[int]) -> None:
-        """A state that nobody can read goes from replica to replica."""
+        """Pass an unreadable state from replica to replica."""
         for hour in hours:
             self.release([("own", 0)], 0, "travel/9")
             self.wait(hour * 3_600)
@@ -266,31 +260,29 @@ class StoreMachine(Stage):
     @precondition(lambda self: self.owners())
     @rule(number=numbers, shape=shapes)
     def stop(self, number: int, shape: Shape) -> None:
-        """A running task is cancelled, and its owner, who has not heard of it, pauses."""
+        """Cancel a running task whose owner pauses before it has seen the cancel."""
         self.cancel([("running", number)])
         self.pause([("own", 0, shape)])
 
     @rule(replica=replicas)
     def crash(self, replica: Replica) -> None:
-        """A replica forgets its runs: they write no more, unless as zombies."""
+        """A replica forgets its runs, which write nothing from now on except as zombies."""
         self.crashed |= {run.id for run in self.runs(replica)}
-
-    # ── time, and the sweeper ──────────────────────────────────────────────────────────────────────
 
     @rule(seconds=st.sampled_from([1, 3, 6, 11, 16, 31, 61]))
     def wait(self, seconds: int) -> None:
-        """The clock moves."""
+        """Advance the clock."""
         self.clock.advance(seconds * SECOND)
 
     @precondition(lambda self: self.ledger.in_state(TaskState.WAITING))
     @rule(replica=replicas, slots=st.sampled_from([0, 1, PLENTY]), after=st.sampled_from([0, 6, 13, 21, 61, 91]))
     def expire(self, replica: Replica, slots: int, after: int) -> None:
-        """Deadlines are enforced."""
+        """Enforce deadlines."""
         self.wait(after)
         due = [story.task_id for story in self.stories if story.late(self.clock.now())]
         slots = PLENTY if 0 < slots < len(due) else slots
         counted = self.do(self.store.due(replica, PLENTY))
-        assert counted.expired >= len(due), "a count that misses what is due would leave it there"
+        assert counted.expired >= len(due), "too low a count would leave due tasks waiting"
         results = self.do(self.store.expire(replica, PLENTY, slots))
         self.tell(due, passing.expired, self.ledger, replica, slots, results)
         self.sends += [notice for result in results for notice in result.cancels]
@@ -299,7 +291,7 @@ class StoreMachine(Stage):
     @precondition(lambda self: self.ledger.in_state(TaskState.READY))
     @rule(replica=replicas, limit=st.sampled_from([1, 2, PLENTY]), suspects=st.sampled_from([0, PLENTY]))
     def take(self, replica: Replica, limit: int, suspects: int) -> None:
-        """Ready tasks find a slot."""
+        """Acquire ready tasks."""
         due = passing.takeable(self.ledger, replica, suspects)
         limit = passing.untied(due, limit)
         assert self.do(self.store.due(replica, PLENTY)).ready >= len(due)
@@ -315,7 +307,7 @@ class StoreMachine(Stage):
         after=st.sampled_from([0, 3, 16]),
     )
     def take_over(self, replica: Replica, limit: int, suspects: int, after: int) -> None:
-        """Leases that are over."""
+        """Rescue tasks whose lease has expired."""
         self.wait(after)
         due = passing.runnable(self.ledger, replica, TaskState.RUNNING)
         limit = passing.untied(due, limit)
@@ -326,23 +318,21 @@ class StoreMachine(Stage):
 
     @rule(after=st.sampled_from([0, 11]))
     def keep_alives(self, after: int) -> None:
-        """Requesters hear of the tasks they wait for."""
+        """Send keep-alives to the requesters."""
         self.wait(after)
         self.tell([], passing.kept_alive, self.ledger, self.do(self.store.keep_alives(READS_ALL, PLENTY)))
 
     @precondition(lambda self: any(story.state.ended for story in self.stories))
     @rule(hours=st.sampled_from([0, 2, 4]))
     def purge(self, hours: int) -> None:
-        """Tombstones go."""
+        """Purge tombstones."""
         self.wait(hours * 3_600 + 1)
         count = self.do(self.store.purge(AGENT, PLENTY))
         self.tell([], passing.purged, self.ledger, count)
 
-    # ── the outbox ─────────────────────────────────────────────────────────────────────────────────
-
     @rule(after=st.sampled_from([0, 11, 21]))
     def unsent(self, after: int) -> None:
-        """What is due for sending is leased."""
+        """Lease everything due for sending."""
         self.wait(after)
         sends = self.do(self.store.unsent(AGENT, PLENTY))
         self.tell([send.task_id for send in sends], passing.offered, self.ledger, sends)
@@ -351,7 +341,7 @@ class StoreMachine(Stage):
     @precondition(lambda self: self.sends)
     @rule(chosen=st.lists(numbers, min_size=1, max_size=6), replies=st.booleans())
     def mark_sent(self, chosen: list[int], replies: bool) -> None:
-        """The broker has some of what was to be sent, long ago or just now; some is marked twice."""
+        """Confirm some sends, recent or old ones, and some twice."""
         sends = [send for number in chosen for send in pick(self.sends, number)]
         sends += [send for send in self.sends if isinstance(send, Reply)] if replies else []
         self.do(self.store.mark_sent(sends))

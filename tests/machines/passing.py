@@ -1,4 +1,4 @@
-"""What time alone makes due, and what is to be sent: the answers of the sweeper's methods are judged and told."""
+"""Checks of the sweeper's methods: work that becomes due by time, and the outbox."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from meshpoint.testing.conformance.build import AGENT
 
 
 def expired(ledger: Ledger, replica: Replica, slots: int, results: Sequence[Expired]) -> None:
-    """Everything past its deadline was closed, once, and its tasks went on."""
+    """Check that everything past its deadline was closed once and that its tasks continue."""
     late = {story.task_id: story.late(ledger.now) for story in ledger.stories.values()}
     due = {task_id: calls for task_id, calls in late.items() if calls}
     assert sorted(result.task_id for result in results) == sorted(due), "expire missed a task, or ended one too early"
     taken = sum(isinstance(result.then, AllArrived) for result in results)
-    assert taken <= slots, f"{taken} tasks were taken with {slots} slots"
+    assert taken <= slots, f"{taken} tasks were acquired with {slots} slots"
     for result in results:
         story, calls = ledger.stories[result.task_id], due[result.task_id]
         for call in calls:
@@ -46,12 +46,12 @@ def expired(ledger: Ledger, replica: Replica, slots: int, results: Sequence[Expi
             assert result.then == StillWaiting(story.task_id, calls[-1].id)
         else:
             refused = isinstance(result.then, MadeReady) and story.readable_by(replica)
-            assert not refused or taken >= slots, "a slot was free"
+            assert not refused or taken >= slots, "a task became ready although a slot was free"
             ledger.gone_on(story, None, replica, result.then)
 
 
 def runnable(ledger: Ledger, replica: Replica, state: TaskState) -> list[Story]:
-    """The ready tasks, or the running ones whose lease is over, that `replica` may take: oldest first."""
+    """Ready tasks, or running ones with an expired lease, that `replica` may take: oldest first."""
     due = [
         (story.due_at, story)
         for story in ledger.in_state(state)
@@ -61,25 +61,28 @@ def runnable(ledger: Ledger, replica: Replica, state: TaskState) -> list[Story]:
 
 
 def untied(due: Sequence[Story], limit: int) -> int:
-    """`limit`, or more when it falls between tasks that are equally old: either may be taken then."""
+    """`limit`, raised to the end of a tie: among equally old tasks a store may take any."""
     while 0 < limit < len(due) and due[limit - 1].due_at == due[limit].due_at:
         limit += 1
     return limit
 
 
 def takeable(ledger: Ledger, replica: Replica, suspects: int) -> list[Story]:
-    """The ready tasks that `replica` may take, with all suspects or none."""
+    """Ready tasks that `replica` may acquire, with all suspects or none."""
     due = runnable(ledger, replica, TaskState.READY)
     return [story for story in due if suspects or story.rescues < SUSPECT_FROM]
 
 
 def taken(ledger: Ledger, replica: Replica, limit: int, suspects: int, tasks: Sequence[Resumable]) -> None:
-    """The oldest ready tasks were taken, up to `limit`."""
+    """Check that the oldest ready tasks were acquired, up to `limit`."""
     _owned(ledger, replica, takeable(ledger, replica, suspects)[:limit], tasks)
 
 
 def rescued(ledger: Ledger, replica: Replica, limit: int, suspects: int, tasks: Sequence[Resumable]) -> None:
-    """The leases that ran out first were taken, up to `limit`; what must run apart, and cannot, is ready."""
+    """Check that the tasks with the oldest expired leases were rescued, up to `limit`.
+
+    A task that must run isolated but cannot becomes ready.
+    """
     due = runnable(ledger, replica, TaskState.RUNNING)[:limit]
     for story in due:
         story.rescues += 1
@@ -98,7 +101,7 @@ def _owned(ledger: Ledger, replica: Replica, due: Sequence[Story], tasks: Sequen
 
 
 def renewed(ledger: Ledger, runs: Sequence[Run], replica: Replica, lost: Sequence[Run]) -> None:
-    """Exactly the runs that own their task have their lease extended."""
+    """Check that exactly the owning runs got their leases extended."""
     for run in runs:
         story = ledger.stories.get(run.task_id)
         if story is not None and story.owned_by(run):
@@ -109,7 +112,7 @@ def renewed(ledger: Ledger, runs: Sequence[Run], replica: Replica, lost: Sequenc
 
 
 def progressed(ledger: Ledger, updates: Sequence[Progress], noted: Sequence[ProgressNoted | None]) -> None:
-    """Idle deadlines moved, never past the absolute ones."""
+    """Check that idle deadlines moved, but never past absolute ones."""
     for update, note in zip(updates, noted, strict=True):
         story = ledger.stories.get(update.task_id)
         call = next((call for call in story.pending if call.id == update.sub_task_id), None) if story else None
@@ -124,7 +127,7 @@ def progressed(ledger: Ledger, updates: Sequence[Progress], noted: Sequence[Prog
 
 
 def kept_alive(ledger: Ledger, notes: Sequence[KeepAlive]) -> None:
-    """Each requester that waits for a sign of life gets one, when it is due."""
+    """Check that each requester that is due a keep-alive gets one."""
     expected = []
     for story in ledger.in_state(TaskState.WAITING, TaskState.READY):
         idle = story.requester.idle_timeout
@@ -135,7 +138,7 @@ def kept_alive(ledger: Ledger, notes: Sequence[KeepAlive]) -> None:
 
 
 def purged(ledger: Ledger, count: int) -> None:
-    """Tombstones go when their time is over and nothing of them is left to send."""
+    """Check that tombstones are purged once expired and with nothing left to send."""
     over = [story for story in ledger.stories.values() if _purgeable(story, ledger)]
     assert count == len(over), f"{count} purged, not {[story.task_id for story in over]}"
     for story in over:
@@ -147,11 +150,8 @@ def _purgeable(story: Story, ledger: Ledger) -> bool:
     return over and story.reply_sending is None and not story.rows
 
 
-# ── the outbox ─────────────────────────────────────────────────────────────────────────────────────
-
-
 def offered(ledger: Ledger, sends: Sequence[Send]) -> None:
-    """Exactly what is due was offered, and nobody else is offered it soon."""
+    """Check that exactly the due sends were offered, and lease them."""
     due: list[tuple[str, TaskId]] = []
     for story in ledger.stories.values():
         for call in story.rows:
@@ -179,7 +179,7 @@ def _named(send: Send) -> tuple[str, TaskId]:
 
 
 def marked(ledger: Ledger, sends: Sequence[Send]) -> None:
-    """The store was told that the broker has these."""
+    """Record that the broker has confirmed these sends."""
     for send in sends:
         story = ledger.stories.get(send.task_id)
         if story is None:

@@ -1,4 +1,4 @@
-"""What people see of a task must be its story: after every step, for every task it touched."""
+"""After every step, the visible state of each touched task must match its model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from meshpoint.model.outcomes import Failed
 
 
 def check_known(story: Story, known: Known | None, now: datetime) -> None:
-    """A repeated request finds the task where it stands; an ended one with the reply it had from the start."""
+    """A repeated request finds the task's current state, and an ended task's original reply."""
     reply = story.reply_at(now) if story.state.ended else None
     assert known == Known(story.task_id, story.agent, story.state, reply), f"{known}, but {story}"
 
 
 def check_row(story: Story, row: tuple[TaskSummary, list[CallSummary]] | None) -> None:
-    """State, owner, fence, counters and calls are those of the story."""
+    """State, owner, fence, counters and calls match the model."""
     assert row is not None, f"{story.task_id} has no row"
     summary, calls = row
     seen = (summary.state, summary.generation, summary.fence, summary.attempt, summary.rescues, summary.owner)
@@ -30,7 +30,7 @@ def check_row(story: Story, row: tuple[TaskSummary, list[CallSummary]] | None) -
 
 
 def _check_reachable(story: Story, summary: TaskSummary) -> None:
-    """The sweeper will find the task: nothing that is not parked or ended is left to nobody."""
+    """The sweeper will find every task that is neither parked nor ended."""
     match story.state:
         case TaskState.WAITING:
             assert story.pending, f"{story.task_id} waits for nothing"

@@ -1,4 +1,4 @@
-"""The stage of the machine: a store, its ledger, and what there is to choose from."""
+"""Base of the machine: a store, its ledger, and the candidates that a rule chooses from."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _SERIAL = count(1)
 
 
 def pick(pool: Sequence[T], number: int) -> list[T]:
-    """That one of the pool, if there is one; the last first, so that small numbers go on with what is fresh."""
+    """The chosen element, or nothing from an empty pool. Small numbers choose the most recent."""
     return [pool[-1 - number % len(pool)]] if pool else []
 
 
 class Stage(RuleBasedStateMachine):
-    """A store beside its ledger. After every step what the store shows is what the ledger says."""
+    """A store and its ledger. After every step they must agree."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Stage(RuleBasedStateMachine):
         self.serial = next(_SERIAL)
         self.ledger, self.wishes = Ledger(self.clock), Wishes(f"{self.serial:04}")
         self.crashed: set[str] = set()
-        self.written: dict[str, Pause | End] = {}  # what a run has once decided to write
+        self.written: dict[str, Pause | End] = {}  # what a run first decided to write
         self.batches: dict[Replica, list[tuple[list[Claim], int]]] = {}
         self.cancels: list[Cancel] = []
         self.sends: list[Send] = []
@@ -58,37 +58,35 @@ class Stage(RuleBasedStateMachine):
         self.do(self.store.open())
 
     def open_store(self) -> CheckpointStore:
-        """The store to drive."""
+        """Make the store to drive."""
         raise NotImplementedError
 
     def do(self, step: Coroutine[Any, Any, T]) -> T:
-        """Run one step to its end; after one that failed there is nothing to look at any more."""
+        """Run one step. After a failed step the store is not inspected any more."""
         self.sound = False
         result = self.runner.run(step)
         self.sound = True
         return result
 
     def tell(self, task_ids: Sequence[TaskId], judge: Any, *answer: Any) -> None:
-        """Have the ledger judge an answer, and look at these tasks afterwards."""
+        """Have the ledger check an answer, and mark these tasks for inspection."""
         self.sound = False
         self.touched |= set(task_ids)
         judge(*answer)
         self.sound = True
 
-    # ── what there is ──────────────────────────────────────────────────────────────────────────────
-
     @property
     def stories(self) -> list[Story]:
-        """The tasks that have a row."""
+        """Tasks that have a row."""
         return list(self.ledger.stories.values())
 
     def owners(self) -> list[Run]:
-        """The runs that own their task, in replicas that live; last those that are to be cancelled."""
+        """Owning runs in live replicas; runs to be cancelled come last."""
         running = sorted(self.ledger.in_state(TaskState.RUNNING), key=lambda story: story.cancel_requested)
         return [story.owner for story in running if story.owner and story.owner.id not in self.crashed]
 
     def runs(self, replica: Replica | None = None) -> list[Run]:
-        """All runs that ever owned a task that is still there; last those whose task another run has now."""
+        """All runs that ever owned an existing task; zombies come last."""
         runs = [run for story in self.stories for run, owner in story.runs if replica in {None, owner}]
         return sorted(runs, key=self._is_zombie)
 
@@ -97,19 +95,17 @@ class Stage(RuleBasedStateMachine):
         return story.state is TaskState.RUNNING and not story.owned_by(run)
 
     def all_calls(self) -> list[tuple[TaskId, CallStory]]:
-        """All calls that ever were."""
+        """All calls of all tasks, past ones included."""
         stories = [*self.ledger.gone.values(), *self.stories]
         return [(story.task_id, call) for story in stories for call in story.calls.values()]
 
     def pending(self) -> list[tuple[TaskId, CallStory]]:
-        """The calls that a response is waited for."""
+        """Calls that wait for a response."""
         return [(story.task_id, call) for story in self.stories for call in story.pending]
-
-    # ── what must always hold ──────────────────────────────────────────────────────────────────────
 
     @invariant()
     def seen_as_told(self) -> None:
-        """What people and repeated requests see of the tasks is what the ledger says."""
+        """The visible state of the touched tasks matches the ledger."""
         touched = [story for story in self.stories if story.task_id in self.touched]
         self.touched.clear()
         self.do(self._look_at(touched))
@@ -121,12 +117,12 @@ class Stage(RuleBasedStateMachine):
             check_row(story, await self.store.task(story.task_id))
 
     async def _not_looked_at_in_vain(self) -> None:
-        """A task that was looked at is due again when there is something to do: a batch of others must fit in."""
+        """After a sweep no waiting task stays due, since it would take space in the next batch."""
         for summary in await self.store.tasks(states=[TaskState.WAITING], limit=PLENTY):
             assert summary.wake_at > self.clock.now(), f"{summary} stays due"
 
     def teardown(self) -> None:
-        """From wherever it stands, everything comes to its end, and nothing is left."""
+        """From any state, all tasks can be brought to their end, and nothing is left."""
         try:
             if self.sound:
                 self.do(self._look_at(self.stories))

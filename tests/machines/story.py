@@ -1,4 +1,4 @@
-"""One task as it must be, kept beside the store in plain values."""
+"""Model of one task: the expected state in plain values."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from meshpoint.model.outcomes import Failed, FailureKind, Outcome
 from meshpoint.testing.conformance.build import TIMINGS
 
 KEEP_ALIVES_PER_TIMEOUT = 3
-LONGEST_LEASE = 64  # dispatch leases that whoever sends something has for itself, at most
+LONGEST_LEASE = 64  # maximum lease of a sender, in dispatch leases
 CLOSED = {FailureKind.TIMEOUT, FailureKind.CANCELLED}
 
 
 def plain(outcome: Outcome) -> Outcome:
-    """`outcome` without the words for people in what a store writes by itself."""
+    """`outcome` without the message, if the store itself wrote it."""
     return Failed(outcome.kind) if isinstance(outcome, Failed) and outcome.kind in CLOSED else outcome
 
 
 @dataclass(slots=True)
 class Sending:
-    """Something committed that is still to be sent: who sends it has it for itself until `due_at`."""
+    """An unsent message, leased exclusively to one sender until `due_at`."""
 
     due_at: datetime
     attempts: int = 1
 
     def offer(self, now: datetime) -> None:
-        """Lease it to whoever asked, for twice as long each time."""
+        """Lease it to a sender; each lease is twice as long as the previous one."""
         self.due_at = now + TIMINGS.dispatch_lease * min(2**self.attempts, LONGEST_LEASE)
         self.attempts += 1
 
 
 @dataclass(slots=True)
 class CallStory:
-    """One call, from its checkpoint on. It keeps its outcome when its row is long gone."""
+    """One call since its checkpoint. Its outcome is kept even after its row is deleted."""
 
     planned: PlannedCall
     generation: int
@@ -59,23 +59,22 @@ class CallStory:
 
     @property
     def id(self) -> TaskId:
-        """Its `sub_task_id`."""
         return self.planned.sub_task_id
 
     def record(self, outcome: Outcome, claim_id: RunId | None) -> None:
-        """Give it its only outcome."""
-        assert self.outcome is None, f"{self.id} has {self.outcome} and is given {outcome}"
+        """Record its only outcome."""
+        assert self.outcome is None, f"{self.id} has {self.outcome} and now gets {outcome}"
         self.outcome, self.claim_id = plain(outcome), claim_id
 
     def close(self, kind: FailureKind, now: datetime) -> None:
-        """End it without its peer, who is still to be told."""
+        """Close it without its peer, which still has to be notified."""
         self.record(Failed(kind), None)
         self.cancelling, self.sending = True, Sending(now + TIMINGS.dispatch_lease)
 
 
 @dataclass(slots=True)
 class Story:
-    """What was promised about one task, and to whom."""
+    """Everything promised about one task."""
 
     task_id: TaskId
     agent: AgentName
@@ -86,10 +85,11 @@ class Story:
     generation: int = 0
     attempt: int = 0
     rescues: int = 0
-    written_by: RunId | None = None  # the run, claim or cancel whose repetition finds itself
+    # run, claim or cancel that wrote last; its repetition finds itself
+    written_by: RunId | None = None
     owner: Run | None = None
     replica: ReplicaId | None = None
-    due_at: datetime | None = None  # of a running task: the end of its lease; of a ready one: when it may be taken
+    due_at: datetime | None = None  # running: when its lease ends; ready: when it may be acquired
     pause: Pause | None = None
     join_deadline: datetime | None = None
     keep_alive_at: datetime | None = None
@@ -105,25 +105,25 @@ class Story:
 
     @property
     def current(self) -> list[CallStory]:
-        """The calls of this pause, in call order."""
+        """Calls of this pause, in call order."""
         if self.state.ended:
             return []
         return [call for call in self.calls.values() if call.generation == self.generation]
 
     @property
     def rows(self) -> list[CallStory]:
-        """The calls that have a row: those of this pause, and those whose peer is still to be told."""
+        """Calls with a row: this pause's, and closed ones whose peer is not notified yet."""
         current = {call.id for call in self.current}
         return [call for call in self.calls.values() if call.cancelling or call.id in current]
 
     @property
     def pending(self) -> list[CallStory]:
-        """The calls without an outcome, in call order."""
+        """Calls without an outcome, in call order."""
         return [call for call in self.current if call.outcome is None]
 
     @property
     def met(self) -> bool:
-        """Whether the outcomes that are there meet the join."""
+        """Whether the recorded outcomes meet the join."""
         assert self.pause is not None
         outcomes = [call.outcome for call in self.current if call.outcome is not None]
         succeeded = sum(not isinstance(outcome, Failed) for outcome in outcomes)
@@ -138,31 +138,29 @@ class Story:
         return self.generation == 0 or (self.pause is not None and self.pause.state_format in replica.formats)
 
     def late(self, now: datetime) -> list[CallStory]:
-        """The calls that time alone has ended by now."""
+        """Pending calls whose deadline has passed."""
         if self.state is not TaskState.WAITING:
             return []
         everything = self.join_deadline is not None and self.join_deadline <= now
         return [call for call in self.pending if everything or call.due_at <= now]
 
     def notice(self, call: CallStory) -> CancelNotice:
-        """What the peer of a closed call is to be told."""
+        """Notice for the peer of a closed call."""
         return CancelNotice(self.agent, self.task_id, call.id, call.planned.peer)
 
-    # ── steps ──────────────────────────────────────────────────────────────────────────────────────
-
     def own(self, run: Run, replica: Replica, now: datetime) -> None:
-        """`run` writes from now on, nobody else."""
+        """Make `run` the only writer."""
         self.state, self.owner, self.replica, self.written_by = TaskState.RUNNING, run, replica.id, run.id
         self.fence, self.attempt, self.due_at = run.fence, max(self.attempt, 1), now + replica.lease
         self.runs.append((run, replica))
 
     def make_ready(self, at: datetime, written_by: RunId | None) -> None:
-        """Nobody writes; any replica may take it."""
+        """Remove the owner; any replica may acquire the task."""
         self.state, self.due_at, self.written_by = TaskState.READY, at, written_by
         self.owner = self.replica = None
 
     def checkpoint(self, pause: Pause, now: datetime) -> None:
-        """The task waits for these calls."""
+        """Wait for the calls of `pause`."""
         self.state, self.pause, self.written_by = TaskState.WAITING, pause, pause.run.id
         self.owner = self.replica = self.incompatible_since = self.due_at = None
         self.generation, self.attempt, self.rescues = self.generation + 1, 0, 0
@@ -182,15 +180,15 @@ class Story:
         return CallStory(planned, self.generation, deadline, due_at, sending, planned.outcome)
 
     def close_pending(self, now: datetime) -> tuple[CancelNotice, ...]:
-        """End the calls nobody needs any more; whom to tell."""
+        """Close the calls that are not needed any more; return notices for their peers."""
         closed = self.pending
         for call in closed:
             call.close(FailureKind.CANCELLED, now)
         return tuple(self.notice(call) for call in closed)
 
     def entomb(self, state: TaskState, body: bytes, written_by: RunId, now: datetime) -> None:
-        """The task has its reply."""
-        assert self.reply is None, f"{self.task_id} has a reply and is given another"
+        """End the task with its reply."""
+        assert self.reply is None, f"{self.task_id} has a reply and now gets another"
         self.state, self.written_by, self.ended_at = state, written_by, now
         self.owner = self.replica = None
         self.reply = Reply(self.agent, self.task_id, state, body, self.requester, fence=self.fence)
@@ -198,13 +196,13 @@ class Story:
         self.expires_at = max(now, self.requester.deadline or now) + TIMINGS.tombstone_ttl
 
     def reply_at(self, now: datetime) -> Reply:
-        """The reply, as old as it is now."""
+        """The reply, with its age at `now`."""
         assert self.reply is not None
         assert self.ended_at is not None
         return replace(self.reply, age=now - self.ended_at)
 
     def resumable(self) -> Resumable:
-        """What the owner was given."""
+        """The task as its owner must receive it."""
         assert self.owner is not None
         waited = self.pause
         outcomes = tuple(
@@ -212,7 +210,7 @@ class Story:
             for call in self.current
             if call.outcome is not None
         )
-        assert len(outcomes) == len(self.current), f"{self.task_id} is resumed with calls that have no outcome"
+        assert len(outcomes) == len(self.current), f"{self.task_id} is resumed with calls without an outcome"
         return Resumable(
             run=self.owner,
             requester=self.requester,
@@ -220,7 +218,7 @@ class Story:
             state=waited.state if waited else b"",
             state_format=waited.state_format if waited else "",
             outcomes=outcomes,
-            request=None if waited else self.request,  # may be left out once there is a state
+            request=None if waited else self.request,  # optional once there is a state
             attempt=self.attempt,
             cancel_requested=self.cancel_requested,
             rescues=self.rescues,

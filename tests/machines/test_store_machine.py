@@ -1,8 +1,9 @@
-"""The store's model, driven on each adapter: on SQL in lockstep with the store in memory.
+"""State machines on each store; SQL stores run in lockstep with the in-process store.
 
-Every run is the same, so that a failure seen once is seen again; it is printed as the steps that led to it. `make
-model` runs the long form: `MESHPOINT_MODEL_EXAMPLES` says how many runs each store gets then, with seeds that are new
-each time. A failing run is then reduced to few steps, which may take minutes, and printed with what repeats it.
+Runs are deterministic, so a failure can be repeated; it is printed as the steps that led to it.
+`make model` runs the long form: `MESHPOINT_MODEL_EXAMPLES` sets the number of runs per store, each
+with a new seed. A failing run is then reduced to few steps, which may take minutes, and printed
+with the code that repeats it.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _NAMESPACES = count(1)
 
 
 class MemoryMachine(StoreMachine):
-    """The store in memory, against the ledger alone."""
+    """The in-process store, checked against the ledger alone."""
 
     def open_store(self) -> CheckpointStore:
         return InProcessStore(self.clock, timings=TIMINGS)
 
 
 def sql_machine(url: str) -> type[StoreMachine]:
-    """Machines that drive one database, each in a namespace of its own, beside a store in memory."""
+    """Machines on one database, each in its own namespace, in lockstep with the in-process store."""
 
     class SqlMachine(StoreMachine):
         def open_store(self) -> CheckpointStore:
@@ -55,7 +56,7 @@ def sql_machine(url: str) -> type[StoreMachine]:
 
 
 def drive(machine: type[StoreMachine], *, examples: int, steps: int) -> None:
-    """Run so many machines for so many steps; in the long form as many as the environment says."""
+    """Run `examples` machines of `steps` steps; the environment overrides the number of runs."""
     run_state_machine_as_test(
         machine,
         settings=settings(

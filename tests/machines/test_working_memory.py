@@ -1,6 +1,6 @@
-"""Random commands, done in the process and in Redis side by side: they answer alike, and leave alike.
+"""Random commands must have the same answers and effects in the process and in Redis.
 
-Redis itself says what its commands do; the adapter on it adds owners, own times and a script between. `make model`
+Redis itself defines the results; the adapter adds owners, expiry times and a script. `make model`
 runs the long form: see `test_store_machine`.
 """
 
@@ -30,12 +30,10 @@ _NUMBERS = count(1)
 
 REFUSED = "refused"
 Answers: TypeAlias = list[Any] | str
-"""What a batch answered, in a form in which equal answers are equal; or that it was refused."""
+"""Answers of a batch, normalised so that equal ones compare equal, or that it was refused."""
 Left: TypeAlias = dict[str, tuple[Kind, Any, bool]]
-"""What a memory holds by key, and whether the key has a time of its own."""
+"""Contents of a memory by key, and whether the key has an expiry time of its own."""
 
-
-# ── commands ───────────────────────────────────────────────────────────────────────────────────────
 
 KEYS = {Kind.STRING: "s", Kind.LIST: "l", Kind.HASH: "h", Kind.SET: "m", Kind.ZSET: "z"}
 values = st.sampled_from([b"", b"a", b"b", b"\x00\xff", b"1", b"-5", b"3.5", b"1e2", b"07", b"9223372036854775807"])
@@ -54,7 +52,7 @@ times = st.sampled_from([b"3600000", b"1000000000000000", b"0", b"-1", b"9223372
 
 
 def several(*parts: st.SearchStrategy[bytes]) -> st.SearchStrategy[tuple[bytes, ...]]:
-    """One to four groups of arguments, flat."""
+    """One to four groups of arguments, flattened."""
     return st.lists(st.tuples(*parts), min_size=1, max_size=4).map(lambda groups: sum(groups, ()))
 
 
@@ -113,24 +111,21 @@ def commands(draw: st.DrawFn) -> Command:
 stories = st.lists(st.lists(commands(), min_size=1, max_size=5), min_size=1, max_size=25)
 
 
-# ── what is compared ───────────────────────────────────────────────────────────────────────────────
-
-
 class Side(Protocol):
-    """One of the two that are compared."""
+    """An implementation under comparison."""
 
     async def begin(self) -> None:
-        """Begin an empty memory."""
+        """Start with an empty memory."""
 
     async def do(self, batch: Sequence[Command]) -> list[Answer]:
-        """Do commands together."""
+        """Execute a batch of commands."""
 
     async def left(self) -> Left:
-        """All that is there."""
+        """The whole contents."""
 
 
 class Adapter:
-    """A working memory."""
+    """A working memory of Meshpoint."""
 
     def __init__(self, memory: WorkingMemory) -> None:
         self._memory = memory
@@ -156,7 +151,7 @@ class Adapter:
 
 
 class Server:
-    """Redis without anything between. A reply is what came on the wire."""
+    """Plain Redis. Answers are read from the wire."""
 
     def __init__(self, connection: Connection, namespace: str) -> None:
         self._connection, self._namespace = connection, namespace
@@ -197,7 +192,7 @@ def _as_is(answer: Any) -> Any:
 
 
 def _text(answer: Any) -> Any:
-    """A value; a float that another machine may write with another last digit as the float that it is."""
+    """A value. Floats are parsed, because another machine may print another last digit."""
     try:
         return float(answer) if answer is not None and b"." in answer else answer
     except ValueError:
@@ -217,7 +212,7 @@ def _ranked(answer: Any) -> Any:
 
 
 def _rest(answer: Any) -> Any:
-    return min(answer, 0)  # what is left of a time depends on the clock
+    return min(answer, 0)  # the remaining time depends on the clock
 
 
 COMPARED: dict[str, Callable[[Any], Any]] = {
@@ -263,7 +258,7 @@ async def _alike(sides: tuple[Side, Side], story: Sequence[Sequence[Command]]) -
 
 
 def compare(runner: asyncio.Runner, sides: tuple[Side, Side], *, examples: int) -> None:
-    """Run so many stories on both sides; in the long form as many as the environment says."""
+    """Run `examples` random stories on both sides; the environment overrides the number."""
 
     @settings(
         derandomize=not _EXAMPLES,

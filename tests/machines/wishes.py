@@ -1,4 +1,4 @@
-"""What a machine asks of a store, made of small numbers, so that a failing run reads well and shrinks well."""
+"""Inputs of the store, made from small numbers so that failing runs are readable and shrink well."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ IDLE_TIMEOUTS = (None, None, 12 * SECOND)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a pause looks like: for each call whether it failed before it was sent, and how they are joined."""
+    """Shape of a pause: which calls failed before sending, and the join."""
 
     failed: tuple[bool, ...]
     needed: int | None
@@ -46,19 +46,19 @@ class Shape:
     state_format: str
 
     def join(self) -> Join:
-        """As the agent would say it: it cannot need more results than there are calls."""
+        """The join; it never needs more results than there are calls."""
         needed = None if self.needed is None else min(self.needed, len(self.failed))
         return Join(needed, None if self.join_seconds is None else self.join_seconds * SECOND)
 
 
 class Wishes:
-    """Makes wishes with ids of their own; `prefix` keeps those of several machines on one database apart."""
+    """Makes inputs with unique ids. `prefix` separates machines that share a database."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix, self._numbers = prefix, count()
 
     def id(self, word: str) -> str:
-        """An id that was not used before, and reads as what it names."""
+        """A new id that contains `word`."""
         return f"{self._prefix}-{word}-{next(self._numbers):04}"
 
     def run(self, task_id: TaskId | None = None) -> Run:
@@ -66,7 +66,7 @@ class Wishes:
         return Run(task_id or TaskId(self.id("task")), AGENT, RunId(self.id("run")))
 
     def requester(self, number: int, now: datetime) -> Requester:
-        """Who asks: nobody, someone patient, someone with a deadline, someone who wants signs of life."""
+        """A requester that is plain, has a deadline, has an idle timeout, or has no address."""
         address = Address("desk.resp")
         return (
             Requester(address, REQUESTER, "parent"),
@@ -80,7 +80,7 @@ class Wishes:
         return Begin(run, replica, requester, b"request")
 
     def pause(self, run: Run, requester: Requester, shape: Shape) -> Pause:
-        """A checkpoint of that shape."""
+        """A checkpoint of the given shape."""
         calls = tuple(self._call(number, shape, failed) for number, failed in enumerate(shape.failed))
         state = f"state of {run.id}".encode()
         context: Checkpoint = {"flags": {"run": run.id}}
@@ -106,10 +106,10 @@ class Wishes:
         return Claim(claim_id, task_id, sub_task_id, outcome, sender)
 
     def end(self, run: Run, number: int) -> End:
-        """Completed, failed, dead or cancelled."""
+        """An end as completed, failed, dead or cancelled."""
         state = (TaskState.COMPLETED, TaskState.FAILED, TaskState.FAILED, TaskState.CANCELLED)[number % 4]
         return End(run, state, self.id("reply").encode(), "too many attempts" if number % 4 == 2 else None)
 
     def cancel(self, task_id: TaskId) -> Cancel:
-        """A cancel with an id of its own."""
+        """A cancel with a new id."""
         return Cancel(task_id, AGENT, RunId(self.id("cancel")), b"cancelled")

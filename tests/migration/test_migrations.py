@@ -1,4 +1,4 @@
-"""The migrations make the tables that the code uses, on both databases."""
+"""The migrations create the tables that the code uses, on both databases."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sqlite_url(tmp_path: Path) -> str:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.servers)])
 def empty_url(request: pytest.FixtureRequest) -> str:
-    """Each database in turn, without tables."""
+    """A private database without tables: parametrized over SQLite and PostgreSQL."""
     url: str = request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "empty_postgres_url")
     return url
 
@@ -56,7 +56,7 @@ async def upgrade(url: str) -> None:
 
 
 async def differences(url: str) -> list[object]:
-    """Where the database's tables differ from those of the code."""
+    """Differences between the database's tables and the code's."""
 
     def compare(connection: Connection) -> list[object]:
         def ours(thing: object, name: str | None, kind: str, *rest: object) -> bool:
@@ -122,7 +122,7 @@ async def test_an_upgrade_may_be_repeated(empty_url: str) -> None:
 
 
 async def test_an_upgrade_that_breaks_off_changes_nothing(empty_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SQLite's driver would commit each change of the schema at once."""
+    """SQLite's driver would otherwise commit each schema change at once."""
 
     def breaks_off(*arguments: object, **options: object) -> None:
         raise RuntimeError("killed")
@@ -205,9 +205,6 @@ async def test_a_file_that_is_no_database_is_named_in_one_line(tmp_path: Path) -
     await store.close()
 
 
-# ── 0002: what is to be sent lies on the join ──────────────────────────────────────────────────────
-
-
 async def downgrade(url: str, revision: str) -> None:
     def run(connection: Connection) -> None:
         command.downgrade(migrations._config(connection), revision)
@@ -225,7 +222,7 @@ async def fetch(url: str, statement: str) -> list[tuple[object, ...]]:
 
 @asynccontextmanager
 async def opened(url: str) -> AsyncIterator[SqlStore]:
-    """A store for which all that it has to send is due at once."""
+    """A store whose unsent messages are due at once."""
     store = SqlStore(url, namespace="test", dispatch_lease=timedelta())
     await store.open()
     try:
@@ -274,9 +271,6 @@ async def test_the_tables_leave_as_much_room_as_the_code_says(postgres_url: str)
     )
 
 
-# ── 0003: operations and their checkpoints ─────────────────────────────────────────────────────────
-
-
 async def test_a_task_of_the_release_before_is_no_operation_and_may_become_one(empty_url: str) -> None:
     await upgrade(empty_url)
     task_id = a_run().task_id
@@ -309,7 +303,7 @@ async def test_tasks_outlive_the_way_back_and_forth_but_checkpoints_do_not(empty
 
 
 async def test_what_the_release_before_left_of_an_operation_is_in_nobodys_way(empty_url: str) -> None:
-    """It deletes a task without a look at its operation; somebody then uses the id again."""
+    """The previous release deletes a task without its operation; the id may then be used again."""
     await upgrade(empty_url)
     async with opened(empty_url) as store:
         run = await operating(store)
@@ -320,9 +314,6 @@ async def test_what_the_release_before_left_of_an_operation_is_in_nobodys_way(em
         assert await store.latest(run.task_id) is None
         assert (await saved(store, again)).seq == 1
         assert [each.seq for each in await store.history(run.task_id)] == [1]
-
-
-# ── 0004: working memories lie with checkpoints ────────────────────────────────────────────────────
 
 
 async def test_checkpoints_of_before_have_no_memory_and_those_after_may(empty_url: str) -> None:
@@ -341,7 +332,7 @@ async def test_checkpoints_of_before_have_no_memory_and_those_after_may(empty_ur
 
 
 async def test_the_release_before_writes_checkpoints_without_a_memory(empty_url: str) -> None:
-    """It names the columns that it knows, in place of those that it may find there."""
+    """It names the columns that it knows and ignores newer ones."""
     await upgrade(empty_url)
     async with opened(empty_url) as store:
         run = await operating(store)
@@ -356,8 +347,6 @@ async def test_the_release_before_writes_checkpoints_without_a_memory(empty_url:
         assert [each.l1_snapshot_hash for each in await store.history(run.task_id)] == [digest("first"), None]
         assert await memory_of(store, run.task_id) == (1, "first")
 
-
-# ── foreign tables ─────────────────────────────────────────────────────────────────────────────────
 
 OTHER_SHAPES = {
     "columns": (["CREATE TABLE {} (id INTEGER)"], "it has no text column version_num"),

@@ -1,4 +1,4 @@
-"""A process that claims when it is told to: `claimant.py URL REPLICA`, then the claims as JSON on standard input."""
+"""A process that claims on command: `claimant.py URL REPLICA`, then the claims as JSON on stdin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cancel is marked as sent while its task ends: both hold the task, one after the other."""
+"""A cancel is recorded as sent while its task ends; both lock the task, one after the other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def test_a_call_whose_cancel_is_marked_just_before_the_end_is_deleted_with
         pause = await paused(store, "a", "b", join=FIRST)
         task = await resumed(store, pause, "a")
         mark = marking.transaction()
-        await mark.start()  # what `mark_sent` does for the cancel of b, up to its commit
+        await mark.start()  # as `mark_sent` does for the cancel of b, up to its commit
         task_id, call_id = pause.run.task_id, sub(pause, "b")
         await marking.execute(
             "SELECT 1 FROM agent_paused_tasks WHERE logical_task_id = $1 FOR NO KEY UPDATE", task_id

@@ -1,4 +1,4 @@
-"""The requests of a pause are marked as sent while an answer to one of them is claimed: both write its join."""
+"""A pause's requests are recorded as sent while a response is claimed; both write the join."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshpoint.adapters.sql import SqlStore
 from meshpoint.model.checkpoint import Committed, Dispatch
 from meshpoint.testing.conformance.build import AGENT, a_call, a_pause, one, row
 
-_CLAIM = (  # what a claim does, up to its commit
+_CLAIM = (  # as a claim does, up to its commit
     "SELECT 1 FROM agent_paused_tasks WHERE logical_task_id = $1 FOR NO KEY UPDATE",
     "UPDATE agent_peer_sub_tasks SET status = 'done' WHERE logical_task_id = $1 AND seq = 0",
     "UPDATE agent_parallel_invocations SET completed_count = 1 WHERE logical_task_id = $1",
@@ -133,7 +133,7 @@ async def test_a_mark_whose_join_stays_held_is_not_sent_turn_after_turn(
             await store.mark_sent(committed.dispatches)
             hurried = asyncio.create_task(store.marks_written())
             await met.wait()
-            for _ in range(20):  # round trips to the same server: time enough for as many marks
+            for _ in range(20):  # round trips to the same server: enough time for as many writes
                 await claiming.fetchval("SELECT 1")
             assert statements == 1
         await store.marks_written()

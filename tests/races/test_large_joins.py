@@ -63,7 +63,7 @@ async def store(database_url: str, clock: FakeClock, small_parts: None) -> Async
 
 
 class Metered(Proxy):
-    """Knows the largest message that the server sent: a row, where statements return rows."""
+    """Proxy that records the largest message from the server: the largest returned row."""
 
     largest = 0
 
@@ -77,7 +77,7 @@ class Metered(Proxy):
         if sink.get_extra_info("sockname")[1] != self._port:
             return await super()._pump(source, sink, open_, both)
         try:
-            sink.write(await source.readexactly(1))  # whether it encrypts: it does not
+            sink.write(await source.readexactly(1))  # the server declines encryption
             while True:
                 head = await source.readexactly(5)
                 size = int.from_bytes(head[1:]) - 4
@@ -97,7 +97,7 @@ async def wire(postgres_url: str) -> AsyncIterator[Metered]:
 
 @pytest.fixture
 async def metered(wire: Metered, clock: FakeClock, small_parts: None) -> AsyncIterator[SqlStore]:
-    """A store on PostgreSQL, by way of `wire`."""
+    """A store on PostgreSQL behind `wire`."""
     store = SqlStore(wire.url, namespace="test", clock=clock)
     await store.open()
     yield store
@@ -232,7 +232,7 @@ async def test_no_row_holds_all_outcomes_of_a_join(
     clock: FakeClock,
     go_on: Callable[[SqlStore, FakeClock], Awaitable[Any]],
 ) -> None:
-    """PostgreSQL builds no row above 1 GiB."""
+    """PostgreSQL cannot build a row above 1 GiB."""
     got = await go_on(metered, clock)
     assert list(results(got.task if isinstance(got, AllArrived) else got)) == list(CALLS)
     assert wire.largest < 3 * SIZE, f"of {len(CALLS) * SIZE} bytes"

@@ -1,4 +1,4 @@
-"""A session that holds one row of PostgreSQL delays that row only."""
+"""A session that locks one row of PostgreSQL delays only that row."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ SELECT count(*) FROM agent_paused_tasks WHERE logical_task_id = $1 AND wake_at >
 
 @pytest.fixture
 async def store(postgres_url: str, clock: FakeClock) -> AsyncIterator[SqlStore]:
-    # A statement that waits for another session's lock fails the test here, long before it is a matter of luck.
+    # A statement that waits for another session's lock fails here deterministically, long before
+    # the command timeout.
     store = SqlStore(
         postgres_url,
         namespace="test",
@@ -87,7 +88,7 @@ def clock() -> FakeClock:
 
 @asynccontextmanager
 async def held(url: str, task_id: TaskId, row: str = "task") -> AsyncIterator[asyncpg.Connection]:
-    """Another session holds a row of the task."""
+    """Lock a row of the task in another session."""
     other = await asyncpg.connect(url)
     try:
         async with other.transaction():
@@ -99,9 +100,6 @@ async def held(url: str, task_id: TaskId, row: str = "task") -> AsyncIterator[as
 
 async def running(store: SqlStore, count: int) -> list[Run]:
     return [await begun(store) for _ in range(count)]
-
-
-# ── leases ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_nine_of_ten_leases_are_renewed_while_one_row_is_held(
@@ -166,9 +164,6 @@ async def test_more_rows_than_are_waited_for_may_be_held(
         await other.close()
 
 
-# ── claims ─────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("row", _ROWS)
 async def test_a_claim_passes_one_whose_row_is_held(store: SqlStore, postgres_url: str, row: str) -> None:
     locked, other = await paused(store), await paused(store)
@@ -206,13 +201,11 @@ async def test_a_claim_given_twice_is_not_recorded_while_its_row_is_held(store: 
     assert second == Duplicate(pause.run.task_id, sub(pause, "a"))
 
 
-# ── the other steps ────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("row", _ROWS)
 async def test_an_end_and_a_pause_pass_one_whose_row_is_held(store: SqlStore, postgres_url: str, row: str) -> None:
     waiting = [await paused(store, "a", "b") for _ in range(4)]
-    for pause in waiting:  # one call each stays to be cancelled, so that rows are left below the task
+    # one call each stays to be cancelled, so that rows are left below the task
+    for pause in waiting:
         await store.claim([a_claim(pause, "a"), a_claim(pause, "b")], HERE, 4)
     held_end, other_end, held_pause, other_pause = [
         Run(p.run.task_id, AGENT, a_run().id, fence=2, generation=1) for p in waiting
@@ -320,9 +313,6 @@ async def test_marks_pass_a_held_row(store: SqlStore, postgres_url: str, clock: 
     assert {send.task_id for send in await store.unsent(AGENT, 10)} <= {pauses[0].run.task_id, runs[0].task_id}
 
 
-# ── what is no row ─────────────────────────────────────────────────────────────────────────────────
-
-
 async def test_a_lock_on_the_whole_table_is_an_outage(store: SqlStore, postgres_url: str) -> None:
     run = await begun(store)
     holder = await asyncpg.connect(postgres_url)
@@ -344,7 +334,7 @@ async def test_a_lock_on_the_whole_table_is_an_outage(store: SqlStore, postgres_
 
 
 async def test_a_held_row_leaves_the_connections_to_others(store: SqlStore, postgres_url: str) -> None:
-    """More steps wait for held rows than there are connections; a step of another task still comes through."""
+    """More steps wait for locked rows than there are connections; another task still proceeds."""
     locked = [(await resumed(store)).run for _ in range(30)]
     other = (await resumed(store)).run
     holder = await asyncpg.connect(postgres_url)

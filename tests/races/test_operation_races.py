@@ -1,4 +1,4 @@
-"""Replicas that save, take over and revive operations at the same time, and a network that fails between."""
+"""Replicas that save, rescue and revive operations concurrently, on a network that fails."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from meshpoint.testing.conformance.build_memory import memory_of, remembering, r
 
 _TRIALS = 50
 _IMPATIENT = replace(HERE, lease=timedelta())
-"""A replica whose leases are over at once."""
+"""A replica whose leases expire at once."""
 
 
 @pytest.fixture
 async def stores(database_url: str) -> AsyncIterator[tuple[SqlStore, SqlStore]]:
-    """What two replicas open."""
+    """Two stores on one database, as two replicas open them."""
     first, second = (SqlStore(database_url, namespace="test") for _ in range(2))
     await first.open()
     await second.open()
@@ -52,7 +52,7 @@ Stores = tuple[SqlStore, SqlStore]
 
 
 def _refused(results: list[ReviveResult]) -> Refusal:
-    """Why all but one, who won, were refused."""
+    """The refusal; exactly one replica must have won."""
     winner = one(result for result in results if isinstance(result, Revived))
     assert not winner.again
     return one(result.refusal for result in results if isinstance(result, NotRevived))
@@ -123,9 +123,6 @@ async def test_a_memory_is_there_with_its_pause_or_never(stores: Stores) -> None
         assert await memory_of(second, begun.run.task_id) == ((1, "old") if taken else (2, "new"))
 
 
-# ── a network that fails ───────────────────────────────────────────────────────────────────────────
-
-
 @pytest.fixture
 async def cutter(postgres_url: str) -> AsyncIterator[CommitCutter]:
     async with CommitCutter(postgres_url) as cutter:
@@ -134,7 +131,7 @@ async def cutter(postgres_url: str) -> AsyncIterator[CommitCutter]:
 
 @pytest.fixture
 async def far_store(cutter: CommitCutter) -> AsyncIterator[SqlStore]:
-    """A store behind the cutter, whose connections have committed before."""
+    """A store behind the cutter, whose connection has committed before."""
     store = SqlStore(cutter.url, namespace="test", pool_size=1)
     await store.open()
     await failed(store)

@@ -1,4 +1,4 @@
-"""Values that a database refuses, rows that this release cannot read, and errors that are nobody's fault."""
+"""Values that a database refuses, rows that this release cannot read, and unexpected errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def store(database_url: str) -> AsyncIterator[SqlStore]:
 
 
 async def seal(store: SqlStore, task_id: TaskId) -> None:
-    """Let a later release have written the state, in a form that this one does not know."""
+    """Replace the state as a later release would, in a form that this release cannot read."""
     statement = text("UPDATE agent_paused_tasks SET state = :sealed WHERE logical_task_id = :task_id")
     async with store._database.engine.connect() as connection:
         await connection.execute(statement, {"sealed": b"\x7fsealed", "task_id": task_id})
@@ -47,7 +47,7 @@ async def test_ready_tasks_are_taken_beside_one_that_cannot_be_read(store: SqlSt
     await seal(store, sealed.run.task_id)
     assert task_ids(await store.take(HERE, 10)) == [good.run.task_id]
     assert (await store.task(sealed.run.task_id))[0].state is TaskState.READY  # type: ignore[index]
-    assert await store.take(THERE, 10) == []  # not before a while
+    assert await store.take(THERE, 10) == []  # only later
 
 
 async def test_a_task_that_cannot_be_read_is_left_for_another_replica(store: SqlStore) -> None:
@@ -113,7 +113,7 @@ async def test_writes_that_are_cancelled_keep_nobody_from_writing(database_url: 
     for _ in range(200):
         other = SqlStore(database_url, namespace="test")
         writing = [asyncio.create_task(other.pause([a_pause()])) for _ in range(3)]
-        await asyncio.sleep(0.02 * dice.random())  # somewhere in them
+        await asyncio.sleep(0.02 * dice.random())  # in the middle of the writes
         for each in writing:
             each.cancel()
         await asyncio.gather(*writing, return_exceptions=True)
@@ -139,7 +139,7 @@ async def test_an_instant_that_no_calendar_has_hurts_no_other_task(store: SqlSto
 
 async def test_the_databases_time_is_known_from_the_start(store: SqlStore) -> None:
     if store._database.dialect.is_sqlite:
-        assert store.present is None  # a file has the clock of its host
+        assert store.present is None  # a file uses its host's clock
         return
     asked = text("SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS double precision)")
     async with store._database.engine.connect() as connection:

@@ -1,4 +1,4 @@
-"""Replicas that write to one database at the same time, and a network that fails between them and it."""
+"""Replicas that write to one database concurrently, and a network that fails in between."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Claimant:
         return claimant
 
     async def claim(self, calls: list[tuple[str, str]]) -> list[tuple[str, str, int]]:
-        """What came of its claims: kind, task, outcomes in hand."""
+        """Claim, and return for each result: kind, task, number of outcomes."""
         printed, _ = await self._process.communicate(json.dumps(calls).encode() + b"\n")
         return [(kind, task_id, count) for kind, task_id, count in map(json.loads, printed.splitlines())]
 
@@ -128,7 +128,7 @@ async def test_a_cancel_for_another_agent_touches_nothing(store: SqlStore) -> No
 
 
 async def _work_through(store: SqlStore, pauses: list[Pause], call_ids: str) -> int:
-    """Everything that writes calls, in batches over all tasks; how many joins were met here."""
+    """Make every kind of write to calls, in batches; return the number of joins met here."""
     met = 0
     for call_id in call_ids:
         arrivals = await store.claim([a_claim(pause, call_id) for pause in pauses], HERE, len(pauses))
@@ -140,7 +140,8 @@ async def _work_through(store: SqlStore, pauses: list[Pause], call_ids: str) -> 
             for send in result.dispatches
         ]
         await store.mark_sent(committed)
-        await store.mark_sent((await store.unsent(AGENT, 100))[:7])  # a part of what others send just now
+        # some of what others are sending now
+        await store.mark_sent((await store.unsent(AGENT, 100))[:7])
         await store.mark_sent(
             [notice for arrival in arrivals if isinstance(arrival, AllArrived) for notice in arrival.cancels]
         )
@@ -173,9 +174,6 @@ async def _deadlocks(url: str) -> int:
         return count
     finally:
         await connection.close()
-
-
-# ── a network that fails ───────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -261,8 +259,11 @@ async def test_an_end_whose_commit_is_in_doubt_is_repeated(
 async def test_a_pause_in_doubt_stays_in_doubt_when_nobody_can_find_out(
     far_store: SqlStore, cutter: CommitCutter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has committed, its repetition finds nothing to do, and then the database is away: if that were told as
-    certain, the task would also go on in memory."""
+    """A pause that committed but cannot be confirmed must not be reported as failed.
+
+    Its repetition finds nothing to do, and then the database is unavailable. If the pause were
+    reported as certain to have failed, the task would also continue in the process.
+    """
     pause = a_pause("a")
 
     async def away(body: object) -> None:
@@ -315,7 +316,7 @@ async def test_a_task_that_was_taken_over_while_its_claim_was_read_is_not_this_r
 
     holder = await asyncpg.connect(postgres_url)
     monkeypatch.setattr(store._fast_path._reads, "read", late)
-    async with answered_beside(postgres_url, pause, "a"):  # so that there is something to read
+    async with answered_beside(postgres_url, pause, "a"):  # so that there is an outcome to read
         claiming = asyncio.create_task(store.claim([a_claim(pause, "b")], HERE, 1))
     assert isinstance(one(await claiming), MadeReady)
     await holder.close()
@@ -397,14 +398,11 @@ async def test_a_database_that_falls_silent_is_noticed(postgres_url: str) -> Non
 
 
 async def until_paused(store: SqlStore) -> None:
-    """Pause a task, again and again where a busy machine takes longer than the store's timeout."""
+    """Pause a task, repeatedly if a busy machine takes longer than the store's timeout."""
     while True:
         with suppress(StoreUnavailable):
             await paused(store)
             return
-
-
-# ── a process that stands still ────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.servers
@@ -433,9 +431,6 @@ async def test_a_process_that_is_frozen_inside_a_transaction_keeps_nobody_from_i
         await frozen
     await database.close()
     await store.close()
-
-
-# ── a zombie ───────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_zombie_in_the_middle_of_a_batch_changes_only_nothing(store: SqlStore, database_url: str) -> None:

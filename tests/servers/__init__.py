@@ -1,4 +1,7 @@
-"""PostgreSQL, RabbitMQ and Redis for tests: named by the environment, or started here, never skipped in silence."""
+"""PostgreSQL, RabbitMQ and Redis for tests: taken from the environment or started here.
+
+A missing server fails a test; it never skips it silently.
+"""
 
 from .database import Databases, own_database
 from .find import ServersMissing

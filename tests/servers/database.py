@@ -1,4 +1,4 @@
-"""Databases that come and go on a server."""
+"""Temporary databases on a server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from meshpoint.model.ids import new_id
 
 @asynccontextmanager
 async def own_database(server_url: str, template: str = "template0") -> AsyncIterator[str]:
-    """The URL of a new database, a copy of `template`; dropped at the end, whoever is still in it."""
+    """Create a database from `template` and yield its URL.
+
+    At the end it is dropped, even with open sessions.
+    """
     name = f"test_{new_id().replace('-', '')}"
     await execute(server_url, f"CREATE DATABASE {name} TEMPLATE {template}")
     try:
@@ -61,7 +64,10 @@ class Databases:
         await execute(self._server_url, f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
 
     async def _emptied(self, url: str) -> bool:
-        """Terminate all sessions and delete all rows. Returns `False` if the database cannot be reused."""
+        """Terminate all sessions and delete all rows.
+
+        Returns `False` if the database cannot be reused.
+        """
         try:
             if self._definitions is None:
                 template = urlsplit(url)._replace(path=f"/{self._template}").geturl()
@@ -114,6 +120,6 @@ async def _connected(url: str) -> AsyncIterator[asyncpg.Connection]:
 
 
 async def execute(url: str, statement: str) -> None:
-    """Run `statement` on a connection of its own."""
+    """Run `statement` on a new connection."""
     async with _connected(url) as connection:
         await connection.execute(statement)

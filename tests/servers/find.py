@@ -1,4 +1,4 @@
-"""Where the programs of PostgreSQL, RabbitMQ and Redis are; installs them where that is allowed."""
+"""Finds the programs of PostgreSQL, RabbitMQ and Redis, and installs them where that is allowed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _POLICY = Path("/usr/sbin/policy-rc.d")
 
 
 class ServersMissing(Exception):
-    """A server cannot be found nor installed; says what to do."""
+    """A server cannot be found or installed; the message says what to do."""
 
 
 def postgres_programs() -> Path:
     """The folder of `postgres` and `initdb`.
 
     Raises:
-        ServersMissing: nothing found, nothing could be installed.
+        ServersMissing: not found, and not installable.
     """
     return _found(
         "postgres", "postgresql", _postgres, "MESHPOINT_TEST_PG_URL=postgresql://user:password@host/postgres"
@@ -31,7 +31,7 @@ def rabbit_programs() -> Path:
     """The folder of `rabbitmq-server` and `rabbitmqctl`.
 
     Raises:
-        ServersMissing: nothing found, nothing could be installed.
+        ServersMissing: not found, and not installable.
     """
     return _found("rabbitmq-server", "rabbitmq-server", _rabbit, "MESHPOINT_TEST_AMQP_URL=amqp://user:password@host/")
 
@@ -40,7 +40,7 @@ def redis_programs() -> Path:
     """The folder of `redis-server`.
 
     Raises:
-        ServersMissing: nothing found, nothing could be installed.
+        ServersMissing: not found, and not installable.
     """
     return _found("redis-server", "redis-server", _redis, "MESHPOINT_TEST_REDIS_URL=redis://host/0")
 
@@ -55,7 +55,8 @@ def _postgres() -> Iterator[Path]:
 
 
 def _rabbit() -> Iterator[Path]:
-    yield Path("/usr/lib/rabbitmq/bin")  # Debian's programs on PATH are wrappers that drop the environment
+    # Debian's programs on PATH are wrappers that drop the environment
+    yield Path("/usr/lib/rabbitmq/bin")
     yield from _on_path("rabbitmq-server")
 
 

@@ -1,4 +1,4 @@
-"""The servers of one test session: each started at most once, all stopped at its end."""
+"""The servers of one test session: each is started at most once, and all are stopped at its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .redis import RedisServer
 
 @dataclass(frozen=True)
 class NamedServer:
-    """A server that the environment names: used, never stopped."""
+    """A server named by the environment: used, never stopped."""
 
     url: str
 
@@ -47,7 +47,7 @@ class Fleet:
         return NamedServer(url) if url else None
 
     def launch(self, fixture: str) -> PrivateServer:
-        """Start the server of `fixture` and do not wait for it.
+        """Start the server of `fixture` without waiting for it.
 
         Raises:
             ServersMissing: its program is not installed and cannot be.

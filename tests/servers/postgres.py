@@ -1,4 +1,4 @@
-"""A PostgreSQL of the tests' own."""
+"""A private PostgreSQL for tests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .process import Home, PrivateServer, free_port
 
 
 class PostgresServer(PrivateServer):
-    """A fresh cluster with fsync on: what the tests say about lost commits must be true.
+    """A fresh cluster with fsync on, so that tests of lost commits are meaningful.
 
-    `settings` come on top of its own.
+    `settings` are added to its own.
     """
 
     stop_signal = signal.SIGINT  # "fast": ends sessions

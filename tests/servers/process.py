@@ -1,4 +1,7 @@
-"""A server that the tests own: on free ports, in a temporary folder, gone with the process that started it."""
+"""A private server process.
+
+It uses free ports and a temporary folder, and ends with the process that started it.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
-# Runs before the server in its process: gives up root, and asks the kernel to end the server when its parent
-# dies. In this order, because changing the user forgets the wish. Elsewhere than on Linux the wish is skipped.
+# Runs in the server's process before the server: gives up root, then asks the kernel to end the
+# process when its parent dies. The order matters, because a change of user clears that request. It
+# is skipped on systems other than Linux.
 _GUARD = """
 import ctypes, os, pwd, sys
 parent, user, last_signal, *command = sys.argv[1:]
@@ -34,7 +38,7 @@ os.execvp(command[0], command)
 
 
 class ServerFailed(Exception):
-    """A server did not start; holds the end of its log."""
+    """A server did not start; carries the end of its log."""
 
 
 class Home:
@@ -53,7 +57,7 @@ class Home:
         return path
 
     def write(self, name: str, text: str) -> Path:
-        """A file of the server's user."""
+        """Write a file for the server's user."""
         path = self.path / name
         path.write_text(text)
         return self.own(path)
@@ -61,9 +65,10 @@ class Home:
     def spawn(
         self, command: list[str], env: dict[str, str], last_signal: signal.Signals, into: Path | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start `command` here, as the server's user; what it prints goes to the log, or to the file `into`.
+        """Start `command` here as the server's user.
 
-        Call it on the main thread: for the kernel, the parent that must not die is the calling *thread*.
+        Output goes to the log, or to the file `into`. Call it on the main thread: for the kernel,
+        the parent that must not die is the calling *thread*.
         """
         guard = [sys.executable, "-I", "-c", _GUARD, str(os.getpid()), self.user, str(int(last_signal))]
         with (into or self.path / "log").open("ab") as log:
@@ -74,14 +79,14 @@ class Home:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # ^C is for the tests; they stop their servers themselves
+                start_new_session=True,  # ^C is for the tests, which stop their servers themselves
             )
 
     def run(self, command: list[str], env: dict[str, str]) -> None:
-        """Run `command` to its end.
+        """Run `command` until it ends.
 
         Raises:
-            ServerFailed: it failed.
+            ServerFailed: its exit code is not 0.
         """
         process = self.spawn(command, env, signal.SIGKILL)
         if process.wait() != 0:
@@ -116,7 +121,7 @@ class PrivateServer(ABC):
 
     @abstractmethod
     def answers(self) -> bool:
-        """Whether the server serves."""
+        """Whether the server accepts requests."""
 
     stop_signal = signal.SIGTERM
     abort_signal = signal.SIGKILL
@@ -127,26 +132,27 @@ class PrivateServer(ABC):
         return self._process is not None and self._process.poll() is None
 
     def launch(self) -> None:
-        """Start the process and do not wait for it."""
+        """Start the process without waiting for it."""
         if self._closed:
             raise ServerFailed("this server is closed")
         if not self.running:
             self._process = self.home.spawn(self.command(), self.environment(), self.abort_signal)
 
     def wait_ready(self) -> None:
-        """Return when the server serves; start it first if it is not running.
+        """Return when the server accepts requests; start it first if it is not running.
 
         Raises:
-            ServerFailed: it does not come up; shows its log.
+            ServerFailed: it does not start; shows its log.
         """
         for pause in self._until_ready():
             time.sleep(pause)
 
     def _until_ready(self) -> Iterator[float]:
-        """Pauses in seconds until the server serves.
+        """Pauses in seconds until the server accepts requests.
 
-        A process that ends at once is started again, `most_starts` times: after a kill, the remains of the last one
-        may still hold the port or the data. One that runs may take as long as a busy machine makes it.
+        A process that ends at once is started again, up to `most_starts` times: after a kill, the
+        remains of the previous process may still hold the port or the data. There is no time limit
+        for a running process, because the machine may be busy.
         """
         starts = 0
         while not self.answers():
@@ -158,7 +164,7 @@ class PrivateServer(ABC):
                 self.launch()
 
     def end(self, how: signal.Signals) -> None:
-        """Send `how` and wait until the process has gone."""
+        """Send `how` and wait until the process has ended."""
         process, self._process = self._process, None
         if process is not None and process.poll() is None:
             process.send_signal(how)
@@ -175,13 +181,13 @@ class PrivateServer(ABC):
         self.home.remove()
 
     async def start(self) -> None:
-        """Start, and return when the server serves."""
+        """Start, and return when the server accepts requests."""
         self.launch()
         for pause in self._until_ready():
             await asyncio.sleep(pause)
 
     async def stop(self, *, immediate: bool = False) -> None:
-        """Stop: cleanly, or at once without a farewell to clients."""
+        """Stop: cleanly, or immediately without notice to clients."""
         await asyncio.to_thread(self.end, self.abort_signal if immediate else self.stop_signal)
 
     async def restart(self, *, immediate: bool = False) -> None:
@@ -195,7 +201,7 @@ class PrivateServer(ABC):
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""A TCP proxy between a client and a server: cuts connections, or goes silent, as networks do."""
+"""A TCP proxy that cuts connections or goes silent, as networks do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 
 class Proxy:
-    """Listens on a free port and passes bytes to the server of `url`. An async context manager."""
+    """Async context manager that listens on a free port and forwards to the server of `url`."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -38,7 +38,7 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """The server's URL, by way of this proxy."""
+        """The server's URL through this proxy."""
         user, at, _ = self._parts.netloc.rpartition("@")
         return self._parts._replace(netloc=f"{user}{at}127.0.0.1:{self._port}").geturl()
 
@@ -57,15 +57,15 @@ class Proxy:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
 
     def silence(self) -> None:
-        """Keep the connections and pass nothing on any more."""
+        """Keep the connections open but forward nothing."""
         self._flowing.clear()
 
     def hold_answers(self) -> None:
-        """Keep what the server sends from now on until `resume`."""
+        """Hold back everything the server sends until `resume`."""
         self._answering.clear()
 
     def resume(self) -> None:
-        """Pass on again what is sent."""
+        """Forward again, including everything held back."""
         self._flowing.set()
         self._answering.set()
 

@@ -1,4 +1,4 @@
-"""A RabbitMQ of the tests' own, with a port mapper of its own, so that no other node can be mistaken for it."""
+"""A private RabbitMQ with its own port mapper, so that it cannot be mistaken for another node."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ class RabbitServer(PrivateServer):
         home = self.home.path
         return {
             "PATH": os.environ.get("PATH", os.defpath),
-            "HOME": str(home),  # the cookie lives here
+            "HOME": str(home),  # the cookie is stored here
             "LC_ALL": "C.UTF-8",
             "ERL_EPMD_PORT": str(self._mapper_port),
-            "RABBITMQ_ALLOW_INPUT": "1",  # no shell between us and the node: signals reach it
+            # no shell between this process and the node, so that signals reach it
+            "RABBITMQ_ALLOW_INPUT": "1",
             "RABBITMQ_SERVER_START_ARGS": "-noinput",
             "RABBITMQ_NODENAME": f"meshpoint-{self.port}@localhost",
             "RABBITMQ_DIST_PORT": str(self._distribution_port),
@@ -77,10 +78,10 @@ class RabbitServer(PrivateServer):
             self._mapper.wait()
 
     async def messages(self) -> dict[str, int]:
-        """How many messages each queue holds, those that a consumer has in hand included.
+        """Number of messages per queue, unacked ones included.
 
         Raises:
-            ServerFailed: the node does not say.
+            ServerFailed: `rabbitmqctl` failed.
         """
         asked = self.home.write("queues", "")
         await self.control("list_queues", "--no-table-headers", "name", "messages", into=asked)
@@ -92,10 +93,10 @@ class RabbitServer(PrivateServer):
         return (self.home.path / "log").read_text(errors="replace").splitlines()
 
     async def control(self, *arguments: str, into: Path | None = None) -> None:
-        """Run `rabbitmqctl` on this node; what it prints goes to the log, or to the file `into`.
+        """Run `rabbitmqctl` on this node. Output goes to the log, or to the file `into`.
 
         Raises:
-            ServerFailed: it failed.
+            ServerFailed: its exit code is not 0.
         """
         command = [str(self._programs / "rabbitmqctl"), "--quiet", *arguments]
         process = self.home.spawn(command, self.environment(), signal.SIGKILL, into)

@@ -1,4 +1,4 @@
-"""A Redis of the tests' own."""
+"""A private Redis for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .process import Home, PrivateServer, free_port
 
 
 class RedisServer(PrivateServer):
-    """A fresh instance that appends each write to a file and syncs it every second, as production does."""
+    """A fresh instance that appends each write to a file and syncs every second, as in production."""
 
     def __init__(self) -> None:
         self._programs = redis_programs()
@@ -40,7 +40,10 @@ class RedisServer(PrivateServer):
             return False
 
     def append_before_answering(self) -> None:
-        """Lose nothing at a kill, until the next start: with `everysec`, writes wait while the disk is busy."""
+        """Lose nothing at a kill, until the next start.
+
+        With `everysec`, writes wait for a busy disk.
+        """
         assert self._asked("CONFIG SET appendfsync no")
 
     def _asked(self, command: str) -> bool:
@@ -50,5 +53,5 @@ class RedisServer(PrivateServer):
 
 
 async def copy_key() -> bytes:
-    """A key that authenticates what tests and benchmarks put into Redis."""
+    """A key that authenticates the Redis data of tests and benchmarks."""
     return bytes(range(32))

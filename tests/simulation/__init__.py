@@ -1,9 +1,11 @@
-"""The whole worker on a simulated event loop, broker and database: everything that happens follows from a seed.
+"""The whole worker on a simulated event loop, broker and database, all driven by one seed.
 
-What is real: `meshpoint.engine`, `meshpoint.engine`, `meshpoint.agents`' protocol, `meshpoint.model`, and the
-memory adapters, which stand in for the broker's server and for the database. What is simulated: the event loop and
-its time (`loop`), the network to both servers (`weather`, `wire`), processes that are killed and frozen (`replicas`).
+Real code: `meshpoint.engine`, the protocol of `meshpoint.agents`, `meshpoint.model`, and the
+in-process adapters, which act as the broker's server and the database. Simulated: the event loop
+and its time (`loop`), the network to both servers (`weather`, `wire`), and processes that are
+killed and frozen (`replicas`).
 
-Not covered: the SQL, SQLite and RabbitMQ adapters, and the thread that renews leases (here it is a task of the same
-process: it is frozen with its process, but agent code that blocks the loop would block it too).
+Not covered: the SQL, SQLite and RabbitMQ adapters, and the thread that renews leases. Here renewal
+is a task in the process: it freezes with its process as in reality, but agent code that blocks the
+loop would block it too.
 """

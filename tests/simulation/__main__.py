@@ -13,11 +13,11 @@ from .world import brief, simulate
 
 
 def main() -> int:
-    """The exit code: 1 when something was broken."""
+    """Return the exit code: 1 if a run broke a rule."""
     parser = argparse.ArgumentParser(prog="simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=200, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="the first of them")
-    parser.add_argument("--seed", type=int, help="replay this one, with its trace")
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--seed", type=int, help="replay this seed and print its trace")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     options = parser.parse_args()
     if options.seed is not None:

@@ -1,7 +1,8 @@
-"""The cast: `root` pauses twice for five calls each, `nested` pauses once, between subtasks, `leaf` answers.
+"""The agents: `root` pauses twice, `nested` pauses once between subtasks, `leaf` answers.
 
-Every result follows from the request's number alone, whatever answers first, so that a wrong one shows. Only what
-subtasks return is another thing each time their code runs: so it shows when one ran again that was recorded.
+`root` makes five calls per pause. Results depend only on the request's number, not on the order of
+responses, so a wrong one is detected. Only subtasks return a new value at each run of their code,
+which reveals a recorded subtask that ran again.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from meshpoint.model.outcomes import Failed, Ok, Outcomes
 FAN_OUT = 5
 JOINS = (ALL, FIRST, AT_LEAST(3))
 Think = Callable[[], Awaitable[None]]
-"""Takes an agent's time: a moment, or more than a lease."""
+"""Spends an agent's time: a moment, or more than a lease."""
 Returned = Callable[[str, str, str], None]
-"""Hears of each deliverable that a subtask returned: of which task, of which subtask, and what."""
+"""Called with task, subtask and deliverable when a subtask returns."""
 
 
 def leaf_value(number: int) -> int:
-    """What `leaf` answers."""
+    """Result of `leaf`."""
     return 2 * number
 
 
 def nested_value(number: int) -> int:
-    """What `nested` answers."""
+    """Result of `nested`."""
     return leaf_value(number) + leaf_value(number + 1)
 
 
@@ -41,12 +42,12 @@ VALUES = {"leaf": leaf_value, "nested": nested_value}
 
 
 def joins_of(number: int) -> tuple[Join, Join]:
-    """The joins of the two pauses of request `number`: all nine pairs take their turn."""
+    """Joins of the two pauses of request `number`; all nine pairs take turns."""
     return JOINS[number % 3], JOINS[number // 3 % 3]
 
 
 class _Agent:
-    """What the three have in common."""
+    """Common base of the three agents."""
 
     name: str
     state_format = "simulated/1"
@@ -55,7 +56,7 @@ class _Agent:
         self._think, self._returned = think, returned
 
     async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Any:
-        raise AssertionError("it never pauses")
+        raise AssertionError("this agent never pauses")
 
 
 class Leaf(_Agent):
@@ -64,24 +65,24 @@ class Leaf(_Agent):
     name = "leaf"
 
     async def start(self, ctx: TaskExecutionContext, request: Any) -> Any:
-        """Twice the number."""
+        """Return twice the number."""
         await self._think()
         return Done(leaf_value(request))
 
 
 class Nested(_Agent):
-    """Asks two leaves between its subtasks; answers null if one of them has no result."""
+    """Calls two leaves between its subtasks; returns null if either has no result."""
 
     name = "nested"
 
     async def start(self, ctx: TaskExecutionContext, request: Any) -> Any:
-        """Ask."""
+        """Call the leaves."""
         await self._think()
         await self._subtask(ctx, "before", request)
         return Paused([Call(str(n), "leaf", request + n) for n in range(2)], json.dumps(request).encode())
 
     async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Any:
-        """Add up."""
+        """Add up the results."""
         await self._think()
         number = json.loads(state)
         await asyncio.gather(self._subtask(ctx, "left", number), self._subtask(ctx, "right", number))
@@ -100,17 +101,17 @@ class Nested(_Agent):
 
 
 class Root(_Agent):
-    """Pauses twice; answers with its number and all that was not as it should be."""
+    """Pauses twice; returns its number and every wrong outcome it has seen."""
 
     name = "root"
 
     async def start(self, ctx: TaskExecutionContext, request: Any) -> Any:
-        """The first pause. A `tight` request gives its calls little time."""
+        """First pause. A `tight` request gives its calls little time."""
         await self._think()
         return _ask({**request, "pauses": 1, "wrong": [], "late": 0})
 
     async def resume(self, ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -> Any:
-        """The second pause, then the end."""
+        """Second pause, then the end."""
         await self._think()
         kept = json.loads(state)
         pauses, number = kept["pauses"], kept["number"]
@@ -120,7 +121,7 @@ class Root(_Agent):
 
 
 def judge(outcomes: Outcomes, asked: list[tuple[str, int]], join: Join) -> tuple[list[str], int]:
-    """What is wrong with the outcomes of a pause, and how many results are missing from its join."""
+    """Wrong outcomes of a pause, and the number of results missing from its join."""
     wrong, good = [], 0
     if list(outcomes) != [str(n) for n in range(len(asked))]:
         wrong.append(f"the calls are {list(outcomes)}")
@@ -152,5 +153,4 @@ def _ask(state: dict[str, JsonValue]) -> Paused:
 
 
 async def moment(seconds: float) -> None:
-    """Take so long."""
     await asyncio.sleep(seconds)

@@ -1,4 +1,4 @@
-"""Who asks: sends requests until the broker has them, wishes some of them cancelled, and takes replies."""
+"""The client: sends requests until the broker has them, cancels some, and receives replies."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from .broker import SimulatedBroker
 
 BOSS = AgentName("boss")
 OPERATOR = "operator"
-"""The login of cancels: some are of tasks that others have asked for."""
+"""Login for cancels, some of which concern tasks of other requesters."""
 
 
 @dataclass(slots=True)
 class Asked:
-    """One request, and what may become of it."""
+    """One request, and the outcomes it may have."""
 
     task_id: TaskId
     number: int
     tight: bool = False  # its calls have little time
-    deadline: bool = False  # it has little time itself
-    cancelled: bool = False  # somebody wished so
+    deadline: bool = False  # the task itself has little time
+    cancelled: bool = False  # the client has cancelled it
 
 
 class Boss:
-    """The requester of every root task."""
+    """Requester of every root task."""
 
     def __init__(self, broker: SimulatedBroker) -> None:
         self._broker = broker
@@ -42,13 +42,13 @@ class Boss:
         self._acks: set[asyncio.Task[bool]] = set()
 
     async def open(self) -> None:
-        """Begin to listen."""
+        """Start to receive replies."""
         await self._broker.open()
         await self._broker.declare(BOSS)
         await self._broker.consume(responses_of(BOSS), 1000, self._take)
 
     async def ask(self, number: int, *, tight: bool, deadline: float | None) -> None:
-        """Send a request to `root`; `deadline` is an instant in seconds since the epoch."""
+        """Send a request to `root`; `deadline` is in seconds since the epoch."""
         asked = Asked(TaskId(new_id()), number, tight, deadline is not None)
         self.asked.append(asked)
         headers: dict[str, HeaderValue] = {} if deadline is None else {Header.DEADLINE.value: deadline}
@@ -75,7 +75,7 @@ class Boss:
                 if await self._broker.publish([(address, message)]) == [Published.ACCEPTED]:
                     return
             except BrokerUnavailable:
-                pass  # it may be there already: the same id goes again
+                pass  # it may have arrived: send the same id again
             await asyncio.sleep(0.5)
 
     def _take(self, delivery: Delivery) -> None:

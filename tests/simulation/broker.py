@@ -1,4 +1,4 @@
-"""The memory exchange as a broker's server, behind a network that delays, doubles, reorders and loses."""
+"""The in-process exchange as a server behind a network that delays, doubles and loses messages."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .wire import at_once, call
 
 BROKER = "broker"
 Published_ = Callable[[Address, Message], None]
-"""Hears of each message that the server takes."""
+"""Called with each message that the server accepts."""
 
 
 class SimulatedExchange(InProcessExchange):
-    """Hands each message over after a time of its own, so that later ones overtake earlier ones."""
+    """Delivers each message after a delay of its own, so that messages overtake each other."""
 
     def __init__(self, weather: Weather) -> None:
         super().__init__(delivery_limit=100_000)
@@ -49,7 +49,7 @@ class SimulatedExchange(InProcessExchange):
             )
 
     def left_over(self, excused: Container[str]) -> dict[str, int]:
-        """What is still in queues, or un-acked, without the private queues that nobody serves any more."""
+        """Queued or unacked messages per address, without private queues of ended processes."""
         counts = {
             queue.address: sum(item.message.correlation_id not in excused for item in _items(queue))
             for queue in self._queues.values()
@@ -76,7 +76,7 @@ class SimulatedBroker(InProcessBroker):
         return super().connected and not self._weather.is_away(self._process, BROKER)
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
-        """Have each message taken, or refused, or neither is known."""
+        """Publish; the fate decides whether the messages are accepted, refused or in doubt."""
         if not super().connected:
             raise BrokerUnavailable("not open")
         fate = self._weather.fate(BROKER, "publish")
@@ -85,17 +85,17 @@ class SimulatedBroker(InProcessBroker):
         return await call(partial(self._take, list(messages)[:taken]), fate, _away)
 
     async def broadcast(self, agent: AgentName, message: Message) -> None:
-        """Have `message` put into some of the private queues of `agent`."""
+        """Put `message` into some of the private queues of `agent`."""
         fate = self._weather.fate(BROKER, "broadcast")
         await call(partial(self._spread, agent, message), fate, _away)
 
     async def declare(self, agent: AgentName, replica: ReplicaId | None = None, *, shards: int = 1) -> None:
-        """Make queues exist."""
+        """Declare the queues."""
         fate = self._weather.fate(BROKER, "declare")
         await call(partial(self._declare, agent, replica, shards), fate, _away)
 
     async def consume(self, address: Address, prefetch: int, on_delivery: OnDelivery) -> InProcessSubscription:
-        """Deliver; what is settled reaches the server after a while."""
+        """Consume; settlements reach the server after a delay."""
 
         def take(delivery: Delivery) -> None:
             on_delivery(SimulatedDelivery(delivery, self._settle))
@@ -103,26 +103,26 @@ class SimulatedBroker(InProcessBroker):
         return await super().consume(address, prefetch, take)
 
     async def close(self) -> None:
-        """Close in good order: what was acked before is acked."""
+        """Close cleanly: pending acks still arrive."""
         self._flush(0.0)
         await super().close()
 
     def lose_connection(self) -> None:
-        """The connection breaks and comes back: acks on their way may be lost, what is un-acked comes again."""
+        """Break and restore the connection: acks may be lost, unacked messages are redelivered."""
         self._flush(self._weather.climate.ack_lost)
         super().lose_connection()
 
     def vanish(self) -> None:
-        """The process is gone: the server notices."""
+        """Let the server notice that the process is gone."""
         self._flush(self._weather.climate.ack_lost)
         at_close = super().close()
         with suppress(StopIteration):  # killed before it was connected
-            at_close.send(None)  # it closes at once, and then gives the loop a turn
+            at_close.send(None)  # it closes at once, then yields to the loop
         at_close.close()
 
     def _declare(self, agent: AgentName, replica: ReplicaId | None, shards: int) -> None:
         self._server.declare(agent, replica, self, shards)
-        if not self._open:  # who asked is gone by now: its private queue will expire
+        if not self._open:  # the process is gone by now: its private queue will expire
             self._server.detach(self)
 
     def _flush(self, lost: float) -> None:
@@ -160,7 +160,7 @@ class SimulatedBroker(InProcessBroker):
 
 
 class SimulatedDelivery:
-    """A delivery whose ack travels: the process goes on, the server hears of it later, or never."""
+    """A delivery whose ack reaches the server later, or never, while the process continues."""
 
     def __init__(self, delivery: Delivery, send: Callable[[Callable[[], None]], None]) -> None:
         self._delivery, self._send = delivery, send
@@ -173,15 +173,15 @@ class SimulatedDelivery:
         return not self._settled and self._delivery.lost
 
     async def ack(self) -> bool:
-        """Settle it: done."""
+        """Ack it."""
         return self._settle(self._delivery.ack)
 
     async def requeue(self) -> bool:
-        """Give it back."""
+        """Requeue it."""
         return self._settle(self._delivery.requeue)
 
     async def dead_letter(self, reason: str) -> bool:
-        """Move it to the dead letters."""
+        """Move it to the dead-letter queue."""
         return self._settle(partial(self._delivery.dead_letter, reason))
 
     def _settle(self, settle: Callable[[], Coroutine[Any, Any, bool]]) -> bool:

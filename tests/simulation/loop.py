@@ -1,16 +1,17 @@
-"""An event loop whose order and time follow from a seed.
+"""An event loop whose order and time are derived from a seed.
 
-What is assumed of the order of callbacks:
+Assumptions about the order of callbacks:
 
-- Each simulated process has a loop of its own in reality, so callbacks of different processes may interleave in any
-  way, and a process may lag behind. The process of a callback is a context variable, which asyncio hands on.
-- asyncio runs the callbacks of one loop in the order in which they were scheduled; a loop that is not `unruly` keeps
-  to that. An unruly one permutes them within one turn: asyncio does not do so, but a program should not rest on it,
-  since any await may take a turn more.
+- In reality each simulated process has its own loop, so callbacks of different processes may
+  interleave in any way, and a process may lag. A callback's process is a context variable, which
+  asyncio passes on.
+- asyncio runs the callbacks of one loop in the order in which they were scheduled; a loop that is
+  not `unruly` does the same. An unruly loop permutes them within one turn: asyncio never does
+  this, but programs should not depend on it, since any await may take one more turn.
 - Callbacks never overlap: there are no threads.
 
-Time stands still while there is something to do, but for a small step per turn, and jumps to the next timer when
-there is not.
+While callbacks are ready, time advances by a tiny step per turn; otherwise it jumps to the next
+timer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from random import Random
 from typing import Any
 
 WORLD = "world"
-"""The process of whatever belongs to none: servers, the network, the plan."""
+"""The process of servers, the network and the plan, which belong to no replica."""
 _PROCESS: contextvars.ContextVar[str] = contextvars.ContextVar("process", default=WORLD)
 _TURN = 0.00001  # seconds
 _LAG = 0.15
@@ -33,23 +34,23 @@ _MOST_TURNS = 3_000_000
 
 
 class Stuck(Exception):
-    """Nothing is left that could ever happen."""
+    """Nothing can happen any more."""
 
 
 def process_context(process: str) -> contextvars.Context:
-    """The context in which everything that begins belongs to `process`."""
+    """Context in which everything that starts belongs to `process`."""
     context = contextvars.copy_context()
     context.run(_PROCESS.set, process)
     return context
 
 
 def current_process() -> str:
-    """Who runs now."""
+    """The process of the running callback."""
     return _PROCESS.get()
 
 
 class _NumberedFuture(asyncio.Future[Any]):
-    """A future whose hash does not hang on its address, so that sets of futures have the same order each time."""
+    """A future whose hash does not depend on its address, so that sets have a stable order."""
 
     def __init__(self, loop: SimulatedLoop) -> None:
         self._number = next(loop.numbers)
@@ -60,7 +61,7 @@ class _NumberedFuture(asyncio.Future[Any]):
 
 
 class _NumberedTask(asyncio.Task[Any]):
-    """The same for tasks."""
+    """A task with the same property."""
 
     def __init__(self, coro: Coroutine[Any, Any, Any], loop: SimulatedLoop, **options: Any) -> None:
         self._number = next(loop.numbers)
@@ -90,26 +91,24 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.set_task_factory(self._make_task)
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Virtual seconds since the loop was created."""
         return self._now
 
     def create_future(self) -> asyncio.Future[Any]:
-        """A future with a number."""
+        """A numbered future."""
         return _NumberedFuture(self)
 
     def freeze(self, process: str) -> None:
-        """Let nothing of `process` run until `thaw`: SIGSTOP, or, without a thaw, SIGKILL."""
+        """Run nothing of `process` until `thaw`: SIGSTOP, or, without a thaw, SIGKILL."""
         self._stopped.add(process)
 
     def thaw(self, process: str) -> None:
-        """Let it go on; its timers are due at once."""
+        """Let the process continue; its overdue timers fire at once."""
         self._stopped.discard(process)
 
     def is_frozen(self, process: str) -> bool:
-        """Whether `process` stands still."""
+        """Whether `process` is frozen."""
         return process in self._stopped
-
-    # ── what BaseEventLoop asks of its children ────────────────────────────────────────────────────
 
     def _make_task(self, _loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
         return _NumberedTask(coro, self, **options)
@@ -123,7 +122,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         self._turns += 1
         if self._turns > _MOST_TURNS:
-            raise Stuck(f"{_MOST_TURNS} turns, and no end")
+            raise Stuck(f"{_MOST_TURNS} turns without an end")
         self._pass_time()
         self._deal()
         super()._run_once()  # type: ignore[misc]
@@ -149,7 +148,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return handle
 
     def _deal(self) -> None:
-        """Put into `_ready` what runs in this turn, in the order in which it runs."""
+        """Fill `_ready` with the callbacks of this turn, in the order in which they run."""
         queues: dict[str, deque[Any]] = {}
         for handle in [*self._held_back, *self._lagging, *self._ready]:
             queues.setdefault(_process_of(handle), deque()).append(handle)
@@ -169,7 +168,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._dice.shuffle(turns)
         self._ready.extend(queues[process].popleft() for process in turns)
 
-    # For typing: attributes of BaseEventLoop that it does not declare.
+    # For type checking: attributes that BaseEventLoop does not declare.
     _ready: deque[Any]
     _scheduled: list[Any]
     _timer_cancelled_count: int

@@ -1,4 +1,4 @@
-"""The mesh of a simulation: its database, its exchange, its replicas, and whether anything is left over in it."""
+"""The mesh of a simulation: database, exchange, replicas, and a check for leftovers."""
 
 from __future__ import annotations
 
@@ -39,16 +39,18 @@ class _Timings:
 
 @dataclass(frozen=True)
 class Variant:
-    """How the mesh is configured; by seed."""
+    """Configuration of the mesh, derived from the seed."""
 
     durable: bool
     options: Options
 
 
 def draw_variant(dice: Random) -> Variant:
-    """Mostly with a database; sometimes tasks may fall back to memory, sometimes they live there."""
+    """Mostly with a database; sometimes tasks may fall back to the in-process backend, sometimes
+    it is the only one.
+    """
     degrades = dice.random() < 0.3
-    lease = timedelta(seconds=dice.choice([2, 2, 15]))  # short ones are lost more often
+    lease = timedelta(seconds=dice.choice([2, 2, 15]))  # short leases are lost more often
     options = Options(
         max_concurrency=dice.choice([1, 3, 10]),
         max_attempts=1000,
@@ -69,7 +71,7 @@ def draw_variant(dice: Random) -> Variant:
 
 
 class Mesh:
-    """Two to three replicas of each agent, and one that asks."""
+    """Two to three replicas of each agent, and one client."""
 
     def __init__(self, seed: int, loop: SimulatedLoop, tell: Callable[[str], None]) -> None:
         self.loop, self.tell = loop, tell
@@ -92,11 +94,11 @@ class Mesh:
 
     @property
     def strict(self) -> bool:
-        """Whether everything is kept in the database."""
+        """Whether every task is kept in the database."""
         return self.variant.durable and self.variant.options.on_checkpoint_failure is OnCheckpointFailure.WAIT
 
     def emit(self, event: Event) -> None:
-        """Tell the trace what a worker does, and the ledger which replies it has no room for."""
+        """Trace a worker's event; report replies dropped for lack of room to the ledger."""
         if event.step is Step.REPLY_DROPPED and str(event.detail["reason"]).startswith("max_in_memory"):
             self.ledger.dropped(event.task_ids)
         detail = " ".join(f"{key}={value}" for key, value in event.detail.items())
@@ -125,7 +127,7 @@ class Mesh:
         return process
 
     async def open(self) -> None:
-        """Start everything, in calm weather, so that every queue exists."""
+        """Start everything without faults, so that every queue exists."""
         await self.boss.open()
         for agent in AGENTS:
             for _ in range(self.dice.randint(2, 3)):
@@ -149,12 +151,12 @@ class Mesh:
         return left
 
     def dead_letters(self) -> list[str]:
-        """Messages that somebody could not read."""
+        """All messages in the dead-letter queues."""
         queues = [self.exchange.queue(dead_letters_of(agent.name)) for agent in AGENTS]  # type: ignore[arg-type]
         return [str(item.message) for queue in queues if queue is not None for item in queue.ready]
 
     async def tear_down(self) -> None:
-        """End every process, the dead ones too, so that nothing of them is left to the garbage collector."""
+        """End every process, dead ones included, so that no task is left to the garbage collector."""
         self.weather.clear()
         tasks = [process.task for process in self.processes if not process.task.done()]
         for process in self.processes:

@@ -1,4 +1,4 @@
-"""What happens to the mesh from outside, by seed; then it heals, and everything must come to its end."""
+"""Faults applied to the mesh, derived from the seed; afterwards everything must end."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .store import STORE
 from .weather import draw_climate
 
 _HEALING = 600.0
-"""Virtual seconds until all must be over: back-offs reach a minute, several may follow each other."""
+"""Virtual seconds until everything must have ended: back-offs of up to a minute may add up."""
 
 
 class Plan:
-    """Trouble, then peace."""
+    """A time of faults, then a fault-free time."""
 
     def __init__(self, mesh: Mesh, dice: Random) -> None:
         self._mesh, self._dice = mesh, dice
@@ -43,7 +43,7 @@ class Plan:
         self._chosen = dice.sample(self._actions, dice.randint(1, len(self._actions)))
 
     async def run(self) -> None:
-        """Live through it; what is broken is in the ledger."""
+        """Run the whole plan; violations are recorded in the ledger."""
         mesh, dice = self._mesh, self._dice
         await mesh.open()
         mesh.weather.climate = draw_climate(dice)
@@ -76,7 +76,7 @@ class Plan:
             process.thaw()
         if self._busy:
             _, late = await asyncio.wait(self._busy, timeout=100)
-            mesh.ledger.must(not late, f"drains that do not end: {sorted(task.get_name() for task in late)}")
+            mesh.ledger.must(not late, f"drains did not end: {sorted(task.get_name() for task in late)}")
         until = mesh.loop.time() + _HEALING
         while (left := mesh.left_over()) and mesh.loop.time() < until and not mesh.ledger.broken:
             self._look_after()
@@ -85,15 +85,13 @@ class Plan:
         for each in left:
             mesh.ledger.must(False, f"left over: {each}")
 
-    # ── trouble ────────────────────────────────────────────────────────────────────────────────────
-
     async def _kill(self) -> None:
         if process := self._pick():
             self._mesh.tell(f"kill {process.name}")
             self._mesh.living.remove(process)
             if self._dice.random() < 0.5:
                 process.kill()
-            else:  # its machine is gone: the broker learns that later
+            else:  # its machine is gone: the broker learns of it later
                 self._mesh.loop.freeze(process.name)
                 self._mesh.loop.call_later(10 * self._dice.random(), process.kill)
             self._replace(process)
@@ -117,7 +115,7 @@ class Plan:
         self._well(process)
 
     async def _freeze(self) -> None:
-        if process := self._pick_busy():  # past its lease, it will be a zombie
+        if process := self._pick_busy():  # frozen past its lease, it becomes a zombie
             seconds = self._dice.choice([1, 10, 40, 60]) * self._dice.random()
             self._mesh.tell(f"freeze {process.name} for {seconds}")
             process.freeze(seconds)
@@ -133,7 +131,7 @@ class Plan:
         process = self._pick_busy()
         who = process.name if process and self._dice.random() < 0.6 else ""
         server, seconds = self._dice.choice([STORE, BROKER]), self._dice.choice([1, 6, 20, 40]) * self._dice.random()
-        self._mesh.tell(f"{server} is away from {who or 'all'} for {seconds}")
+        self._mesh.tell(f"{server} is unavailable to {who or 'all'} for {seconds}")
         self._mesh.weather.cut(who, server, seconds)
 
     async def _cancel(self) -> None:
@@ -176,8 +174,6 @@ class Plan:
         task.add_done_callback(self._busy.discard)
         return task
 
-    # ── whether all is well ────────────────────────────────────────────────────────────────────────
-
     def _look_after(self) -> None:
         for process in list(self._mesh.living):
             if process.task.done():
@@ -186,7 +182,7 @@ class Plan:
                 self._mesh.launch(process.agent)
 
     def _well(self, process: Process) -> None:
-        """A worker ends when it is told to, or because something is away at its start."""
+        """Check why a worker ended: it was stopped, or a server was unavailable at its start."""
         if not process.task.cancelled() and (error := process.task.exception()):
             away = isinstance(error, MeshpointError)
             self._mesh.ledger.must(away, f"{process.name} died: {error!r}")

@@ -1,4 +1,4 @@
-"""Replicas as processes: each has a context of its own, in which it can be frozen, killed or drained."""
+"""Replicas as processes: each has its own context, in which it can be frozen, killed or drained."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class VirtualClock:
-    """The loop's time as a clock, a little wrong in each replica."""
+    """The loop's time as a clock, slightly skewed in each replica."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, skew: float = 0.0) -> None:
         self._loop, self._skew = loop, skew
 
     def now(self) -> datetime:
-        """The present instant."""
+        """Current virtual time in UTC."""
         return EPOCH + timedelta(seconds=self._loop.time() + self._skew)
 
     def monotonic(self) -> float:
@@ -43,24 +43,24 @@ class VirtualClock:
 
 
 class LeasesInLoop(LeaseKeeper):
-    """Renews leases as a task of the process: a thread would not follow from the seed."""
+    """Renews leases in a task of the process, because a thread would not be deterministic."""
 
     _lock: threading.Lock
     _renewing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to renew."""
+        """Start renewing."""
         self._renewing = asyncio.create_task(self._keep_renewing(asyncio.get_running_loop()))
 
     async def close(self, within: float = 5.0, running: Collection[Run] = ()) -> None:
-        """Stop."""
+        """Stop renewing."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
 
 
 class Process:
-    """One worker in a process of its own."""
+    """One worker in a simulated process."""
 
     def __init__(
         self,
@@ -99,12 +99,12 @@ class Process:
         await self.worker.run(self.stop)
 
     def kill(self) -> None:
-        """SIGKILL: nothing of it ever runs again, and the broker notices its closed connection."""
+        """SIGKILL: none of its code runs again, and the broker notices the closed connection."""
         self._loop.freeze(self.name)
         self.broker.vanish()
 
     async def abort(self) -> None:
-        """End it as an unhandled signal would end an event loop: everything is cancelled, nothing drained."""
+        """End it like an event loop with an unhandled signal: cancel everything, drain nothing."""
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
         self.broker.vanish()

@@ -1,4 +1,4 @@
-"""The memory store as a database: watched from within, and reached through the network."""
+"""The in-process store as a database: all writes are observed, and calls go through the network."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from .wire import at_once, call
 
 STORE = "store"
 Written = Callable[[TaskRow], None]
-"""Hears of each write of a row."""
+"""Called with each written row."""
 Must = Callable[[bool, str], None]
-"""Notes what does not hold."""
+"""Records a violation if its first argument is false."""
 
 
 class WatchedTables(Tables):
-    """Tables that show every write to the ledger."""
+    """Tables that report every write to the ledger."""
 
     def __init__(self, clock: Clock, timings: StoreTimings, written: Written) -> None:
         super().__init__(clock, timings)
@@ -54,7 +54,7 @@ class WatchedTables(Tables):
 
 
 class WatchedStore(InProcessStore):
-    """A memory store over watched tables. As a database it outlives every process."""
+    """An in-process store on observed tables. As a database it outlives every process."""
 
     def __init__(self, clock: Clock, timings: StoreTimings, written: Written, must: Must, *, durable: bool) -> None:
         self.tables = WatchedTables(clock, timings, written)
@@ -68,7 +68,7 @@ class WatchedStore(InProcessStore):
         return self._durable
 
     async def pause(self, pauses: Sequence[Pause]) -> list[PauseResult]:
-        """Checkpoint; a zombie must not."""
+        """Checkpoint; a zombie must not succeed."""
         owned = [self._is_owner(each.run) for each in pauses]
         results = await super().pause(pauses)
         for each, owns, result in zip(pauses, owned, results, strict=True):
@@ -76,7 +76,7 @@ class WatchedStore(InProcessStore):
         return results
 
     async def end(self, ends: Sequence[End]) -> list[EndResult]:
-        """Commit outcomes; a zombie must not."""
+        """Commit outcomes; a zombie must not succeed."""
         owned = [self._is_owner(each.run) for each in ends]
         results = await super().end(ends)
         for each, owns, result in zip(ends, owned, results, strict=True):
@@ -84,7 +84,7 @@ class WatchedStore(InProcessStore):
         return results
 
     async def release(self, releases: Sequence[Release]) -> list[bool]:
-        """Give tasks back; a zombie must not."""
+        """Release tasks; a zombie must not succeed."""
         owned = [self._is_owner(each.run) for each in releases]
         results = await super().release(releases)
         for each, owns, released in zip(releases, owned, results, strict=True):
@@ -92,14 +92,14 @@ class WatchedStore(InProcessStore):
         return results
 
     async def save(self, wish: Save) -> SaveResult:
-        """Record subtasks; a zombie must not."""
+        """Record subtasks; a zombie must not succeed."""
         owns = self._is_owner(wish.run)
         result = await super().save(wish)
         self._must(owns or not isinstance(result, Saved), f"a zombie saved: {wish.run}")
         return result
 
     async def renew(self, runs: Sequence[Run], replica: Replica) -> list[Run]:
-        """Extend leases; a zombie's is lost."""
+        """Extend leases; a zombie's lease is lost."""
         owned = [self._is_owner(each) for each in runs]
         lost = await super().renew(runs, replica)
         for run, owns in zip(runs, owned, strict=True):
@@ -107,7 +107,7 @@ class WatchedStore(InProcessStore):
         return lost
 
     def _is_owner(self, run: Run) -> bool:
-        """Whether the task is this run's to write, or has what this run wrote before."""
+        """Whether this run may write the task, or wrote its current content."""
         row = self.tables.tasks.get(run.task_id)
         if row is None or run.fence == 0:
             return (row is None and run.fence == 0) or (row is not None and row.run_id == run.id)
@@ -115,7 +115,7 @@ class WatchedStore(InProcessStore):
 
 
 class RemoteStore:
-    """A process's way to the database. Every method of the store's port may fail as a database's would."""
+    """A process's connection to the database. Every method may fail as a database's would."""
 
     def __init__(self, database: WatchedStore, weather: Weather) -> None:
         self._database, self._weather = database, weather
@@ -123,7 +123,7 @@ class RemoteStore:
         self.present = None  # the processes' own clocks judge deadlines
 
     async def close(self) -> None:
-        """Let go."""
+        """Close the connection."""
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         method = getattr(self._database, name)

@@ -1,4 +1,4 @@
-"""The ledger and the rows of cancels that come before their request."""
+"""The ledger, in particular rows of cancels that arrive before their request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RUNNING = replace(KEPT, state=TaskState.RUNNING, fence=1, reply=b"")
 
 
 def noted(*rows: TaskRow) -> list[str]:
-    """What the ledger reports after these writes."""
+    """Violations that the ledger reports after these writes."""
     ledger = Ledger()
     for row in rows:
         ledger.written(DATABASE, row)
@@ -45,16 +45,16 @@ def test_a_kept_reply_may_replace_an_early_cancel(rows: tuple[TaskRow, ...]) -> 
 
 
 def test_a_task_that_was_cancelled_early_never_begins() -> None:
-    assert noted(EARLY, RUNNING) == ["t: it was cancelled early, and is running"]
+    assert noted(EARLY, RUNNING) == ["t: cancelled early, but is running"]
 
 
 @pytest.mark.parametrize("second", [EARLY, replace(KEPT, reply=b"other")])
 def test_a_kept_reply_stays_as_it_is(second: TaskRow) -> None:
-    assert noted(EARLY, KEPT, second) == ["t: it ended twice"]
+    assert noted(EARLY, KEPT, second) == ["t: ended twice"]
 
 
 def test_a_task_that_ended_never_begins_again() -> None:
-    assert "t: it ended, and is running again" in noted(KEPT, RUNNING)
+    assert "t: ended, but is running again" in noted(KEPT, RUNNING)
 
 
 def test_a_dropped_reply_excuses_those_that_wait_for_it_and_nobody_else() -> None:

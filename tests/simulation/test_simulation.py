@@ -1,4 +1,4 @@
-"""The whole worker under everything at once, seed by seed: `make simulation SEEDS=2000` runs more of them."""
+"""The whole worker under every fault at once; `make simulation SEEDS=2000` runs more seeds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_every_request_has_its_one_outcome(seed: int) -> None:
     assert not report.broken, str(report)
 
 
-@pytest.mark.parametrize("seed", [2, 3])  # a loop of each kind
+@pytest.mark.parametrize("seed", [2, 3])  # one loop of each kind
 def test_a_seed_is_the_same_each_time(seed: int) -> None:
     first, second = simulate(seed), simulate(seed)
     assert first.trace == second.trace

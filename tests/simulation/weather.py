@@ -1,4 +1,4 @@
-"""What becomes of each call to a server: drawn from the seed, told to the trace."""
+"""The fate of each call to a server, drawn from the seed and traced."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .loop import current_process
 
 
 class Word(StrEnum):
-    """What the caller of a server hears."""
+    """Result of a call as the caller sees it."""
 
     DONE = "done"
     REFUSED = "refused"  # it certainly did not happen
-    DOUBT = "in doubt"  # it happened, the answer was lost
-    LOST = "lost, in doubt"  # it did not happen, but nobody can know
+    DOUBT = "in doubt"  # it happened, but the response was lost
+    LOST = "lost, in doubt"  # it did not happen, but the caller cannot know
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """One call: the way there, the way back (virtual seconds), and what is heard."""
+    """One call: latency there and back (virtual seconds), and the result for the caller."""
 
     there: float
     back: float
@@ -30,17 +30,17 @@ class Fate:
 
     @property
     def takes_effect(self) -> bool:
-        """Whether the server does what was asked."""
+        """Whether the server executes the call."""
         return self.word in {Word.DONE, Word.DOUBT}
 
 
 @dataclass(frozen=True, slots=True)
 class Climate:
-    """How likely each kind of trouble is, per call or message."""
+    """Probability of each kind of fault, per call or message."""
 
     refused: float = 0.0
     doubt: float = 0.0
-    slow: float = 0.0  # seconds rather than milliseconds, so that others overtake
+    slow: float = 0.0  # seconds instead of milliseconds, so that others overtake
     duplicated: float = 0.0
     overloaded: float = 0.0
     broadcast_lost: float = 0.0
@@ -54,14 +54,14 @@ _WORST = Climate(
 
 
 def draw_climate(dice: Random) -> Climate:
-    """Some troubles are absent, some are frequent: a seed in which all are frequent finds less."""
+    """Some faults are absent, some frequent: a seed with all of them frequent finds less."""
     return Climate(
         **{each.name: dice.choice([0, 0, dice.random(), 1]) * getattr(_WORST, each.name) for each in fields(Climate)}
     )
 
 
 class Weather:
-    """Decides. `climate` may change at any time."""
+    """Decides the fate of calls. `climate` may change at any time."""
 
     def __init__(self, dice: Random, tell: Callable[[str], None]) -> None:
         self._dice, self._tell = dice, tell
@@ -69,12 +69,12 @@ class Weather:
         self._away: dict[str, float] = {}
 
     def cut(self, process: str, server: str, seconds: float) -> None:
-        """Nothing of `process` ("" is all) reaches `server` for a while."""
+        """Block calls from `process` ("" for all) to `server` for a while."""
         until = asyncio.get_running_loop().time() + seconds
         self._away[f"{process}>{server}"] = until
 
     def clear(self) -> None:
-        """No more trouble."""
+        """Stop all faults."""
         self.climate = CALM
         self._away.clear()
 
@@ -84,21 +84,21 @@ class Weather:
         return any(self._away.get(f"{who}>{server}", 0.0) > now for who in ("", process))
 
     def chance(self, likelihood: float) -> bool:
-        """True as often as `likelihood` says."""
+        """True with probability `likelihood`."""
         return likelihood > 0 and self._dice.random() < likelihood
 
     def between(self, least: int, most: int) -> int:
-        """A number of these, ends included."""
+        """A random integer from `least` to `most`, both included."""
         return self._dice.randint(least, most)
 
     def delay(self) -> float:
-        """One way through the network, in seconds."""
+        """One-way latency in seconds."""
         if self.chance(self.climate.slow):
             return self._dice.uniform(0.1, 4.0)
         return self._dice.uniform(0.0002, 0.004)
 
     def fate(self, server: str, what: str) -> Fate:
-        """What becomes of a call that the running process makes now."""
+        """Fate of a call that the running process makes now."""
         word = self._word(server)
         if word is not Word.DONE:
             self._tell(f"{current_process()} {server}.{what}: {word}")

@@ -1,4 +1,4 @@
-"""One call to a server: there, what it does there, and back. Whoever called may be dead by then."""
+"""One call to a server: the way there, its effect, and the way back. The caller may die meanwhile."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 async def call(effect: Callable[[], T], fate: Fate, error: Callable[[Word], Exception]) -> T:
-    """The result of `effect`, which takes place in the server whatever becomes of the caller meanwhile.
+    """Result of `effect`, which takes place in the server even if the caller dies meanwhile.
 
     Raises:
-        Exception: what `error` makes of a word other than DONE, or what `effect` raised.
+        Exception: the result of `error` for a word other than DONE, or the exception of `effect`.
     """
     loop, network = asyncio.get_running_loop(), process_context(WORLD)
     answer: asyncio.Future[T] = loop.create_future()
@@ -35,14 +35,14 @@ async def call(effect: Callable[[], T], fate: Fate, error: Callable[[Word], Exce
 
 
 def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that awaits nothing, as those of the memory store."""
+    """Result of a coroutine that never waits, like the methods of the in-process store."""
     try:
         coroutine.send(None)
     except StopIteration as done:
         result: T = done.value
         return result
     coroutine.close()
-    raise AssertionError("it waited for something: it is no single step")
+    raise AssertionError("the coroutine waited, so it is not a single step")
 
 
 def _settle(answer: asyncio.Future[Any], result: object, error: Exception | None) -> None:
@@ -52,4 +52,4 @@ def _settle(answer: asyncio.Future[Any], result: object, error: Exception | None
         answer.set_result(result)
     else:
         answer.set_exception(error)
-        answer.exception()  # its caller may never come back to retrieve it
+        answer.exception()  # its caller may never return to retrieve it

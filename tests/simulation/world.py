@@ -25,17 +25,17 @@ from .replicas import LeasesInLoop
 
 @dataclass
 class Report:
-    """What a seed came to. `broken` is empty when all was well."""
+    """Result of a seed. `broken` is empty when no rule was broken."""
 
     seed: int
     broken: list[str] = field(default_factory=list)
     trace: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    """Virtual ones."""
+    """Virtual seconds."""
 
     @property
     def digest(self) -> str:
-        """The trace in a word."""
+        """Short hash of the trace."""
         return hashlib.sha256("\n".join(self.trace).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Report:
 
 
 def simulate(seed: int) -> Report:
-    """Run one seed from its beginning to its end."""
+    """Run one seed from start to end."""
     report = Report(seed)
     loop = SimulatedLoop(Random(f"{seed}/order"), unruly=bool(seed % 2))
 
@@ -61,7 +61,7 @@ def simulate(seed: int) -> Report:
 
 
 def brief(seed: int) -> Report:
-    """The same without the trace."""
+    """Run one seed and drop the trace."""
     report = simulate(seed)
     report.trace = []
     return report
@@ -85,7 +85,7 @@ async def _live(seed: int, report: Report, tell: Callable[[str], None]) -> None:
 
 @contextmanager
 def _seeded(seed: int, loop: SimulatedLoop) -> Iterator[None]:
-    """Let ids and back-offs follow from the seed."""
+    """Derive ids and back-offs from the seed."""
     dice, before = Random(f"{seed}/ids"), random.getstate()
     random.seed(f"{seed}/back-off")
 
@@ -101,14 +101,14 @@ def _seeded(seed: int, loop: SimulatedLoop) -> Iterator[None]:
 
 
 class _Errors(logging.Handler):
-    """What the product logs as an error is a defect that it survived."""
+    """Collects errors that the product logs: each is a defect that it survived."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(logging.ERROR)
         self._report = report
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note it."""
+        """Record it."""
         why = logging.Formatter().formatException(record.exc_info) if record.exc_info else ""
         self._report.broken.append(f"logged: {record.getMessage()} {why}")
 
