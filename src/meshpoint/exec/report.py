@@ -158,7 +158,7 @@ class StepLog:
         return None if step.started_at is None else round(self._clock() - step.started_at, 3)
 
     def finish(self, outcome: Outcome | None) -> list[StepReport]:
-        """Return the steps at the end of the attempt. `outcome` is `None` if it was interrupted."""
+        """Return the steps at the end of the attempt; `outcome` is `None` if interrupted."""
         reason = outcome.message if isinstance(outcome, Failed) else "interrupted"
         for step in self.steps.values():
             if step.state in {StepState.RUNNING, StepState.PAUSED, StepState.EXECUTED}:
