@@ -70,8 +70,7 @@ class DemoRun:
 
     async def run(self) -> Ledger:
         """Run to the end. No process is left afterwards, even after an error."""
-        # SIGTERM ends the run like Ctrl-C, removing all processes and files, even if SIGINT is
-        # ignored.
+        # SIGTERM ends the run like Ctrl-C, removing processes and files, even if it ignores SIGINT.
         current_task = asyncio.current_task()
         assert current_task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, current_task.cancel)

@@ -161,6 +161,6 @@ async def _write_operation(
     run = await begin_operation(store, task_id, agent, NOBODY, b"{}\n", operation)
     assert run is not None, "its id is new"
     saved = await store.save(Save(run, checkpoint))
-    assert isinstance(saved, Saved), "nobody else knows it"
+    assert isinstance(saved, Saved), "no other process knows its id"
     reply = reply_bytes(task_id, None, _IMPORTED_FAILURE)
     await store.end([End(run, TaskState.FAILED, reply, reason=_IMPORTED_FAILURE.message)])
