@@ -407,7 +407,7 @@ class Subtasks:
         await self._save_checkpoint(subtask, progressed=progressed)
 
     def saved_progress(self, subtask: str) -> JsonValue:
-        """Return the stored state of a subtask; `None` if there is none."""
+        """Return the stored state of a subtask; `None` if nothing is stored."""
         text = self._saved_states.get(subtask)
         state: JsonValue = None if text is None else json.loads(text)
         return state
