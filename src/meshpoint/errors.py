@@ -181,7 +181,7 @@ class MemoryRefused(AgentFailed):
 
 
 class ConsistencyError(AgentFailed):
-    """The contents of a working memory or a snapshot differ from those that were stored.
+    """The contents of a working memory or a snapshot differ from the stored contents.
 
     An agent sees it when no copy of the memory matches the last checkpoint. It may catch the error
     and call `ctx.memory.clear()` to start with an empty memory. If not caught, the task fails, and

@@ -290,5 +290,5 @@ def test_of_two_resumes_at_a_time_one_runs(folder: Path) -> None:
     assert [sorted(codes) for codes in trials["codes"]] == [[4, 7]] * TRIALS
     session = json.loads(next((folder / ".meshpoint/sessions").glob("*.json")).read_text())
     assert len(session["attempts"]) == 1 + TRIALS
-    assert all("is being run by pid" in line for line in trials["refusals"])
+    assert all("is in use by pid" in line for line in trials["refusals"])
     assert effects(folder) == ["fetch", "parse", *["rate"] * (1 + TRIALS)], "a recorded step ran again"

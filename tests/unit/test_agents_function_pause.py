@@ -177,7 +177,7 @@ async def test_a_task_left_behind_can_call_nobody() -> None:
 
     assert await forgetful.start(a_context(), 1) == Done(1)
     go_on.set()
-    with pytest.raises(AgentMisbehaved, match="a task that forgetful left behind"):
+    with pytest.raises(AgentMisbehaved, match="an asyncio task left behind by forgetful"):
         await left[0]
 
 

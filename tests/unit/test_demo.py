@@ -226,7 +226,7 @@ def test_the_picture_fits_80_columns_and_marks_who_was_killed(telling: Telling) 
     rows = {line.strip()[0]: line for line in lines if line.strip() and line.strip()[0] in "ABC"}
     assert "✗ killed, 1 task paused" in rows["A"]
     assert rows["B"].split()[-3:] == ["1", "0", "1"], "running, paused, resumed"
-    assert any("B goes on with trip 1, which A had paused" in line for line in lines)
+    assert any("B resumes trip 1, which A had paused" in line for line in lines)
 
 
 def test_a_replica_serves_when_all_its_agents_do(telling: Telling) -> None:

@@ -128,7 +128,7 @@ class Replay:
         if self._violation is not None:
             raise self._violation
         if self._closed:
-            raise AgentMisbehaved(f"a task that {self._agent} left behind called a peer: {_GATHER_HINT}")
+            raise AgentMisbehaved(f"an asyncio task left behind by {self._agent} called a peer: {_GATHER_HINT}")
         if self._paused is not None:
             self._raise_violation(AgentMisbehaved(f"{self._agent} called a peer while it was pausing: {_PAUSE_HINT}"))
         if asyncio.current_task() is not self._task:

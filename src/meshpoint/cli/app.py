@@ -39,8 +39,7 @@ demo.register(app)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with an `ExitCode`. An error is one line on standard error."""
-    # Some libraries log an error and also raise it: print it only once. `run` adds its own
-    # handler.
+    # Some libraries log an error and also raise it: print it once. `run` adds its own handler.
     logging.getLogger().addHandler(logging.NullHandler())
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # escape unencodable text

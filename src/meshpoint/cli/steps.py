@@ -41,7 +41,7 @@ def _update_bar(progress: Progress, bar: int, log: StepLog, step: StepProgress) 
     from rich.progress import TaskID
     from rich.text import Text
 
-    running = [each.name for each in log.steps.values() if each.state in {"running", "waits for its peers"}]
+    running = [each.name for each in log.steps.values() if each.state in {"running", "waiting for peers"}]
     description = escape(", ".join(running) or "…")
     progress.update(TaskID(bar), completed=log.completed_count, total=len(log.steps), description=description)
     symbol = _RERUN_SYMBOL if step.state == "running" and step.reason else _SYMBOLS.get(step.state)

@@ -47,7 +47,7 @@ class Supervisor:
     _forced: bool = False
 
     def stop(self) -> None:
-        """Drain all replicas. A second call ends those that are still draining at once."""
+        """Drain all replicas. A second call ends the replicas that are still draining at once."""
         self._forced = self._stop.is_set()
         self._stop.set()
         for process in self._running:
@@ -110,8 +110,7 @@ class Supervisor:
             await asyncio.gather(*waits, return_exceptions=True)
 
     def _has_drained(self, code: int) -> bool:
-        # Killed by the first SIGTERM: it had no signal handler yet, so it had not started to
-        # serve.
+        # Killed by the first SIGTERM: it had no signal handler yet, so it was not serving yet.
         return code == 0 or (code == -signal.SIGTERM and not self._forced)
 
 
@@ -119,4 +118,4 @@ def _terminate(process: Process) -> None:
     try:
         process.terminate()
     except ProcessLookupError:
-        log.debug("process %d has ended by itself", process.pid)
+        log.debug("process %d had already ended", process.pid)

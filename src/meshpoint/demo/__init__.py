@@ -1,4 +1,4 @@
-"""The demonstration: three replicas, two of them killed, every request answered once. `run` is all of it."""
+"""The demo: three replicas, two of them killed, every request answered once."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ __all__ = ["run"]
 def run(
     *, broker_url: str | None = None, db_url: str | None = None, requests: int, seed: int | None, as_json: bool
 ) -> int:
-    """Show the demonstration; 0 when its ledger is as it must be, else 1.
+    """Run the demo; return 0 if every number of its ledger is as expected, else 1.
 
     Args:
-        broker_url: RabbitMQ; None: a SQLite file that is gone afterwards.
-        db_url: PostgreSQL, whose tables are made if they are missing; None: a SQLite file that is gone afterwards.
-        requests: how many tasks to start.
-        seed: how fast the peers are, and what they answer; None: some other way each time.
-        as_json: print the ledger as JSON, and nothing else, on standard output.
+        broker_url: RabbitMQ; `None` for a temporary SQLite file.
+        db_url: PostgreSQL, whose tables are created if missing; `None` for a temporary SQLite
+            file.
+        requests: Number of tasks to start.
+        seed: Determines the response times and answers of the peers; `None` for a random seed.
+        as_json: Print only the ledger, as JSON on standard output.
 
     Raises:
-        MeshpointError: a server cannot be used, or a replica did not start.
+        MeshpointError: A server cannot be used, or a replica did not start.
     """
     from meshpoint.demo.show import run_demo
 

@@ -1,6 +1,6 @@
-"""The agents of the demonstration: `travel` pauses twice; `flights`, `hotels` and `weather` take their time.
+"""The agents of the demo: `travel` pauses twice; `flights`, `hotels` and `weather` are its peers.
 
-How long each takes comes from its input, so that a seed repeats the pace of a run.
+Each response time is derived from the input, so that a seed makes a run repeatable.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshpoint.model.context import TaskExecutionContext
 
 
 class Trip(BaseModel):
-    """What is asked of `travel`, and of its peers. `action` is what a peer is to do."""
+    """Input of `travel` and its peers. `action` is what a peer should do."""
 
     city: str
     number: int = 1
@@ -25,7 +25,7 @@ class Trip(BaseModel):
 
 
 class Itinerary(BaseModel):
-    """What `travel` answers."""
+    """Output of `travel`."""
 
     number: int
     city: str
@@ -42,7 +42,10 @@ ask_weather = Peer("weather", Trip, str)
 
 @agent("travel")
 async def travel(ctx: TaskExecutionContext, trip: Trip) -> Itinerary:
-    """Ask three peers at once, think, book a room, think, answer. Each wait is a pause, each thought a segment."""
+    """Ask three peers concurrently, think, book a room, think, answer.
+
+    Each wait is a pause, and each thought runs in its own segment.
+    """
     flight, hotel, weather = await ctx.gather(ask_flights(trip), ask_hotels(trip), ask_weather(trip))
     await _simulate_thinking(ctx, trip, "compare")
     confirmed = await ctx.call(ask_hotels(trip.model_copy(update={"action": "book"})))
@@ -54,14 +57,14 @@ async def travel(ctx: TaskExecutionContext, trip: Trip) -> Itinerary:
 
 @agent("flights")
 async def flights(ctx: TaskExecutionContext, trip: Trip) -> str:
-    """A seat."""
+    """Offer a seat."""
     rng = await _simulate_work(trip, "flights")
     return f"MP{rng.randint(100, 999)} to {trip.city}, {rng.randint(60, 400)} EUR"
 
 
 @agent("hotels")
 async def hotels(ctx: TaskExecutionContext, trip: Trip) -> str:
-    """A room, or the booking of one."""
+    """Offer or book a room."""
     rng = await _simulate_work(trip, "hotels")
     if trip.action == "book":
         return f"room {rng.randint(1, 99)} is yours"
@@ -70,7 +73,7 @@ async def hotels(ctx: TaskExecutionContext, trip: Trip) -> str:
 
 @agent("weather")
 async def weather(ctx: TaskExecutionContext, trip: Trip) -> str:
-    """A forecast."""
+    """Return a forecast."""
     rng = await _simulate_work(trip, "weather")
     return f"{rng.choice(('sun', 'rain', 'wind', 'fog'))}, {rng.randint(-5, 35)} °C"
 
@@ -82,6 +85,6 @@ async def _simulate_work(trip: Trip, agent_name: str) -> random.Random:
 
 
 async def _simulate_thinking(ctx: TaskExecutionContext, trip: Trip, activity: str) -> None:
-    """Be busy, unless this part of the function only runs again."""
+    """Take some time, unless this code is only replayed."""
     if not ctx.replaying:
         await asyncio.sleep(random.Random(f"{trip.seed} {trip.number} {activity}").uniform(0.5, 0.9))

@@ -1,4 +1,4 @@
-"""What the demonstration comes to, as numbers that must be right."""
+"""The results of the demo, as numbers that can be checked."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """The account at the end.
+    """The final numbers.
 
-    `duplicated` counts tasks that came to more than one end. `repeated` counts answers that were delivered again,
-    which the requester drops: it changes nothing, and is shown so that nothing is hidden.
+    `duplicated` counts tasks with more than one outcome. `repeated` counts answers that were
+    delivered again and dropped by the requester: harmless, but shown for completeness.
     """
 
     requests: int
@@ -19,20 +19,20 @@ class Ledger:
     failed: int  # answers that are errors
     duplicated: int
     repeated: int
-    paused_in_killed: int  # tasks that were paused by the first replica when it was killed
-    running_in_killed: int  # segments of tasks that were running in the second when it was killed
-    resumed_elsewhere: int  # tasks that one replica paused and another one went on with
+    paused_in_killed: int  # tasks that the first killed replica had paused
+    running_in_killed: int  # segments running in the second killed replica
+    resumed_elsewhere: int  # tasks paused by one replica and resumed by another
     rescued: int  # tasks whose replica died in the middle of a segment
     seconds: float
 
     @property
     def lost(self) -> int:
-        """Requests without an answer."""
+        """Number of requests without an answer."""
         return self.requests - self.answers
 
     @property
     def failed_checks(self) -> tuple[str, ...]:
-        """The names of the numbers that are not what they must be."""
+        """Names of the numbers that are not as expected."""
         must_be_zero = ("lost", "failed", "duplicated")
         must_be_positive = ("requests", "paused_in_killed", "running_in_killed", "resumed_elsewhere", "rescued")
         return (
@@ -42,11 +42,11 @@ class Ledger:
 
     @property
     def ok(self) -> bool:
-        """Whether every number is what it must be."""
+        """Whether all numbers are as expected."""
         return not self.failed_checks
 
     def to_dict(self) -> dict[str, Any]:
-        """The account for scripts."""
+        """Return the ledger for JSON output."""
         counts = asdict(self)
         headline = {name: counts.pop(name) for name in ("requests", "answers")}
         return {"ok": self.ok, **headline, "lost": self.lost, **counts, "wrong": list(self.failed_checks)}

@@ -1,4 +1,4 @@
-"""Whom to kill, and when: decided by what the replicas tell, never by time."""
+"""Choose the replicas to kill, based on their events and never on time alone."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from math import ceil
 from meshpoint.demo.story import Replica, TaskTracker
 
 _MAX_SEGMENT_AGE = 0.25
-"""Seconds that a segment may have run when its replica is chosen; the agent thinks for at least twice as long."""
+"""Maximum seconds that a segment may have run when its replica is chosen.
+
+The agent thinks for at least twice as long.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A replica to be killed, for the tasks that it paused or runs."""
+    """A replica to kill, and the tasks that it has paused or runs."""
 
     replica: str
     task_ids: frozenset[str]
@@ -22,17 +25,21 @@ class Kill:
 
 
 class KillPlanner:
-    """Two kills: one replica while tasks wait that it paused, then the one that goes on with such a task."""
+    """Plans two kills.
+
+    The first victim has paused tasks that are waiting, the second runs a task that the first had
+    paused.
+    """
 
     def __init__(self, tracker: TaskTracker) -> None:
         self._tracker = tracker
-        # However the requests are shared out, one of three replicas gets this many.
+        # With any distribution of the requests, some replica gets at least this many.
         self._min_paused = min(4, ceil(tracker.requests / len(tracker.replicas)))
         self.first_kill: Kill | None = None
         self.second_kill: Kill | None = None
 
     def next_kill(self, now: float) -> Kill | None:
-        """The kill whose moment has come, once each."""
+        """Return a kill that is due; each is returned once."""
         if self.first_kill is None:
             self.first_kill = self._plan_first_kill()
             return self.first_kill
@@ -53,7 +60,7 @@ class KillPlanner:
         for replica in self._tracker.serving_replicas:
             if task_id := _fresh_segment(replica, orphans, now):
                 trip = self._tracker.describe_trips([task_id])
-                return Kill(replica.name, frozenset({task_id}), f"while it runs {trip}", f"in {trip}")
+                return Kill(replica.name, frozenset({task_id}), f"while it runs {trip}", f"running {trip}")
         return None
 
 

@@ -1,4 +1,4 @@
-"""Replicas as processes: started, heard, killed, ended. None outlives the demonstration."""
+"""Replica processes: start them, read their events, kill them. None outlives the demo."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _DRAIN_TIMEOUT = 5.0
 
 
 class ReplicaFailed(MeshpointError):
-    """A replica ended before it served; says what it said last."""
+    """A replica ended before it served. The message has its last line of output."""
 
 
 class ReplicaProcess:
-    """One replica's process."""
+    """The process of one replica."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name, self.pid, self._process = name, process.pid, process
@@ -35,7 +35,7 @@ class ReplicaProcess:
 
     @classmethod
     async def start(cls, name: str, settings: Settings) -> ReplicaProcess:
-        """Start a replica with `settings`. It is not serving yet."""
+        """Start a replica with `settings`. Returns before it serves."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -44,33 +44,33 @@ class ReplicaProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=_MAX_LINE_BYTES,
-            start_new_session=True,  # Ctrl-C is for the parent, which ends its replicas itself
+            start_new_session=True,  # the parent handles Ctrl-C and ends its replicas
         )
         assert process.stdin is not None
         process.stdin.write(settings.model_dump_json().encode() + b"\n")
         return cls(name, process)
 
     async def read_events(self) -> AsyncIterator[ReplicaEvent]:
-        """Everything the replica tells, to its end."""
+        """Yield the events of the replica until its process has ended."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
-            with suppress(ValueError):  # the line that a SIGKILL cut short
+            with suppress(ValueError):  # a line truncated by SIGKILL
                 yield _parse_event(line)
         await self._process.wait()
         await self._stderr_reader
 
     def startup_error(self) -> ReplicaFailed:
-        """Why it ended, in one line: of a traceback, the exception."""
-        last_line = next((line for line in reversed(self._stderr_tail) if line[:1].isalnum()), "without a word")
+        """Return the reason why the replica ended, in one line: of a traceback, the exception."""
+        last_line = next((line for line in reversed(self._stderr_tail) if line[:1].isalnum()), "no output")
         return ReplicaFailed(f"replica {self.name} did not start: {last_line.strip()}")
 
     def kill(self) -> None:
-        """Send SIGKILL: no farewell, no cleaning up."""
+        """Send SIGKILL, which allows no cleanup."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """Let it drain for a while, then kill it."""
+        """Let the replica drain, and kill it if that takes too long."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

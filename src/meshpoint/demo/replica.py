@@ -1,7 +1,8 @@
-"""One replica of the demonstration: `python -m meshpoint.demo.replica`, started by `processes`.
+"""One replica of the demo: `python -m meshpoint.demo.replica`, started by `processes`.
 
-Its settings come as one line of JSON on standard input, so that no password is seen in the list of processes.
-Events go out as lines of JSON. It drains when standard input closes, which also happens when its parent dies.
+It reads its settings as one line of JSON from standard input, so that passwords do not appear in
+the process list. It writes events as lines of JSON. It drains when standard input closes, which
+also happens when its parent dies.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ _REPORTED = {
 
 
 class EventReporter:
-    """Writes events to standard output. Leases are renewed, and told of, on a thread of their own."""
+    """Writes events to standard output. Thread-safe, since a separate thread renews leases."""
 
     def __init__(self) -> None:
         self._write_lock = threading.Lock()
 
     def emit(self, event: Event) -> None:
-        """Write `event` if the picture needs it."""
+        """Write `event` if the demo uses it."""
         if (event.step, event.phase) not in _REPORTED:
             return
         record = {
@@ -68,7 +69,7 @@ async def _serve(settings: Settings) -> None:
         loop.remove_reader(_STDIN)
         stop.set()
 
-    loop.add_reader(_STDIN, on_stdin_closed)  # nothing comes after the settings, so it is readable when it ends
+    loop.add_reader(_STDIN, on_stdin_closed)  # nothing follows the settings: readable means closed
     await wiring.serve(settings, observer=EventReporter(), stop=stop)
 
 

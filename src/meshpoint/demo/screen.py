@@ -1,4 +1,4 @@
-"""The picture: a table that lives on a terminal, plain lines elsewhere."""
+"""Display the demo: a live table on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _SIGN_STYLES = {"✗": "bold red", "»": "bold green", "!": "yellow", "✓": "gr
 
 
 class Screen(Protocol):
-    """What shows a story."""
+    """Displays the state of the demo."""
 
     def update(self, tracker: TaskTracker) -> None:
-        """Show it as it stands now."""
+        """Display the current state."""
 
 
 @contextmanager
 def open_screen(location: str, *, live: bool) -> Iterator[Screen]:
-    """A live picture on standard output, or lines on standard error."""
+    """Yield a screen: live on standard output, or plain lines on standard error."""
     if not live:
         yield PlainScreen()
         return
@@ -41,7 +41,7 @@ def open_screen(location: str, *, live: bool) -> Iterator[Screen]:
 
 
 class PlainScreen:
-    """Prints each line of the log as it comes."""
+    """Prints new lines of the log."""
 
     def __init__(self) -> None:
         self._printed_count = 0
@@ -53,7 +53,7 @@ class PlainScreen:
 
 
 class LiveScreen:
-    """Draws the whole story anew each time."""
+    """Redraws everything at each update."""
 
     def __init__(self, live: Live, location: str) -> None:
         self._live, self._location = live, location
@@ -63,7 +63,7 @@ class LiveScreen:
 
 
 def render(tracker: TaskTracker, location: str) -> RenderableType:
-    """The story as it stands: replicas, answers, and the last lines of the log."""
+    """Render the current state: replicas, answers, and the last lines of the log."""
     title = Text.assemble(("Meshpoint demo", "bold"), f"  {len(tracker.replicas)} replicas on {location}")
     title.truncate(_WIDTH - 10, overflow="ellipsis", pad=True)
     title.append(f"{tracker.now - tracker.started_at:8.1f} s", "dim")
@@ -118,7 +118,7 @@ def _format_line(line: LogLine) -> Text:
 
 
 def print_ledger(ledger: Ledger) -> None:
-    """The account, for people."""
+    """Print the ledger for people."""
     failed_checks = set(ledger.failed_checks)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
     table.add_column("number", justify="right")
@@ -138,13 +138,13 @@ _LABELS = (
     ("requests", "requests, each with two pauses"),
     ("answers", "answers"),
     ("lost", "lost: requests without an answer"),
-    ("duplicated", "duplicated: tasks with more than one end"),
+    ("duplicated", "duplicated: tasks with more than one outcome"),
     ("failed", "failed: answers that are errors"),
-    ("repeated", "answers delivered again, and dropped"),
-    ("paused_in_killed", "tasks paused by the first replica when it was killed"),
-    ("running_in_killed", "segments running in the second replica when it was killed"),
-    ("resumed_elsewhere", "tasks resumed on another replica than paused them"),
-    ("rescued", "tasks taken over in the middle of a segment"),
+    ("repeated", "answers delivered again and dropped"),
+    ("paused_in_killed", "tasks that the first killed replica had paused"),
+    ("running_in_killed", "segments running in the second killed replica"),
+    ("resumed_elsewhere", "tasks paused by one replica and resumed by another"),
+    ("rescued", "tasks rescued in the middle of a segment"),
 )
 _CHECKED = {
     "lost",

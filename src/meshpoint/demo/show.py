@@ -1,4 +1,4 @@
-"""The course of the demonstration: start, ask, kill, kill, wait, account."""
+"""Run the demo: start replicas, send requests, kill twice, wait, report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshpoint.wiring import make_broker
 
 REPLICAS = ("A", "B", "C")
 ANSWER_TIMEOUT = timedelta(seconds=60)
-"""From the first request; what is not answered by then counts as lost."""
+"""Time from the first request after which missing answers count as lost."""
 
 _STARTUP_TIMEOUT = 30.0
 _REQUEST_INTERVAL = 0.06
@@ -35,7 +35,7 @@ _CITIES = ("Rome", "Oslo", "Lima", "Kyoto", "Accra", "Porto", "Quito", "Turku", 
 
 
 def run_demo(*, broker_url: str | None, db_url: str | None, requests: int, seed: int | None, as_json: bool) -> int:
-    """Run it all; the exit code. See `meshpoint.demo.run`."""
+    """Run the demo and return the exit code; see `meshpoint.demo.run`."""
     seed = random.randrange(1_000_000) if seed is None else seed
     with demo_environment(broker_url, db_url, _print_notice) as environment:
         live = sys.stdout.isatty() and not as_json
@@ -56,7 +56,7 @@ def _print_notice(text: str) -> None:
 
 
 class DemoRun:
-    """One run."""
+    """One run of the demo."""
 
     def __init__(self, environment: DemoEnvironment, screen: Screen, requests: int, seed: int) -> None:
         self._environment, self._screen, self._requests, self._seed = environment, screen, requests, seed
@@ -69,8 +69,8 @@ class DemoRun:
         self._running_in_killed = self._paused_in_killed = 0
 
     async def run(self) -> Ledger:
-        """Play it to its end; no process is left, however it ends."""
-        # SIGTERM ends it as Ctrl-C does, with every process and file gone, even where SIGINT is ignored.
+        """Run to the end. No process is left afterwards, even after an error."""
+        # SIGTERM ends the run like Ctrl-C, removing processes and files, even if it ignores SIGINT.
         current_task = asyncio.current_task()
         assert current_task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, current_task.cancel)
@@ -83,7 +83,7 @@ class DemoRun:
                         await self._send_requests(client)
                 except TimeoutError:
                     self.tracker.add_log_line(
-                        f"no answer within {ANSWER_TIMEOUT.total_seconds():.0f} s: those requests are lost", "!"
+                        f"answers missing after {ANSWER_TIMEOUT.total_seconds():.0f} s count as lost", "!"
                     )
                 duplicates = client.duplicates
         finally:
@@ -93,8 +93,6 @@ class DemoRun:
             drawing.cancel()
         self._redraw()
         return self._build_ledger(duplicates)
-
-    # ── replicas ───────────────────────────────────────────────────────────────────────────────────
 
     async def _start_processes(self) -> None:
         for each in self.tracker.processes:
@@ -106,7 +104,7 @@ class DemoRun:
             async with asyncio.timeout(_STARTUP_TIMEOUT):
                 await self._wait_until_serving()
         except TimeoutError:
-            raise ReplicaFailed(f"no replica served within {_STARTUP_TIMEOUT:.0f} s") from None
+            raise ReplicaFailed(f"the replicas did not start within {_STARTUP_TIMEOUT:.0f} s") from None
         names = ", ".join(self.tracker.replicas)
         self.tracker.add_log_line(f"replicas {names} serve {ROOT}; one more process serves its peers")
 
@@ -133,7 +131,7 @@ class DemoRun:
         self.tracker.replica_killed(kill.replica, kill.reason, kill.state_note)
 
     def _process_exited(self, name: str) -> None:
-        """Everything a replica ever told was heard: what it held when it died is certain now."""
+        """Record what the replica was doing when it died. All its events have been read by now."""
         replica, first, second = (
             self.tracker.get_process(name),
             self._kill_planner.first_kill,
@@ -144,14 +142,12 @@ class DemoRun:
         if second and second.replica == name:
             self._running_in_killed = len(replica.running)
         if replica.state is ReplicaState.SERVING and not self._finished:
-            self.tracker.add_log_line(f"{name} ended by itself", "!")
+            self.tracker.add_log_line(f"{name} ended unexpectedly", "!")
         self.tracker.process_ended(name)
         self._state_changed.set()
 
-    # ── requests ───────────────────────────────────────────────────────────────────────────────────
-
     async def _send_requests(self, client: Client) -> None:
-        self.tracker.add_log_line(f"{self._requests} requests go out; each task pauses twice")
+        self.tracker.add_log_line(f"{self._requests} requests to send; each task pauses twice")
         replies = []
         for number in range(1, self._requests + 1):
             task_id = TaskId(new_id())
@@ -175,8 +171,6 @@ class DemoRun:
         )
         if self.tracker.answers == self._requests:
             self.tracker.add_log_line(f"all {self._requests} requests are answered", "✓")
-
-    # ── picture and account ────────────────────────────────────────────────────────────────────────
 
     async def _redraw_loop(self) -> None:
         while True:

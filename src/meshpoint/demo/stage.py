@@ -1,4 +1,4 @@
-"""Where the demonstration takes place: in files that are gone afterwards, or on servers that it leaves clean."""
+"""The environment of the demo: temporary files, or servers that it leaves clean."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CLIENT = "client"
 _log = logging.getLogger(__name__)
 _CLEANUP_TIMEOUT = 10.0
 _PRIVATE_QUEUE_TTL = 15
-"""Seconds after which RabbitMQ forgets the private queues of the run by itself."""
+"""Seconds after which RabbitMQ deletes unused private queues of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoEnvironment:
-    """A mesh for one run: the settings of its replicas and of their peers, and its place in words."""
+    """The settings of the replicas and of their peers, and a description of the servers."""
 
     replicas: Settings
     peers: Settings
@@ -38,16 +38,18 @@ class DemoEnvironment:
 def demo_environment(
     broker_url: str | None, db_url: str | None, print_notice: Callable[[str], None]
 ) -> Iterator[DemoEnvironment]:
-    """A place for one run, with tables. Not from within a running event loop.
+    """Prepare the mesh and the database schema for one run, and clean up afterwards.
+
+    Must not be called from a running event loop.
 
     Raises:
-        ConfigurationError: a URL cannot be used, or the tables are of another release.
-        Unavailable: the database does not answer.
+        ConfigurationError: A URL cannot be used, or the tables are of another release.
+        Unavailable: The database does not answer.
     """
     with tempfile.TemporaryDirectory(prefix="meshpoint-demo-") as folder:
         mesh = _mesh_settings(broker_url or f"sqlite:///{folder}/broker.db")
         root = _root_settings(db_url or f"sqlite:///{folder}/tasks.db")
-        peers = [_agent_settings(name) for name in PEERS]  # they never pause, so they need no database
+        peers = [_agent_settings(name) for name in PEERS]  # they never pause and need no database
         location = " and ".join(dict.fromkeys((_describe_location(broker_url), _describe_location(db_url))))
         _ensure_schema(root.session_db_url, print_notice)
         try:
@@ -61,7 +63,7 @@ def demo_environment(
 
 def _mesh_settings(broker_url: str) -> MeshSettings:
     if broker_url.startswith("memory"):
-        raise ConfigurationError("--broker", "processes cannot share memory://", "leave it out, or give amqp://")
+        raise ConfigurationError("--broker", "processes cannot share memory://", "remove it, or use amqp://")
     try:
         return MeshSettings(
             namespace=f"demo-{new_id()}", broker_url=broker_url, private_queue_ttl_seconds=_PRIVATE_QUEUE_TTL
@@ -78,7 +80,7 @@ def _root_settings(db_url: str) -> AgentSettings:
 
 
 def _agent_settings(name: str, **overrides: Any) -> AgentSettings:
-    """An agent that notices soon when another replica is gone."""
+    """Return settings with which a lost replica is detected quickly."""
     return AgentSettings(
         name=name,
         entrypoint=f"meshpoint.demo.agents:{name}",
@@ -105,11 +107,11 @@ def _ensure_schema(db_url: str, print_notice: Callable[[str], None]) -> None:
     from meshpoint.adapters.sql import migrations
 
     if db_url.startswith("sqlite"):
-        return  # a replica makes them
+        return  # a replica creates the schema
     revision, newest = migrations.check(db_url)
     if revision is None:
         migrations.upgrade(db_url)
-        print_notice("the database had no tables of Meshpoint: made them (meshpoint db upgrade)")
+        print_notice("the database had no Meshpoint tables: created them (meshpoint db upgrade)")
     elif revision < newest:
         raise ConfigurationError(
             "--db", f"its tables are at revision {revision}", "run: meshpoint db upgrade --db URL"
@@ -117,17 +119,17 @@ def _ensure_schema(db_url: str, print_notice: Callable[[str], None]) -> None:
 
 
 async def _clean_up(mesh: MeshSettings, root: AgentSettings) -> None:
-    """Take away what the run left on servers. What cannot be done now is told and left: nothing else needs it."""
+    """Delete what the run created on servers. Failures are only logged: nothing else uses it."""
     for cleanup in (delete_rows(mesh, root), delete_queues(mesh)):
         try:
             async with asyncio.timeout(_CLEANUP_TIMEOUT):
                 await cleanup
-        except Exception as error:  # whatever it is, the run itself is over and its ledger stands
-            _log.warning("the demonstration left something of %s: %s", mesh.namespace, error)
+        except Exception as error:  # the run is over, and its ledger remains valid
+            _log.warning("the demo could not clean up namespace %s: %s", mesh.namespace, error)
 
 
 async def delete_rows(mesh: MeshSettings, root: AgentSettings) -> None:
-    """Delete the tasks of the run, and with them their calls."""
+    """Delete the tasks of the run; their calls are deleted with them."""
     from sqlalchemy import delete
 
     from meshpoint.adapters.sql.engine import engine_for
@@ -144,7 +146,7 @@ async def delete_rows(mesh: MeshSettings, root: AgentSettings) -> None:
 
 
 async def delete_queues(mesh: MeshSettings) -> None:
-    """Delete the queues of the run; the private ones are gone by themselves soon after."""
+    """Delete the queues of the run. RabbitMQ deletes its private queues soon after."""
     if not mesh.broker_url.startswith("amqp"):
         return
     import aiormq

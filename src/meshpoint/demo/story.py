@@ -1,4 +1,7 @@
-"""What has happened so far, told by the replicas' events. Pure: nothing here waits, prints or kills."""
+"""The state of the demo, derived from the replicas' events.
+
+Pure: it does not wait, print or kill.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,15 @@ from typing import Any
 from meshpoint.model.events import Phase, Step
 
 ROOT, PEERS = "travel", ("flights", "hotels", "weather")
-"""The agent that is replicated and whose tasks are followed, and those that keep it waiting."""
+"""The replicated agent whose tasks are tracked, and the peers that it waits for."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEvent:
-    """One event of one replica. `timestamp` is an instant of the clock that all processes of a host share."""
+    """One event of one replica.
+
+    `timestamp` is from the monotonic clock, which all processes of a host share.
+    """
 
     step: Step
     phase: Phase
@@ -27,7 +33,7 @@ class ReplicaEvent:
 
 
 class ReplicaState(StrEnum):
-    """What a replica's process does."""
+    """The state of a replica's process."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -37,7 +43,7 @@ class ReplicaState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PausePoint:
-    """The place of a task: its how-manieth pause, from which the segment of that number goes on."""
+    """A pause of a task. `generation` numbers the pause and the segment that resumes from it."""
 
     task_id: str
     generation: int
@@ -45,7 +51,7 @@ class PausePoint:
 
 @dataclass(slots=True)
 class Replica:
-    """One process as the picture shows it. `running` holds since when each segment runs."""
+    """The displayed state of one process. `running` has the start time of each running segment."""
 
     name: str
     agents: frozenset[str]
@@ -61,7 +67,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line of the log. `seconds` are counted from the beginning."""
+    """One line of the log. `seconds` is the time since the start."""
 
     seconds: float
     text: str
@@ -69,10 +75,10 @@ class LogLine:
 
 
 class TaskTracker:
-    """Follows tasks through replicas.
+    """Tracks tasks across replicas.
 
-    Each replica tells its own events in order; between replicas there is no order, so a task is followed by the
-    number of its pause and not by what was heard last.
+    Each replica reports its own events in order, but events of different replicas are not ordered.
+    So the progress of a task is determined by the number of its pause, not by the latest event.
     """
 
     def __init__(self, names: Iterable[str], requests: int, started_at: float) -> None:
@@ -87,14 +93,12 @@ class TaskTracker:
         self._end_counts: Counter[str] = Counter()
         self._resumed_by: dict[str, str] = {}
 
-    # ── what the requester does ────────────────────────────────────────────────────────────────────
-
     def request_sent(self, task_id: str, number: int) -> None:
-        """Request `number` is about to be sent."""
+        """Record that request `number` is about to be sent."""
         self._trip_numbers[task_id] = number
 
     def answer_received(self, *, failed: bool) -> None:
-        """A request has its answer."""
+        """Record an answer."""
         self.answers += 1
         self.failed += failed
 
@@ -102,10 +106,8 @@ class TaskTracker:
         """Add a line to the log."""
         self.log.append(LogLine(self.now - self.started_at, text, sign))
 
-    # ── what the replicas tell ─────────────────────────────────────────────────────────────────────
-
     def handle_event(self, name: str, event: ReplicaEvent) -> None:
-        """Take in one event of process `name`."""
+        """Process an event of process `name`."""
         replica = self.get_process(name)
         if event.step is Step.STARTED:
             replica.started.add(event.agent)
@@ -130,7 +132,7 @@ class TaskTracker:
                     self._pause_committed(replica, task_id, 1)
             case Step.TAKE_OVER, _:
                 replica.rescued += len(pause_points)
-                self.add_log_line(f"{replica.name} takes over {self.describe_trips(event.task_ids)}", "»")
+                self.add_log_line(f"{replica.name} rescues {self.describe_trips(event.task_ids)}", "»")
             case Step.END, _:
                 self._end_counts.update(event.task_ids)
             case Step.FENCED, _ if event.detail.get("what") == "end":
@@ -149,12 +151,12 @@ class TaskTracker:
                 del other.paused[pause_point.task_id]
 
     def _log_first_resume(self, replica: Replica, pause_point: PausePoint) -> None:
-        """Log the first task of each killed replica that another one goes on with."""
+        """Log the first resume, by another replica, of a task that a killed replica had paused."""
         paused_by = self._paused_by.get(pause_point)
         if paused_by and paused_by not in self._resumed_by and self.replicas[paused_by].state is ReplicaState.KILLED:
             self._resumed_by[paused_by] = replica.name
             trips = self.describe_trips([pause_point.task_id])
-            self.add_log_line(f"{replica.name} goes on with {trips}, which {paused_by} had paused", "»")
+            self.add_log_line(f"{replica.name} resumes {trips}, which {paused_by} had paused", "»")
 
     def _task_paused(self, replica: Replica, pause_point: PausePoint) -> None:
         self._paused_by[pause_point] = replica.name
@@ -162,25 +164,23 @@ class TaskTracker:
             self._pause_committed(replica, pause_point.task_id, pause_point.generation)
 
     def _pause_committed(self, replica: Replica, task_id: str, generation: int) -> None:
-        """A checkpoint is written and its request acked: from here on only the database knows the task."""
+        """Record a committed pause: the request is acked, and only the database has the task."""
         pause_point = PausePoint(task_id, generation)
         if self._paused_by.get(pause_point) == replica.name and pause_point not in self._segment_replicas:
             replica.paused[task_id] = pause_point
 
-    # ── what becomes of replicas ───────────────────────────────────────────────────────────────────
-
     def get_process(self, name: str) -> Replica:
-        """A replica, or the process of the peers."""
+        """Return a replica, or the process of the peers."""
         return self.peers if name == self.peers.name else self.replicas[name]
 
     def replica_killed(self, name: str, reason: str, state_note: str) -> None:
-        """A replica was sent SIGKILL; `state_note` stands beside its state."""
+        """Record that a replica was sent SIGKILL. `state_note` is displayed next to its state."""
         replica = self.replicas[name]
         replica.state, replica.state_note = ReplicaState.KILLED, state_note
         self.add_log_line(f"SIGKILL to {name} (pid {replica.pid}) {reason}", "✗")
 
     def process_ended(self, name: str) -> None:
-        """A process has ended; all it ever told was heard."""
+        """Record that a process has ended and all its events were read."""
         replica = self.get_process(name)
         if replica.state is not ReplicaState.KILLED:
             replica.state = ReplicaState.DRAINED
@@ -192,14 +192,12 @@ class TaskTracker:
 
     @property
     def serving_replicas(self) -> list[Replica]:
-        """Replicas that serve."""
+        """The replicas that are serving."""
         return [replica for replica in self.replicas.values() if replica.state is ReplicaState.SERVING]
-
-    # ── what it comes to ───────────────────────────────────────────────────────────────────────────
 
     @property
     def resumed_elsewhere(self) -> int:
-        """Tasks that one replica paused and another one went on with."""
+        """Number of tasks paused by one replica and resumed by another."""
         resumed = {
             pause_point.task_id
             for pause_point, names in self._segment_replicas.items()
@@ -209,15 +207,15 @@ class TaskTracker:
 
     @property
     def rescued(self) -> int:
-        """Tasks taken from replicas that died while they ran them."""
+        """Number of tasks rescued from replicas that died while running them."""
         return sum(replica.rescued for replica in self.replicas.values())
 
     @property
     def duplicated(self) -> int:
-        """Tasks that came to more than one end."""
+        """Number of tasks with more than one outcome."""
         return sum(ends > 1 for ends in self._end_counts.values())
 
     def describe_trips(self, task_ids: Iterable[str]) -> str:
-        """Tasks as people call them."""
+        """Return the names of tasks for display, such as "trips 1, 2"."""
         numbers = sorted(self._trip_numbers.get(task_id, 0) for task_id in task_ids)
         return f"trip{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

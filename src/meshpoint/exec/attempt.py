@@ -1,7 +1,8 @@
-"""One attempt: let the session's operation go on, serve the agents, wait for its end.
+"""One attempt: make the session's operation ready, serve the agents, wait for its end.
 
-The order is what makes an attempt safe to kill. The operation is made ready, with this process as its requester,
-before anything is served: what an earlier attempt left behind is a zombie by then, and no request lies in a queue.
+The order makes it safe to kill an attempt at any time. The operation is made ready, with this
+process as its requester, before anything is served. Runs left behind by an earlier attempt are
+then zombies, and no request is queued.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from meshpoint.subtasks.resuming import refusal_error
 from meshpoint.wiring import make_broker
 
 _FAST_SETTINGS = {
-    "ack_policy": "on_receipt",  # an owner that was killed is missed after its lease, sooner than by the broker
+    "ack_policy": "on_receipt",  # the lease detects a killed owner faster than the broker
     "lease_seconds": 2,
     "renew_interval_seconds": 0.5,
     "sweep_interval_seconds": 0.05,
@@ -46,20 +47,22 @@ _NOT_SERVED = re.compile(r"no replica of agent '([^']+)' ever declared its queue
 
 @dataclass(frozen=True, slots=True)
 class AttemptOutcome:
-    """What an attempt came to. `checkpoint` is the operation's last one; a completed one has none any more."""
+    """The result of an attempt, and the operation's last checkpoint; `None` if it completed."""
 
     outcome: Outcome
     checkpoint: AgentCheckpoint | None
 
 
 async def execute_attempt(config: ExecConfig, session: Session, log: StepLog, stop: asyncio.Event) -> AttemptOutcome:
-    """Let the operation of a session, which this process holds, come to an end. `stop` cancels it.
+    """Run the operation of a session to its end. This process must have locked the session.
+
+    Setting `stop` cancels the operation.
 
     Raises:
-        IncompatibleState: no migration leads from its checkpoint to this version of the agent.
-        ResumeRefused: it cannot go on.
-        ConfigurationError: an agent cannot be served here.
-        Unavailable: the embedded store does not answer.
+        IncompatibleState: No migration leads from its checkpoint to this version of the agent.
+        ResumeRefused: It cannot be resumed.
+        ConfigurationError: An agent cannot be served here.
+        Unavailable: The embedded store does not answer.
     """
     task_id = session.operation_id
     async with embedded_store(config, session.namespace) as store:
@@ -83,7 +86,10 @@ def _subtask_names(checkpoint: AgentCheckpoint | None) -> list[str]:
 
 
 async def _submit(store: CheckpointStore, request: Message, agent: AgentName) -> Outcome | None:
-    """Make the operation ready, for this client; its outcome, if it has completed and nobody was told."""
+    """Make the operation ready, with this client as its requester.
+
+    Returns its outcome if it has already completed without anyone receiving the reply.
+    """
     task_id, packed, requester = TaskId(request.correlation_id), pack(request), requester_of(request)
     command = Revive(
         task_id=task_id,
@@ -99,7 +105,7 @@ async def _submit(store: CheckpointStore, request: Message, agent: AgentName) ->
         case NotRevived(refusal=Refusal.NOT_FOUND):
             run = await begin_operation(store, task_id, agent, requester, packed)
             if run is None or not all(await store.release([Release(run)])):
-                raise MeshpointError(f"operation {task_id} is another agent's")
+                raise MeshpointError(f"operation {task_id} belongs to another agent")
         case NotRevived(refusal=Refusal.COMPLETED):
             existing = (await store.lookup([task_id])).get(task_id)
             if existing is None or existing.reply is None:
@@ -141,7 +147,7 @@ async def _serve_until_done(
 
 
 def _add_advice(outcome: Outcome) -> Outcome:
-    """`outcome`, with what to do about a peer that nobody serves."""
+    """Add advice to the error about a peer that is not served."""
     if isinstance(outcome, Failed) and (peer := _NOT_SERVED.search(outcome.message)):
         advice = f"serve it in the same process: add --with MODULE:{peer[1]}"
         return replace(outcome, message=f"{outcome.message}; {advice}")

@@ -1,4 +1,4 @@
-"""Digests of JSON values: of what they say, not of how they are written."""
+"""Digests of JSON values that do not depend on their formatting."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import json
 from pydantic import JsonValue
 
 _MAX_EXACT_INT = 2**53
-"""Below it every whole number is a float, and some tools write 2.0 as 2."""
+"""Smaller integers have an exact float, and some tools write 2.0 as 2."""
 
 
 def json_digest(value: JsonValue) -> str:
-    """`sha256:` and the digest of `value`; the order of keys, white space and 2.0 for 2 make no difference."""
+    """Return `sha256:` and the digest of `value`.
+
+    The order of keys, white space, and 2 instead of 2.0 make no difference.
+    """
     text = json.dumps(_normalize(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return f"sha256:{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()}"
 

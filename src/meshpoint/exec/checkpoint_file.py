@@ -1,9 +1,11 @@
-"""A checkpoint as a file: what was done, by name and digest, and with its results only when somebody asks for them.
+"""Checkpoints as files: names and digests of finished subtasks, and optionally their results.
 
-    {"format": "meshpoint-checkpoint/1", "agent": …, "subtasks": [{"name": …, "status": …, "inputs": …}, …],
+    {"format": "meshpoint-checkpoint/1", "agent": …,
+     "subtasks": [{"name": …, "status": …, "inputs": …}, …],
      "outputs": false, "removed": [], "digest": "sha256:…"}
 
-The digest is over everything else, so that a file that was cut off or edited is known for it. Secrets stay out.
+The digest covers everything else, so that truncated or edited files are detected. Secrets are left
+out.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from meshpoint.model.typed import cause_of, first_problem
 FORMAT = "meshpoint-checkpoint/1"
 _FORMAT = re.compile(r"meshpoint-checkpoint/([1-9][0-9]*)")
 _OPTION = "--resume-from"
-_MAX_BYTES = 256 * 1024 * 1024  # bytes
+_MAX_BYTES = 256 * 1024 * 1024
 _EXPORT_AGAIN_FIX = "export it again"
 
 
@@ -37,7 +39,7 @@ class _ExportModel(BaseModel):
 
 
 class ExportedSubtask(_ExportModel):
-    """One subtask. `output` and `context` (what it changed on the task's context) are there only with outputs."""
+    """One subtask. `output` and `context` (its changes to the task's context) are optional."""
 
     name: str
     status: SubtaskStatus
@@ -49,12 +51,12 @@ class ExportedSubtask(_ExportModel):
 
     @property
     def has_output(self) -> bool:
-        """Whether its result is here, be it null."""
+        """Whether the result is included, even if it is null."""
         return "output" in self.model_fields_set
 
 
 class CheckpointDocument(_ExportModel):
-    """An exported checkpoint. `removed` are the places in it where a secret was, as JSON pointers."""
+    """An exported checkpoint. `removed` has JSON pointers to the removed secrets."""
 
     format: Literal["meshpoint-checkpoint/1"]
     agent: AgentName
@@ -70,7 +72,7 @@ class CheckpointDocument(_ExportModel):
     digest: str
 
     def has_removed_secrets(self, index: int) -> bool:
-        """Whether something was removed from the subtask at this place."""
+        """Whether secrets were removed from the subtask at this index."""
         return any(place.startswith(f"/subtasks/{index}/") for place in self.removed)
 
 
@@ -82,17 +84,18 @@ def build_document(
     session: str | None = None,
     input_digest: str | None = None,
 ) -> CheckpointDocument:
-    """`checkpoint` to be written to a file.
+    """Build the document for exporting `checkpoint`.
 
-    Without outputs it says what was done, and a resume finds the results in the store or runs the subtasks again.
+    Without outputs it only lists the subtasks. A resume then takes the results from the store, or
+    runs the subtasks again.
 
     Args:
-        checkpoint: what is exported.
-        include_outputs: with the subtasks' results, less what their types mark as `Secret` and what stands under a
-            key that looks like one. They may still hold personal data.
-        secret_keys: further keys whose values stay out.
-        session: the one of `meshpoint exec` that it belongs to.
-        input_digest: that of the operation's input.
+        checkpoint: The checkpoint to export.
+        include_outputs: Include the subtasks' results, except for values whose types are marked as
+            `Secret` or whose keys look like secrets. They may still contain personal data.
+        secret_keys: More keys whose values are left out.
+        session: Id of the `meshpoint exec` session that the checkpoint belongs to.
+        input_digest: Digest of the operation's input.
     """
     removed: list[str] = []
     subtasks = []
@@ -124,7 +127,7 @@ def build_document(
 def _results_without_secrets(
     record: SubtaskRecord, secret_keys: Sequence[str]
 ) -> tuple[dict[str, JsonValue], list[str]]:
-    """The output and the context of a completed subtask without their secrets, and where those were."""
+    """Return output and context of a completed subtask without secrets, and pointers to these."""
     assert record.result is not None
     output, output_paths = without_secrets(json.loads(record.result), record.secrets, secret_keys)
     results, removed = {"output": output}, [f"/output{place}" for place in output_paths]
@@ -135,25 +138,25 @@ def _results_without_secrets(
 
 
 def document_json(document: CheckpointDocument) -> dict[str, JsonValue]:
-    """`document` as JSON."""
+    """Convert `document` to JSON."""
     data: dict[str, JsonValue] = document.model_dump(mode="json", exclude_unset=True)
     return data | {"created_at": document.created_at.isoformat()}
 
 
 def document_text(document: CheckpointDocument) -> str:
-    """`document` as the text of a file."""
+    """Serialize `document` for a file."""
     return json.dumps(document_json(document), ensure_ascii=False, indent=2)
 
 
 def read_document(path: Path, agent: AgentName) -> CheckpointDocument:
-    """The checkpoint of `agent` in a file.
+    """Read a checkpoint of `agent` from a file.
 
     Raises:
-        ConfigurationError: it cannot be used; says why.
+        ConfigurationError: The file cannot be used. The message gives the reason.
     """
     document = _validate(_load_json(path), path)
     if document.agent != agent:
-        raise _invalid_file(path, f"is a checkpoint of agent {document.agent!r}", f"name one of {agent!r}")
+        raise _invalid_file(path, f"is a checkpoint of agent {document.agent!r}", f"use a checkpoint of {agent!r}")
     return document
 
 
@@ -164,19 +167,19 @@ def _load_json(path: Path) -> dict[str, JsonValue]:
         raise _invalid_file(
             path,
             f"cannot be read: {error.strerror}",
-            "name a file that `--export` has written",
+            "name a file written by `--export`",
         ) from error
     except (ValueError, RecursionError) as error:
-        raise _invalid_file(path, f"is not JSON, or cut off: {error}", _EXPORT_AGAIN_FIX) from error
+        raise _invalid_file(path, f"is not JSON, or truncated: {error}", _EXPORT_AGAIN_FIX) from error
     if not isinstance(loaded, dict):
-        raise _invalid_file(path, "is no checkpoint", "name a file that `--export` has written")
+        raise _invalid_file(path, "is not a checkpoint", "name a file written by `--export`")
     return loaded
 
 
 def _validate(loaded: dict[str, JsonValue], path: Path) -> CheckpointDocument:
     format_match = _FORMAT.fullmatch(str(loaded.get("format")))
     if format_match is None:
-        raise _invalid_file(path, "is no checkpoint", "name a file that `--export` has written")
+        raise _invalid_file(path, "is not a checkpoint", "name a file written by `--export`")
     if int(format_match[1]) > 1:
         problem = f"has format {loaded['format']}: it was written by a later release"
         raise _invalid_file(path, problem, "use that release, or export it with this one")
@@ -187,13 +190,15 @@ def _validate(loaded: dict[str, JsonValue], path: Path) -> CheckpointDocument:
     try:
         return CheckpointDocument.model_validate_json(json.dumps(loaded))
     except ValidationError as error:
-        raise _invalid_file(path, f"is no checkpoint: {first_problem(error)}", _EXPORT_AGAIN_FIX) from cause_of(error)
+        raise _invalid_file(path, f"is not a checkpoint: {first_problem(error)}", _EXPORT_AGAIN_FIX) from cause_of(
+            error
+        )
 
 
 def _digest_or_none(rest: dict[str, JsonValue]) -> str | None:
     try:
         return json_digest(rest)
-    except (ValueError, RecursionError):  # numbers that JSON does not have, or nesting that nobody exports
+    except (ValueError, RecursionError):  # NaN or infinite numbers, or extreme nesting
         return None
 
 

@@ -1,4 +1,7 @@
-"""What is run, and the embedded store it runs on: one SQLite file for the queues and the tasks of all sessions."""
+"""The agents to run, and the embedded store that they run on.
+
+The store is one SQLite file with the queues and tasks of all sessions.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,15 @@ from meshpoint.settings import AgentSettings, MeshSettings
 from meshpoint.wiring import make_store
 
 _MAX_TTL = timedelta(days=3650)
-"""That a setting can have."""
+"""Maximum duration that the settings allow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecConfig:
-    """What is run: `agent`, with `others` for the calls it makes.
+    """What to run: `agent`, and `others` that it may call.
 
-    `store_file` is the embedded store, in a folder that is there. `ttl` is how long a checkpoint is kept.
+    `store_file` is the embedded store, in an existing folder. `ttl` is how long checkpoints are
+    kept.
     """
 
     agent: DurableAgent[Any, Any]
@@ -42,45 +46,48 @@ class ExecConfig:
 
     @property
     def agents(self) -> list[DurableAgent[Any, Any]]:
-        """All the agents."""
+        """The agent and the others."""
         return [self.agent, *self.others]
 
     @property
     def agent_name(self) -> AgentName:
-        """That of the agent."""
+        """Name of the agent to run."""
         return AgentName(self.agent.name)
 
     @property
     def plan(self) -> Plan:
-        """That of the agent."""
+        """Plan of the agent to run."""
         return plan_of(self.agent)
 
     @property
     def retention_seconds(self) -> float:
-        """How long the store keeps checkpoints; those of `NO_EXPIRY` are exempt from deletion anyway."""
+        """How long the store keeps checkpoints.
+
+        With `NO_EXPIRY` they are exempt from deletion anyway.
+        """
         return min(self.ttl, _MAX_TTL).total_seconds()
 
     @property
     def store_url(self) -> str:
-        """The embedded store, as broker and as database."""
+        """URL of the embedded store, as broker and as database."""
         return f"sqlite:///{self.store_file}"
 
     def mesh_settings(self, namespace: str) -> MeshSettings:
-        """The settings of a session's mesh."""
+        """Return the mesh settings of a session."""
         return MeshSettings(namespace=namespace, broker_url=self.store_url)
 
 
 @asynccontextmanager
 async def embedded_store(config: ExecConfig, namespace: str) -> AsyncIterator[CheckpointStore]:
-    """The tasks of one session.
+    """Open the store of one session's namespace.
 
     Raises:
-        ConfigurationError: another release wrote the file.
-        StoreUnavailable: others write to it for too long.
+        ConfigurationError: Another release wrote the file.
+        StoreUnavailable: Other processes kept the file locked for too long.
     """
     settings = AgentSettings(
         name=config.agent_name,
-        entrypoint="meshpoint.exec:agent",  # it is here already, and is not looked for
+        entrypoint="meshpoint.exec:agent",  # not used: the agent is passed as an object
         session_service="sql",
         session_db_url=config.store_url,
         checkpoint_ttl_seconds=config.retention_seconds,
@@ -102,7 +109,7 @@ async def begin_operation(
     request: bytes,
     operation: Operation | None = None,
 ) -> Run | None:
-    """Write a new task, which this process has for a moment; None: there is one with this id."""
+    """Write the row of a new task and own it for 10 seconds; `None` if the id exists already."""
     replica = Replica(ReplicaId(new_id()), agent, frozenset(), lease=timedelta(seconds=10))
     command = Begin(Run(task_id, agent, RunId(new_id())), replica, requester, request, operation)
     (result,) = await store.begin([command])

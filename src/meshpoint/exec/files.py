@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and only for their owner."""
+"""Atomic writes of files that only their owner can read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` in one step: whoever reads it finds the old content or the new one."""
+    """Write `text` to `path` atomically: readers see either the old or the new content."""
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""From an exported checkpoint to a session that can be resumed: its records, and the rows that hold them."""
+"""Create a session from an exported checkpoint, so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -31,16 +31,20 @@ _IMPORTED_FAILURE = Failed(FailureKind.ERROR, "imported from a file, to be resum
 
 @dataclass(slots=True)
 class RecoveredRecords:
-    """What a file's checkpoint gives. `rerun_reasons`: by subtask, why it runs again although it was completed."""
+    """Records recovered from a file.
+
+    `rerun_reasons` explains, by name, why completed subtasks must run again.
+    """
 
     records: list[SubtaskRecord] = field(default_factory=list)
     rerun_reasons: dict[str, str] = field(default_factory=dict)
 
 
 def recover_records(document: CheckpointDocument, stored: AgentCheckpoint | None) -> RecoveredRecords:
-    """The records of `document`, with results from it, or from what is `stored` of the same operation.
+    """Build the records of `document`, with results from the file or from `stored`.
 
-    What was begun after a subtask without a result runs again too.
+    `stored` is a checkpoint of the same operation. Subtasks that began after one without a result
+    run again too.
     """
     stored_records = {record.name: record for record in stored.subtasks} if stored is not None else {}
     result, first_missing = RecoveredRecords(), ""
@@ -65,7 +69,7 @@ def recover_records(document: CheckpointDocument, stored: AgentCheckpoint | None
 def _completed_record(
     subtask: ExportedSubtask, stored_records: Mapping[str, SubtaskRecord], *, secrets_removed: bool
 ) -> SubtaskRecord | None:
-    """The record of a completed subtask; None: its result is nowhere."""
+    """Return the record of a completed subtask; `None` if its result is not available."""
     if subtask.has_output and not secrets_removed:
         context = None if subtask.context is None else json.dumps(subtask.context)
         return _to_record(subtask).model_copy(update={"result": json_text(subtask.output), "context": context})
@@ -92,7 +96,7 @@ def _to_record(subtask: ExportedSubtask) -> SubtaskRecord:
 def build_checkpoint(
     document: CheckpointDocument, records: list[SubtaskRecord], operation_id: TaskId
 ) -> AgentCheckpoint:
-    """The checkpoint of the new operation that goes on from `document`."""
+    """Build the first checkpoint of the new operation that continues `document`."""
     return AgentCheckpoint(
         operation_id=operation_id,
         agent=document.agent,
@@ -100,18 +104,20 @@ def build_checkpoint(
         planned=tuple(subtask.name for subtask in document.subtasks),
         subtasks=tuple(records),
         agent_version=document.agent_version,
-        l1_snapshot_hash=UNRECOVERABLE,  # what they may have put into a working memory is not in the file
+        l1_snapshot_hash=UNRECOVERABLE,  # the file has no working memory
     )
 
 
 async def import_checkpoint(
     config: ExecConfig, sessions: SessionStore, spec: SessionSpec, document: CheckpointDocument
 ) -> LockedSession:
-    """A new session whose operation has failed after the checkpoint in `document`, as if it had run here.
+    """Create a session whose operation has failed after the checkpoint in `document`.
+
+    It can be resumed as if it had run here.
 
     Raises:
-        IncompatibleState: no migration leads from it to this version of the agent.
-        Unavailable: the embedded store does not answer.
+        IncompatibleState: No migration leads from the checkpoint to this version of the agent.
+        Unavailable: The embedded store does not answer.
     """
     recovery = recover_records(document, await _stored_checkpoint(config, sessions, document))
     migrate_checkpoint(
@@ -134,7 +140,7 @@ async def import_checkpoint(
 async def _stored_checkpoint(
     config: ExecConfig, sessions: SessionStore, document: CheckpointDocument
 ) -> AgentCheckpoint | None:
-    """What the embedded store has of the exported operation: of the very checkpoint, or else of the last one."""
+    """Return the exported checkpoint from the embedded store, or else the operation's last one."""
     session = next((each for each in sessions.list_all() if each.operation_id == document.operation_id), None)
     if session is None:
         return None
@@ -146,12 +152,15 @@ async def _stored_checkpoint(
 async def _write_operation(
     store: CheckpointStore, checkpoint: AgentCheckpoint, plan: Plan, input_: JsonValue
 ) -> None:
-    """The rows of an operation that began, saved `checkpoint` and failed. Whoever resumes it brings the request."""
+    """Write the rows of an operation that began, saved `checkpoint` and failed.
+
+    The client that resumes it sends the request.
+    """
     task_id, agent = checkpoint.operation_id, checkpoint.agent
     operation = Operation(type=plan.type, parameters=input_, exclusive=plan.exclusive, preserve=plan.preserve)
     run = await begin_operation(store, task_id, agent, NOBODY, b"{}\n", operation)
     assert run is not None, "its id is new"
     saved = await store.save(Save(run, checkpoint))
-    assert isinstance(saved, Saved), "nobody else knows it"
+    assert isinstance(saved, Saved), "no other process knows its id"
     reply = reply_bytes(task_id, None, _IMPORTED_FAILURE)
     await store.end([End(run, TaskState.FAILED, reply, reason=_IMPORTED_FAILURE.message)])

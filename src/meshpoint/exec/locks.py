@@ -1,4 +1,4 @@
-"""Locks on files: the kernel releases them when their process dies, however it dies."""
+"""File locks, which the kernel releases when their process dies for any reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshpoint.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class LockHolder:
-    """Who holds a lock. `since` is for people."""
+    """The process that holds a lock. `since` is for display only."""
 
     pid: int
     host: str
@@ -28,21 +28,24 @@ class LockHolder:
 
 
 class FileLock:
-    """An exclusive lock on a file. Two of them exclude each other in one process too."""
+    """An exclusive lock on a file. It also excludes other locks in the same process."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     @classmethod
     def acquire(cls, path: Path) -> Self:
-        """The lock, as soon as nobody else has it."""
+        """Wait for the lock."""
         fd = _open_lock_file(path)
         _flock(fd, wait=True)
         return cls(fd)
 
     @classmethod
     def try_acquire(cls, path: Path, *, record_holder: bool = True) -> Self | None:
-        """The lock; None: somebody else has it. `record_holder` writes into the file who has it."""
+        """Acquire the lock without waiting; `None` if it is held.
+
+        With `record_holder`, writes this process's details into the file.
+        """
         fd = _open_lock_file(path)
         if not _flock(fd, wait=False):
             os.close(fd)
@@ -55,7 +58,7 @@ class FileLock:
         return cls(fd)
 
     def release(self) -> None:
-        """Let the next one have it."""
+        """Release the lock."""
         os.close(self._fd)
 
     def __enter__(self) -> Self:
@@ -66,7 +69,7 @@ class FileLock:
 
 
 def read_holder(path: Path) -> LockHolder | None:
-    """Who took the lock at `path` last; None: nobody, or somebody who has not written it yet."""
+    """Return the last recorded holder of the lock at `path`; `None` if none is recorded."""
     try:
         return LockHolder(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -81,7 +84,9 @@ def _flock(fd: int, *, wait: bool) -> bool:
     if find_spec("fcntl") is None:
         os.close(fd)
         fix = "run it on Linux or macOS, or in WSL"
-        raise ConfigurationError("meshpoint exec", "this platform has no fcntl, which locks its sessions", fix)
+        raise ConfigurationError(
+            "meshpoint exec", "this platform has no fcntl, which is needed to lock sessions", fix
+        )
     fcntl: Any = import_module("fcntl")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

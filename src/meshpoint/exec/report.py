@@ -1,4 +1,4 @@
-"""What becomes of an agent's steps, which are its subtasks, heard from the events of one attempt."""
+"""Track the steps of one attempt, which are the agent's subtasks, from its events."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _CANCEL_PREFIX = "CancelledError:"
 
 
 class StepStatus(StrEnum):
-    """How a step ended."""
+    """The final status of a step."""
 
     COMPLETED = "completed"
-    REUSED = "reused"  # its recorded result served, it did not run
+    REUSED = "reused"  # it did not run: the recorded result was used
     FAILED = "failed"
     NOT_RUN = "not run"
 
 
 class StepReport(BaseModel):
-    """One step, for people and scripts. `why`: why it ran again, or failed."""
+    """One step for people and scripts. `why` explains why it ran again or failed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,12 +39,12 @@ class StepReport(BaseModel):
 
 
 class StepState(StrEnum):
-    """Where a step is while the attempt goes on."""
+    """The state of a step during the attempt."""
 
     PENDING = "ahead"
     RUNNING = "running"
-    PAUSED = "waits for its peers"
-    EXECUTED = "ran"  # its result is not recorded yet
+    PAUSED = "waiting for peers"
+    EXECUTED = "ran"  # but its result is not recorded yet
     COMPLETED = "completed"
     REUSED = "reused"
     FAILED = "failed"
@@ -52,7 +52,11 @@ class StepState(StrEnum):
 
 @dataclass(slots=True)
 class StepProgress:
-    """One step on its way. `seconds`: of a completed one, with its waiting; of a reused one, of when it ran."""
+    """One step in progress.
+
+    `seconds` is how long a completed step took, including pauses; for a reused step, when it was
+    recorded.
+    """
 
     name: str
     state: StepState = StepState.PENDING
@@ -62,7 +66,7 @@ class StepProgress:
 
 
 class StepLog:
-    """The `Observer` of one attempt. `on_change` hears of each step that changed."""
+    """The `Observer` of one attempt. `on_change` is called with each step whose state changed."""
 
     def __init__(
         self,
@@ -84,24 +88,31 @@ class StepLog:
         previous_steps: Iterable[str] = (),
         rerun_reasons: Mapping[str, str] | None = None,
     ) -> None:
-        """Report on this task. `previous_steps` are of its last attempt; `rerun_reasons` says why some run again."""
+        """Report on this task.
+
+        Args:
+            agent: Agent of the task.
+            task_id: Id of the task.
+            previous_steps: Names of the steps of its previous attempts.
+            rerun_reasons: By step, why it must run again.
+        """
         self._task = agent, task_id
         self._rerun_reasons.update(rerun_reasons or {})
         for name in previous_steps:
             self.steps.setdefault(name, StepProgress(name))
 
     def reuse_all(self) -> None:
-        """The operation had its result before this attempt began: nothing runs."""
+        """Mark all steps as reused: the operation had completed before this attempt."""
         for step in self.steps.values():
-            step.state, step.reason = StepState.REUSED, "the operation had completed already"
+            step.state, step.reason = StepState.REUSED, "the operation had already completed"
 
     @property
     def completed_count(self) -> int:
-        """How many steps have their result."""
+        """Number of steps that have a result."""
         return sum(step.state in {StepState.COMPLETED, StepState.REUSED} for step in self.steps.values())
 
     def emit(self, event: Event) -> None:
-        """Take note of what happens to the followed task's steps."""
+        """Update the steps of the tracked task."""
         name = event.detail.get("subtask")
         if self._task is None or event.agent != self._task[0] or self._task[1] not in event.task_ids:
             return
@@ -133,7 +144,7 @@ class StepLog:
     def _apply_failure(self, step: StepProgress, error: str) -> None:
         if error.startswith(_PAUSE_PREFIX):
             step.state = StepState.PAUSED
-        elif not error.startswith(_CANCEL_PREFIX):  # a stopped one fails with the task
+        elif not error.startswith(_CANCEL_PREFIX):  # a cancelled step fails with the task
             self._set_failed(step, error)
 
     def _set_failed(self, step: StepProgress, reason: str) -> None:
@@ -147,7 +158,7 @@ class StepLog:
         return None if step.started_at is None else round(self._clock() - step.started_at, 3)
 
     def finish(self, outcome: Outcome | None) -> list[StepReport]:
-        """The steps when the attempt has come to `outcome`, or to none."""
+        """Return the steps at the end of the attempt; `outcome` is `None` if interrupted."""
         reason = outcome.message if isinstance(outcome, Failed) else "interrupted"
         for step in self.steps.values():
             if step.state in {StepState.RUNNING, StepState.PAUSED, StepState.EXECUTED}:

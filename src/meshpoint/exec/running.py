@@ -1,4 +1,4 @@
-"""One call of `meshpoint exec`, from the chosen session to what is told of its attempt."""
+"""Run one attempt of a session and record its result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from meshpoint.model.subtasks import AgentCheckpoint
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """What is to be told of an attempt. `checkpoint` is there if it did not complete and had begun a step."""
+    """The result of an attempt.
+
+    `checkpoint` is set if it did not complete and had begun a step.
+    """
 
     session: Session
     attempt_number: int
@@ -29,10 +32,10 @@ class AttemptResult:
 
 
 async def run_attempt(config: ExecConfig, locked: LockedSession, log: StepLog, stop: asyncio.Event) -> AttemptResult:
-    """Run one attempt of a session, and write into the session what became of it.
+    """Run one attempt of a session and record its result in the session.
 
     Raises:
-        MeshpointError: it came to no outcome; the session says why.
+        MeshpointError: The attempt has no outcome. The session has the reason.
     """
     entry = locked.begin_attempt()
     try:

@@ -1,4 +1,4 @@
-"""A session of `meshpoint exec`: one operation, and the attempts at it."""
+"""Sessions of `meshpoint exec`: one operation and its attempts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from meshpoint.exec.report import StepReport
 from meshpoint.model.ids import AgentName, TaskId
 
 NO_EXPIRY = timedelta(days=36_500)
-"""The time of what is not deleted."""
+"""TTL of sessions that are never deleted."""
 
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,50}")  # a namespace is made of it
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,50}")  # becomes part of a namespace
 
 
 class _SessionModel(BaseModel):
@@ -26,7 +26,7 @@ class _SessionModel(BaseModel):
 
 
 class AttemptStatus(StrEnum):
-    """How an attempt ended. KILLED: its process was gone before it could tell."""
+    """How an attempt ended. `KILLED`: its process died before it recorded an end."""
 
     COMPLETED = "completed"
     FAILED = "failed"
@@ -35,7 +35,7 @@ class AttemptStatus(StrEnum):
 
 
 class AttemptRecord(_SessionModel):
-    """One attempt, as its session remembers it. `ending` is None while it runs."""
+    """One attempt of a session. `ending` is `None` while it runs."""
 
     number: int
     pid: int
@@ -47,7 +47,7 @@ class AttemptRecord(_SessionModel):
 
 
 class Session(_SessionModel):
-    """A line of attempts at one operation. `again` says why steps that a file brought along run again."""
+    """One operation and its attempts. `again` has reasons why imported steps must run again."""
 
     format: Literal["meshpoint-session/1"] = "meshpoint-session/1"
     id: str
@@ -63,17 +63,17 @@ class Session(_SessionModel):
 
     @property
     def namespace(self) -> str:
-        """Of its broker and database."""
+        """Namespace of its broker and database."""
         return session_namespace(self.id)
 
     @property
     def last_status(self) -> AttemptStatus | None:
-        """How its last attempt ended; None: it has none, or that one has not told."""
+        """How the last attempt ended; `None` before the first one, or if no end is recorded."""
         return self.attempts[-1].ending if self.attempts else None
 
     @property
     def last_used_at(self) -> datetime:
-        """When its last attempt began."""
+        """When the last attempt began."""
         return self.attempts[-1].started if self.attempts else self.created_at
 
 
@@ -85,15 +85,15 @@ class ExecInput:
 
     @property
     def digest(self) -> str:
-        """What tells it from others."""
+        """Digest that identifies the input."""
         return json_digest(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """The session that is asked for: of this agent, kept for `ttl` after its last attempt.
+    """The requested session: its agent and input, and how long to keep it after its last attempt.
 
-    Without `input` it is one that has one.
+    Without `input`, the session must exist and have one.
     """
 
     entrypoint: str
@@ -106,25 +106,25 @@ class SessionSpec:
         """The input.
 
         Raises:
-            ConfigurationError: there is none.
+            ConfigurationError: No input was given.
         """
         if self.input is None:
-            raise ConfigurationError("--input", "a new session needs one", "give --input JSON or --input @FILE")
+            raise ConfigurationError("--input", "a new session needs an input", "use --input JSON or --input @FILE")
         return self.input
 
 
 def session_namespace(session_id: str) -> str:
-    """The namespace of a session's broker and database."""
+    """Return the namespace of a session's broker and database."""
     return f"exec-{session_id}"
 
 
 def validate_session_id(session_id: str) -> str:
-    """`session_id`, if it can name a session.
+    """Return `session_id` if it is valid.
 
     Raises:
-        ConfigurationError: it cannot.
+        ConfigurationError: It is not.
     """
     if not _ID.fullmatch(session_id):
         fix = "use letters, digits, '_' and '-' (51 at most)"
-        raise ConfigurationError("session", f"{session_id!r} is no id of a session", fix)
+        raise ConfigurationError("session", f"{session_id!r} is not a valid session id", fix)
     return session_id

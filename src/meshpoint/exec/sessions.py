@@ -1,7 +1,8 @@
-"""The sessions in one folder: a file for each, and at most one process at a time in each.
+"""Sessions in one folder: a file for each, used by at most one process at a time.
 
-Whoever chooses, expires or deletes sessions holds the lock of their folder meanwhile, and takes the session's own
-lock under it. What was read before that is read again: whoever had the lock may have come further.
+Processes that choose, expire or delete sessions hold the lock of the folder, and acquire the
+session's own lock under it. What they read before that must be read again, because the previous
+holder may have changed it.
 """
 
 from __future__ import annotations
@@ -35,13 +36,19 @@ from meshpoint.model.typed import first_problem
 
 
 class LockedSession:
-    """A session that no other process runs until it is released. Its file comes with its first attempt."""
+    """A session that no other process can run until it is released.
+
+    Its file is written when its first attempt begins.
+    """
 
     def __init__(self, store: SessionStore, session: Session, lock: FileLock, ttl: timedelta) -> None:
         self._store, self.session, self._lock, self._ttl = store, session, lock, ttl
 
     def begin_attempt(self) -> AttemptRecord:
-        """Note that an attempt begins. One before it that never told its end was killed."""
+        """Record a new attempt.
+
+        A previous attempt that has not recorded its end is marked as killed.
+        """
         attempts, now = self.session.attempts, _now()
         if attempts and attempts[-1].ending is None:
             attempts[-1].ending = AttemptStatus.KILLED
@@ -50,7 +57,7 @@ class LockedSession:
         return attempts[-1]
 
     def end_attempt(self, status: AttemptStatus, error: str | None, steps: list[StepReport]) -> None:
-        """Note how the attempt ended."""
+        """Record how the attempt ended."""
         attempt, now = self.session.attempts[-1], _now()
         attempt.ended, attempt.ending, attempt.error, attempt.steps = now, status, error, steps
         self._save(now)
@@ -60,7 +67,7 @@ class LockedSession:
         self._store.save_session(self.session)
 
     def release(self) -> None:
-        """Let others run it."""
+        """Release the lock."""
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -73,7 +80,10 @@ class LockedSession:
 
 
 class SessionStore:
-    """The sessions in `home_dir`, a folder that also holds the embedded store. It is made when it is needed."""
+    """The sessions in `home_dir`, a folder that also contains the embedded store.
+
+    The folder is created when needed.
+    """
 
     def __init__(self, home_dir: Path) -> None:
         self.home_dir = home_dir.absolute()
@@ -84,26 +94,25 @@ class SessionStore:
         """The embedded store: queues and tasks of all sessions."""
         return self.home_dir / "exec.db"
 
-    # ── choosing one ───────────────────────────────────────────────────────────────────────────────
-
     def create(self, spec: SessionSpec) -> LockedSession:
-        """A new session with a short random id.
+        """Create a session with a short random id.
 
         Raises:
-            ConfigurationError: there is no input.
+            ConfigurationError: No input was given.
         """
         with self._lock_folder():
             ids = iter(lambda: secrets.token_hex(4), "")
             return self._create(next(id_ for id_ in ids if not self._session_file(id_).exists()), spec)
 
     def open_or_create(self, session_id: str, spec: SessionSpec) -> LockedSession:
-        """The session of this name: made if there is none, begun anew if it has completed.
+        """Open the session with this id; create it if missing, restart it if it has completed.
 
-        With another input it goes on as well: the steps that this reaches run again.
+        Another input replaces the old one: the steps that depend on it run again.
 
         Raises:
-            ConfigurationError: the name cannot be one, the session is another agent's, or it is new and has no input.
-            SessionLocked: another process runs it.
+            ConfigurationError: The id is invalid, the session belongs to another agent, or it is
+                new and no input was given.
+            SessionLocked: Another process runs it.
         """
         with self._lock_folder():
             if not self._session_file(validate_session_id(session_id)).exists():
@@ -111,8 +120,8 @@ class SessionStore:
             with self._release_on_error(session_id) as lock:
                 found = self._load(session_id)
                 if found.entrypoint != spec.entrypoint:
-                    problem = f"session {session_id} is one of {found.entrypoint}"
-                    raise ConfigurationError("--session", problem, "give this agent's session a name of its own")
+                    problem = f"session {session_id} belongs to {found.entrypoint}"
+                    raise ConfigurationError("--session", problem, "use another session id for this agent")
                 if found.last_status is AttemptStatus.COMPLETED:
                     found.operation_id, found.again = TaskId(new_id()), {}
                 if spec.input is not None:
@@ -120,12 +129,12 @@ class SessionStore:
                 return LockedSession(self, found, lock, spec.ttl)
 
     def open_latest(self, spec: SessionSpec) -> LockedSession:
-        """The newest session of this agent and this input.
+        """Open the newest session of this agent and this input.
 
         Raises:
-            OperationNotFound: there is none.
-            OperationCompleted: its last attempt has completed.
-            SessionLocked: another process runs it.
+            OperationNotFound: There is no such session.
+            OperationCompleted: Its last attempt has completed.
+            SessionLocked: Another process runs it.
         """
         key = (spec.entrypoint, spec.required_input.digest)
         with self._lock_folder():
@@ -138,7 +147,7 @@ class SessionStore:
             with self._release_on_error(newest.id) as lock:
                 newest = self._load(newest.id)
                 if newest.last_status is AttemptStatus.COMPLETED:
-                    problem = f"session {newest.id} has completed; run it without --resume to begin anew"
+                    problem = f"session {newest.id} has completed; run it without --resume to start again"
                     raise OperationCompleted(newest.operation_id, problem)
                 return LockedSession(self, newest, lock, spec.ttl)
 
@@ -158,7 +167,7 @@ class SessionStore:
 
     @contextmanager
     def _release_on_error(self, session_id: str) -> Iterator[FileLock]:
-        """The lock of a session, which an error gives back."""
+        """Lock a session, and release it on an error."""
         lock = self._lock_session(session_id)
         try:
             yield lock
@@ -171,33 +180,31 @@ class SessionStore:
         lock = FileLock.try_acquire(path)
         if lock is None:
             holder = read_holder(path) or "another process"
-            raise SessionLocked(f"session {session_id} is being run by {holder}; wait for it or end it")
+            raise SessionLocked(f"session {session_id} is in use by {holder}; wait for it or end it")
         return lock
 
-    # ── looking, and deleting ──────────────────────────────────────────────────────────────────────
-
     def list_all(self) -> list[Session]:
-        """Every session that can be read, the last one used first."""
+        """Return all readable sessions, most recently used first."""
         found = []
         for id_ in self._ids_with_suffix(".json"):
             try:
                 found.append(self._load(id_))
-            except MeshpointError:  # of a later release, or broken: `get` tells, and `remove` deletes it
+            except MeshpointError:  # from a later release, or damaged: `get_session` says which
                 continue
         return sorted(found, key=lambda session: session.last_used_at, reverse=True)
 
     def get_session(self, session_id: str) -> Session:
-        """One session.
+        """Return one session.
 
         Raises:
-            OperationNotFound: there is none.
-            MeshpointError: its file cannot be read.
+            OperationNotFound: No session has this id.
+            MeshpointError: Its file cannot be read.
         """
         self._check_exists(session_id)
         return self._load(session_id)
 
     def lock_holder(self, session_id: str) -> LockHolder | None:
-        """Who runs it now."""
+        """Return the process that runs the session now; `None` if it is not running."""
         path = self._lock_file(session_id)
         if not path.exists():
             return None
@@ -208,20 +215,20 @@ class SessionStore:
             return None
 
     def delete_session(self, session_id: str) -> None:
-        """Delete a session and all that the store has of it.
+        """Delete a session and all its data in the store.
 
         Raises:
-            OperationNotFound: there is none.
-            SessionLocked: a process runs it.
+            OperationNotFound: No session has this id.
+            SessionLocked: A process runs it.
         """
         self._check_exists(session_id)
         with self._lock_folder(), self._lock_session(session_id):
             self._delete(session_id)
 
     def delete_expired(self) -> list[str]:
-        """Delete the sessions whose time is over and that nobody runs; their ids."""
+        """Delete expired sessions that are not running, and return their ids."""
         with self._lock_folder():
-            # A lock without a session is of a process that was killed before its first attempt.
+            # A lock file without a session was left by a process killed before its first attempt.
             stray_locks = [id_ for id_ in self._ids_with_suffix(".lock") if not self._session_file(id_).exists()]
             expired = [session.id for session in self.list_all() if self._is_expired(session.id)]
             return [id_ for id_ in [*expired, *stray_locks] if self._delete_if_unlocked(id_)]
@@ -250,10 +257,8 @@ class SessionStore:
         self._session_file(session_id).unlink(missing_ok=True)
         self._lock_file(session_id).unlink(missing_ok=True)
 
-    # ── files ──────────────────────────────────────────────────────────────────────────────────────
-
     def save_session(self, session: Session) -> None:
-        """Write a session. Only its holder does."""
+        """Write a session. Only the process that holds its lock may do this."""
         write_atomically(self._session_file(session.id), session.model_dump_json(indent=2) + "\n")
 
     def _load(self, session_id: str) -> Session:
@@ -274,11 +279,11 @@ class SessionStore:
             self.home_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._folder.mkdir(exist_ok=True, mode=0o700)
             gitignore = self.home_dir / ".gitignore"
-            if not gitignore.exists():  # inputs and outputs lie here
+            if not gitignore.exists():  # the folder contains inputs and outputs
                 write_atomically(gitignore, "*\n")
             return FileLock.acquire(self._folder / ".choosing")
         except OSError as error:
-            problem = f"{self.home_dir} cannot hold sessions: {error.strerror}"
+            problem = f"{self.home_dir} cannot be used for sessions: {error.strerror}"
             raise ConfigurationError("--home", problem, "name a folder that you can write to") from error
 
     def _session_file(self, session_id: str) -> Path:

@@ -103,9 +103,10 @@ def migrate_checkpoint(
 ) -> AgentCheckpoint:
     """Convert `checkpoint` to version `to` of its agent.
 
-    It is returned unchanged if it already has that version, or either has none. Takes the shortest
-    path through the migrations; of two paths of the same length, the one listed first. The stored
-    checkpoint is not changed: a resumed task writes its next checkpoint in the new version.
+    It is returned unchanged if it has that version already, or if a version is unknown. Takes the
+    shortest path through the migrations; of two paths of the same length, the one listed first.
+    The stored checkpoint is not changed: a resumed task writes its next checkpoint in the new
+    version.
 
     Raises:
         IncompatibleState: No migrations lead to `to`, or one raised or returned something that is

@@ -135,7 +135,8 @@ class Subtasks:
         self._running: list[str] = []
         self._current_names: set[str] = set()  # subtasks whose record this run has used or created
         self._executing: set[asyncio.Task[Any]] = set()  # asyncio tasks that run a subtask
-        self._context_baseline: Checkpoint = {}  # at the last begin alone, or end
+        # The context when a subtask last ended, or began while no other was running.
+        self._context_baseline: Checkpoint = {}
         self._all_saved = True
         self._write_lock = asyncio.Lock()
         self.paused_subtask: str | None = None
@@ -366,8 +367,7 @@ class Subtasks:
     def _record_end(
         self, requested: SubtaskRecord, status: SubtaskStatus, started_at: datetime, **fields: object
     ) -> None:
-        # With concurrent subtasks, each is credited with the changes since another one of them
-        # ended.
+        # With concurrent subtasks, each is credited with the changes since another one ended.
         now = snapshot(self._ctx)
         changed, self._context_baseline = changes(self._context_baseline, now), now
         context = json.dumps(changed) if changed else None
@@ -407,7 +407,7 @@ class Subtasks:
         await self._save_checkpoint(subtask, progressed=progressed)
 
     def saved_progress(self, subtask: str) -> JsonValue:
-        """Return the stored state of a subtask; `None` if there is none."""
+        """Return the stored state of a subtask; `None` if nothing is stored."""
         text = self._saved_states.get(subtask)
         state: JsonValue = None if text is None else json.loads(text)
         return state
@@ -427,8 +427,7 @@ class Subtasks:
 
     def next_checkpoint(self) -> AgentCheckpoint:
         """Build the next checkpoint, with everything recorded so far."""
-        # Counted before it is written: if that write is abandoned, the next must have another
-        # number.
+        # Counted before the write: if it is abandoned, the next must have another number.
         self._seq += 1
         self._all_saved = True
         plan, run = self._plan, self._attempt.run

@@ -127,8 +127,7 @@ def _hints(kind: type) -> dict[str, Any]:
     try:
         return typing.get_type_hints(kind, include_extras=True)
     except (NameError, AttributeError, TypeError):
-        # The names are local to a function. If pydantic has fields for the class, it has resolved
-        # them.
+        # Names that are local to a function; pydantic has resolved them if it knows the fields.
         fields = getattr(kind, "__pydantic_fields__", {})
         return {name: _field_type(field) for name, field in fields.items()}
 

@@ -76,8 +76,7 @@ def version_of(function: Callable[..., Any]) -> str:
 
 
 def _code_version(code: types.CodeType, module: dict[str, Any]) -> str:
-    # By identity: code objects compare by value, but equal ones may come from text with other
-    # decorators.
+    # By identity: equal code objects may come from source with different decorators.
     key = id(code)
     if key not in _version_cache:
         version = _source_version(code, module) or f"code:{_code_digest(code)}"

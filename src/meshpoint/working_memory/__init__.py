@@ -1,5 +1,5 @@
-"""Working memory that survives: snapshots with every checkpoint, and whatever is best to go on from.
+"""Working memory that survives crashes: a snapshot with every checkpoint, and verified recovery.
 
-A segment meets it in `task_memory`; `recovery` decides where it comes from, `snapshotter` and `restorer` carry it out
-and in, `digests` and `verifier` tell whether it is what it was.
+Segments use it through `task_memory`. `recovery` decides which copy to restore, `snapshots` and
+`restorer` read and write it, `digests` and `verifier` check that it is complete and unchanged.
 """

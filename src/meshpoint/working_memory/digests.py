@@ -1,8 +1,8 @@
-"""What a memory holds, in 32 bytes: equal for equal content, whoever wrote it in which order.
+"""Digests of memories: 32 bytes, equal for equal content, independent of write order.
 
-The content has one form: keys and fields and members sorted, a list in its order, a score as its eight bytes (zero
-has no sign). Every part comes after its length, so that no two contents have the same form. When a key ends is no
-part of it.
+The content is serialized canonically: keys, fields and members are sorted, lists keep their order,
+and a score is its eight bytes (-0.0 becomes 0.0). Each part is preceded by its length, so that
+different contents never have the same form. Expiry times are not part of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import cast
 from meshpoint.model.memory import Item, Kind
 
 FORMAT = 1
-"""Stands in front of each digest. Another number is another form."""
+"""Prefix of each digest. It changes with the canonical form."""
 
 _TAGS = {Kind.STRING: b"s", Kind.LIST: b"l", Kind.HASH: b"h", Kind.SET: b"m", Kind.ZSET: b"z"}
 _pack_length = struct.Struct(">Q").pack
@@ -24,19 +24,19 @@ _pack_score = struct.Struct(">d").pack
 
 
 def item_digest(item: Item) -> bytes:
-    """The digest of one key with all it holds."""
+    """Return the digest of one key and its content."""
     parts = [item.key.encode(), *_content_parts(item)]
     framed = chain.from_iterable((_pack_length(len(part)), part) for part in parts)
     return sha256(_TAGS[item.kind] + b"".join(framed)).digest()
 
 
 def item_digests(items: Iterable[Item]) -> dict[str, bytes]:
-    """The digest of each key."""
+    """Return the digest of each key."""
     return {item.key: item_digest(item) for item in items}
 
 
 def memory_digest(digests: Mapping[str, bytes]) -> str:
-    """The digest of a whole memory, as `format:hex`, from those of its keys."""
+    """Return the digest of a whole memory, as `format:hex`, given the digests of its keys."""
     hasher = sha256()
     for key, digest in sorted((key.encode(), digest) for key, digest in digests.items()):
         hasher.update(_pack_length(len(key)) + key + digest)
@@ -44,9 +44,10 @@ def memory_digest(digests: Mapping[str, bytes]) -> str:
 
 
 def fingerprint(items: Collection[Item], digests: Mapping[str, bytes] | None = None) -> str:
-    """The digest of a whole memory; if keys have times of their own, with `@` and a digest of when they end.
+    """Return the digest of a whole memory; if keys have expiry times, `@` and their digest follow.
 
-    Two memories with one fingerprint are the same, and will be. `digests` are those of the keys, if they are known.
+    Two memories with the same fingerprint are equal now and stay equal as keys expire. Pass
+    `digests` if the digests of the keys are already computed.
     """
     content = memory_digest(item_digests(items) if digests is None else digests)
     expirations = sorted((item.key.encode(), item.expires_at) for item in items if item.expires_at is not None)

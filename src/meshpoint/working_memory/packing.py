@@ -1,7 +1,8 @@
-"""How a snapshot rests: a manifest with the digest of every key, and the items in chunks, each compressed by itself.
+"""The stored form of a snapshot: a manifest with the digest of every key, and compressed chunks.
 
-So damage to one place is told by the keys that it hits, and a large memory needs no value as large as itself. The
-form is MessagePack, which keeps bytes and scores exactly.
+Chunks are compressed separately, so that local damage is reported by the keys it affects, and a
+large memory does not need one value of its full size. Both are MessagePack, which preserves bytes
+and scores exactly.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from meshpoint.working_memory.digests import FORMAT, fingerprint, item_digests, 
 from meshpoint.working_memory.verifier import ConsistencyVerifier
 
 CHUNK = 1024 * 1024
-"""Bytes of items that make a chunk, before it is compressed; one value may be larger."""
+"""Bytes of items per chunk, before compression. A single larger value makes a larger chunk."""
 
 _MAX_VALUE_BYTES = 2**31 - 1
-_MAX_CHUNK_BYTES = 512 * 1024 * 1024  # bytes, where the manifest does not say: one value of Redis
-_MAX_MANIFEST_BYTES = 256 * 1024 * 1024  # bytes: about three million keys
-_MAX_WINDOW_BYTES = 8 * 1024 * 1024  # bytes: level 1 writes windows of at most half a megabyte
+_MAX_CHUNK_BYTES = 512 * 1024 * 1024  # if the manifest has no sizes: the limit of a Redis value
+_MAX_MANIFEST_BYTES = 256 * 1024 * 1024  # about three million keys
+_MAX_WINDOW_BYTES = 8 * 1024 * 1024  # level 1 writes windows of at most half a megabyte
 _UNPACK_OPTIONS: dict[str, Any] = {
     "strict_map_key": False,
     "max_str_len": _MAX_VALUE_BYTES,
@@ -34,7 +35,7 @@ _UNPACK_OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class VerifiedSnapshot:
-    """A snapshot that is what it says it is."""
+    """A snapshot whose digests have been verified."""
 
     items: tuple[Item, ...]
     digests: Mapping[str, bytes]
@@ -42,7 +43,7 @@ class VerifiedSnapshot:
 
 
 def size_of(item: Item) -> int:
-    """About how many bytes an item has."""
+    """Return the approximate size of an item in bytes."""
     match item.content:
         case bytes() as value:
             return len(item.key) + len(value)
@@ -54,7 +55,7 @@ def size_of(item: Item) -> int:
 
 
 def pack(contents: Held, order: int) -> Packed:
-    """What is held, as it rests."""
+    """Pack the contents of a memory for storage."""
     digests = item_digests(contents.items)
     chunks = list(_split_chunks(contents.items))
     digest = fingerprint(contents.items, digests)
@@ -71,39 +72,39 @@ def pack(contents: Held, order: int) -> Packed:
 
 
 def unpack(packed: Packed, label: str) -> VerifiedSnapshot:
-    """The items of a snapshot, verified.
+    """Decode and verify a snapshot.
 
     Raises:
-        ConsistencyError: it is damaged; names `label`, and the keys as far as they are known.
+        ConsistencyError: It is damaged. The message has `label` and the affected keys, if known.
     """
     manifest = _read_manifest(packed, label)
     digests = {key: digest for chunk in manifest["chunks"] for key, digest in chunk}
     declared = (manifest["digest"], manifest["order"])
     if declared != (packed.digest, packed.order) or memory_digest(digests) != packed.digest.partition("@")[0]:
-        raise ConsistencyError(f"{label}: what it says of itself is damaged")
+        raise ConsistencyError(f"{label}: its manifest is damaged")
     items = tuple(_read_items(packed.chunks, manifest.get("sizes")))
     ConsistencyVerifier(digests).verify(items, label)
     if fingerprint(items, digests) != packed.digest:
-        raise ConsistencyError(f"{label}: the times of its keys are damaged")
+        raise ConsistencyError(f"{label}: the expiry times of its keys are damaged")
     return VerifiedSnapshot(items, digests, manifest["taken_at"])
 
 
 def to_bytes(packed: Packed) -> bytes:
-    """A snapshot in one piece."""
+    """Serialize a snapshot as a single value."""
     return cast(bytes, msgpack.packb([packed.order, packed.digest, packed.manifest, list(packed.chunks)]))
 
 
 def from_bytes(content: bytes, label: str) -> Packed:
-    """The snapshot that `to_bytes` made `content` of.
+    """Parse the bytes that `to_bytes` returned. The chunks are not verified yet.
 
     Raises:
-        ConsistencyError: it was not.
+        ConsistencyError: It is not a snapshot.
     """
     try:
         order, digest, manifest, chunks = msgpack.unpackb(content, **_UNPACK_OPTIONS)
         packed = Packed(digest, order, manifest, tuple(chunks))
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ConsistencyError(f"{label} cannot be read at all: {_first_line(error)}") from error
+        raise ConsistencyError(f"{label} cannot be decoded: {_first_line(error)}") from error
     return packed
 
 
@@ -116,8 +117,8 @@ def _read_manifest(packed: Packed, label: str) -> dict[str, Any]:
         if written == FORMAT:
             return manifest
     except (ValueError, TypeError, KeyError, zstandard.ZstdError, msgpack.UnpackException) as error:
-        raise ConsistencyError(f"{label} cannot be read at all: {_first_line(error)}") from error
-    raise ConsistencyError(f"{label} has the format {written}, this release knows {FORMAT}")
+        raise ConsistencyError(f"{label} cannot be decoded: {_first_line(error)}") from error
+    raise ConsistencyError(f"{label} has format {written}, but this release reads {FORMAT}")
 
 
 def _split_chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
@@ -134,9 +135,10 @@ def _split_chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
 
 
 def _read_items(chunks: Sequence[bytes], sizes: Sequence[int] | None) -> Iterator[Item]:
-    """Decode the items of all chunks, decompressing to little more than the manifest's `sizes`, in bytes.
+    """Decode the items of all chunks.
 
-    Damaged chunks yield no items; the manifest lists what is missing. The previous release wrote no sizes.
+    They are decompressed to little more than the manifest's `sizes`, in bytes. Damaged chunks
+    yield no items; the manifest shows which are missing. The previous release wrote no sizes.
     """
     largest = _MAX_CHUNK_BYTES if sizes is None else max(sizes, default=0)
     budget = _MAX_VALUE_BYTES if sizes is None else sum(sizes) + largest
@@ -167,7 +169,10 @@ def _compress(plain: bytes) -> bytes:
 
 
 def _decompress(stored: bytes, max_bytes: int) -> bytes:
-    """Decompress `stored` to at most `max_bytes` bytes: a few kilobytes of zstd can expand to gigabytes."""
+    """Decompress `stored` to at most `max_bytes` bytes.
+
+    A few kilobytes of zstd can expand to gigabytes.
+    """
     size = zstandard.frame_content_size(stored)
     if not 0 <= size <= max_bytes:
         raise ValueError(f"its frame has {size} bytes; the limit is {max_bytes}")

@@ -1,4 +1,4 @@
-"""Where a task that goes on has its working memory from."""
+"""Recover the working memory of a resumed task from the best available copy."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from meshpoint.working_memory.packing import VerifiedSnapshot, from_bytes, unpac
 from meshpoint.working_memory.restorer import L1CacheRestorer
 
 UNREADABLE_PREFIX = "absent:"
-"""Before the version that L1 had, in place of a digest: there was a memory, and nobody could read it then."""
+"""Precedes the version of L1, in place of a digest, if the memory could not be read."""
 
 UNRECOVERABLE = f"{UNREADABLE_PREFIX}0"
-"""In place of a digest: there was a memory, and no place can have it."""
+"""In place of a digest: the task had a memory, but no copy exists."""
 
 FetchSnapshot: TypeAlias = Callable[[], Awaitable[L1Snapshot | None]]
-"""The newest snapshot of the task in the database."""
+"""Fetches the newest snapshot of the task from the database."""
 
 _MIN_THREAD_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveredMemory:
-    """A memory that its owner has, the digest of its content, and how it was come by.
+    """A recovered memory, with its digest and how it was recovered. The run owns it.
 
-    `order` is that of the snapshot, if it came from one.
+    `order` is the order of the snapshot, if it came from one.
     """
 
     recovery: MemoryRecovery
@@ -53,21 +53,21 @@ class _Candidate:
 
 @dataclass(slots=True)
 class _Search:
-    """What one recovery has seen: damage, and what is whole but not what is looked for."""
+    """What one recovery has found: damage, and intact snapshots of other checkpoints."""
 
-    l1_version: int = 0  # the version of L1
+    l1_version: int = 0
     problems: list[str] = field(default_factory=list)
     errors: list[ConsistencyError] = field(default_factory=list)
     stale_candidates: list[_Candidate] = field(default_factory=list)
-    unavailable: bool = False  # a place did not answer: it may have what nobody else has
+    unavailable: bool = False  # the snapshot store did not answer: it may have the only copy
 
     def add_error(self, error: ConsistencyError) -> None:
         self.errors.append(error)
         self.problems.append(str(error))
 
     def to_error(self, agent_id: str) -> ConsistencyError:
-        """All damage as one error."""
-        summary = f"memory {agent_id}: no place has it as the last checkpoint had it"
+        """Combine all damage into one error."""
+        summary = f"memory {agent_id}: no copy matches the last checkpoint"
         return ConsistencyError(
             "; ".join([summary, *self.problems]),
             missing=_merge_keys(error.missing for error in self.errors),
@@ -81,11 +81,12 @@ def _merge_keys(keys: Iterable[Iterable[str]]) -> list[str]:
 
 
 class DualRecoveryStrategy:
-    """Finds the memory that the last checkpoint had: in L1 if it is complete there, else in the second place, else in
-    the database. The first that has its digest serves; `served` counts.
+    """Finds the memory as of the last checkpoint: in L1, the snapshot store or the database.
 
-    Where none has, the newest that is whole serves as it is, `behind`. Nothing found at all is an empty memory. Only
-    where all that was found is damaged, nobody may guess: `ConsistencyError` names the keys.
+    They are tried in this order, and the first copy with the expected digest is used; `served`
+    counts them. If none has it, the newest intact snapshot is used and marked as `behind`. If
+    nothing is found at all, the memory is empty. If everything found is damaged, it raises
+    `ConsistencyError` with the affected keys rather than guess.
     """
 
     def __init__(self, l1: WorkingMemory, snapshots: SnapshotStore | None, report_problem: ReportProblem) -> None:
@@ -96,17 +97,21 @@ class DualRecoveryStrategy:
     async def recover(
         self, owner: Owner, expected: str | None, fetch_sql: FetchSnapshot, *, last_seq: int | None = None
     ) -> RecoveredMemory:
-        """Make `owner` the owner of the memory with the fingerprint `expected`; None: the task has none yet.
+        """Make `owner` the owner of the memory with fingerprint `expected`.
 
-        `last_seq` is the number of the last checkpoint: a snapshot with a higher order is of a past that the database
-        has lost.
+        Args:
+            owner: The run that will own the memory.
+            expected: Fingerprint in the last checkpoint; `None` if the task has no memory yet.
+            fetch_sql: Fetches the snapshot in the database.
+            last_seq: Number of the last checkpoint. Snapshots with a higher order are ignored:
+                they belong to checkpoints that the database has lost.
 
         Raises:
-            MemoryUnavailable: L1 did not answer, or somebody changes it all the time; or the second place did not
-                answer, and no other has what the checkpoint had.
-            MemoryFenced: another run owns the memory by now.
-            ConsistencyError: what was found is damaged everywhere; names the keys.
-            Unavailable: the database had to be asked and did not answer.
+            MemoryUnavailable: L1 did not answer or keeps changing; or the snapshot store did not
+                answer, and no other copy matches the checkpoint.
+            MemoryFenced: Another run owns the memory.
+            ConsistencyError: All copies are damaged. The error has the affected keys.
+            Unavailable: The database was needed and did not answer.
         """
         recovered = await self._recover(owner, expected, fetch_sql, last_seq)
         self.served[recovered.recovery.source] += 1
@@ -139,14 +144,14 @@ class DualRecoveryStrategy:
     async def _start_empty(self, owner: Owner) -> Held:
         try:
             return await self._l1.replace(owner, (), seen=0)
-        except MemoryUnavailable:  # maybe it is this run's already: an earlier try came through unheard
+        except MemoryUnavailable:  # an earlier try may have succeeded without an answer
             contents = await self._l1.read(owner.agent_id)
             if contents.run_id != owner.run_id:
                 raise
             return await self._l1.replace(owner, (), seen=contents.version)
 
     async def _adopt_l1(self, owner: Owner, expected: str, search: _Search) -> tuple[Held, str] | None:
-        """What is in L1, and its fingerprint, if it is what the checkpoint had."""
+        """Return what L1 contains and its fingerprint, if it matches the checkpoint."""
         for _ in range(3):
             contents = await self._l1.read(owner.agent_id)
             search.l1_version = contents.version
@@ -160,11 +165,11 @@ class DualRecoveryStrategy:
                 return None
             digest = await _compute_fingerprint(contents)
             if expected not in {f"{UNREADABLE_PREFIX}{contents.version}", digest}:
-                search.problems.append("L1 was written to since the checkpoint, or keys have ended")
+                search.problems.append("L1 has changed since the checkpoint, or keys have expired")
                 return None
             if await self._l1.adopt(owner, contents.version):
                 return contents, digest
-        raise MemoryUnavailable(f"memory {owner.agent_id}: it changes while it is looked at")
+        raise MemoryUnavailable(f"memory {owner.agent_id}: it keeps changing while it is read")
 
     async def _read_snapshot_store(self, agent_id: str, search: _Search) -> _Candidate | None:
         if self._snapshots is None:
@@ -191,7 +196,7 @@ class DualRecoveryStrategy:
                 return None
             packed = from_bytes(row.content, label)
             if packed.digest != row.digest:
-                raise ConsistencyError(f"{label}: its digest is not that of its row")
+                raise ConsistencyError(f"{label}: its digest differs from the digest in its row")
             return await _unpack_candidate(MemorySource.SQL, packed, label)
         except ConsistencyError as error:
             search.add_error(error)
@@ -216,7 +221,7 @@ class DualRecoveryStrategy:
         return self._to_recovered(contents, recovery, candidate.packed.order)
 
     async def _restore_stale(self, owner: Owner, search: _Search) -> RecoveredMemory:
-        """The best there is, where nothing is what the checkpoint had."""
+        """Restore the newest intact snapshot, since no copy matches the checkpoint."""
         if search.unavailable:
             raise MemoryUnavailable(f"memory {owner.agent_id}: {'; '.join(search.problems)}")
         for candidate in sorted(search.stale_candidates, key=lambda each: -each.packed.order):

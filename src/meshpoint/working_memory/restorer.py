@@ -1,4 +1,4 @@
-"""Into L1: a snapshot in place of what is there, and held against its digests at once."""
+"""Write snapshots into L1 and verify them at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from meshpoint.working_memory.verifier import ConsistencyVerifier
 
 
 class L1CacheRestorer:
-    """Restores memories beside the live ones and swaps them in, so that a crash leaves the one or the other."""
+    """Restores memories into L1.
+
+    A memory is written next to the live one and then swapped in: after a crash, L1 has either of
+    them.
+    """
 
     def __init__(self, l1: WorkingMemory) -> None:
         self._l1 = l1
@@ -17,14 +21,15 @@ class L1CacheRestorer:
     async def restore_from_snapshot(
         self, owner: Owner, snapshot: VerifiedSnapshot, label: str, *, seen: int | None = None
     ) -> Held:
-        """Put a snapshot in place of all that is there; what is there then, which is exactly it.
+        """Replace the memory with a snapshot, and return the verified new contents.
 
-        Keys whose own time has passed since are left out.
+        Keys that have expired since are left out.
 
         Raises:
-            MemoryUnavailable: L1 did not answer; it has the old memory or the new one.
-            MemoryFenced: another run owns it by now.
-            ConsistencyError: what arrived is not what was sent; names the keys.
+            MemoryUnavailable: L1 did not answer. It has either the old memory or the new one.
+            MemoryFenced: Another run owns it.
+            ConsistencyError: The written memory differs from the snapshot. The error has the
+                affected keys.
         """
         contents = await self._l1.replace(owner, snapshot.items, seen=seen)
         expired = {

@@ -1,4 +1,4 @@
-"""Out of L1: a snapshot with each checkpoint."""
+"""Read L1 and store snapshots of it with each checkpoint."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _MAX_NAMED_KEYS = 5
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A memory at one instant. `version` is that of L1 then."""
+    """A memory at one point in time. `version` is the version of L1 then."""
 
     packed: Packed
     version: int
 
 
 class L1CacheSnapshotter:
-    """Takes what L1 holds, and keeps it in the second place.
+    """Takes snapshots of L1 and stores them in the snapshot store.
 
-    A memory of more than `max_bytes` is refused: every checkpoint would carry it.
+    A memory of more than `max_bytes` is refused, since every checkpoint would contain it.
     """
 
     def __init__(
@@ -35,19 +35,25 @@ class L1CacheSnapshotter:
         self._l1, self._snapshots, self._max_bytes, self._report_problem = l1, snapshots, max_bytes, report_problem
 
     async def snapshot_on_checkpoint(self, owner: Owner, order: int, *, seen: int = 0) -> Snapshot:
-        """The memory of `owner` as it is at one instant. It has met the version `seen` of it.
+        """Return a consistent snapshot of the memory of `owner`.
+
+        Args:
+            owner: The run that owns the memory.
+            order: Number of the checkpoint.
+            seen: The highest version that this run has observed. A lower one means that writes
+                were lost.
 
         Raises:
             MemoryUnavailable: L1 did not answer.
-            MemoryLost: something that should be there is not.
-            MemoryFenced: it is another run's by now.
-            MemoryRefused: it is too large; names the largest keys.
+            MemoryLost: Contents are missing.
+            MemoryFenced: Another run owns the memory.
+            MemoryRefused: The memory is too large. The message has the largest keys.
         """
         contents = await self._l1.read(owner.agent_id)
         if contents.run_id is None or (contents.run_id != owner.run_id and contents.fence < owner.fence):
-            raise MemoryLost(f"memory {owner.agent_id}: all of it is gone")
+            raise MemoryLost(f"memory {owner.agent_id}: all of it was lost")
         if contents.run_id == owner.run_id and contents.version < seen:
-            raise MemoryLost(f"memory {owner.agent_id}: it is older than it was")
+            raise MemoryLost(f"memory {owner.agent_id}: its latest writes were lost")
         if contents.run_id != owner.run_id:
             raise MemoryFenced(f"memory {owner.agent_id}: another run owns it")
         if contents.lost:
@@ -73,18 +79,18 @@ class L1CacheSnapshotter:
         return size
 
     async def has_snapshot(self, agent_id: str, digest: str) -> bool:
-        """Whether the second place has this snapshot, as far as can be known now."""
+        """Whether the snapshot store is known to have this snapshot."""
         try:
             return self._snapshots is None or await self._snapshots.digest(agent_id) == digest
         except (MemoryUnavailable, ConsistencyError):
             return False
 
     async def store_snapshot(self, agent_id: str, packed: Packed) -> bool:
-        """Put a snapshot, whose checkpoint is durable, into the second place; False: that is not possible now."""
+        """Store the snapshot of a durable checkpoint; `False` if that is not possible now."""
         try:
             if self._snapshots is not None and not await self._snapshots.put(agent_id, packed):
                 self._report_problem(
-                    agent_id, "not_kept", "a later one is there, of a past that the database does not know"
+                    agent_id, "not_kept", "a later one exists, for a checkpoint that the database has lost"
                 )
                 return False
         except (MemoryUnavailable, ConsistencyError) as error:

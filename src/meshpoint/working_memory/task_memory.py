@@ -1,4 +1,4 @@
-"""The working memory of one segment: recovered when it is first used, kept with each checkpoint."""
+"""The working memory of one segment: recovered at first use, stored with each checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from meshpoint.working_memory.write_log import MemoryWriteLog, WritePosition, co
 T = TypeVar("T")
 
 _last_read: ContextVar[WritePosition] = ContextVar("meshpoint_last_read", default=(-1, -1, ""))
-"""What the code that asks has read last, and where."""
+"""Position and digest of the last read by the running code."""
 
 _CLEAR = (Command("CLEAR", ""),)
 
@@ -38,7 +38,8 @@ _CLEAR = (Command("CLEAR", ""),)
 class MemoryServices:
     """What the memories of all tasks of one replica share.
 
-    `keep_completed` lets them outlive a completed task for a while. `on_recovered` is called for each recovery.
+    `keep_completed` keeps the memory of completed tasks until it expires. `on_recovered` is called
+    for each recovery.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class MemoryServices:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRef:
-    """A memory as a checkpoint has it: its digest (None: the task has none), and that of the one in the database.
+    """The memory in a checkpoint: its digest (`None`: no memory) and its snapshot.
 
-    `packed` is set when it differs from what the last checkpoint had, `content` when it goes to the database with
-    this one. `version` is that of L1 then.
+    `sql_digest` is the digest of the snapshot in the database. `packed` is set if the memory
+    differs from the last checkpoint, `content` if this checkpoint writes it to the database.
+    `version` is the version of L1 at the snapshot.
     """
 
     digest: str | None = None
@@ -81,14 +83,14 @@ class MemoryRef:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: AgentCheckpoint | None) -> MemoryRef:
-        """What the task's last checkpoint says."""
+        """Create the reference from the task's last checkpoint."""
         if checkpoint is None:
             return cls()
         last = checkpoint.l1_snapshot_hash, checkpoint.l1_in_sql, checkpoint.seq
         return cls(*last, writes=checkpoint.memory_writes)
 
     def apply_to(self, checkpoint: AgentCheckpoint) -> AgentCheckpoint:
-        """`checkpoint` with this memory."""
+        """Return `checkpoint` with this memory."""
         return checkpoint.model_copy(
             update={
                 "l1_snapshot_hash": self.digest,
@@ -102,9 +104,18 @@ class MemoryRef:
 class TaskMemory:
     """The `MemoryRunner` of one segment.
 
-    `owner` returns the run, which has a fence once the task has a row, and `services` where its memory is, once it
-    has a home: `ensure_operation` sees to both. `on_lost` is called when another run has the task. A write is done
-    once, however often the code runs: see `MemoryWriteLog`.
+    Each write is done once, however often the code runs: see `MemoryWriteLog`.
+
+    Args:
+        services: Returns the services, which depend on where the task is stored.
+        ref: The memory in the last checkpoint.
+        owner: Returns the run, which has a fence once the task has a row.
+        position: Returns the position of the running code.
+        ensure_operation: Makes the task an operation. After that, `services` and `owner` are
+            valid.
+        fetch_sql: Fetches the newest snapshot from the database.
+        is_owner: Checks in the database whether this run still owns the task.
+        on_lost: Called when another run owns the task.
     """
 
     def __init__(
@@ -128,12 +139,12 @@ class TaskMemory:
         )
         self._is_owner, self._on_lost = is_owner, on_lost
         self._recovery_lock = asyncio.Lock()
-        self._write_lock = asyncio.Lock()  # a write and its note: a checkpoint has both or neither
+        self._write_lock = asyncio.Lock()  # a checkpoint has a write and its record, or neither
         self._pending_writes: set[asyncio.Task[Any]] = set()
         self._recovered: RecoveredMemory | None = None
-        self._version = 0  # of L1, as of the last write
-        self._in_doubt = False  # a write has raised since the last snapshot: it may have been done all the same
-        self._snapshot_missing = False  # the second place lacks what the last checkpoint has
+        self._version = 0  # of L1, after the last write
+        self._in_doubt = False  # a write failed after the last snapshot, and may have been done
+        self._snapshot_missing = False  # the snapshot store lacks the last checkpoint's
 
     @property
     def _services(self) -> MemoryServices:
@@ -141,13 +152,11 @@ class TaskMemory:
 
     @property
     def recovery(self) -> MemoryRecovery | None:
-        """How the segment came by it; None: it did not need it yet."""
+        """How the memory was recovered; `None` if it was not needed yet."""
         return None if self._recovered is None else self._recovered.recovery
 
-    # ── for agents ─────────────────────────────────────────────────────────────────────────────────
-
     async def execute(self, commands: Sequence[Command]) -> list[Answer]:
-        """Do commands together, in order."""
+        """Run commands atomically, in order."""
         await self._guard_fence(self._ensure_recovered())
         if not any(command.writes for command in commands):
             self._remember_read(commands_digest(commands))
@@ -172,30 +181,30 @@ class TaskMemory:
             if (answers := self._write_log.recorded_answers(position, commands)) is not None:
                 return answers
             await self._resolve_doubt()
-            self._in_doubt = True  # until it is answered; also of what is refused, those before it are done
+            self._in_doubt = True  # until answered; commands before a refused one are done as well
             self._version, answers = await self._l1.execute(self._owner(), commands, seen=self._version)
             self._in_doubt = False
             self._write_log.record(position, commands, answers)
             return answers
 
     async def _resolve_doubt(self) -> None:
-        """Find out what came of a write that nobody has heard of."""
+        """Determine the version of L1 after a write without an answer."""
         if self._in_doubt:
             self._version, _ = await self._l1.execute(self._owner(), (), seen=self._version)
             self._in_doubt = False
 
     async def keys(self) -> list[str]:
-        """The keys that are there."""
+        """Return all keys."""
         await self._guard_fence(self._ensure_recovered())
         keys = await self._guard_fence(self._l1.keys(self._owner(), seen=self._version))
-        self._remember_read(keys_digest(keys))  # code that does what is missing reads this once for all of it
+        self._remember_read(keys_digest(keys))  # one read for all the writes after it
         return keys
 
     async def clear(self) -> None:
-        """Begin anew with an empty memory."""
+        """Replace the memory with an empty one."""
         await (
             self._ensure_operation()
-        )  # before the locks, which a subtask's checkpoint takes within that of the operation
+        )  # before the locks: a subtask's checkpoint acquires them under the operation's lock
         await self._run_to_completion(self._clear(self._write_position()))
 
     @property
@@ -215,7 +224,7 @@ class TaskMemory:
             force = current.fence > self._owner().fence and await self._is_owner()
             contents = await self._l1.replace(self._owner(), (), seen=current.version, force=force)
             self._in_doubt = False
-            if self._recovered is None:  # nobody has looked at what was there, which may be damaged everywhere
+            if self._recovered is None:  # the old memory was not recovered, and may be damaged
                 self._write_log.discard_after(0)
                 self._ref = replace(self._ref, sql_digest=None)
                 self._snapshot_missing = self._services.l1.survives
@@ -252,8 +261,9 @@ class TaskMemory:
         return await self._recover()
 
     async def _force_ownership(self) -> None:
-        """Own what is there, though L1 knows of a later run: one of a past that the database has lost, or of another
-        task of this id.
+        """Own the memory although L1 knows a later run.
+
+        That run was lost with the database's recent past, or belongs to another task with this id.
         """
         contents = await self._l1.read(self._owner().agent_id)
         await self._l1.replace(self._owner(), contents.items, force=True)
@@ -263,7 +273,7 @@ class TaskMemory:
         return await recovery.recover(self._owner(), ref.digest, self._fetch_sql, last_seq=ref.order)
 
     async def _run_to_completion(self, write: Coroutine[Any, Any, T]) -> T:
-        # Also when the code that waits for it is cancelled: else the write may be done, and its note missing.
+        # Even if the caller is cancelled: otherwise a write may be done, but not recorded.
         writing = asyncio.create_task(write)
         self._pending_writes.add(writing)
         writing.add_done_callback(self._write_done)
@@ -272,7 +282,7 @@ class TaskMemory:
     def _write_done(self, writing: asyncio.Task[Any]) -> None:
         self._pending_writes.discard(writing)
         if not writing.cancelled():
-            writing.exception()  # nobody may be left to hear of it
+            writing.exception()  # mark it as retrieved: the caller may have been cancelled
 
     async def _guard_fence(self, operation: Awaitable[T]) -> T:
         try:
@@ -280,30 +290,32 @@ class TaskMemory:
         except MemoryFenced:
             self._on_lost()
 
-    # ── for checkpoints ────────────────────────────────────────────────────────────────────────────
-
     @property
     def changed(self) -> bool:
-        """Whether it may differ from what the last checkpoint has, in the database."""
+        """Whether the memory may differ from the last checkpoint or from the database."""
         return (
             self._recovered is not None and self._differs_from_checkpoint
         ) or self._ref.digest != self._ref.sql_digest
 
     @property
     def _differs_from_checkpoint(self) -> bool:
-        """Whether L1 may have something else than the last checkpoint."""
+        """Whether L1 may differ from the last checkpoint."""
         return self._in_doubt or self._version != self._ref.version
 
     async def prepare_ref(self, order: int, *, durable: bool, finished_subtasks: Collection[str] = ()) -> MemoryRef:
-        """The memory for the checkpoint `order`, which commits next. `durable`: for the database as well.
+        """Prepare the memory for checkpoint `order`, which commits next.
 
-        `finished_subtasks` are the subtasks that will not run again from their start.
+        If the memory cannot be read now, it is marked as absent, so that the checkpoint can still
+        commit.
 
-        A memory that cannot be read now is marked as absent, so that the checkpoint commits all the same.
+        Args:
+            order: Number of the checkpoint.
+            durable: Whether the database also needs a snapshot.
+            finished_subtasks: Subtasks that will not run again from their start.
 
         Raises:
-            MemoryLost: it was emptied, or keys of it were evicted: the last checkpoint has more.
-            MemoryRefused: it is too large; names the largest keys.
+            MemoryLost: It was emptied, or keys were evicted: the last checkpoint has more.
+            MemoryRefused: It is too large. The message has the largest keys.
         """
         if self._recovered is None and not (durable and await self._recover_for_sql()):
             return self._ref
@@ -322,7 +334,7 @@ class TaskMemory:
             return self._make_ref(snapshot, writes, durable=durable)
 
     async def _recover_for_sql(self) -> bool:
-        """Find a memory that this segment has not used, if the database has not got it yet; whether it is there."""
+        """Recover an unused memory if the database has no snapshot of it; `True` on success."""
         ref = self._ref
         if ref.digest == ref.sql_digest or (ref.digest == UNRECOVERABLE and ref.sql_digest is None):
             return False
@@ -332,7 +344,7 @@ class TaskMemory:
             self._services.report_problem(self._owner().agent_id, "absent", str(error))
             return False
         if self.recovery is not None and self.recovery.behind:
-            # Nobody was told: whoever uses it next is to find it behind, too.
+            # The agent does not know about it: the next segment must find it behind again.
             await self.close()
             self._ref, self._recovered, self._write_log = ref, None, MemoryWriteLog(ref.writes)
             return False
@@ -375,14 +387,14 @@ class TaskMemory:
         )
 
     async def final_ref(self, order: int, finished_subtasks: Collection[str] = ()) -> MemoryRef:
-        """The memory for the checkpoint that a task leaves behind when it fails: whatever can be had of it."""
+        """Prepare the memory for the checkpoint of a failed task, as far as it can be read."""
         try:
             return await self.prepare_ref(order, durable=True, finished_subtasks=finished_subtasks)
         except (MemoryLost, MemoryRefused) as error:
             return self._unreadable_ref(order, str(error))
 
     async def on_stored(self, ref: MemoryRef) -> None:
-        """The checkpoint with `ref` is durable."""
+        """Called when the checkpoint with `ref` is durable."""
         self._ref = replace(ref, packed=None, content=None)
         if ref.packed is not None and self._l1.survives:
             self._snapshot_missing = True
@@ -390,15 +402,13 @@ class TaskMemory:
                 self._owner().agent_id, ref.packed
             )
 
-    # ── at the end of the segment ──────────────────────────────────────────────────────────────────
-
     async def on_paused(self) -> None:
-        """The task waits: its memory is to live longer."""
+        """Extend the TTL of the memory of a paused task."""
         if self._ref.digest is not None:
             await self._services.ttl.extend_ttl_on_pause(self._owner())
 
     async def on_completed(self) -> None:
-        """The task has ended well: nobody will ask for its memory."""
+        """Delete the memory of a completed task, or keep it until it expires."""
         if self._recovered is None and self._ref.digest is None:
             return
         if self._services.keep_completed:
@@ -412,6 +422,6 @@ class TaskMemory:
             self._services.report_problem(self._owner().agent_id, "not_forgotten", str(error))
 
     async def close(self) -> None:
-        """The segment is over: what lives only in this process is not needed any more."""
+        """Free a memory that exists only in this process."""
         if self._recovered is not None and not self._services.l1.survives:
             await self._services.l1.forget(self._owner())

@@ -1,4 +1,4 @@
-"""How long memories live in L1."""
+"""Expiry of memories in L1."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from meshpoint.ports.working_memory import ReportProblem, WorkingMemory
 
 
 class L1TTLManager:
-    """Gives the memory of a task that waits more time: by default two weeks, where one at work has a day.
+    """Extends the TTL of a paused task's memory: two weeks by default, instead of one day.
 
-    A memory that runs out of its time is found in its snapshot, so a switch that failed is told and nothing more.
+    An expired memory is restored from its snapshot, so a failure is only reported.
     """
 
     def __init__(self, l1: WorkingMemory, report_problem: ReportProblem) -> None:
         self._l1, self._report_problem = l1, report_problem
 
     async def extend_ttl_on_pause(self, owner: Owner) -> None:
-        """Let a memory live as long as that of a paused task. (It is at work again once a segment adopts it.)"""
+        """Extend the TTL of a paused task's memory.
+
+        The next segment sets the normal TTL again when it adopts the memory.
+        """
         try:
             await self._l1.retain(owner, paused=True)
         except (MemoryUnavailable, MemoryFenced) as error:

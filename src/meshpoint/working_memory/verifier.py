@@ -1,4 +1,4 @@
-"""Whether what is there is what was kept."""
+"""Check that a restored memory equals the stored one."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from meshpoint.working_memory.digests import item_digests
 
 
 class ConsistencyVerifier:
-    """Holds items against the digests that were kept of them, key by key."""
+    """Compares items with their stored digests, key by key."""
 
     def __init__(self, digests: Mapping[str, bytes]) -> None:
         self._digests = digests
 
     def verify(self, items: Iterable[Item], label: str) -> None:
-        """Return if `items` are exactly what was kept.
+        """Check that `items` match the digests exactly.
 
         Raises:
-            ConsistencyError: says that `label` is not, and names the keys that are missing, too many or changed.
+            ConsistencyError: They do not. The error has `label`, and the keys that are missing,
+                extra or changed.
         """
         items = tuple(items)
         found = item_digests(items)
@@ -28,7 +29,7 @@ class ConsistencyVerifier:
         if found == self._digests and not duplicates:
             return
         raise ConsistencyError(
-            f"{label} is not what was kept",
+            f"{label} differs from its digests",
             missing=sorted(self._digests.keys() - found.keys()),
             extra=sorted(duplicates | (found.keys() - self._digests.keys())),
             changed=sorted(key for key in found.keys() & self._digests.keys() if found[key] != self._digests[key]),

@@ -1,8 +1,10 @@
-"""Which writes to the working memory are done already, when agent code runs again through what it has done.
+"""Detect writes to the working memory that are already done when agent code runs again.
 
-A memory is restored as the last checkpoint had it: with the effects of what the code wrote before. The code may begin
-again further back: a function agent at its top, a handler at its own, and so a subtask that paused or ran beside
-others. A write is told from others by its commands and its place, and answered from here if the memory has it.
+A memory is restored as of the last checkpoint, with the effects of earlier writes. The agent code
+may restart before those writes: a function agent at its top, a handler at its start, and likewise
+a subtask that paused or ran concurrently with others. A repeated write is recognized by its
+commands and its position in the code, and its recorded answer is returned if the memory contains
+it.
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ from meshpoint.model.memory import Answer, Command
 from meshpoint.model.subtasks import MemoryWrite
 
 WritePosition: TypeAlias = tuple[int, int | str, str]
-"""How many pauses lie before, and how many subtasks, or in which subtask it is; and what was read there last.
+"""Position of a write in the agent's code.
 
-The last tells a write that is done again from the next one of its kind: code that takes from the memory what it has,
-and fetches the rest, comes to the same command for the first time.
+It has the number of earlier pauses, the number of earlier subtasks or the name of the enclosing
+one, and a digest of the last read there. The digest distinguishes a repeated write from a new
+write with the same commands: code that reads from the memory what exists and computes the rest may
+issue a command for the first time at that position.
 """
 
 
 class MemoryWriteLog:
-    """The writes of one task, as the memory of this segment has them."""
+    """The writes of one task that this segment's memory contains."""
 
     def __init__(self, restored: Iterable[MemoryWrite] = ()) -> None:
         self._writes = list(restored)
@@ -39,12 +43,12 @@ class MemoryWriteLog:
         return found
 
     def recorded_answers(self, position: WritePosition, commands: Sequence[Command]) -> list[Answer] | None:
-        """What these commands were answered at this place; None: they were not done yet."""
+        """Return the recorded answers of these commands at this position; `None` if new."""
         remaining = self._replayable.get((position, commands_digest(commands)))
         return _decode_answers(remaining.popleft().answers, len(commands)) if remaining else None
 
     def record(self, position: WritePosition, commands: Sequence[Command], answers: Sequence[Answer]) -> None:
-        """Remember what was just done."""
+        """Record a write that was just done."""
         calls, subtasks, after = position
         self._writes.append(
             MemoryWrite(
@@ -58,7 +62,10 @@ class MemoryWriteLog:
         )
 
     def for_checkpoint(self, seq: int, finished_subtasks: Collection[str] = ()) -> tuple[MemoryWrite, ...]:
-        """All writes for the checkpoint `seq`, except those in `finished_subtasks`, which do not begin anew."""
+        """Return all writes for checkpoint `seq`, except those in `finished_subtasks`.
+
+        These subtasks will not run again from their start.
+        """
         self._writes = [write for write in self._writes if write.subtasks not in finished_subtasks]
         for index, write in enumerate(self._writes):
             if write.seq == 0:
@@ -66,13 +73,13 @@ class MemoryWriteLog:
         return tuple(self._writes)
 
     def discard_after(self, seq: int) -> None:
-        """The memory is that of the checkpoint `seq`: what came later is not in it."""
+        """Discard writes after checkpoint `seq`: the restored memory does not contain them."""
         self._writes = [write for write in self._writes if write.seq <= seq]
         self._replayable = self._by_position(self._writes)
 
 
 def commands_digest(commands: Sequence[Command]) -> str:
-    """A few bytes, as text, that stand for commands with their arguments."""
+    """Return a short digest of commands and their arguments."""
     digest = blake2b(digest_size=8)
     for command in commands:
         for part in chain((command.name.encode(), command.key.encode()), command.args):
@@ -82,14 +89,14 @@ def commands_digest(commands: Sequence[Command]) -> str:
 
 
 def keys_digest(keys: Iterable[str]) -> str:
-    """A few bytes, as text, that stand for the keys that were found."""
+    """Return a short digest of the keys found by a read."""
     return blake2b("\n".join(sorted(keys)).encode(), digest_size=8).hexdigest()
 
 
 def _encode_answers(answers: Sequence[Answer]) -> list[int | str | None] | None:
     if all(answer == b"OK" for answer in answers):
         return None
-    return [answer.decode("latin-1") if isinstance(answer, bytes) else answer for answer in answers]  # type: ignore[misc]  # no write answers with a list
+    return [answer.decode("latin-1") if isinstance(answer, bytes) else answer for answer in answers]  # type: ignore[misc]  # writes return no lists
 
 
 def _decode_answers(answers: list[int | str | None] | None, count: int) -> list[Answer]:

@@ -147,7 +147,7 @@ def test_a_file_cut_off_anywhere_is_refused(file: Path) -> None:
     whole = file.read_bytes()
     for length in {0, 1, len(whole) - 1, *range(0, len(whole), 97)}:
         file.write_bytes(whole[:length])
-        with pytest.raises(ConfigurationError, match="is not JSON, or cut off"):
+        with pytest.raises(ConfigurationError, match="is not JSON, or truncated"):
             read_document(file, FLOW)
 
 
@@ -184,9 +184,9 @@ def test_an_added_field_is_an_edit(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("[]", "is no checkpoint"),
-        ("{}", "is no checkpoint"),
-        ('{"format": "meshpoint-session/1"}', "is no checkpoint"),
+        ("[]", "is not a checkpoint"),
+        ("{}", "is not a checkpoint"),
+        ('{"format": "meshpoint-session/1"}', "is not a checkpoint"),
         ('{"format": "meshpoint-checkpoint/2"}', "written by a later release"),
         ('{"format": "meshpoint-checkpoint/1", "digest": null, "seq": NaN}', "its digest does not match"),
         (f'{{"format": "meshpoint-checkpoint/1", "digest": "x", "seq": {"[" * 900}{"]" * 900}}}', "does not match"),
@@ -204,12 +204,12 @@ def test_other_files_are_refused(file: Path, text: str, problem: str) -> None:
 def test_a_well_made_file_of_another_shape_is_refused(file: Path) -> None:
     rest = {key: value for key, value in json.loads(file.read_text()).items() if key != "digest"} | {"seq": "three"}
     file.write_text(json.dumps({**rest, "digest": json_digest(rest)}))
-    with pytest.raises(ConfigurationError, match="is no checkpoint: seq: "):
+    with pytest.raises(ConfigurationError, match="is not a checkpoint: seq: "):
         read_document(file, FLOW)
 
 
 def test_a_checkpoint_of_another_agent_is_refused(file: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is a checkpoint of agent 'flow'; name one of 'other'"):
+    with pytest.raises(ConfigurationError, match="is a checkpoint of agent 'flow'; use a checkpoint of 'other'"):
         read_document(file, AgentName("other"))
 
 

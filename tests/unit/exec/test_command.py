@@ -193,8 +193,8 @@ def test_the_command_that_goes_on_names_what_was_given(cli: Cli) -> None:
     [
         (["--input", "3", "--resume", "--session", "a"], "exclude each other"),
         (["--input", "3", "--resume", "--resume-from", "a"], "exclude each other"),
-        ([], "--input: a new session needs one"),
-        (["--resume"], "--input: a new session needs one"),
+        ([], "--input: a new session needs an input"),
+        (["--resume"], "--input: a new session needs an input"),
         (["--input", "{"], "--input: is not valid JSON"),
         (["--input", '"\\ud800"'], "--input: "),
         (["--input", "@nothing.json"], "--input: nothing.json cannot be read"),
@@ -204,7 +204,7 @@ def test_the_command_that_goes_on_names_what_was_given(cli: Cli) -> None:
         (["--input", "3", "--with", "tested_flow:nobody"], "has no 'nobody'"),
         (["--input", "3", "--home", "tested_flow.py"], "--home: "),
         (["--input", "3", "--export", "nowhere/kept.json"], "--export: nowhere/kept.json cannot be a file"),
-        (["--input", "3", "--session", "no/name"], "is no id of a session"),
+        (["--input", "3", "--session", "no/name"], "is not a valid session id"),
     ],
 )
 def test_a_command_line_that_cannot_be_is_one_line(
@@ -248,7 +248,7 @@ def test_a_held_session_is_refused_at_once(flow: Cli, cli: Cli, folder: Path) ->
     assert lock is not None
     for refused in (flow("--session", "rome"), flow("--input", "3", "--resume"), cli("sessions", "rm", "rome")):
         assert (refused.code, refused.err.count("\n")) == (7, 1)
-        assert "session rome is being run by pid" in refused.err
+        assert "session rome is in use by pid" in refused.err
     assert cli("sessions", "list", "--json").json[0]["status"] == "running"
     lock.release()
     assert flow("--session", "rome").code == 4
@@ -328,7 +328,7 @@ def test_an_end_that_its_process_could_not_tell_is_told_by_the_next(flow: Cli, f
     file.write_text(json.dumps(session))
     done = flow("--input", "3", "--resume")
     assert (done.code, done.json["output"], done.json["attempt"]) == (0, 4, 2)
-    assert done.steps[0] == ("fetch", "reused", "the operation had completed already")
+    assert done.steps[0] == ("fetch", "reused", "the operation had already completed")
     assert effects(folder) == ["fetch", "login", "rate"]
 
 
@@ -423,10 +423,10 @@ def test_an_imported_session_can_be_resumed_again(flow: Cli, folder: Path) -> No
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda text: text[: len(text) // 2], "is not JSON, or cut off"),
+        (lambda text: text[: len(text) // 2], "is not JSON, or truncated"),
         (lambda text: text.replace("completed", "failed", 1), "was edited"),
         (lambda text: text.replace("checkpoint/1", "checkpoint/2"), "written by a later release"),
-        (lambda text: "{}", "is no checkpoint"),
+        (lambda text: "{}", "is not a checkpoint"),
     ],
     ids=["truncated", "edited", "newer", "other"],
 )

@@ -108,18 +108,18 @@ def test_a_named_session_goes_on_and_begins_anew_when_it_has_completed(sessions:
 
 def test_a_named_session_belongs_to_one_agent_and_begins_with_an_input(sessions: SessionStore) -> None:
     ended(sessions.open_or_create("rome", wanted()))
-    with pytest.raises(ConfigurationError, match="session rome is one of flow:flow"):
+    with pytest.raises(ConfigurationError, match="session rome belongs to flow:flow"):
         sessions.open_or_create("rome", wanted(entrypoint="flow:other"))
-    with pytest.raises(ConfigurationError, match="--input: a new session needs one"):
+    with pytest.raises(ConfigurationError, match="--input: a new session needs an input"):
         sessions.open_or_create("oslo", wanted(None))
-    with pytest.raises(ConfigurationError, match="is no id of a session"):
+    with pytest.raises(ConfigurationError, match="is not a valid session id"):
         sessions.open_or_create("../rome", wanted())
     ended(sessions.open_or_create("rome", wanted()))
 
 
 def test_one_process_at_a_time_has_a_session(sessions: SessionStore) -> None:
     held = sessions.open_or_create("rome", wanted())
-    with pytest.raises(SessionLocked, match=rf"rome is being run by pid {os.getpid()} on \S+ since .*; wait for it"):
+    with pytest.raises(SessionLocked, match=rf"rome is in use by pid {os.getpid()} on \S+ since .*; wait for it"):
         sessions.open_or_create("rome", wanted())
     held.begin_attempt()
     for choose in (lambda: sessions.open_or_create("rome", wanted()), lambda: sessions.open_latest(wanted())):

@@ -150,7 +150,7 @@ def test_junk_is_no_snapshot(content: bytes) -> None:
 
 def test_another_format_is_named(packed: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "FORMAT", 2)
-    with pytest.raises(ConsistencyError, match="has the format 1, this release knows 2"):
+    with pytest.raises(ConsistencyError, match="has format 1, but this release reads 2"):
         unpack(packed, "it")
 
 

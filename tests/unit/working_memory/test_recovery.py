@@ -192,7 +192,7 @@ async def test_where_l1_has_something_else_the_next_place_serves(
     assert (found.digest, found.order) == (WHOLE.digest, WHOLE.order)
     assert await places.items() == ITEMS
     assert places.fetches == (source is MemorySource.SQL), "the database is asked last"
-    assert [("'text'" in problem, "written to" in problem) for problem in how.problems] == {
+    assert [("'text'" in problem, "has changed" in problem) for problem in how.problems] == {
         "empty": [],
         "evicted": [(True, False)],
     }.get(l1, [(False, True)])
@@ -295,7 +295,7 @@ async def test_of_two_that_are_behind_the_newer_serves(places: Places, newer: Me
     ((agent_id, what, why),) = places.told
     assert (agent_id, what) == (AGENT_ID, "behind")
     assert f"from {newer}" in why
-    assert "L1 was written to" in why
+    assert "L1 has changed since" in why
     assert places.strategy.served == {newer: 1}
 
 
@@ -401,7 +401,7 @@ async def test_l1_that_changes_all_the_time_cannot_be_had_now(places: Places) ->
     await places.keep_in_l1(*ITEMS)
     places.l1.restless = 3
     places.second.has = WHOLE
-    with pytest.raises(MemoryUnavailable, match="changes while it is looked at"):
+    with pytest.raises(MemoryUnavailable, match="keeps changing while it is read"):
         await places.recover(WHOLE.digest)
     await places.l1.execute(EARLIER, [Command("GET", "text")])  # it is whose it was
     assert places.strategy.served == {}

@@ -27,7 +27,7 @@ def test_each_difference_names_its_keys() -> None:
         verifier.verify([changed, *ITEMS[2:], Item("more", Kind.STRING, b"")], "the copy")
     error = raised.value
     assert (error.missing, error.extra, error.changed) == (("text",), ("more",), ("list",))
-    assert str(error) == "the copy is not what was kept; missing: 'text'; extra: 'more'; changed: 'list'"
+    assert str(error) == "the copy differs from its digests; missing: 'text'; extra: 'more'; changed: 'list'"
 
 
 def test_a_key_that_comes_twice_is_one_too_many() -> None:
