@@ -1,4 +1,4 @@
-"""Senders that cannot be stored: their messages become dead letters, and no statement fails."""
+"""Sender names that cannot be stored: the messages become dead letters, and no statement fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ SENDERS = ["a\0b", "x" * 249, "a\x1bb"]
 
 @pytest.mark.parametrize("sender", SENDERS)
 def test_of_a_cancel(sender: str) -> None:
-    """An early cancel is stored with its sender, and PostgreSQL refuses a statement for one zero byte."""
+    """A cancel that precedes its request is stored with its sender, and PostgreSQL rejects a whole
+    statement for one NUL byte.
+    """
     with pytest.raises(PoisonMessage, match="app_id"):
         receive.cancelled_task(cancel_message(AgentName(sender), TaskId("task")), Options())
 
