@@ -80,9 +80,7 @@ async def _answer(ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -
 
 
 class Gate:
-    """A point in agent code where execution waits until the test opens it; counts visits and
-    cancellations.
-    """
+    """A point where agent code waits until the test opens it; counts visits and cancellations."""
 
     def __init__(self) -> None:
         self.reached = asyncio.Event()
@@ -147,8 +145,9 @@ class Ran:
 
 
 class Steps:
-    """Subtasks for agents: `await steps(ctx, "a", 1)` records "a" in `ran`, waits at the gate of
-    "a" if there is one, and returns 2.
+    """Subtasks for agents: `await steps(ctx, "a", 1)` records "a" in `ran` and returns 2.
+
+    It first waits at the gate of "a", if that gate was created.
     """
 
     def __init__(self) -> None:
@@ -171,9 +170,7 @@ class Steps:
 
 
 def in_a_row(steps: Steps, *names: str, name: str = "agent", **options: Any) -> FunctionAgent[int, int]:
-    """An agent with one subtask per entry of `names`, each adding one to its input; the entry
-    `fail` raises.
-    """
+    """An agent with a subtask for each name, adding one to its input; the name "fail" raises."""
 
     @agent(name, **{"version": "1", **options})
     async def row(ctx: TaskExecutionContext, number: int) -> int:

@@ -20,9 +20,7 @@ LOST_IN_DOUBT = "lost, in doubt"
 
 
 class FaultyStore:
-    """A store that wraps another and injects faults into chosen methods, or into all of them while
-    `away` is set.
-    """
+    """Wraps a store and injects faults into chosen methods, or into all of them while `away`."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -106,9 +104,7 @@ class FaultyBroker(InProcessBroker):
         return super().consuming(address) and not any(part in address for part in self.locked)
 
     def fail(self, *faults: str | Published, type: str | None = None) -> None:
-        """Fail the next publishes (only those of message type `type`, if given) with these faults,
-        in order.
-        """
+        """Fail the next publishes with these faults in order; only messages of `type`, if given."""
         self._script.extend(Publication(fault, type) for fault in faults)
 
     def heal(self) -> None:

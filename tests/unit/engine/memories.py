@@ -141,9 +141,7 @@ class Snapshots:
 
 
 class Places:
-    """Memory tiers of a mesh: L1 is "local" to each replica, or "surviving" replicas, with
-    snapshots.
-    """
+    """Memory tiers of a mesh: an L1 per replica ("local") or a shared one ("surviving")."""
 
     def __init__(self, mesh: Mesh, kind: str) -> None:
         self.mesh, self.kind = mesh, kind

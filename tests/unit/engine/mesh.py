@@ -1,6 +1,4 @@
-"""A mesh in one process: in-process broker, an in-process store as the database, and a clock that
-tests move.
-"""
+"""A mesh in one process, with an in-process broker and store and a clock that tests move."""
 
 from __future__ import annotations
 
@@ -85,9 +83,7 @@ class Events:
         return found
 
     def story(self, task_id: str, *steps: Step) -> list[str]:
-        """Events of a task in order, as "checkpoint before", "checkpoint after", and so on;
-        filtered by `steps` if given.
-        """
+        """Events of a task in order, as "checkpoint before" and so on; only of `steps`, if given."""
         return [
             f"{event.step.value} {event.phase.value}"
             for event in self.all
@@ -158,8 +154,9 @@ class Mesh:
         clock: Clock | None = None,
         **options: Any,
     ) -> Running:
-        """Start `agent` without waiting; `away` names what is unavailable from the start, "store"
-        or "broker".
+        """Start `agent` without waiting.
+
+        `away` ("store" or "broker") is unavailable from the start.
         """
         broker, clock = FaultyBroker(self.exchange), clock or self.clock
         await broker.open()
@@ -235,9 +232,7 @@ class Mesh:
         return (self.clock.now() + timedelta(seconds=seconds)).timestamp()
 
     async def advance(self, seconds: float) -> None:
-        """Move the clock in steps of at most one second, letting every sweeper run after each
-        step.
-        """
+        """Move the clock in steps of one second at most, and let every sweeper run after each."""
         moved = 0.0
         while moved < seconds:
             step = min(1.0, seconds - moved)

@@ -34,9 +34,7 @@ async def resumed(mesh: Mesh, task_id: TaskId) -> None:
 
 
 def mending(steps: Steps, *names: str) -> tuple[Any, list[bool]]:
-    """An agent that fails after the subtasks `names` until the second value returned is set to
-    `[True]`.
-    """
+    """An agent that fails after the subtasks `names` until the returned `works[0]` is true."""
     works = [False]
 
     @agent("agent", version="1")

@@ -1,6 +1,4 @@
-"""A defect in any method of a store, broker or delivery: the replica keeps serving and leaks
-nothing.
-"""
+"""A defect in any method of a port: the replica keeps serving and leaks nothing."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ class Defect(Exception):
 
 
 def methods_of(port: Any) -> list[str]:
-    """Names of the coroutine methods of a port, so that a method added later is tested
-    automatically.
-    """
+    """Names of the coroutine methods of a port. Methods added later are tested automatically."""
     named = {
         name for each in port.__mro__ for name, value in vars(each).items() if inspect.iscoroutinefunction(value)
     }

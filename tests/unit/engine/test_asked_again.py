@@ -1,6 +1,4 @@
-"""A resumed requester asks again: the child task resumes from its own checkpoint and answers the
-current attempt.
-"""
+"""A resumed requester asks again: the child resumes from its checkpoint and answers it."""
 
 from __future__ import annotations
 
@@ -77,8 +75,9 @@ async def test_the_same_request_again_is_answered_again_and_runs_nothing(mesh: M
 
 
 async def test_the_same_request_twice_in_two_replicas(mesh: Mesh, boss: Puppet) -> None:
-    """Both replicas have looked up the failed task before the first one resumes it, and the old
-    failure is not sent again.
+    """Both replicas look up the failed task before the first resumes it.
+
+    The old failure is not sent again.
     """
     task_id, _, _ = await failed_child(mesh, boss)
     first, second = mesh.replicas[0], await mesh.replica(mesh.replicas[0].worker.segments._agent)
@@ -165,9 +164,7 @@ async def test_a_child_that_is_being_begun_answers_who_asks_now(mesh: Mesh, boss
 
 
 async def test_a_child_that_is_answering_is_asked_again(mesh: Mesh, boss: Puppet) -> None:
-    """The task has no row, so nothing is left of it when the new request is looked up again, and
-    it runs once more.
-    """
+    """The task has no row, so the second lookup finds nothing and it runs once more."""
     replica, publishing = await mesh.replica(doubler), Gate()
     publish = replica.broker.publish
 

@@ -1,6 +1,4 @@
-"""Agents that break their contract: each task has exactly one outcome, and the replica keeps
-serving.
-"""
+"""Agents that break their contract: each task has one outcome, and the replica keeps serving."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Malformed and forged responses, status updates and cancels: each call still gets exactly one
-outcome.
-"""
+"""Malformed and forged responses, status updates and cancels: each call gets one outcome."""
 
 from __future__ import annotations
 

@@ -18,9 +18,7 @@ SENDERS = ["a\0b", "x" * 249, "a\x1bb"]
 
 @pytest.mark.parametrize("sender", SENDERS)
 def test_of_a_cancel(sender: str) -> None:
-    """A cancel that precedes its request is stored with its sender, and PostgreSQL rejects a whole
-    statement for one NUL byte.
-    """
+    """An early cancel is stored with its sender, and PostgreSQL rejects NUL bytes."""
     with pytest.raises(PoisonMessage, match="app_id"):
         receive.cancelled_task(cancel_message(AgentName(sender), TaskId("task")), Options())
 

@@ -230,9 +230,7 @@ async def test_what_is_not_confirmed_comes_again(mesh: Mesh, evil: Puppet, copie
 async def test_a_batch_that_is_retried_has_one_dead_letter_for_each(
     mesh: Mesh, boss: Puppet, peer: Puppet, evil: Puppet, copies: Confirms
 ) -> None:
-    """A defect, then an outage during the retry: a message already being dead-lettered is not
-    handled again.
-    """
+    """A message already being dead-lettered is not handled again when its batch is retried."""
     running = await mesh.replica(asker("asker", "peer"))
     task_id = await boss.ask("asker", 1)
     request = await peer.request_number()

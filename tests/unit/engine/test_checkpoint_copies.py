@@ -1,6 +1,4 @@
-"""A cache holds a copy of each operation's last checkpoint: it serves restores, and its loss or
-failure costs only time.
-"""
+"""A cache copies each operation's last checkpoint: losing the copy costs only time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A replica crashes between any two steps of a task: others continue it, and nothing is done
-twice.
-"""
+"""A replica crashes between two steps of a task: others continue it, and nothing is repeated."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Agent code that damages its context: its task fails or can be stopped like any other, and other
-tasks continue.
-"""
+"""Agent code that damages its context: only its own task is affected, and that can be stopped."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A database that is unavailable, or loses the response to COMMIT: nothing is lost and nothing is
-done twice.
-"""
+"""A database that is unavailable or loses the response to COMMIT: nothing is lost or repeated."""
 
 from __future__ import annotations
 

@@ -100,9 +100,7 @@ async def test_a_response_that_breaks_the_claim_is_set_aside_alone(mesh: Mesh, b
 async def test_a_letter_that_no_dead_letters_take_keeps_no_other_waiting(
     mesh: Mesh, boss: Puppet, peer: Puppet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The dead-letter queue was deleted and the login may not declare it, so an operator has to
-    act.
-    """
+    """The dead-letter queue is missing and the login may not declare it: an operator must act."""
     await mesh.replica(asker("asker", "peer"))
     task_id = await boss.ask("asker", 1)
     asked = await peer.request_number()
@@ -163,9 +161,7 @@ async def test_a_first_checkpoint_that_breaks_is_the_end_of_its_task_only(
 
 
 def breaks_publishing(running: Running, bad: Callable[[Any], bool]) -> None:
-    """Make the replica's broker raise for matching messages, and so for every batch that contains
-    one.
-    """
+    """Make the replica's broker raise for every batch that contains a matching message."""
     publish = running.broker.publish
 
     async def check(messages: Any) -> Any:
@@ -222,9 +218,7 @@ async def test_a_request_whose_context_cannot_be_built_gives_its_slot_back(
 async def test_a_batch_of_responses_that_breaks_after_its_commit_is_found_again_one_by_one(
     mesh: Mesh, boss: Puppet, peer: Puppet
 ) -> None:
-    """Each repeated claim keeps its id, so no task waits for the lease of a run that never
-    started.
-    """
+    """Each repeated claim keeps its id, so no task waits for the lease of a run that never was."""
     running = await mesh.replica(asker("asker", "peer"))
     tasks = [await boss.ask("asker", number) for number in range(3)]
     requests = [await peer.request_number(number) for number in (1, 2, 3)]

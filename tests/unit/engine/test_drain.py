@@ -1,6 +1,4 @@
-"""A draining replica: nothing is lost, nothing hangs, and other replicas continue its tasks at
-once.
-"""
+"""A draining replica: nothing is lost, nothing hangs, and others continue its tasks at once."""
 
 from __future__ import annotations
 
@@ -184,9 +182,7 @@ async def test_a_task_in_memory_that_takes_too_long_is_given_back(
 async def test_a_task_whose_request_was_given_back_does_not_go_on(
     mesh: Mesh, boss: Puppet, peer: Puppet, what: str, durable: bool
 ) -> None:
-    """The drain still waits for other code to stop, while another replica may already have the
-    requeued request.
-    """
+    """While other code is still stopping, another replica may have the requeued request."""
     stub, visits = Gate(), Gate()
     visits.opened.set()
 
@@ -399,9 +395,7 @@ def held_when_resumed(gate: Gate) -> Scripted:
 
 
 async def test_an_admitted_request_runs_and_ready_tasks_are_left(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """An admitted request that waits for a slot still runs; a ready task that waits for one is
-    left to other replicas.
-    """
+    """An admitted request still gets its slot; a ready task waiting for one is left to others."""
     gate = Gate()
     replica = await mesh.replica(held_when_resumed(gate), max_concurrency=1, **NEVER)
     tasks = [await boss.ask("agent", number) for number in (1, 2)]
