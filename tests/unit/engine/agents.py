@@ -58,7 +58,7 @@ def said(outcomes: Outcomes) -> JsonValue:
 
 
 def asker(name: str, *peers: str, join: Join = ALL, **call: Any) -> Scripted:
-    """An agent that passes its input to each of `peers` and returns their outcomes by peer name."""
+    """An agent that passes its input to each of `peers` and returns their outcomes by peer."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Paused:
         return Paused([Call(peer, peer, request, **call) for peer in peers], b"state", join)

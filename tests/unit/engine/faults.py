@@ -33,7 +33,7 @@ class FaultyStore:
         self.arguments: list[tuple[str, tuple[Any, ...]]] = []
 
     def fail(self, method: str, *faults: str | None) -> None:
-        """Inject one fault into each of the next calls of `method`; `None` lets that call succeed."""
+        """Inject one fault into each of the next calls of `method`; `None` is a normal call."""
         self._script[method].extend(faults)
 
     def fail_always(self, method: str, fault: str = NOT_COMMITTED) -> None:
@@ -104,7 +104,7 @@ class FaultyBroker(InProcessBroker):
         return super().consuming(address) and not any(part in address for part in self.locked)
 
     def fail(self, *faults: str | Published, type: str | None = None) -> None:
-        """Fail the next publishes with these faults in order; only messages of `type`, if given."""
+        """Fail the next publishes, or only those of type `type`, with these faults in order."""
         self._script.extend(Publication(fault, type) for fault in faults)
 
     def heal(self) -> None:

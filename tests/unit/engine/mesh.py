@@ -83,7 +83,7 @@ class Events:
         return found
 
     def story(self, task_id: str, *steps: Step) -> list[str]:
-        """Events of a task in order, as "checkpoint before" and so on; only of `steps`, if given."""
+        """Events of a task in order, as "checkpoint before" etc.; only of `steps`, if given."""
         return [
             f"{event.step.value} {event.phase.value}"
             for event in self.all
@@ -111,7 +111,7 @@ class Running:
         written, said = len(self.store.calls), len(self.broker.published)
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
-        assert {"pause", "end", "release"}.isdisjoint(self.store.calls[written:]), "a crash must not write"
+        assert {"pause", "end", "release"}.isdisjoint(self.store.calls[written:]), "a crash wrote"
         assert self.broker.published[said:] == [], "a crash must not publish"
         await self.broker.close()
 

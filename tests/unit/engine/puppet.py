@@ -72,7 +72,7 @@ class Puppet:
         return TaskId(message.correlation_id)
 
     def request(self, input_: JsonValue, task_id: str | None = None, metadata: Any = None, **headers: Any) -> Message:
-        """A request; each keyword sets the header of that name, so `deadline=…` sets `x-deadline`."""
+        """A request; each keyword sets a header, for example `deadline` sets `x-deadline`."""
         task_id = task_id or new_id()
         said = A2AMessage(message_id=new_id(), role="ROLE_USER", parts=[Part(data=input_)], task_id=task_id)
         return Message(

@@ -116,7 +116,7 @@ async def test_code_that_cleans_up_before_it_stops(mesh: Mesh, boss: Puppet) -> 
 
 @HOMES
 async def test_code_that_ends_all_the_same(mesh: Mesh, boss: Puppet, durable: bool) -> None:
-    """With a row, an end that commits before the cancel wins; without one, the first reply counts."""
+    """With a row, an end committed before the cancel wins; without one, the first reply counts."""
     reached = Gate()
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:

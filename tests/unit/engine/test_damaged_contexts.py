@@ -36,7 +36,7 @@ class Waiter(asyncio.Future[None]):
 
 
 async def two_tasks(mesh: Mesh, boss: Puppet) -> tuple[Running, str, str, Gate]:
-    """Start a task whose code raises when it is stopped, then a normal one, in the same replica."""
+    """Start a task whose code raises when stopped, then a normal one, in the same replica."""
     gate, odd = Gate(), Gate()
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:

@@ -382,7 +382,7 @@ async def test_code_that_does_not_stop_holds_nobody_up(mesh: Mesh, boss: Puppet)
 
 
 def held_when_resumed(gate: Gate) -> Scripted:
-    """An agent that answers "new" at once; other requests call the peer, and then wait for `gate`."""
+    """An agent that answers "new" at once; other requests call the peer and wait for `gate`."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
         return Done("new") if request == "new" else Paused([Call("call", "peer", request)], b"")

@@ -134,7 +134,7 @@ async def test_failed_operations_are_bounded() -> None:
         await store.mark_sent([reply])
     kept = store._tables  # type: ignore[attr-defined]
     assert len(kept.tasks) == len(kept.resumable) == 100
-    assert await store.operation(run.task_id) is not None, "the newest operations must be resumable"
+    assert await store.operation(run.task_id) is not None, "the newest must be resumable"
     assert len(kept.recently_ended) == 200, "requests of the others must be recognised"
 
 

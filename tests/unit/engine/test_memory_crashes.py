@@ -116,7 +116,7 @@ FORMS = pytest.mark.parametrize("form", [function_agent, Handlers])
 
 
 async def answered(mesh: Mesh, boss: Puppet, peer: Puppet, task_id: str, before: int = 0) -> Any:
-    """Answer all calls after the first `before`, advance the clock, and return the task's result."""
+    """Answer all calls after the first `before`, advance the clock, and return the result."""
     for _ in range(60):
         for request in peer.requests[before:]:
             await peer.respond(request, 7)

@@ -384,8 +384,9 @@ async def test_a_degraded_task_can_be_cancelled(mesh: Mesh, boss: Puppet, peer: 
 
 
 async def degraded(mesh: Mesh, boss: Puppet, peer: Puppet, agent: Scripted) -> tuple[Running, TaskId, Message]:
-    """A replica with an in-process task after an outage of the database, and the task's call to
-    `peer`.
+    """Let a task fall back to the in-process backend, then heal the database.
+
+    Returns the replica, the task and its call to `peer`.
     """
     first = await mesh.replica(agent, checkpoint_retry_time=timedelta(0))
     first.store.fail("pause", *[NOT_COMMITTED] * 3)
@@ -503,7 +504,7 @@ async def test_a_degraded_task_answers_again_as_before_although_a_cancel_came_la
 async def test_two_runs_of_a_task_in_one_replica_do_not_stop_each_other(
     mesh: Mesh, boss: Puppet, peer: Puppet, at_work: str
 ) -> None:
-    """Any replica may record the response to the other run, even the one with the in-process task."""
+    """Any replica may record the response to the other run, even that of the in-process task."""
     gate = Gate()
     agent = gated_after("agent", "peer", gate)
     first, task_id, in_memory = await degraded(mesh, boss, peer, agent)

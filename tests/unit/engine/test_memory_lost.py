@@ -1,4 +1,4 @@
-"""A working memory that is lost, damaged, unavailable or another's is restored or reported lost."""
+"""A working memory that is lost, damaged or unavailable: it is restored or reported as lost."""
 
 from __future__ import annotations
 

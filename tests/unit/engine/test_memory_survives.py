@@ -147,7 +147,7 @@ async def test_what_is_bought_is_counted_once_when_its_operation_is_resumed(
     shop = Shop(fails, counts)
     assert await counted_when_resumed(mesh, boss, shop, form(shop, inside), kind) == Ok(shop.expected)
     twice = [] if fails == "bought" else [2] * (fails == "counted")
-    assert sorted(shop.fetched) == sorted([*range(PAGES), *twice]), "a page in memory was fetched again"
+    assert sorted(shop.fetched) == sorted([*range(PAGES), *twice]), "a page was fetched again"
 
 
 @KINDS
@@ -465,7 +465,7 @@ async def test_a_snapshot_of_a_lost_future_is_not_taken(mesh: Mesh, boss: Puppet
     turns.gates.clear()
     await mesh.replica(walking, **places())
     reply = await answered(mesh, boss, peer, task_id, 1)
-    assert reply == Ok(["start", "way 8: 2", "way 8: 3"]), "the pause's memory plus the unrecorded steps"
+    assert reply == Ok(["start", "way 8: 2", "way 8: 3"]), "the pause's and the unrecorded steps"
     assert [(each.source, each.behind) for each in found] == [(MemorySource.SQL, True)]
 
 
@@ -545,7 +545,7 @@ async def test_a_task_past_its_deadline_ends_though_its_memory_is_away(
     await peer.respond(request, 7)
     await mesh.advance(20)
     assert boss.replies(task_id) == []
-    assert mesh.events.of(Step.RELEASE, Phase.AFTER, task_id), "the task must be released until its deadline"
+    assert mesh.events.of(Step.RELEASE, Phase.AFTER, task_id), "the task must be released"
     await mesh.advance(60)
     [reply] = boss.replies(task_id)
     assert isinstance(reply, Failed)
@@ -688,7 +688,7 @@ async def test_a_copy_whose_put_was_cancelled_is_put_with_the_next_checkpoint(me
 
 
 async def test_the_copy_is_put_before_a_peer_is_asked(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """A fast response could otherwise resume the task in another replica before the copy exists."""
+    """A fast response could otherwise resume the task elsewhere before the copy exists."""
     places, putting = Places(mesh, "surviving"), Gate()
     put = places.snapshots.put
 
@@ -725,4 +725,4 @@ async def test_what_comes_late_undoes_nothing(mesh: Mesh) -> None:
             await memory.replace(owner, [Item("x", Kind.STRING, b"old")], seen=seen)
     held = await memory.read(owner.agent_id)
     assert ({item.key: item.content for item in held.items}, held.version) == ({"x": b"new"}, new)
-    assert (await memory.execute(owner, [Command("GET", "x")], seen=old))[1] == [b"new"], "reads ignore the version"
+    assert (await memory.execute(owner, [Command("GET", "x")], seen=old))[1] == [b"new"], "reads ignore it"

@@ -103,7 +103,7 @@ async def test_again_while_its_task_waits(mesh: Mesh, boss: Puppet, peer: Puppet
 
 
 async def test_again_while_its_call_is_due_for_dispatch(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """The redelivered request triggers a dispatch, so the call need not wait for the next sweep."""
+    """The redelivered request triggers a dispatch, so the call does not wait for a sweep."""
     first = await mesh.replica(asker("asker", "peer"), sweep_interval=timedelta(hours=1))
     first.broker.fail("not committed", type="request")
     request = boss.request(1)

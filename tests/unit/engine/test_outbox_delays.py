@@ -1,4 +1,4 @@
-"""Committed messages leave soon after the broker returns, and missing addresses delay no others."""
+"""Committed messages leave soon after an outage, and missing addresses delay no others."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ UNABLE = Exit(Ending.UNSTARTED, "could not start: the database is unavailable")
 
 
 async def suspected(mesh: Mesh, boss: Puppet, agent: Any, gate: Gate, *inputs: Any, **options: Any) -> list[str]:
-    """Start tasks of `agent` and crash two replicas that run them, so that they become suspects."""
+    """Start tasks of `agent` and crash two replicas that run them, which makes them suspects."""
     tasks: list[str] = []
     for life in (1, 2):
         replica = await mesh.replica(agent, **ON_RECEIPT, **options)
@@ -374,9 +374,7 @@ async def test_redelivered_requests_have_rows_before_any_of_them_runs(mesh: Mesh
 
 
 async def test_redelivered_requests_whose_commit_was_in_doubt_run_at_once(mesh: Mesh, boss: Puppet) -> None:
-    """The commit that was in doubt wrote them as running here, and other work took their slots
-    meanwhile.
-    """
+    """The commit wrote them as running here, and other work took their slots before it returned."""
     gate = Gate()
     agent = gated("agent", gate)
     first = await mesh.replica(agent)

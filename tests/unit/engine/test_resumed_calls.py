@@ -138,7 +138,7 @@ async def test_what_an_outdated_subtask_had_asked_is_asked_anew(
 async def test_what_a_recorded_subtask_had_asked_is_not_taken_for_anothers_call(
     mesh: Mesh, boss: Puppet, peer: Puppet
 ) -> None:
-    """The recorded subtask's call is not repeated, so the next equal call must not reuse its id."""
+    """The recorded subtask does not repeat its call, so the next equal call needs its own id."""
     works = [False]
 
     async def ask(ctx: TaskExecutionContext) -> int:

@@ -131,9 +131,7 @@ async def test_more_calls_at_once_than_allowed_fail_the_task(mesh: Mesh, boss: P
 
 
 async def test_the_calls_of_a_large_fan_out_are_published_in_parts(mesh: Mesh, boss: Puppet) -> None:
-    """Publishes of other tasks go between the parts, and parts cut off by an outage are sent
-    later.
-    """
+    """Publishes of other tasks go between the parts; parts cut off by an outage are sent later."""
     await mesh.replica(doubler)
     asking = caller("asker", lambda count: [Call(str(number), "doubler", number) for number in range(count)])
     replica = await mesh.replica(asking)

@@ -454,9 +454,7 @@ async def test_a_task_that_is_no_operation_is_taken_over_all_the_same(mesh: Mesh
 
 
 async def test_a_drained_owner_is_not_a_lost_one(mesh: Mesh, boss: Puppet) -> None:
-    """The task was rescued once before it was an operation; its new owner drains in the first
-    subtask.
-    """
+    """The first owner crashed before the task was an operation; the second drains in a subtask."""
     before, steps = Gate(), Steps()
     gate = steps.gate("a")
 

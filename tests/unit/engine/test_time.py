@@ -138,7 +138,7 @@ async def test_within_a_deadline(mesh: Mesh, boss: Puppet, peer: Puppet, durable
 
 
 async def test_losers_are_told_once(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """The outbox and the result of the sweep both have each expired call; its cancel is sent once."""
+    """The outbox and the sweep's result both have the expired calls; each cancel is sent once."""
     replica = await mesh.replica(three(FIRST, timeout=seconds(20)))
     task_id = await boss.ask("three", 1)
     requests = await asked(peer)

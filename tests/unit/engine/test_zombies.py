@@ -247,7 +247,7 @@ async def test_a_request_lost_while_its_reply_is_sent_has_one_answer(
 
 
 def lose_the_request_with_the_next_reply(replica: Running, patch: pytest.MonkeyPatch) -> None:
-    """Simulate a broker outage: the next reply is not sent and its request goes to other replicas."""
+    """Simulate a broker outage: the next reply is lost and its request goes to other replicas."""
 
     async def lose(messages: Sequence[tuple[Address, Message]]) -> list[Published]:
         patch.undo()
