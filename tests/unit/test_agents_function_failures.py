@@ -1,4 +1,4 @@
-"""Function agents: what becomes of calls that fail."""
+"""Function agents: how failed calls reach the function."""
 
 from __future__ import annotations
 

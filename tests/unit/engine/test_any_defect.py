@@ -136,7 +136,7 @@ async def test_the_replica_serves_on(
         assert isinstance(outcomes[0], (Ok, Failed))
     assert running.worker.site.slots.free == 3, "a slot leaked"
     assert running.worker.segments.live == {}
-    assert mesh.unacked("asker") == mesh.waiting("asker") == 0, "a request is still queued or unacked"
+    assert mesh.unacked("asker") == mesh.waiting("asker") == 0, "a request was kept"
 
 
 async def test_a_defect_is_noted_once_a_minute(mesh: Mesh, boss: Puppet, caplog: pytest.LogCaptureFixture) -> None:

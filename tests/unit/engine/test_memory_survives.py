@@ -725,4 +725,4 @@ async def test_what_comes_late_undoes_nothing(mesh: Mesh) -> None:
             await memory.replace(owner, [Item("x", Kind.STRING, b"old")], seen=seen)
     held = await memory.read(owner.agent_id)
     assert ({item.key: item.content for item in held.items}, held.version) == ({"x": b"new"}, new)
-    assert (await memory.execute(owner, [Command("GET", "x")], seen=old))[1] == [b"new"], "reads ignore it"
+    assert (await memory.execute(owner, [Command("GET", "x")], seen=old))[1] == [b"new"], "reads pass"

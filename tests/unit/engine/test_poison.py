@@ -374,7 +374,7 @@ async def test_redelivered_requests_have_rows_before_any_of_them_runs(mesh: Mesh
 
 
 async def test_redelivered_requests_whose_commit_was_in_doubt_run_at_once(mesh: Mesh, boss: Puppet) -> None:
-    """The commit wrote them as running here, and other work took their slots before it returned."""
+    """The commit wrote them as running here, and other work took their slots in the meantime."""
     gate = Gate()
     agent = gated("agent", gate)
     first = await mesh.replica(agent)

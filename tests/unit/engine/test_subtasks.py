@@ -108,7 +108,7 @@ async def test_a_request_that_comes_again_meanwhile_is_acked(mesh: Mesh, boss: P
 
 
 async def test_two_first_segments_of_one_request_begin_one_task(mesh: Mesh, boss: Puppet) -> None:
-    """Both replicas have the request: the row of the first subtask decides which run is stopped."""
+    """Both replicas have the request: the row of the first subtask decides which run stops."""
     steps, before = Steps(), Gate()
 
     @agent("agent", version="1")
