@@ -91,7 +91,7 @@ async def test_a_caller_that_gives_up_takes_nobody_else_along() -> None:
 
 
 async def test_closed_on_the_wire_and_before_it() -> None:
-    """The batch in flight is in doubt, waiting items were not written, and later ones are refused."""
+    """The batch in flight is in doubt; waiting items were not written; later ones are refused."""
     wire = Wire()
     batcher = Batcher(wire.flush)
     sent, waits = await waiting(batcher, wire, [1], [2])

@@ -70,7 +70,7 @@ CALL = CallSummary(
 
 @dataclass
 class Run:
-    """What a command printed, and its exit code."""
+    """Output and exit code of a command."""
 
     code: int
     out: str

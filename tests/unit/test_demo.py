@@ -81,7 +81,7 @@ def _shown(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 class Telling:
-    """A story told by hand, with replicas A, B and C running."""
+    """A scripted story with replicas A, B and C running."""
 
     def __init__(self, requests: int = 3) -> None:
         self.story = TaskTracker("ABC", requests, 0.0)

@@ -1,6 +1,4 @@
-"""Optional libraries: the core works without them, and a missing one is named with the pip
-command.
-"""
+"""Optional libraries: the core works without them, and errors give the pip command."""
 
 from __future__ import annotations
 

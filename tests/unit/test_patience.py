@@ -46,7 +46,7 @@ def patience(heard: Heard, clock: FakeClock) -> Patience:
 
 
 def failing(*errors: Exception) -> tuple[Callable[[], Awaitable[str]], list[int]]:
-    """An attempt that raises `errors` in order and then succeeds, and a list of the attempts made."""
+    """An attempt that raises `errors` in order and then succeeds, and a list of its calls."""
     left, made = list(errors), list[int]()
 
     async def attempt() -> str:

@@ -139,7 +139,7 @@ async def taking(count: int, prefetch: int) -> tuple[Consumer, Acks]:
 
 @pytest.fixture
 def no_delay_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An ack that waits for others waits for them alone."""
+    """A delayed ack is sent only together with others, because its timer never fires."""
     monkeypatch.setattr("meshpoint.adapters.rabbitmq.consumer._ACK_DELAY", 3600)
 
 

@@ -16,7 +16,7 @@ NOT_COMMITTED = "not committed"
 IN_DOUBT = "in doubt"
 """Committed, but the response was lost."""
 LOST_IN_DOUBT = "lost, in doubt"
-"""Not committed, and the caller cannot tell."""
+"""Not committed, but reported to the caller as in doubt."""
 
 
 class FaultyStore:
@@ -104,7 +104,7 @@ class FaultyBroker(InProcessBroker):
         return super().consuming(address) and not any(part in address for part in self.locked)
 
     def fail(self, *faults: str | Published, type: str | None = None) -> None:
-        """Fail the next publishes, or only those of type `type`, with these faults in order."""
+        """Fail the next publishes with these faults in order; only publishes of `type`, if set."""
         self._script.extend(Publication(fault, type) for fault in faults)
 
     def heal(self) -> None:

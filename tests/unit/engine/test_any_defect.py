@@ -129,7 +129,7 @@ async def test_the_replica_serves_on(
     await mesh.settle()
     for task_id in [*early, *late]:
         if (where, method) == ("broker", "publish") and mesh.events.of(Step.MESSAGE_REJECTED, task_id=task_id):
-            continue  # as far as anyone can tell, this reply can never be sent
+            continue  # the replica considers this reply impossible to send
         outcomes = boss.replies(task_id)
         assert outcomes, "a request has no answer"
         assert len({str(outcome) for outcome in outcomes}) == 1, "replies of one task differ"

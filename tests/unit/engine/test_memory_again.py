@@ -278,7 +278,7 @@ async def test_what_came_after_a_checkpoint_that_could_not_read_it_is_not_taken_
 async def test_a_zombie_that_finds_l1_emptied_takes_nothing_from_the_run_that_has_the_task(
     mesh: Mesh, boss: Puppet, peer: Puppet, early: bool
 ) -> None:
-    """L1 has no fence for the zombie, so its writes land before or during those of the new run.
+    """Without a fence in L1, the zombie writes before or during the new run.
 
     The new run detects that the memory is not its own and restores it from the checkpoint.
     """

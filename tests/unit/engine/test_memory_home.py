@@ -504,7 +504,7 @@ async def test_a_degraded_task_answers_again_as_before_although_a_cancel_came_la
 async def test_two_runs_of_a_task_in_one_replica_do_not_stop_each_other(
     mesh: Mesh, boss: Puppet, peer: Puppet, at_work: str
 ) -> None:
-    """Any replica may record the response to the other run, even that of the in-process task."""
+    """Any replica may record the response to the other run, even the in-process task's replica."""
     gate = Gate()
     agent = gated_after("agent", "peer", gate)
     first, task_id, in_memory = await degraded(mesh, boss, peer, agent)

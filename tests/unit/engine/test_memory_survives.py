@@ -420,7 +420,7 @@ async def test_a_new_task_with_the_id_of_one_whose_memory_is_still_there_begins_
 
 
 async def test_a_snapshot_of_a_lost_future_is_not_taken(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """Its order is above that of the last checkpoint, so no current run wrote it."""
+    """Its order is higher than the last checkpoint's, so no current run wrote it."""
     places, turns = Places(mesh, "surviving"), Turns()
     found: list[MemoryRecovery] = []
 

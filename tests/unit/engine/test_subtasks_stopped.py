@@ -236,7 +236,7 @@ async def test_what_a_segment_left_behind_begins_no_subtask(mesh: Mesh, boss: Pu
 
 
 async def test_what_a_segment_left_running_is_stopped_before_its_end_is_committed(mesh: Mesh, boss: Puppet) -> None:
-    """One of two concurrent subtasks fails the task; the other's result could not be recorded."""
+    """When a concurrent subtask fails the task, the other's result can no longer be recorded."""
     steps, failing = Steps(), Gate()
     gate = steps.gate("lasting")
 

@@ -42,7 +42,7 @@ Exec = Callable[..., tuple[int, Any]]
 
 @pytest.fixture
 def keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Exec:
-    """Runs `meshpoint exec` on the agent with input 3; returns the exit code and the printed JSON."""
+    """Runs `meshpoint exec` on the agent with input 3; returns exit code and printed JSON."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -59,7 +59,7 @@ def keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def mend(folder: Path) -> None:
-    """Let the agent succeed from now on. Its subtasks are unchanged, so their records stay valid."""
+    """Let the agent succeed from now on. Its subtasks do not change, so their records count."""
     (folder / "tested_keeping.py").write_text(KEEPING.replace("FAILS = True", "FAILS = False"))
 
 

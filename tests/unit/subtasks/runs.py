@@ -35,7 +35,7 @@ class Visits:
 
 
 class Recorder:
-    """Makes a context that of a function agent, and records which subtasks were skipped."""
+    """Stands in for the recorder of a function agent, and lists the subtasks that were skipped."""
 
     replaying = False
 
@@ -78,8 +78,8 @@ class Book:
 class Life:
     """The runs of one task. The first run starts at once.
 
-    `again` starts another run of the same attempt, from what was saved. `resume` starts a new
-    attempt, from what the failed one left.
+    `again` starts another run of the same attempt, from the last saved checkpoint. `resume` starts
+    a new attempt, from the failed attempt's final checkpoint.
     """
 
     def __init__(self, plan: Plan | None = None, *, handlers: bool = False) -> None:

@@ -170,7 +170,7 @@ class Calculator:
 
 @dataclass
 class Halved:
-    """A class is a callable too."""
+    """Calling this class is a subtask too."""
 
     number: int
 

@@ -33,7 +33,7 @@ class Flow:
         return step
 
     async def run(self, *names: str, ctx: TaskExecutionContext | None = None, **changed: Any) -> list[str]:
-        """Run subtasks `names` and return those whose code ran.
+        """Run subtasks `names` and return the names of those that ran.
 
         `a=2` changes the input of "a", and `a="v2"` its function.
         """
@@ -66,7 +66,7 @@ async def test_what_changed_runs_again_and_all_that_was_begun_after_it(change: d
     after = "after 'b', which runs again"
     assert flow.life.told(Step.SUBTASK_AGAIN) == {"b": why, "c": after, "d": after}
     flow.life.resume()
-    assert await flow.run("a", "b", "c", "d", **change) == [], "the changed subtask must be recorded"
+    assert await flow.run("a", "b", "c", "d", **change) == [], "the change is recorded"
 
 
 async def test_a_new_subtask_makes_what_comes_after_it_run_again() -> None:

@@ -37,7 +37,7 @@ class L1(InProcessWorkingMemory):
         self.restless = 0  # this many of the next reads are followed by a foreign write
         self.away = False
         self.evicted: tuple[str, ...] = ()
-        # each next restore gets one of these in place of its first key
+        # replaces the first key of each of the next restores
         self.garbled: list[str] = []
         self.reads = 0
 
