@@ -425,7 +425,7 @@ async def test_a_segment_that_is_over_has_no_memory(mesh: Mesh, boss: Puppet) ->
     await mesh.replica(leaving)
     await boss.reply(await boss.ask("agent", 1))
     await mesh.settle()
-    with pytest.raises(AgentMisbehaved, match="this one is over"):
+    with pytest.raises(AgentMisbehaved, match="this one has ended"):
         await left[0].memory.get("x")
 
 

@@ -230,7 +230,7 @@ async def test_what_a_segment_left_behind_begins_no_subtask(mesh: Mesh, boss: Pu
     assert await boss.reply(await boss.ask("agent", 1)) == Ok(2)
     await mesh.settle()
     late.opened.set()
-    with pytest.raises(AgentMisbehaved, match="left behind"):
+    with pytest.raises(AgentMisbehaved, match="outlived its segment"):
         await left[0]
     assert steps.ran.names == ["a"]
 
