@@ -63,7 +63,7 @@ async def resumed(tested: FunctionAgent[Any, Any], state: Paused, answer: Any = 
 
 @agent("travel", version="3")
 async def travel(ctx: TaskExecutionContext, days: int) -> str:
-    """Pauses in a loop, in a branch, and for two peers at once."""
+    """Several pauses: in a loop, in a branch, and for two peers at once."""
     total = 0
     for day in range(days):
         total += (await ctx.call(double(day))).price
