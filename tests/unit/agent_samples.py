@@ -1,4 +1,4 @@
-"""Peers and contexts for the tests of agents."""
+"""Peers and contexts for the agent tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ shout = Peer("shout", str, str)
 
 
 def obliging(call: Call) -> Outcome:
-    """Peers that answer everything."""
+    """Outcomes of peers that answer every call."""
     match call.peer, call.input:
         case "double", int() as number:
             return Ok({"price": 2 * number})
@@ -43,7 +43,7 @@ def obliging(call: Call) -> Outcome:
 
 
 def refusing(kind: FailureKind = FailureKind.ERROR, peer: str | None = None) -> Callable[[Call], Outcome]:
-    """Peers of which one, or each, fails."""
+    """Outcomes of peers of which one (`peer`), or each, fails."""
     return lambda call: Failed(kind, "sorry") if peer in (None, call.peer) else obliging(call)
 
 
@@ -63,7 +63,7 @@ async def resumed(tested: FunctionAgent[Any, Any], state: Paused, answer: Any = 
 
 @agent("travel", version="3")
 async def travel(ctx: TaskExecutionContext, days: int) -> str:
-    """Several pauses: in a loop, in a branch, and for two peers at a time."""
+    """Several pauses: in a loop, in a branch, and for two peers at once."""
     total = 0
     for day in range(days):
         total += (await ctx.call(double(day))).price

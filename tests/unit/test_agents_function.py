@@ -1,4 +1,4 @@
-"""Function agents: what a run of the function may rely on."""
+"""Function agents: what each run of the function can rely on."""
 
 from __future__ import annotations
 

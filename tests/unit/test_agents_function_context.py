@@ -1,4 +1,4 @@
-"""Function agents: the context in a part that runs again."""
+"""Function agents: the context in replayed code."""
 
 from __future__ import annotations
 

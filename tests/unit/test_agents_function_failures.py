@@ -1,4 +1,4 @@
-"""Function agents: what becomes of calls that fail."""
+"""Function agents: how failed calls reach the function."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_gather_raises_when_fewer_succeed_than_the_join_needs_and_names_a_
 async def test_a_join_of_more_results_than_calls_is_refused_where_it_is_asked_for() -> None:
     @agent("greedy")
     async def greedy(ctx: TaskExecutionContext, number: int) -> str:
-        with pytest.raises(AgentMisbehaved, match="needs 2 results of 1"):
+        with pytest.raises(AgentMisbehaved, match="needs 2 results but has 1"):
             await ctx.gather(double(number), join=AT_LEAST(2))
         return "refused"
 

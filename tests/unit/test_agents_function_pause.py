@@ -1,4 +1,4 @@
-"""Function agents: what a function must not do with a pause."""
+"""Function agents: a pause must not be caught, hidden or delayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Function agents: another path than the recorded one is never a result."""
+"""Function agents: a path that differs from the recorded one never yields a result."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def wandering(second_run: Callable[[TaskExecutionContext], Any]) -> FunctionAgen
 
 
 async def nothing(ctx: TaskExecutionContext) -> None:
-    """Call nobody."""
+    """Make no call."""
 
 
 async def swallowing(ctx: TaskExecutionContext) -> None:
-    """Ask for something else, and pretend that nothing happened."""
+    """Make a different call and hide the failure."""
     try:
         await ctx.call(double(2))
     except Exception:

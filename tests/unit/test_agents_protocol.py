@@ -1,4 +1,4 @@
-"""The contract, and how an agent is found from its entrypoint."""
+"""The agent protocol, and how an entrypoint resolves to an agent."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def function(ctx, request): ...
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A package of agents that can be imported, and ones that cannot."""
+    """A package with an agent and with modules that cannot be imported."""
     package = tmp_path / "some_agents"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -115,7 +115,7 @@ def test_the_modules_own_complaint_is_not_hidden() -> None:
 
 
 class Echo:
-    """The least that is an agent."""
+    """The smallest valid agent."""
 
     name = "echo"
     state_format = "echo/2"

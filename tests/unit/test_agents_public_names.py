@@ -1,4 +1,4 @@
-"""Every public name says what it is."""
+"""Every public name has a docstring."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import meshpoint
 
 
 def attribute_docstrings(module_name: str) -> dict[str, str]:
-    """The strings under the assignments of a module: constants and aliases have no `__doc__` of their own."""
+    """The strings under a module's assignments, since constants and aliases have no `__doc__`."""
     body = ast.parse(inspect.getsource(importlib.import_module(module_name))).body
     found: dict[str, str] = {}
     for statement, following in pairwise(body):
@@ -24,12 +24,12 @@ def attribute_docstrings(module_name: str) -> dict[str, str]:
 
 
 def home_of(name: str) -> str:
-    """The module that the package imports `name` from."""
+    """The module from which the package imports `name`."""
     for statement in ast.parse(inspect.getsource(meshpoint)).body:
         if isinstance(statement, ast.ImportFrom) and name in {alias.name for alias in statement.names}:
             assert statement.module is not None
             return statement.module
-    raise AssertionError(f"{name} is imported from nowhere")
+    raise AssertionError(f"{name} is not imported by the package")
 
 
 @pytest.mark.parametrize("name", meshpoint.__all__)
@@ -38,9 +38,9 @@ def test_public_names_have_docstrings(name: str) -> None:
     if inspect.isclass(public) or inspect.isfunction(public):
         written = vars(public).get("__doc__") if inspect.isclass(public) else public.__doc__
         assert written, f"{name} has no docstring"
-        assert not written.startswith(f"{name}("), f"{name} has only the docstring that dataclass makes"
+        assert not written.startswith(f"{name}("), f"{name} has only dataclass's docstring"
     else:
-        assert attribute_docstrings(home_of(name)).get(name), f"{name} has no string under it that says what it is"
+        assert attribute_docstrings(home_of(name)).get(name), f"{name} has no docstring below it"
 
 
 def test_what_is_imported_is_public() -> None:

@@ -1,4 +1,4 @@
-"""Stateful agents: handlers, what they keep, and what the next release can read."""
+"""Stateful agents: handlers, their state, and what the next release can read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Progress(BaseModel):
 
 
 class Travel(StatefulAgent[Trip, Progress, str]):
-    """One quote a day, then a greeting."""
+    """Asks for one quote a day, then for a greeting."""
 
     name = "travel"
 
@@ -236,7 +236,7 @@ Kept = TypeVar("Kept")
 
 
 class Asking(StatefulAgent[Request, list[Kept], str], Generic[Kept, Request]):
-    """A base that leaves two types open, in another order."""
+    """A base with two open type parameters, in a different order."""
 
     async def on_request(self, ctx: TaskExecutionContext, request: Request) -> Paused | Done[str]:
         return self.ask([], {"a": double(1)}, then=self.on_answer)
@@ -276,7 +276,7 @@ def test_a_class_without_its_types_or_name_is_refused() -> None:
         Open()
 
     class Nameless(Asking[int, Trip]):
-        """Complete but for its name."""
+        """Complete except for its name."""
 
     with pytest.raises(ConfigurationError, match=r"agent\.name: Nameless has no name"):
         Nameless()

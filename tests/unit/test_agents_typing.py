@@ -1,7 +1,7 @@
-"""What `mypy --strict` makes of agents: right code passes with exact types, wrong code is refused where it is wrong.
+"""`mypy --strict` accepts correct agents with exact types and rejects each mistake on its line.
 
-One run checks all samples; its cache outlives it, so that only the first run ever is slow. A line that
-mypy must refuse ends in `# E: ` and the code of the error; no other line may be refused.
+One mypy run checks all samples; its cache is kept, so only the first run is slow. A line that mypy
+must reject ends in `# E: ` and the error code; it must reject no other line.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ Found = dict[str, set[tuple[int, str]]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What mypy refuses in each sample: lines and error codes."""
+    """Lines and error codes that mypy rejects, by sample."""
     folder = tmp_path_factory.mktemp("samples")
     for name, sample in SAMPLES.items():
         (folder / f"sample_{name}.py").write_text(PREAMBLE + sample)
@@ -183,7 +183,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         if refused := re.match(r".*sample_(\w+)\.py:(\d+): error: .*\[([\w-]+)\]$", line):
             errors[refused[1]].add((int(refused[2]), refused[3]))
         else:
-            assert ": note: " in line, f"mypy says more than expected: {line}"
+            assert ": note: " in line, f"unexpected output of mypy: {line}"
     return errors
 
 

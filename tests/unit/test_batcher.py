@@ -1,4 +1,4 @@
-"""Natural batching: what comes while a batch is on the wire goes with the next one."""
+"""Natural batching: items that arrive while a batch is in flight leave with the next one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshpoint.errors import CommitInDoubt, StoreUnavailable
 
 
 class Wire:
-    """A flush that waits for `open`, and refuses what it is told to."""
+    """A flush that waits for `open` and fails on demand."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
@@ -33,12 +33,12 @@ class Wire:
 
 
 async def waiting(batcher: Batcher[int, int], wire: Wire, *groups: Sequence[int]) -> list[asyncio.Task[list[int]]]:
-    """Callers that come one after the other, the first of whom has the wire."""
+    """Callers that arrive one after another; the batch of the first is in flight."""
     callers = []
     for group in groups:
         callers.append(asyncio.create_task(batcher.put(group)))
         await wire.busy.wait()
-    await asyncio.sleep(0)  # the last one has come
+    await asyncio.sleep(0)  # the last caller has arrived
     return callers
 
 
@@ -91,7 +91,7 @@ async def test_a_caller_that_gives_up_takes_nobody_else_along() -> None:
 
 
 async def test_closed_on_the_wire_and_before_it() -> None:
-    """What is on the wire may have been written; what waits was not; what comes later is refused."""
+    """The batch in flight is in doubt; waiting items were not written; later ones are refused."""
     wire = Wire()
     batcher = Batcher(wire.flush)
     sent, waits = await waiting(batcher, wire, [1], [2])
@@ -146,7 +146,7 @@ async def test_what_nobody_waits_for_lingers_until_somebody_hurries() -> None:
 
 
 async def test_what_a_flush_brings_back_lingers_before_it_goes_again() -> None:
-    """A mark whose join is locked must not go out turn after turn until it is free."""
+    """An item whose join is locked must not be flushed again and again until it is free."""
     batches: list[list[int]] = []
     flushed = asyncio.Event()
 

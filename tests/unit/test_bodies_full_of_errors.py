@@ -1,4 +1,4 @@
-"""Bodies in which very much is wrong: each error of pydantic costs a kilobyte."""
+"""Bodies with a very large number of errors; pydantic needs a kilobyte for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands, against stubs of what they compose: arguments in, lines and exit codes out."""
+"""Commands against stubs: arguments in, lines and exit codes out."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ WAITING = TaskSummary(
     owner=None,
     completed=2,
     expected=3,
-    checkpointed_at=NOW - timedelta(days=5, hours=1),  # coarse: the clock goes on while tests run
+    # coarse, because real time passes while tests run
+    checkpointed_at=NOW - timedelta(days=5, hours=1),
     wake_at=NOW + timedelta(days=3, hours=12),
 )
 CALL = CallSummary(
@@ -69,7 +70,7 @@ CALL = CallSummary(
 
 @dataclass
 class Run:
-    """What a command printed, and its exit code."""
+    """Output and exit code of a command."""
 
     code: int
     out: str
@@ -102,7 +103,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @dataclass
 class Mesh:
-    """Stands for the composition root and the client."""
+    """Stub of the composition root, the client and the store."""
 
     outcome: Outcome = field(default_factory=lambda: Ok[JsonValue]({"total": 3}))
     error: Exception | None = None
@@ -112,8 +113,6 @@ class Mesh:
     seen: dict[str, Any] = field(default_factory=dict)
     opened: int = 0
     closed: int = 0
-
-    # wiring
 
     def make_broker(self, mesh: MeshSettings) -> MeshSettings:
         self.seen["mesh"] = mesh
@@ -131,8 +130,6 @@ class Mesh:
         self.seen["served"] = [agent.name for agent in settings.agents]
         if self.error:
             raise self.error
-
-    # client
 
     def client(self, broker: object) -> Mesh:
         return self
@@ -156,8 +153,6 @@ class Mesh:
 
     async def cancel(self, agent: str, task_id: str) -> None:
         self.seen["cancelled"] = (agent, task_id)
-
-    # store
 
     async def lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, Known]:
         return {task_id: self.known[task_id] for task_id in task_ids if task_id in self.known}
@@ -206,9 +201,6 @@ def stub(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: object) -> No
     module.__dict__.update(attributes)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(meshpoint, name, module, raising=False)
-
-
-# The frame
 
 
 def test_help_and_version_are_quick_to_import() -> None:
@@ -296,9 +288,6 @@ def test_interrupting_exits_with_130(cli: Cli, mesh: Mesh, monkeypatch: pytest.M
 
     stub(monkeypatch, "wiring", make_broker=interrupt)
     assert cli("send", "travel", "x").code == 130
-
-
-# send
 
 
 def test_send_prints_the_value_as_json(cli: Cli, mesh: Mesh) -> None:
@@ -433,9 +422,6 @@ def test_send_refuses_to_wait_and_not_to_wait(cli: Cli, mesh: Mesh) -> None:
     assert not mesh.seen
 
 
-# tasks
-
-
 def test_tasks_are_listed_as_a_table(cli: Cli, mesh: Mesh) -> None:
     listed = cli("tasks", "list", "--config", "mesh.yaml", "--agent", "travel", "--state", "waiting", "--limit", "5")
     assert listed.code == 0
@@ -463,7 +449,7 @@ def test_a_database_shared_by_agents_is_read_once_and_closed(cli: Cli, mesh: Mes
 def test_tasks_are_listed_as_json_from_a_named_database(cli: Cli, mesh: Mesh) -> None:
     mesh.tasks = [replace(WAITING, task_id=TaskId("old"), checkpointed_at=NOW - timedelta(days=9)), WAITING]
     listed = cli("tasks", "list", "--db", "postgresql://h/mesh", "--json")
-    assert [task["task_id"] for task in listed.json] == ["t-1", "old"], "newest first"
+    assert [task["task_id"] for task in listed.json] == ["t-1", "old"], "the newest task comes first"
     assert listed.json[0]["checkpointed_at"] == WAITING.checkpointed_at.isoformat()
     assert mesh.seen["databases"] == [("postgresql://h/mesh", "meshpoint")]
 
@@ -492,7 +478,7 @@ def test_looking_makes_no_file(cli: Cli, mesh: Mesh, tmp_path: Path) -> None:
 
 
 LONG = "a" * 300
-"""A name that no file system takes."""
+"""A name too long for any file system."""
 
 
 @pytest.mark.parametrize(
@@ -596,9 +582,6 @@ def test_a_cancel_with_its_agent_needs_no_database(cli: Cli, mesh: Mesh) -> None
     assert asked.json == {"task_id": "t-7", "agent": "echo", "status": "cancel_sent"}
 
 
-# db
-
-
 def test_a_database_is_checked_upgraded_and_checked_again(cli: Cli, tmp_path: Path) -> None:
     shown = f"sqlite:///{tmp_path}/tasks.db"
     checked = cli("db", "check", "--config", "mesh.yaml")
@@ -623,7 +606,7 @@ def test_the_sql_of_an_upgrade_is_printed_and_not_run(cli: Cli, tmp_path: Path) 
 
 def test_a_database_that_does_not_answer_exits_with_3(cli: Cli) -> None:
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # held, and nobody listens
+        closed.bind(("127.0.0.1", 0))  # bound, but without a listener
         ended = cli("db", "check", "--db", f"postgresql://u:secret@127.0.0.1:{closed.getsockname()[1]}/mesh")
     assert (ended.code, ended.err.count("\n"), "secret" in ended.err) == (3, 1, False)
 
@@ -642,9 +625,6 @@ def test_a_database_that_does_not_answer_exits_with_3(cli: Cli) -> None:
 )
 def test_a_password_is_never_printed(url: str, shown: str) -> None:
     assert redact_url(url) == shown
-
-
-# sweep, demo, run
 
 
 def test_a_sweep_tells_what_it_did(cli: Cli, mesh: Mesh) -> None:
@@ -668,7 +648,7 @@ def test_the_demo_gets_its_options_and_gives_its_exit_code(cli: Cli, monkeypatch
 def test_run_serves_all_agents_in_this_process(cli: Cli, mesh: Mesh, tmp_path: Path) -> None:
     ended = cli("run", "mesh.yaml")
     assert (ended.code, mesh.seen["served"]) == (0, ["travel", "flights", "echo"])
-    assert sys.path[0] == str(tmp_path), "agents may stand in the working directory"
+    assert sys.path[0] == str(tmp_path), "agents may be in the working directory"
 
 
 @pytest.mark.parametrize(
@@ -696,7 +676,7 @@ def test_run_refuses_what_cannot_be_served(
     arguments: list[str],
     said: str,
 ) -> None:
-    monkeypatch.delenv("MESHPOINT_MESH__BROKER_URL")  # it would win over the file's
+    monkeypatch.delenv("MESHPOINT_MESH__BROKER_URL")  # it would override the file
     (tmp_path / "mesh.yaml").write_text(content, encoding="utf-8")
     ended = cli("run", "mesh.yaml", *arguments)
     assert (ended.code, "served" in mesh.seen) == (2, False)

@@ -1,4 +1,4 @@
-"""The page on the command line agrees with the commands."""
+"""The command-line reference page matches the commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshpoint run` as a process: signals, and the death of its supervisor."""
+"""`meshpoint run` as a process: signals, and the loss of its supervisor."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_second_signal_ends_the_drain(start: Start, number: signal.Signals, co
 def test_a_replica_drains_when_its_supervisor_is_gone(start: Start) -> None:
     process = start("--supervised")
     assert process.stdin is not None
-    told, logged = process.communicate()  # closes its standard input
+    told, logged = process.communicate()  # closes standard input
     assert told == "draining\n"
     assert "the supervisor has ended: draining" in logged
     assert process.returncode == 0

@@ -1,4 +1,4 @@
-"""The supervisor: replicas that die are replaced, patiently; those told to stop may drain."""
+"""The supervisor replaces replicas that die, with a back-off, and lets stopped ones drain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Replica:
 
 
 class World:
-    """A supervisor, its clock, and the processes it made."""
+    """A supervisor, its clock, and the processes it started."""
 
     def __init__(self, replicas: int) -> None:
         self.clock = FakeClock()

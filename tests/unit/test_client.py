@@ -1,4 +1,4 @@
-"""The client: what it leaves behind if it cannot begin."""
+"""A client that fails to start leaves nothing open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clocks."""
+"""System and fake clocks."""
 
 from __future__ import annotations
 

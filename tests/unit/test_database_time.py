@@ -1,4 +1,4 @@
-"""What a process knows of its database's clock."""
+"""A process's estimate of its database's clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_a_slow_answer_changes_nothing() -> None:
     time = DatabaseTime(clock)
     time.observe(5000.0, sent_at=100.0)
     clock.seconds = 110.0
-    time.observe(5002.0, sent_at=101.0)  # between 101 and 110 on our clock: 5000 + (102 - 100) fits
+    # sent between 101 and 110 on the local clock, so 5000 + (102 - 100) is possible
+    time.observe(5002.0, sent_at=101.0)
     assert time.current_time == at(5010.0)
 
 
@@ -44,7 +45,7 @@ def test_a_better_answer_counts() -> None:
     clock = Monotonic()
     clock.seconds = 110.0
     time = DatabaseTime(clock)
-    time.observe(5000.0, sent_at=100.0)  # it may be up to ten seconds later by now
+    time.observe(5000.0, sent_at=100.0)  # up to ten seconds may have passed since
     time.observe(5008.0, sent_at=110.0)
     assert time.current_time == at(5008.0)
 

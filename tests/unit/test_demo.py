@@ -1,4 +1,4 @@
-"""The demonstration's account and its picture, without processes."""
+"""The ledger, story and picture of the demonstration, without processes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ GOOD = Ledger(
     rescued=1,
     seconds=8.5,
 )
-
-# ── the ledger ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_good_ledger_is_ok() -> None:
@@ -82,11 +80,8 @@ def _shown(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> int:
     return run(requests=24, seed=1, as_json=False)
 
 
-# ── the story ──────────────────────────────────────────────────────────────────────────────────────────
-
-
 class Telling:
-    """A story told by hand: replicas A, B and C serve."""
+    """A scripted story with replicas A, B and C running."""
 
     def __init__(self, requests: int = 3) -> None:
         self.story = TaskTracker("ABC", requests, 0.0)
@@ -103,7 +98,7 @@ class Telling:
         self.tell(name, Step.SEGMENT, Phase.BEFORE, task_id, at=at, generation=generation)
 
     def pause(self, name: str, task_id: str, generation: int) -> None:
-        """The segment before pause `generation` ends with it."""
+        """End the segment before pause `generation` with that pause."""
         self.tell(name, Step.SEGMENT, Phase.AFTER, task_id, generation=generation - 1)
         self.tell(name, Step.CHECKPOINT, Phase.AFTER, task_id, generation=generation)
         if generation == 1:
@@ -175,9 +170,6 @@ def test_events_of_peers_do_not_count(telling: Telling) -> None:
     assert telling.story.duplicated == 0
 
 
-# ── the plot ───────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_first_kill_waits_for_paused_tasks(telling: Telling) -> None:
     telling.begin("A", "t1", 0)
     assert telling.plot.next_kill(0.0) is None
@@ -185,7 +177,7 @@ def test_the_first_kill_waits_for_paused_tasks(telling: Telling) -> None:
     kill = telling.plot.next_kill(0.0)
     assert kill is not None
     assert (kill.replica, kill.task_ids) == ("A", {"t1"})
-    assert telling.plot.next_kill(0.0) is None, "the second one has its own moment"
+    assert telling.plot.next_kill(0.0) is None, "the second kill must wait for its own moment"
 
 
 def test_with_many_requests_the_first_kill_waits_for_several() -> None:
@@ -204,15 +196,12 @@ def test_the_second_kill_is_inside_a_resumed_segment_of_a_task_of_the_first(tell
     telling.begin("B", "t2", 0, at=1.0)
     telling.pause("B", "t2", 1)
     telling.begin("B", "t2", 1, at=1.0)
-    assert telling.plot.next_kill(1.0) is None, "t2 was not paused by the first victim"
+    assert telling.plot.next_kill(1.0) is None, "the first victim did not pause t2"
     telling.begin("C", "t1", 1, at=1.0)
-    assert telling.plot.next_kill(9.0) is None, "by now the segment may be over"
+    assert telling.plot.next_kill(9.0) is None, "the segment may be over by now"
     kill = telling.plot.next_kill(1.1)
     assert kill is not None
     assert (kill.replica, kill.task_ids) == ("C", {"t1"})
-
-
-# ── the picture ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_picture_fits_80_columns_and_marks_who_was_killed(telling: Telling) -> None:

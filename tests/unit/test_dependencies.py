@@ -1,4 +1,4 @@
-"""The ranges of pyproject.toml, and the constraint files that pin both of their ends."""
+"""Dependency ranges in pyproject.toml, and the constraint files that pin both ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 
 def requirements(*lists: list[str]) -> list[Requirement]:
-    """All requirements of `lists` on other projects: `all` names the extras of this one."""
+    """All requirements in `lists` on other projects; `all` refers to this project's own extras."""
     every = [Requirement(line) for lines in lists for line in lines]
     return [each for each in every if each.name != PROJECT["name"]]
 
@@ -27,7 +27,7 @@ TOOLS = {each.name for each in requirements(EXTRAS["testing"])}
 
 
 def pins(file: str) -> dict[str, Version]:
-    """The version that a constraint file pins for each distribution."""
+    """The version pinned for each distribution in a constraint file."""
     lines = [line.partition("==") for line in (ROOT / file).read_text().splitlines() if "==" in line]
     return {canonicalize_name(name): Version(version) for name, _, version in lines}
 

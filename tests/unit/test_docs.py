@@ -1,4 +1,4 @@
-"""What the documents say is so: examples run, links lead somewhere, and what is named exists."""
+"""The documentation is true: examples run, links resolve, and everything named exists."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GUARANTEES = (ROOT / "docs" / "explanation" / "guarantees.md").read_text(encodin
 
 
 def rows(page: str, heading: str) -> list[list[str]]:
-    """The cells of the table below a heading, without its head."""
+    """The cells of the table below a heading, without the header row."""
     section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
@@ -34,9 +34,6 @@ def rows(page: str, heading: str) -> list[list[str]]:
 
 def quoted(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
-
-
-# ── the first page ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_example_runs_as_pasted_and_leaves_nothing(tmp_path: Path) -> None:
@@ -66,8 +63,6 @@ def test_the_demonstration_prints_the_lines_of_the_account() -> None:
 def test_readme_is_short() -> None:
     assert len(README.splitlines()) <= 120
 
-
-# ── how-to pages ───────────────────────────────────────────────────────────────────────────────────
 
 HOW_TO = ROOT / "docs" / "how-to"
 SCRIPTS = [
@@ -120,9 +115,6 @@ def test_the_quickstart_can_be_served(tmp_path: Path) -> None:
     assert done.stdout.split() == ["flights", "hotels", "travel"], done.stderr
 
 
-# ── between pages ──────────────────────────────────────────────────────────────────────────────────
-
-
 def anchors(page: str) -> set[str]:
     headings = re.findall(
         r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE), re.MULTILINE
@@ -150,9 +142,6 @@ def test_settings_are_called_by_their_names(page: str) -> None:
     assert {
         name for name in named if re.fullmatch(r"[a-z_]+_(seconds|policy|limit|failure|checkpointing)", name)
     } <= keys
-
-
-# ── how it works ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_every_file_that_is_named_exists() -> None:
@@ -210,9 +199,6 @@ def test_the_picture_and_the_table_have_the_same_transitions(
         assert any(state.value in path or "ended" in path for path in transitions.values())
 
 
-# ── the source documents ───────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     "table", ["agent_paused_tasks", "agent_peer_sub_tasks", "agent_parallel_invocations", "agent_checkpoints"]
 )
@@ -227,9 +213,6 @@ def test_columns_of_the_source_documents_are_where_the_page_says(table: str) -> 
         elsewhere = [metadata.tables[name] for name in names if name in metadata.tables]
         columns = (elsewhere or [metadata.tables[table]])[0].columns
         assert {name for name in names if name not in metadata.tables} <= set(columns.keys()), here
-
-
-# ── guarantees ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_every_test_that_is_named_exists() -> None:

@@ -1,4 +1,4 @@
-"""The pages for operators agree with the code: levels, exit codes, settings, statements."""
+"""The operators' pages match the code: log levels, exit codes, settings and statements."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TOLD = {step: cells[1] for cells in rows("All events", EVENTS) for step in quote
 
 
 def loudest(step: Step) -> int:
-    """The level of a step that goes well, in the phases in which it is told."""
+    """The highest level logged for a step that succeeds."""
     phases = (Phase.NOTED,) if TOLD[step.value].startswith("noted") else (Phase.BEFORE, Phase.AFTER)
     return max(level_of(Event(step, phase, AgentName("a"), ReplicaId("r"), (TaskId("t"),))) for phase in phases)
 

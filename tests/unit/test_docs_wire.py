@@ -1,4 +1,4 @@
-"""The page on the wire agrees with the code: its examples can be read, and it leaves nothing out."""
+"""The wire reference matches the code: its examples parse, and it is complete."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshpoint.model.outcomes import Failed, FailureKind, Ok
 from meshpoint.settings import MeshSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "wire.md").read_text(encoding="utf-8")
-TEXT = " ".join(PAGE.split())  # however its lines are broken
+TEXT = " ".join(PAGE.split())  # independent of line breaks
 BODIES: dict[str, type[Body]] = {
     "request": RequestBody,
     "response": ResponseBody,
@@ -59,7 +59,7 @@ def message(kind: str, body: bytes) -> Message:
 
 
 def rows(section: str) -> dict[str, str]:
-    """The first two cells of each row of a section's tables."""
+    """The first two cells of each row in a section's tables."""
     found = re.findall(r"^\| (.+?) \| (.+?) \|", sections("##")[section], flags=re.MULTILINE)
     return {name.strip("`"): rest for name, rest in found}
 
@@ -76,7 +76,7 @@ def test_an_example_is_read_as_it_stands(name: str, body: bytes) -> None:
 
 
 def assert_nothing_is_ignored(given: object, read: object) -> None:
-    """An unknown field would be ignored, so a misspelt one in an example would not be noticed."""
+    """Unknown fields are ignored, so a misspelt field of an example would otherwise pass."""
     if isinstance(given, dict):
         assert isinstance(read, dict)
         for key, value in given.items():

@@ -1,4 +1,4 @@
-"""Optional libraries: the core does without them, and a missing one is one line with the pip command."""
+"""Optional libraries: the core works without them, and errors give the pip command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FEATURES = [each for each in vars(extras).values() if isinstance(each, Feature)]
 OPTIONAL = {module for feature in FEATURES for module in feature.libraries} | {"uvloop"}
 WITHOUT_CHECK = {"uvloop"}
-"""What an extra installs although Meshpoint works without it."""
+"""Installed by an extra, although Meshpoint works without it."""
 MAIN = "from meshpoint.cli import main; main({arguments})"
 
 

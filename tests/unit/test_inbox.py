@@ -1,4 +1,4 @@
-"""How long an inbox lets more come before the next batch."""
+"""How long an inbox waits for more deliveries before the next batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLOCK = FakeClock()
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that were waited, without waiting."""
+    """Timeouts the inbox asked for, in seconds; none is actually waited for."""
     seen: list[float] = []
 
     def timeout(seconds: float) -> asyncio.Timeout:
@@ -40,7 +40,7 @@ def put(inbox: Inbox, *parents: str) -> None:
 
 
 async def batch(inbox: Inbox, *parents: str, seconds: float) -> None:
-    """Take deliveries of these tasks, which takes so long."""
+    """Take deliveries of these tasks and let the batch last `seconds`."""
     put(inbox, *parents)
     inbox.take(100)
     CLOCK.advance(timedelta(seconds=seconds))

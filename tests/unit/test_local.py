@@ -53,11 +53,11 @@ async def test_agents_ask_each_other_and_pause(temporary: Path) -> None:
     heard = Heard()
     async with local_mesh(summer, doubler, observer=heard) as mesh:
         assert await mesh.ask("summer", [1, 2, 3]) == Ok(12)
-        assert list(temporary.glob("*/tasks.db")), "the pause was written"
+        assert list(temporary.glob("*/tasks.db")), "the pause was not written"
     assert [event.agent for event in heard.events if (event.step, event.phase) == (Step.CHECKPOINT, Phase.AFTER)] == [
         "summer"
     ]
-    assert not list(temporary.iterdir()), "its files are gone"
+    assert not list(temporary.iterdir()), "files remain"
 
 
 async def test_tasks_can_rest_in_a_database_of_ones_own(temporary: Path) -> None:
@@ -89,7 +89,7 @@ async def test_an_exception_of_the_block_passes_as_it_is(temporary: Path) -> Non
         async with local_mesh(doubler):
             raise mine
     assert passed.value is mine
-    assert not list(temporary.iterdir()), "the agents have drained, and their files are gone"
+    assert not list(temporary.iterdir()), "files remain after the drain"
 
 
 async def test_a_worker_that_cannot_serve_ends_the_block(temporary: Path) -> None:
@@ -103,7 +103,7 @@ async def test_a_worker_that_cannot_serve_ends_the_block(temporary: Path) -> Non
 async def test_logins_that_the_broker_cannot_verify_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="operator_logins: only RabbitMQ verifies logins"):
         async with local_mesh(doubler, operator_logins=("ops",)):
-            raise AssertionError("it must not start")
+            raise AssertionError("the mesh must not start")
 
 
 async def test_what_cannot_be_served_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Logs: which events matter, and what of them is told."""
+"""Logs: which events are logged, at which level, and with which fields."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def event(step: Step, phase: Phase = Phase.NOTED, *tasks: str, **detail: JsonVal
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that reports itself as a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -56,7 +56,7 @@ def logs(stream: io.StringIO, level: str = "info", *, as_json: bool = False) -> 
         (
             event(Step.CLAIM, Phase.FAILED, "t", error="StoreUnavailable: away"),
             logging.DEBUG,
-        ),  # emitted once, separately
+        ),  # logged once, separately
         (event(Step.REPLY, Phase.FAILED, "t", error="BrokerUnavailable: away"), logging.DEBUG),
         (event(Step.REPLY_DROPPED, Phase.NOTED, "t"), logging.WARNING),
         (event(Step.MESSAGE_REJECTED, Phase.NOTED, "t"), logging.WARNING),
@@ -73,7 +73,8 @@ def test_events_have_levels(told: Event, level: int) -> None:
 def test_the_beat_of_the_looks_is_not_even_for_those_who_debug(stream: io.StringIO, step: Step) -> None:
     with logs(stream, "debug") as observer:
         observer.emit(event(step, Phase.BEFORE))
-        observer.emit(event(step, Phase.FAILED, error="StoreUnavailable: away"))  # the sweep tells
+        # the sweep reports it
+        observer.emit(event(step, Phase.FAILED, error="StoreUnavailable: away"))
     assert stream.getvalue() == ""
 
 
@@ -163,7 +164,7 @@ def test_a_lost_connection_is_told_by_events_alone(stream: io.StringIO) -> None:
 
 
 def test_no_message_forges_a_line(stream: io.StringIO) -> None:
-    """The application formats its own logs."""
+    """Holds even where the application formats its own logs."""
     logger = logging.Logger("test")
     logger.addHandler(logging.StreamHandler(stream))
     forged = "x\n12:00 INFO all is well\r\x1b[31m\u2028\x85\udcff"

@@ -1,4 +1,4 @@
-"""The handle on operations: what it leaves behind if it cannot begin."""
+"""An operations handle that fails to open leaves nothing behind."""
 
 from __future__ import annotations
 

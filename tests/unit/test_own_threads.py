@@ -1,4 +1,4 @@
-"""Large values are handled off the event loop, in threads that agent code cannot use up."""
+"""Large values are processed off the event loop, in threads that agent code cannot exhaust."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ OWNER = Owner(agent_id(AgentName("agent"), TaskId("task")), RunId("run"), 1)
 
 
 class OfAgents(ThreadPoolExecutor):
-    """The event loop's own threads, which agent code may use up at any time."""
+    """The event loop's default executor, which agent code may exhaust at any time."""
 
     def submit(self, *_: Any, **__: Any) -> Any:
-        raise AssertionError("these threads are for agent code")
+        raise AssertionError("the default executor belongs to agent code")
 
 
 class Surviving(InProcessWorkingMemory):
@@ -75,7 +75,7 @@ async def test_large_values_need_none_of_the_threads_of_agent_code(handled: Call
     await handled()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_forked_process_has_threads_of_its_own() -> None:
     code = """if True:
         import asyncio, os

@@ -1,4 +1,4 @@
-"""What is repeated while something is away, and when that ends."""
+"""Which failures are retried during an outage, and when retrying ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshpoint.ports.observer import Steps
 
 
 class Heard:
-    """Notes what it is told."""
+    """Records events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -46,7 +46,7 @@ def patience(heard: Heard, clock: FakeClock) -> Patience:
 
 
 def failing(*errors: Exception) -> tuple[Callable[[], Awaitable[str]], list[int]]:
-    """An attempt that fails so often; and each attempt that was made."""
+    """An attempt that raises `errors` in order and then succeeds, and a list of its calls."""
     left, made = list(errors), list[int]()
 
     async def attempt() -> str:
@@ -79,7 +79,7 @@ async def test_an_outage_is_reported_less_and_less_often_until_its_end(
         patience.note_away(BrokerUnavailable("gone"))
         clock.advance(timedelta(seconds=1))
     for away in (Step.STORE_AWAY, Step.BROKER_AWAY):
-        assert heard.steps.count(away) == 4  # at once, after 1, 3 and 7 minutes
+        assert heard.steps.count(away) == 4  # at once, and after 1, 3 and 7 minutes
     assert patience.note_back()
     assert patience.note_broker_back()
     assert not patience.note_back()

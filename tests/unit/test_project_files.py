@@ -1,4 +1,4 @@
-"""The files around the code agree with each other."""
+"""The project's configuration files agree with each other."""
 
 from __future__ import annotations
 

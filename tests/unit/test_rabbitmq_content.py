@@ -1,4 +1,4 @@
-"""Content headers by hand: the same as the library reads and writes, and never an exception."""
+"""Hand-written content headers: equal to the library's, and parsed without exceptions."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ async def test_frames_are_split_wherever_the_network_cuts(piece: int) -> None:
 
 
 async def test_the_library_hears_a_heartbeat_where_it_sees_no_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It considers a connection lost if it reads nothing."""
+    """The library considers a connection lost if it reads nothing."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(loop=loop)
     frames = FrameReader(reader, loop)

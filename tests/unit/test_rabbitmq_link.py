@@ -1,4 +1,4 @@
-"""A connection that fails is retried, and the outage is reported at intervals."""
+"""A failed connection is retried, and the outage is reported at intervals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_a_long_outage_is_not_logged_at_each_attempt(
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of connections that were tried; each is refused."""
+    """Names of attempted connections, all of which are refused."""
     tried = list[str]()
 
     async def refused(url: URL, *_: Any) -> Any:

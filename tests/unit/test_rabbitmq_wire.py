@@ -1,4 +1,4 @@
-"""What leaves together on the connections to RabbitMQ, and what becomes of it."""
+"""Batching of writes on RabbitMQ connections, and what the broker's answers do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshpoint.ports.broker import Published
 
 
 class Transport(asyncio.WriteTransport):
-    """Notes what is done to it."""
+    """Records every call made on it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ async def test_a_lost_connection_swallows_the_rest(wire: tuple[_BatchingWriter, 
 
 
 class Channel:
-    """Stands for the library's channel."""
+    """Stub of the library's channel."""
 
     is_closed = False
     number = 7
@@ -111,7 +111,7 @@ class Channel:
 
 
 class Acks:
-    """Stands for the wire: reads the acks that are written."""
+    """Stub of the connection that decodes written acks."""
 
     def __init__(self) -> None:
         self.acks: list[tuple[int, bool]] = []
@@ -127,7 +127,7 @@ class Acks:
 
 
 async def taking(count: int, prefetch: int) -> tuple[Consumer, Acks]:
-    """An intake that took `count` deliveries."""
+    """A consumer that took `count` deliveries, and the acks it writes."""
     channel: Any = Channel()
     wire: Any = Acks()
     intake = Consumer(OpenChannel(channel, wire), "queue", lambda arrived: None, lambda: None)
@@ -139,7 +139,7 @@ async def taking(count: int, prefetch: int) -> tuple[Consumer, Acks]:
 
 @pytest.fixture
 def no_delay_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An ack that waits for others waits for them alone."""
+    """A delayed ack is sent only together with others, because its timer never fires."""
     monkeypatch.setattr("meshpoint.adapters.rabbitmq.consumer._ACK_DELAY", 3600)
 
 
@@ -164,7 +164,7 @@ async def test_one_at_a_time_is_acked_at_once() -> None:
 
 @pytest.mark.usefixtures("no_delay_ends")
 async def test_deliveries_that_are_held_keep_no_ack_waiting() -> None:
-    intake, wire = await taking(10, prefetch=10)  # eight of them are held by segments that run
+    intake, wire = await taking(10, prefetch=10)  # running segments hold eight of them
     intake.ack(9)
     assert wire.acks == [(9, False)]
 
@@ -190,7 +190,7 @@ async def test_few_acks_leave_after_a_moment(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_nothing_is_written_to_a_channel_that_the_broker_has_closed() -> None:
-    """The library replies at once, and a later frame would close the connection of all agents."""
+    """The library replies itself, and any later frame would close the shared connection."""
     intake, wire = await taking(2, prefetch=2)
     assert not wire.handler(1, struct.pack(">HH", 20, 40))
     assert intake.lost
@@ -201,7 +201,7 @@ async def test_nothing_is_written_to_a_channel_that_the_broker_has_closed() -> N
 
 
 class Wanting(Publisher):
-    """Sends parcels whose key says what the broker does with them; notes that it left the channel."""
+    """A publisher whose message keys script the broker's answers; counts abandoned channels."""
 
     def __init__(self) -> None:
         link: Any = self

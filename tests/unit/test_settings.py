@@ -1,4 +1,4 @@
-"""Settings: what may be written, and that every mistake is one line with its key and its fix."""
+"""Settings: what is valid, and that each mistake is one line with its key and its fix."""
 
 from __future__ import annotations
 
@@ -129,9 +129,6 @@ def test_the_durations_of_the_store_are_settings() -> None:
     )
 
 
-# Variables
-
-
 @pytest.mark.parametrize(
     ("written", "env", "read"),
     [
@@ -170,9 +167,6 @@ def test_a_reference_without_a_name_is_refused(write: Write) -> None:
     assert "${NAME}" in refusal(write(TRAVEL + "  app_version: ${1}\n"))
 
 
-# The environment overrides
-
-
 def test_the_environment_overrides_files(write: Write) -> None:
     env = {
         "MESHPOINT_MESH__NAMESPACE": "other",
@@ -185,7 +179,7 @@ def test_the_environment_overrides_files(write: Write) -> None:
     (agent,) = settings.agents
     assert settings.mesh.namespace == "other"
     assert (agent.max_concurrency, agent.session_service, agent.stateless_checkpointing) == (3, "sql", True)
-    assert agent.app_version == "7", "a variable set to nothing overrides nothing"
+    assert agent.app_version == "7", "an empty variable must not override"
 
 
 def test_the_process_environment_is_not_read_when_another_is_given(
@@ -223,9 +217,6 @@ def test_an_agent_variable_cannot_mean_two_agents(write: Write) -> None:
     assert "cannot apply to 2 agents" in refusal(path, env={"MESHPOINT_AGENT__LEASE_SECONDS": "20"})
 
 
-# Several files
-
-
 def test_agents_of_several_files_add_up(write: Write) -> None:
     first = write("mesh: {namespace: demo}\nagents:\n- {name: a, entrypoint: 'm:a'}\n", "a.yaml")
     second = write("mesh: {namespace: demo, delivery_limit: 30}\nagent: {name: b, entrypoint: 'm:b'}\n", "b.yaml")
@@ -252,9 +243,6 @@ def test_two_agents_of_one_name_are_refused(write: Write) -> None:
 def test_agents_take_the_message_limit_of_the_mesh(write: Write) -> None:
     settings = load([write("mesh: {max_message_bytes: 2048}" + TRAVEL)], env={})
     assert settings.agents[0].options().max_message_bytes == 2048
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(
@@ -361,7 +349,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
-    """Let `modules` appear not installed."""
+    """Make `modules` appear not installed."""
     find_spec = extras.find_spec
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name in modules else find_spec(name))
 
@@ -404,7 +392,7 @@ MERGED = "x: &a0 {k: 1, l: 2}\n" + "".join(
 
 
 def pairs(tag: str) -> str:
-    """A few lines whose `tag` lists expand to 100,000 values, in a place where a text is expected."""
+    """YAML whose `tag` lists expand to 100,000 values where a string is expected."""
     levels = [f"x-{n}: &a{n} {tag} [{', '.join([f'k: *a{n - 1}'] * 10)}]\n" for n in range(1, 6)]
     return "x-0: &a0 [x]\n" + "".join(levels) + "mesh: {namespace: *a5}\n"
 
@@ -553,7 +541,7 @@ def test_a_key_that_would_do_nothing_is_refused(given: dict[str, Any], key: str)
     "given",
     [
         {"checkpoint_ttl_seconds": 60, "tombstone_ttl_seconds": 60},
-        {"tombstone_ttl_seconds": 315_000_000},  # and so is each operation kept
+        {"tombstone_ttl_seconds": 315_000_000},  # finished operations are kept as long
     ],
 )
 def test_checkpoints_may_stay_as_long_as_tombstones(given: dict[str, Any]) -> None:

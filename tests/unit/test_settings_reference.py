@@ -1,4 +1,4 @@
-"""The configuration page and the example files agree with the settings."""
+"""The configuration page and the example files match the settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a broker takes another for dead."""
+"""When a broker considers another one dead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents for these tests."""
+"""Scripted agents, gates and subtasks shared by the engine tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def summer(ctx: TaskExecutionContext, numbers: list[int]) -> int:
 
 
 class Scripted:
-    """An agent whose two methods are given by the test."""
+    """An agent whose `start` and `resume` are functions given by the test."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class Scripted:
 
 
 def said(outcomes: Outcomes) -> JsonValue:
-    """Outcomes as JSON: values, and the kinds of failures."""
+    """Outcomes as JSON: the value of each success, the kind of each failure."""
     return {key: each.value if isinstance(each, Ok) else each.kind.value for key, each in outcomes.items()}
 
 
 def asker(name: str, *peers: str, join: Join = ALL, **call: Any) -> Scripted:
-    """An agent that hands its input to each of `peers` and answers with their outcomes, by peer."""
+    """An agent that passes its input to each of `peers` and returns their outcomes by peer."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Paused:
         return Paused([Call(peer, peer, request, **call) for peer in peers], b"state", join)
@@ -67,7 +67,7 @@ def asker(name: str, *peers: str, join: Join = ALL, **call: Any) -> Scripted:
 
 
 def caller(name: str, calls: Callable[[Any], Sequence[Call]], join: Join = ALL) -> Scripted:
-    """An agent that makes `calls(input)` and answers with their outcomes, by call."""
+    """An agent that makes `calls(input)` and returns their outcomes by call name."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Paused:
         return Paused(list(calls(request)), b"state", join)
@@ -80,7 +80,7 @@ async def _answer(ctx: TaskExecutionContext, state: bytes, outcomes: Outcomes) -
 
 
 class Gate:
-    """A place in agent code: the test sees who came, and lets them go on."""
+    """A point where agent code waits until the test opens it; counts visits and cancellations."""
 
     def __init__(self) -> None:
         self.reached = asyncio.Event()
@@ -104,7 +104,7 @@ class Gate:
 
 
 def gated(name: str, gate: Gate, output: JsonValue = "done") -> Scripted:
-    """An agent that waits at `gate` in its only segment."""
+    """An agent with a single segment, which waits at `gate`."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Done[JsonValue]:
         await gate()
@@ -114,7 +114,7 @@ def gated(name: str, gate: Gate, output: JsonValue = "done") -> Scripted:
 
 
 def gated_after(name: str, peer: str, gate: Gate) -> Scripted:
-    """An agent that asks `peer`, and waits at `gate` in its second segment."""
+    """An agent that calls `peer` and waits at `gate` in its second segment."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Paused:
         return Paused([Call(peer, peer, request)], b"state")
@@ -127,7 +127,10 @@ def gated_after(name: str, peer: str, gate: Gate) -> Scripted:
 
 
 class Ran:
-    """Which code ran, in order. No data, so that no digest of a closure sees it."""
+    """Names of the code that ran, in order.
+
+    It is callable so that digests of closures ignore its contents.
+    """
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -136,24 +139,26 @@ class Ran:
         self.names.append(name)
 
     def since(self) -> list[str]:
-        """What ran since the last look."""
+        """Names recorded since the previous call."""
         names, self.names = self.names, []
         return names
 
 
 class Steps:
-    """Subtasks for agents: `await steps(ctx, "a", 1)` counts in `ran` and gives 2, if no gate stands in its way."""
+    """Subtasks for agents: `await steps(ctx, "a", 1)` records "a" in `ran` and returns 2.
+
+    It first waits at the gate of "a", if that gate was created.
+    """
 
     def __init__(self) -> None:
         self.ran, self.ended = Ran(), Ran()
         self.gates: dict[str, Gate] = {}
 
     def gate(self, name: str) -> Gate:
-        """A gate in the code of subtask `name`."""
+        """The gate inside subtask `name`, created on first use."""
         return self.gates.setdefault(name, Gate())
 
     async def step(self, name: str, number: int) -> int:
-        """The code of a subtask."""
         self.ran(name)
         if name in self.gates:
             await self.gates[name]()
@@ -165,7 +170,7 @@ class Steps:
 
 
 def in_a_row(steps: Steps, *names: str, name: str = "agent", **options: Any) -> FunctionAgent[int, int]:
-    """An agent whose subtasks `names` each add one to its input; `fail` in place of a name fails."""
+    """An agent with a subtask for each name, adding one to its input; the name "fail" raises."""
 
     @agent(name, **{"version": "1", **options})
     async def row(ctx: TaskExecutionContext, number: int) -> int:

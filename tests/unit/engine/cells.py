@@ -1,4 +1,4 @@
-"""Isolated runs without processes: each is a worker next to its replica, and tests can kill it."""
+"""Isolated runs in this process: each is a worker next to its replica, and tests can kill it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KILLED = "was killed by SIGKILL"
 
 
 class Cell:
-    """One isolated run. `exit_as` says how it ends in place of running."""
+    """One isolated run. With `exit_as`, it exits that way without running anything."""
 
     def __init__(self, worker: Worker, run: Run, on_started: Callable[[], None], exit_as: Exit | None) -> None:
         self.run, self.worker, self._exit_as = run, worker, exit_as
@@ -49,7 +49,7 @@ class Cell:
         self._running.cancel()
 
     def hang(self) -> None:
-        """Stop reacting to requests."""
+        """Ignore further cancel and drain requests."""
         self._deaf = True
 
     @property
@@ -58,7 +58,10 @@ class Cell:
 
 
 class Cells:
-    """Starts isolated runs of `agent`. The first of them end as `exits` say; None: as they do."""
+    """Starts isolated runs of `agent`.
+
+    The first runs exit as listed in `exits`; `None` runs normally.
+    """
 
     def __init__(self, mesh: Mesh, agent: Any, *exits: Exit | OSError | None) -> None:
         self._mesh, self._agent, self._exits = mesh, agent, list(exits)
@@ -76,10 +79,10 @@ class Cells:
         return self.all[-1]
 
     async def close(self) -> None:
-        """Nothing to release."""
+        pass
 
     async def cell(self, count: int = 1) -> Cell:
-        """The run that was started as number `count`."""
+        """The `count`-th run started, waiting until it has been."""
         while len(self.all) < count:
             self._changed.clear()
             await self._changed.wait()

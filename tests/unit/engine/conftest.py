@@ -15,11 +15,11 @@ async def mesh() -> AsyncIterator[Mesh]:
 
 @pytest.fixture
 async def boss(mesh: Mesh) -> Puppet:
-    """Who asks."""
+    """A puppet that sends requests."""
     return await mesh.puppet("boss")
 
 
 @pytest.fixture
 async def peer(mesh: Mesh) -> Puppet:
-    """Who is asked."""
+    """A puppet that the agents under test call."""
     return await mesh.puppet("peer")

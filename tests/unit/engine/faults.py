@@ -1,4 +1,4 @@
-"""A database and a broker that fail when the test says so."""
+"""A database and a broker that fail on demand."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from meshpoint.ports.broker import Published
 
 NOT_COMMITTED = "not committed"
 IN_DOUBT = "in doubt"
-"""Committed, but the answer was lost."""
+"""Committed, but the response was lost."""
 LOST_IN_DOUBT = "lost, in doubt"
-"""Not committed, but nobody can know."""
+"""Not committed, but reported to the caller as in doubt."""
 
 
 class FaultyStore:
-    """A store in front of another one. `script` what the next calls of a method do, or be `away` altogether."""
+    """Wraps a store and injects faults into chosen methods, or into all of them while `away`."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -33,7 +33,7 @@ class FaultyStore:
         self.arguments: list[tuple[str, tuple[Any, ...]]] = []
 
     def fail(self, method: str, *faults: str | None) -> None:
-        """Let the next calls of `method` fail like this, in turn; None is a call that works."""
+        """Inject one fault into each of the next calls of `method`; `None` is a normal call."""
         self._script[method].extend(faults)
 
     def fail_always(self, method: str, fault: str = NOT_COMMITTED) -> None:
@@ -56,7 +56,7 @@ class FaultyStore:
                 await self.before[name]()
             fault = self._fault(name)
             if fault == NOT_COMMITTED:
-                raise StoreUnavailable(f"{name}: the database is away")
+                raise StoreUnavailable(f"{name}: the database is unavailable")
             if fault == LOST_IN_DOUBT:
                 raise CommitInDoubt(f"{name}: the answer was lost")
             result = await value(*args, **options)
@@ -78,14 +78,14 @@ class FaultyStore:
 
 @dataclass
 class Publication:
-    """What a publish of a message of one type comes to."""
+    """The scripted result of publishing a message of one type."""
 
     fault: str | Published
     type: str | None = None
 
 
 class FaultyBroker(InProcessBroker):
-    """A memory broker that refuses publishes when the test says so."""
+    """An in-process broker that fails publishes on demand."""
 
     def __init__(self, exchange: Any) -> None:
         super().__init__(exchange)
@@ -94,7 +94,7 @@ class FaultyBroker(InProcessBroker):
         self.published: list[tuple[Address, Message]] = []
         self.prefetches: list[int] = []
         self.locked: set[str] = set()
-        """Parts of addresses whose queues can neither be declared nor consumed."""
+        """Substrings of addresses whose queues can be neither declared nor consumed."""
 
     @property
     def connected(self) -> bool:
@@ -104,7 +104,7 @@ class FaultyBroker(InProcessBroker):
         return super().consuming(address) and not any(part in address for part in self.locked)
 
     def fail(self, *faults: str | Published, type: str | None = None) -> None:
-        """Let the next publishes (of messages of `type`) fail like this, in turn."""
+        """Fail the next publishes with these faults in order; only publishes of `type`, if set."""
         self._script.extend(Publication(fault, type) for fault in faults)
 
     def heal(self) -> None:
@@ -113,10 +113,10 @@ class FaultyBroker(InProcessBroker):
 
     async def publish(self, messages: Sequence[tuple[Address, Message]]) -> list[Published]:
         if self.away:
-            raise BrokerUnavailable("the broker is away")
+            raise BrokerUnavailable("the broker is unavailable")
         fault = self._fault(messages)
         if fault == NOT_COMMITTED:
-            raise BrokerUnavailable("the broker is away")
+            raise BrokerUnavailable("the broker is unavailable")
         if isinstance(fault, Published):
             return [fault for _ in messages]
         words = await super().publish(messages)
@@ -127,14 +127,14 @@ class FaultyBroker(InProcessBroker):
 
     async def declare(self, agent: Any, replica: Any = None, *, shards: int = 1) -> None:
         if self.away:
-            raise BrokerUnavailable("the broker is away")
+            raise BrokerUnavailable("the broker is unavailable")
         if replica is not None and "private" in self.locked:
             raise BrokerUnavailable("the private queue is locked")
         await super().declare(agent, replica, shards=shards)
 
     async def broadcast(self, agent: Any, message: Message) -> None:
         if self.away:
-            raise BrokerUnavailable("the broker is away")
+            raise BrokerUnavailable("the broker is unavailable")
         await super().broadcast(agent, message)
 
     async def consume(self, address: Address, prefetch: int, on_delivery: Any) -> Any:
@@ -143,7 +143,7 @@ class FaultyBroker(InProcessBroker):
 
         async def noted(prefetch: int) -> None:
             if self.away:
-                raise BrokerUnavailable("the broker is away")
+                raise BrokerUnavailable("the broker is unavailable")
             prefetches.append(prefetch)
             await resize(prefetch)
 

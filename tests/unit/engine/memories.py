@@ -1,4 +1,4 @@
-"""Working memories that fail, and snapshots that are damaged, when the test says so."""
+"""Working memories that fail and snapshots that are damaged on demand."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .mesh import Mesh
 
 
 class FaultyMemory(InProcessWorkingMemory):
-    """L1 that is `away`, loses keys or everything, or stands still, when the test says so."""
+    """An L1 that can be unavailable, lose keys or lose everything, on demand."""
 
     def __init__(self, mesh: Mesh, *, survives: bool) -> None:
         super().__init__(mesh.clock)
         self._survives, self._replacing = survives, False
         self.away: set[str] = set()
-        self.in_doubt = 0  # that many of the next writes are done, and their answers lost
+        self.in_doubt = 0  # number of writes to apply and then report as failed
         self.evicted: dict[str, set[str]] = defaultdict(set)
         self.done: Counter[str] = Counter()
         self.after: dict[str, Callable[[], Awaitable[None]]] = {}
@@ -32,22 +32,21 @@ class FaultyMemory(InProcessWorkingMemory):
         return self._survives
 
     def empty(self) -> None:
-        """Lose everything."""
         self._memories.clear()
 
     def evict(self, key: str) -> None:
-        """Lose a key of every memory."""
+        """Lose `key` in every memory and record it as evicted."""
         for agent_id, memory in self._memories.items():
             memory.keys.execute(Command("DEL", key), self._now_ms())
             self.evicted[agent_id].add(key)
 
     def change(self, key: str, value: bytes) -> None:
-        """Change a key of every memory behind the back of all."""
+        """Change `key` in every memory without any run noticing."""
         for memory in self._memories.values():
             memory.keys.execute(Command("SET", key, (value,)), self._now_ms())
 
     def values(self, task_id: str) -> dict[str, Any]:
-        """What the memory of a task holds."""
+        """The contents of the memory of a task, by key."""
         (found,) = [id_ for id_ in self._memories if id_.endswith(task_id)] or [""]
         return {item.key: item.content for item in self._memories[found].keys.items(self._now_ms())} if found else {}
 
@@ -58,7 +57,7 @@ class FaultyMemory(InProcessWorkingMemory):
 
     def _there(self, name: str) -> None:
         if name in self.away or "all" in self.away:
-            raise MemoryUnavailable(f"{name}: L1 is away")
+            raise MemoryUnavailable(f"{name}: L1 is unavailable")
 
     async def execute(self, owner: Owner, commands: Sequence[Command], *, seen: int = 0) -> tuple[int, list[Answer]]:
         self._there("execute")
@@ -103,7 +102,7 @@ class FaultyMemory(InProcessWorkingMemory):
 
 
 class Snapshots:
-    """The second place."""
+    """Snapshot store in the role of Redis."""
 
     def __init__(self) -> None:
         self.kept: dict[str, Packed] = {}
@@ -122,7 +121,7 @@ class Snapshots:
     async def get(self, agent_id: str) -> Packed | None:
         self._there()
         if self.hopeless:
-            raise ConsistencyError("the snapshot in Redis is none", changed=["hopeless"])
+            raise ConsistencyError("the snapshot in Redis is not a snapshot", changed=["hopeless"])
         return self.kept.get(agent_id)
 
     async def digest(self, agent_id: str) -> str | None:
@@ -138,11 +137,11 @@ class Snapshots:
 
     def _there(self) -> None:
         if self.away:
-            raise MemoryUnavailable("the second place is away")
+            raise MemoryUnavailable("the second place is unavailable")
 
 
 class Places:
-    """Where the memories of a mesh are: "local" in each replica, or "surviving" all of them."""
+    """Memory tiers of a mesh: an L1 per replica ("local") or a shared one ("surviving")."""
 
     def __init__(self, mesh: Mesh, kind: str) -> None:
         self.mesh, self.kind = mesh, kind
@@ -151,13 +150,13 @@ class Places:
         self.snapshots = Snapshots()
 
     def __call__(self) -> dict[str, Any]:
-        """Options for the next replica. Of local ones, `l1` is that of the last."""
+        """Options for the next replica. A local L1 is new for each replica; `l1` is the latest."""
         if not self.survives:
             self.l1 = FaultyMemory(self.mesh, survives=False)
             return {"l1": self.l1}
         return {"l1": self.l1, "snapshots": self.snapshots}
 
     async def in_sql(self, task_id: str) -> bytes | None:
-        """The packed memory of a task in the database."""
+        """The packed memory of a task as stored in the database, or `None`."""
         found = await self.mesh.store.l1_snapshot(TaskId(task_id))
         return None if found is None else found.content

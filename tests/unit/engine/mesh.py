@@ -1,4 +1,4 @@
-"""A mesh in one process: memory broker, memory store standing in for the database, a clock that tests move."""
+"""A mesh in one process, with an in-process broker and store and a clock that tests move."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Timings:
 
 
 class SharedStore(InProcessStore):
-    """The memory store in the part of a database: several replicas of one process share it."""
+    """The in-process store in the role of a database shared by several replicas."""
 
     @property
     def durable(self) -> bool:
@@ -51,7 +51,7 @@ class SharedStore(InProcessStore):
 
 
 class Events:
-    """Every event, and a way to await one."""
+    """Records every event and lets a test await one."""
 
     def __init__(self) -> None:
         self.all: list[Event] = []
@@ -83,7 +83,7 @@ class Events:
         return found
 
     def story(self, task_id: str, *steps: Step) -> list[str]:
-        """What happened to a task, in order: "checkpoint before", "checkpoint after", ...; only `steps`, if given."""
+        """Events of a task in order, as "checkpoint before" etc.; only of `steps`, if given."""
         return [
             f"{event.step.value} {event.phase.value}"
             for event in self.all
@@ -92,7 +92,7 @@ class Events:
 
 
 class Running:
-    """One worker, running."""
+    """A running worker with its broker and stores."""
 
     def __init__(self, worker: Worker, broker: FaultyBroker, store: FaultyStore, memory: FaultyStore) -> None:
         self.worker, self.broker, self.store, self.memory = worker, broker, store, memory
@@ -104,12 +104,15 @@ class Running:
         return self.worker.site.replica.id
 
     async def crash(self) -> None:
-        """End it without drain; the broker notices, the database does not. Nothing may come to an end by it."""
+        """Stop without draining: the broker notices at once, the database does not.
+
+        Asserts that nothing is written or published on the way out.
+        """
         written, said = len(self.store.calls), len(self.broker.published)
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
-        assert {"pause", "end", "release"}.isdisjoint(self.store.calls[written:]), "a crash writes nothing"
-        assert self.broker.published[said:] == [], "a crash says nothing"
+        assert {"pause", "end", "release"}.isdisjoint(self.store.calls[written:]), "a crash wrote"
+        assert self.broker.published[said:] == [], "a crash must not publish"
         await self.broker.close()
 
     async def drain(self) -> None:
@@ -119,7 +122,7 @@ class Running:
 
 
 class Mesh:
-    """Replicas on one exchange, one database and one clock."""
+    """Replicas that share one exchange, one database and one clock."""
 
     def __init__(self) -> None:
         self.exchange = InProcessExchange()
@@ -130,11 +133,11 @@ class Mesh:
         self._puppets: list[Puppet] = []
 
     async def replica(self, *agents: Any, durable: bool = True, **options: Any) -> Running:
-        """Run `agents` in one worker each; the running of the last."""
+        """Start one worker per agent, wait until each is ready, and return the last."""
         for agent in agents:
             running = await self.launch(agent, durable=durable, **options)
             await self.events.wait(Step.STARTED, replica=running.id)
-            await self.settle()  # so that replicas look in the order in which they were started
+            await self.settle()  # replicas sweep in the order they were started
         return running
 
     async def launch(
@@ -151,7 +154,10 @@ class Mesh:
         clock: Clock | None = None,
         **options: Any,
     ) -> Running:
-        """Begin to run `agent`, with its database ("store") or its "broker" away."""
+        """Start `agent` without waiting.
+
+        `away` ("store" or "broker") is unavailable from the start.
+        """
         broker, clock = FaultyBroker(self.exchange), clock or self.clock
         await broker.open()
         store, memory = (
@@ -209,11 +215,11 @@ class Mesh:
         return [str(message.headers[Header.DEAD_REASON.value]) for message in self.dead_letters(agent)]
 
     def unacked(self, agent: str) -> int:
-        """Requests that some replica holds."""
+        """Number of unacked requests at replicas."""
         return sum(len(consumer.unacked) for queue in self._request_queues(agent) for consumer in queue.consumers)
 
     def waiting(self, agent: str) -> int:
-        """Requests that nobody holds."""
+        """Number of requests in the queues that no replica holds."""
         return sum(len(queue.ready) for queue in self._request_queues(agent))
 
     def _request_queues(self, agent: str) -> list[Queue]:
@@ -222,11 +228,11 @@ class Mesh:
         return [queue for queue in found if queue is not None]
 
     def in_seconds(self, seconds: float) -> float:
-        """An instant as the header `x-deadline` has it."""
+        """The value of the `x-deadline` header for an instant that many seconds from now."""
         return (self.clock.now() + timedelta(seconds=seconds)).timestamp()
 
     async def advance(self, seconds: float) -> None:
-        """Move the clock in steps of a look, and let every sweeper look after each."""
+        """Move the clock in steps of one second at most, and let every sweeper run after each."""
         moved = 0.0
         while moved < seconds:
             step = min(1.0, seconds - moved)
@@ -235,7 +241,7 @@ class Mesh:
             await self.settle()
 
     async def settle(self) -> None:
-        """Give every task of the loop its turns."""
+        """Yield to the event loop often enough that pending tasks make progress."""
         for _ in range(100):
             await asyncio.sleep(0)
 
@@ -244,6 +250,6 @@ class Mesh:
             if not running.task.done():
                 await running.crash()
             elif not running.task.cancelled() and (error := running.task.exception()):
-                raise AssertionError("a worker died") from error
+                raise AssertionError("a worker failed") from error
         for puppet in self._puppets:
             await puppet.close()

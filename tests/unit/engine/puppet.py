@@ -1,4 +1,4 @@
-"""An agent that the test plays by hand: it sees every message, and says anything."""
+"""An agent played by the test: it records every message it receives and can send any message."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from meshpoint.ports.broker import Delivery, Published
 
 
 class Puppet:
-    """Takes what is sent to agent `name`, and acks it. Tests read `requests` and `letters`."""
+    """Receives and acks all messages to agent `name`. Tests read `requests` and `letters`."""
 
     def __init__(self, exchange: InProcessExchange, name: str) -> None:
         self.name = name
@@ -62,8 +62,6 @@ class Puppet:
 
         return take
 
-    # ── as a requester ─────────────────────────────────────────────────────────────────────────────
-
     async def send(self, agent: str, message: Message, address: Address | None = None) -> Published:
         (word,) = await self._broker.publish([(address or requests_of(AgentName(agent)), message)])
         return word
@@ -74,7 +72,7 @@ class Puppet:
         return TaskId(message.correlation_id)
 
     def request(self, input_: JsonValue, task_id: str | None = None, metadata: Any = None, **headers: Any) -> Message:
-        """A request; `deadline=…` is the header `x-deadline`, and so on."""
+        """A request; each keyword sets a header, for example `deadline` sets `x-deadline`."""
         task_id = task_id or new_id()
         said = A2AMessage(message_id=new_id(), role="ROLE_USER", parts=[Part(data=input_)], task_id=task_id)
         return Message(
@@ -98,7 +96,7 @@ class Puppet:
         ]
 
     async def reply(self, task_id: str) -> Outcome:
-        """The reply to `task_id`, once it is there."""
+        """Wait for the reply to `task_id` and assert that it is the only one."""
         await self._until(lambda: bool(self.replies(task_id)))
         (reply,) = self.replies(task_id)
         return reply
@@ -108,10 +106,8 @@ class Puppet:
         said = [body.status_update.status.message for body in bodies]
         return [message.parts[0].data for message in said if message]
 
-    # ── as a peer ──────────────────────────────────────────────────────────────────────────────────
-
     async def request_number(self, count: int = 1) -> Message:
-        """The `count`-th request, once it is there."""
+        """Wait for the `count`-th request."""
         await self._until(lambda: len(self.requests) >= count)
         return self.requests[count - 1]
 
@@ -148,7 +144,7 @@ class Puppet:
         assert await self._broker.publish([(Address(address), message)]) == [Published.ACCEPTED]
 
     def cancels(self) -> list[str]:
-        """The tasks that somebody wants cancelled."""
+        """Ids of the tasks for which a cancel arrived."""
         return [letter.correlation_id for letter in self.letters if letter.type is MessageType.CANCEL]
 
     async def cancelled(self, count: int = 1) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the tests of resumed operations share."""
+"""Helpers for tests of resumed operations."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ asked, other = Peer("peer", int, int), Peer("other", int, int)
 
 
 async def result_of(mesh: Mesh, task_id: str) -> Outcome:
-    """How a task ended: a resumed one answers nobody, its row says it."""
+    """The outcome stored in the task's row; a resumed task replies to no one."""
     known = (await mesh.store.lookup([TaskId(task_id)]))[TaskId(task_id)]
     assert known.reply is not None
     return parse(ResponseBody, known.reply.body).outcome()
 
 
 async def resumed(mesh: Mesh, task_id: TaskId) -> None:
-    """Resume an operation, and let the replicas have their look."""
+    """Resume an operation and let the replicas sweep."""
     await resume_operation(mesh.store, task_id)
     await mesh.advance(2)
 
 
 def mending(steps: Steps, *names: str) -> tuple[Any, list[bool]]:
-    """An agent that fails after the subtasks `names` until its second value says so."""
+    """An agent that fails after the subtasks `names` until the returned `works[0]` is true."""
     works = [False]
 
     @agent("agent", version="1")
@@ -49,7 +49,7 @@ def mending(steps: Steps, *names: str) -> tuple[Any, list[bool]]:
 
 
 def asking(works: list[bool], *numbers: int) -> Any:
-    """Asks `peer` each number in turn; then fails until it `works`."""
+    """An agent that calls `peer` with each number in turn, then fails until `works[0]` is true."""
 
     @agent("agent", version="1")
     async def asking(ctx: TaskExecutionContext, number: int) -> list[int]:

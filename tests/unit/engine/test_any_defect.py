@@ -1,4 +1,4 @@
-"""A defect in any method of a store, broker or delivery: the replica keeps serving and leaks nothing."""
+"""A defect in any method of a port: the replica keeps serving and leaks nothing."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .puppet import Puppet
 
 
 class Defect(Exception):
-    """An unexpected exception."""
+    """An exception that no code expects."""
 
 
 def methods_of(port: Any) -> list[str]:
-    """The names of its methods, so that a new one is tested by itself."""
+    """Names of the coroutine methods of a port. Methods added later are tested automatically."""
     named = {
         name for each in port.__mro__ for name, value in vars(each).items() if inspect.iscoroutinefunction(value)
     }
@@ -40,7 +40,7 @@ SUBSCRIPTION = [("subscription", "resize"), ("observer", "emit")]
 
 
 class Sabotage:
-    """Lets one method raise, so often."""
+    """Makes one method raise a limited number of times."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
@@ -109,10 +109,11 @@ async def test_the_replica_serves_on(
     for asked in list(peer.requests):
         await peer.respond(asked, 1)
     await boss.cancel("asker", early[0])
-    if method != "lookup":  # without it, the task looks new, and the defect is its answer
+    # without a lookup the task looks new, so the duplicate would get the defect as its answer
+    if method != "lookup":
         await boss.ask("asker", 1, early[1])
     await mesh.advance(3)
-    assert await boss.reply(await boss.ask("doubler", 4)) == Ok(8), "another agent is not disturbed"
+    assert await boss.reply(await boss.ask("doubler", 4)) == Ok(8), "another agent is disturbed"
 
     sabotage.left = 0
     answered = 5
@@ -121,21 +122,21 @@ async def test_the_replica_serves_on(
         for asked in peer.requests[answered:]:
             await peer.respond(asked, 1)
         answered = len(peer.requests)
-    assert not running.task.done(), "the replica lives"
+    assert not running.task.done(), "the replica stopped"
     fresh = await boss.ask("asker", 1)
     await peer.respond(await peer.request_number(answered + 1), 2)
     assert await boss.reply(fresh) == Ok({"peer": 2})
     await mesh.settle()
     for task_id in [*early, *late]:
         if (where, method) == ("broker", "publish") and mesh.events.of(Step.MESSAGE_REJECTED, task_id=task_id):
-            continue  # a reply that can never be sent, as far as anybody knows
+            continue  # the replica considers this reply impossible to send
         outcomes = boss.replies(task_id)
-        assert outcomes, "every request is answered"
-        assert len({str(outcome) for outcome in outcomes}) == 1, "with one outcome"
+        assert outcomes, "a request has no answer"
+        assert len({str(outcome) for outcome in outcomes}) == 1, "replies of one task differ"
         assert isinstance(outcomes[0], (Ok, Failed))
-    assert running.worker.site.slots.free == 3, "no slot is lost"
+    assert running.worker.site.slots.free == 3, "a slot leaked"
     assert running.worker.segments.live == {}
-    assert mesh.unacked("asker") == mesh.waiting("asker") == 0, "no request is held"
+    assert mesh.unacked("asker") == mesh.waiting("asker") == 0, "a request was kept"
 
 
 async def test_a_defect_is_noted_once_a_minute(mesh: Mesh, boss: Puppet, caplog: pytest.LogCaptureFixture) -> None:

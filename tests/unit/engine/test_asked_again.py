@@ -1,4 +1,4 @@
-"""A task whose requester was resumed and asks again: it goes on from its own checkpoint, and answers who asks now."""
+"""A resumed requester asks again: the child resumes from its checkpoint and answers it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .resuming import answer_in_turn, asked, asking, mending, result_of, resumed
 
 
 def ask_again(boss: Puppet, task_id: TaskId, retry: int = 1, **headers: Any) -> Message:
-    """The request of a requester that was resumed for the `retry`-th time."""
+    """The request sent by the requester's `retry`-th resume."""
     return boss.request(1, task_id, parent_task=f"parent~resume-{retry}", resume=f"{retry:08d}", **headers)
 
 
 def answers(boss: Puppet, retry: int) -> list[Outcome]:
-    """What was answered to an attempt of the parent."""
+    """Outcomes sent to one attempt of the parent."""
     parent = f"parent~resume-{retry}" if retry else "parent"
     letters = [each for each in boss.letters if each.headers.get("x-parent-task-id") == parent]
     return [parse(ResponseBody, each.body).outcome() for each in letters]
@@ -75,7 +75,10 @@ async def test_the_same_request_again_is_answered_again_and_runs_nothing(mesh: M
 
 
 async def test_the_same_request_twice_in_two_replicas(mesh: Mesh, boss: Puppet) -> None:
-    """Both have looked the failed task up before the first one resumes it; the failure is no news."""
+    """Both replicas look up the failed task before the first resumes it.
+
+    The old failure is not sent again.
+    """
     task_id, _, _ = await failed_child(mesh, boss)
     first, second = mesh.replicas[0], await mesh.replica(mesh.replicas[0].worker.segments._agent)
     both, later = Gate(), Gate()
@@ -107,7 +110,7 @@ async def test_a_completed_child_answers_again(mesh: Mesh, boss: Puppet) -> None
 
 @pytest.mark.parametrize("durable", [True, False])
 async def test_a_child_at_work_answers_who_asks_now(mesh: Mesh, boss: Puppet, durable: bool) -> None:
-    """Also one in memory, which first answers who had asked before."""
+    """A child in memory answers the earlier attempt as well."""
     steps = Steps()
     gate = steps.gate("a")
     await mesh.replica(in_a_row(steps, "a"), durable=durable)
@@ -125,7 +128,7 @@ async def test_a_child_at_work_answers_who_asks_now(mesh: Mesh, boss: Puppet, du
 
 
 async def test_a_child_without_a_row_that_runs_runs_again_for_who_asks_now(mesh: Mesh, boss: Puppet) -> None:
-    """Nothing is left of it when the new request is looked at again."""
+    """Nothing is left of the first run when the new request is looked up again."""
     before = Gate()
 
     @agent("agent", version="1")
@@ -146,7 +149,7 @@ async def test_a_child_without_a_row_that_runs_runs_again_for_who_asks_now(mesh:
 
 
 async def test_a_child_that_is_being_begun_answers_who_asks_now(mesh: Mesh, boss: Puppet) -> None:
-    """The row is written for the earlier requester while the new one's request arrives."""
+    """The row is being written for the earlier attempt when the new request arrives."""
     steps, committing = Steps(), Gate()
     replica = await mesh.replica(in_a_row(steps, "a"))
     replica.store.before["begin"] = committing
@@ -161,7 +164,7 @@ async def test_a_child_that_is_being_begun_answers_who_asks_now(mesh: Mesh, boss
 
 
 async def test_a_child_that_is_answering_is_asked_again(mesh: Mesh, boss: Puppet) -> None:
-    """It has no row, so nothing is left of it when the new request is looked at again, and it runs once more."""
+    """The task has no row, so the second lookup finds nothing and it runs once more."""
     replica, publishing = await mesh.replica(doubler), Gate()
     publish = replica.broker.publish
 
@@ -238,7 +241,7 @@ async def test_a_waiting_child_answers_who_asks_now(mesh: Mesh, boss: Puppet, pe
 
 @pytest.mark.parametrize("ends", ["well", "in failure"])
 async def test_a_child_that_ends_while_it_is_asked_again(mesh: Mesh, boss: Puppet, ends: str) -> None:
-    """It was running when its row was looked up, and has ended when it is to be resumed."""
+    """The task was running when its row was looked up and has ended by the time it is resumed."""
     steps = Steps()
     gate = steps.gate("a")
     owner = await mesh.replica(in_a_row(steps, "a", *([] if ends == "well" else ["fail"])), max_concurrency=1)
@@ -365,7 +368,7 @@ async def test_a_child_in_memory_goes_on_from_its_checkpoint(mesh: Mesh, boss: P
 
 
 async def test_parent_and_child_go_on_together(mesh: Mesh, boss: Puppet) -> None:
-    """The child fails, so the parent fails; the parent is resumed, and so the child."""
+    """The child's failure fails the parent; resuming the parent resumes the child."""
     steps, works = Steps(), [False]
     child = Peer("child", int, int)
 

@@ -1,4 +1,4 @@
-"""Agents that break their contract: each task has one clear end, and the replica lives on."""
+"""Agents that break their contract: each task has one outcome, and the replica keeps serving."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .puppet import Puppet
 
 
 class Nothing(BaseException):
-    """No `Exception`."""
+    """Not an `Exception`."""
 
 
 def raising(error: BaseException) -> Callable[..., Awaitable[Any]]:
@@ -65,7 +65,7 @@ async def swallows_a_group(*_: Any) -> Any:
 
 
 class Silent(Exception):
-    """Its text cannot be read."""
+    """An exception whose text cannot be read."""
 
     def __str__(self) -> str:
         raise SystemExit("no text")
@@ -78,7 +78,7 @@ class Nameless(type):
 
 
 class Odd(Exception, metaclass=Nameless):
-    """Nor its type's name."""
+    """An exception whose type name cannot be read."""
 
 
 class Trap:
@@ -92,7 +92,7 @@ class Trap:
 
 
 class Endless:
-    """Artifacts without an end."""
+    """An endless iterator of artifacts."""
 
     def __iter__(self) -> Any:
         return self
@@ -102,7 +102,7 @@ class Endless:
 
 
 def in_background(error: BaseException) -> Callable[..., Awaitable[Any]]:
-    """Starts a task that raises, and waits for something else."""
+    """Starts a background task that raises, and waits for something else."""
 
     async def background() -> None:
         raise error
@@ -282,7 +282,7 @@ async def test_in_the_first_segment(
     mesh: Mesh, boss: Puppet, peer: Puppet, code: Callable[..., Awaitable[Any]], words: str, durable: bool
 ) -> None:
     await mesh.replica(Scripted("broken", code), max_message_bytes=4000, max_concurrency=1, durable=durable)
-    for _ in range(2):  # the slot is free again
+    for _ in range(2):  # the second request needs the slot of the first
         reply = await boss.reply(await boss.ask("broken", 1))
         assert isinstance(reply, Failed)
         assert reply.kind is FailureKind.ERROR
@@ -329,10 +329,11 @@ async def test_a_state_that_cannot_be_read_goes_to_another_replica(mesh: Mesh, b
     await mesh.events.wait(Step.RELEASE)
     await mesh.settle()
     assert await mesh.state(task_id) is TaskState.READY
-    often = timedelta(seconds=0.2)  # so that this one looks first when the pause is over
+    # short enough that this replica sweeps first once the pause is over
+    often = timedelta(seconds=0.2)
     await mesh.replica(Scripted("moody", pausing_on(1), returning(Done("read"))), sweep_interval=often)
     await mesh.advance(4)
-    assert boss.replies() == []  # not before its pause is over
+    assert boss.replies() == []  # the pause after the incompatible state is not over yet
     for _ in range(9):
         mesh.clock.advance(timedelta(seconds=0.1))
         await mesh.settle()
@@ -361,7 +362,7 @@ async def test_a_state_that_nobody_can_read_is_parked_for_a_person(mesh: Mesh, b
         mesh.clock.advance(timedelta(minutes=1))
         await mesh.settle()
     assert len(mesh.events.of(Step.RELEASE)) == releases
-    await boss.cancel("moody", task_id)  # a person may still end it
+    await boss.cancel("moody", task_id)  # a parked task can still be cancelled
     assert (await boss.reply(task_id)).kind is FailureKind.CANCELLED  # type: ignore[union-attr]
 
 
@@ -426,7 +427,6 @@ async def test_a_long_text_is_cut(
 async def test_a_clean_up_that_fails_when_its_replica_drains_fails_no_task(
     mesh: Mesh, boss: Puppet, stopping: BaseException
 ) -> None:
-    """Another replica runs it again."""
     reached = asyncio.Event()
 
     async def code(*_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Requests that nobody can read, and requests that must not run."""
+"""Requests that cannot be read, and requests that must not run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_unreadable_body(mesh: Mesh, boss: Puppet, body: bytes, durable: b
     assert reason == reply.message
     assert mesh.unacked("doubler") == 0
     assert mesh.events.of(Step.SEGMENT) == []
-    assert await mesh.ask("doubler", 4) == Ok(8)  # the replica lives, its slot is free
+    assert await mesh.ask("doubler", 4) == Ok(8)  # the replica still serves and its slot is free
 
 
 HEADERS = {
@@ -204,7 +204,7 @@ async def test_a_kept_request_past_its_deadline_is_not_run_by_who_takes_it_over(
 
 
 async def test_a_kept_request_that_cannot_be_read_any_more_fails(mesh: Mesh, boss: Puppet) -> None:
-    """Its limits may be smaller in the release that takes it over."""
+    """The replica that rescues the task may have a smaller limit for messages."""
     first = await mesh.replica(doubler, ack_policy="on_receipt")
     mesh.events.hooks.append(lambda event: first.task.cancel() if event.step is Step.SEGMENT else None)
     task_id = await boss.ask("doubler", 1)

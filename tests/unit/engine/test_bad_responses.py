@@ -1,4 +1,4 @@
-"""Responses, status updates and cancels that are wrong in some way: each call gets exactly one outcome."""
+"""Malformed and forged responses, status updates and cancels: each call gets one outcome."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ async def test_a_response_that_names_no_sender_or_no_task(
 
 
 async def test_good_and_bad_ones_that_arrive_together(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """One transaction records them, and each is settled by itself."""
+    """One transaction records them all, and each is settled separately."""
     asking = await mesh.replica(asker("asker", "peer"))
     tasks = [await boss.ask("asker", number) for number in range(4)]
     requests = [await peer.request_number(count) for count in (1, 2, 3, 4)]

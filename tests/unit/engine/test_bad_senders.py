@@ -1,4 +1,4 @@
-"""Senders that cannot be stored: their messages become dead letters, and no statement fails."""
+"""Sender names that cannot be stored: the messages become dead letters, and no statement fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SENDERS = ["a\0b", "x" * 249, "a\x1bb"]
 
 @pytest.mark.parametrize("sender", SENDERS)
 def test_of_a_cancel(sender: str) -> None:
-    """An early cancel is stored with its sender, and PostgreSQL refuses a statement for one zero byte."""
+    """An early cancel is stored with its sender, and PostgreSQL rejects NUL bytes."""
     with pytest.raises(PoisonMessage, match="app_id"):
         receive.cancelled_task(cancel_message(AgentName(sender), TaskId("task")), Options())
 

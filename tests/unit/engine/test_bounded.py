@@ -1,4 +1,4 @@
-"""Closing something in bounded time."""
+"""`bounded` limits how long closing a resource may take."""
 
 from __future__ import annotations
 

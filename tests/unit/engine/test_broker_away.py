@@ -1,4 +1,4 @@
-"""A broker that does not take or confirm messages."""
+"""A broker that refuses or does not confirm messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAULTS = {
 
 @function_agent("subtasks")
 async def with_a_subtask(ctx: TaskExecutionContext, number: int) -> int:
-    """Has a row in memory from its first segment on."""
+    """The subtask gives the task an in-process row from its first segment on."""
 
     async def double(value: int) -> int:
         return 2 * value
@@ -68,7 +68,8 @@ async def test_a_call_is_sent_again_under_its_id(
     replica.broker.fail(*faults, type="request")
     task_id = await boss.ask("asker", 1)
     await mesh.settle()
-    assert mesh.unacked("asker") == (0 if durable else 1)  # the sweeper sends what is committed
+    # committed calls are sent by the sweeper
+    assert mesh.unacked("asker") == (0 if durable else 1)
     await mesh.advance(40)
     assert len({request.correlation_id for request in peer.requests}) == 1
     assert len(peer.requests) == (2 if faults == [IN_DOUBT] else 1)
@@ -102,7 +103,7 @@ async def test_a_reply_without_a_row_holds_its_request_while_the_broker_is_away(
     task_id = await boss.ask("doubler", 1)
     await mesh.settle()
     assert mesh.unacked("doubler") == 1
-    assert replica.worker.site.slots.free == 10  # no slot waits for a broker
+    assert replica.worker.site.slots.free == 10  # no slot is held while the broker is unavailable
     await mesh.advance(10)
     assert set(map(str, boss.replies(task_id))) == {str(Ok(2))}
     assert mesh.unacked("doubler") == 0
@@ -288,7 +289,7 @@ async def test_a_request_that_nobody_asked_to_answer(mesh: Mesh, boss: Puppet, p
 
 
 async def test_an_outage_of_the_broker(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """What was committed meanwhile is sent afterwards."""
+    """Replies committed during the outage are sent afterwards."""
     gate = Gate()
     replica = await mesh.replica(gated_after("agent", "peer", gate))
     tasks = [await boss.ask("agent", number) for number in range(3)]
@@ -308,7 +309,7 @@ async def test_an_outage_of_the_broker(mesh: Mesh, boss: Puppet, peer: Puppet) -
 
 @HOMES
 async def test_a_lost_connection_in_the_middle(mesh: Mesh, boss: Puppet, peer: Puppet, durable: bool) -> None:
-    """Whatever is un-acked comes again, to the same replica, and changes nothing."""
+    """Unacked messages are redelivered to the same replica and change nothing."""
     gate = Gate()
     replica = await mesh.replica(gated("slow", gate), durable=durable)
     asking = await mesh.replica(asker("asker", "peer"), durable=durable)

@@ -1,4 +1,4 @@
-"""Honest messages are handled while the broker's confirms of bad ones are outstanding."""
+"""Good messages are handled while the broker has yet to confirm dead letters of bad ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ BURST = 5
 
 
 class Confirms:
-    """What a broker is to confirm, held back until the test releases it. `most` counts what it held at a time."""
+    """Broker confirms withheld until the test releases them.
+
+    `most` is the largest number outstanding at a time.
+    """
 
     def __init__(self) -> None:
         self.outstanding = self.most = 0
@@ -46,7 +49,7 @@ class Confirms:
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Confirms:
-    """The confirms of the copies among the dead letters."""
+    """Withheld confirms of dead letters."""
     confirms, dead_letter = Confirms(), InProcessDelivery.dead_letter
 
     async def held(delivery: InProcessDelivery, reason: str) -> bool:
@@ -59,7 +62,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Confirms:
 
 @pytest.fixture
 async def evil(mesh: Mesh) -> Puppet:
-    """Who sends what is wrong."""
+    """A puppet that sends bad messages."""
     return await mesh.puppet("evil")
 
 
@@ -74,7 +77,7 @@ async def burst(evil: Puppet, agent: str, count: int = BURST) -> None:
 
 
 def waiting_letters(mesh: Mesh, agent: str) -> tuple[int, int]:
-    """The letters of `agent`: queued, and unacked."""
+    """Messages in the response queue of `agent`: queued, and unacked."""
     queue = mesh.exchange.queue(responses_of(AgentName(agent)))
     assert queue is not None
     return len(queue.ready), sum(len(consumer.unacked) for consumer in queue.consumers)
@@ -88,7 +91,7 @@ async def test_letters_do_not_wait_for_dead_letters(
     task_id = await boss.ask("asker", 1)
     request = await peer.request_number()
     for _ in range(BURST):
-        if type_ is MessageType.CANCEL:  # of another requester's task
+        if type_ is MessageType.CANCEL:  # the sender is not the requester of this task
             await evil.cancel("asker", task_id)
         else:
             await evil.letter("asker", letter(type_))
@@ -227,7 +230,7 @@ async def test_what_is_not_confirmed_comes_again(mesh: Mesh, evil: Puppet, copie
 async def test_a_batch_that_is_retried_has_one_dead_letter_for_each(
     mesh: Mesh, boss: Puppet, peer: Puppet, evil: Puppet, copies: Confirms
 ) -> None:
-    """A defect, then an outage in the retry: the letter on its way to the dead letters is not handled again."""
+    """A message already being dead-lettered is not handled again when its batch is retried."""
     running = await mesh.replica(asker("asker", "peer"))
     task_id = await boss.ask("asker", 1)
     request = await peer.request_number()

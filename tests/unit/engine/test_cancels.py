@@ -1,4 +1,4 @@
-"""A cancel ends a task once, wherever it is, and reaches the peers it no longer needs."""
+"""A cancel ends a task once, in any state, and cancels the calls the task no longer needs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_ready(mesh: Mesh, boss: Puppet, peer: Puppet, durable: bool) -> N
     gate = Gate()
     await mesh.replica(gated_after("agent", "peer", gate), max_concurrency=1, durable=durable)
     tasks = [await boss.ask("agent", 1), await boss.ask("agent", 2)]
-    for count in (1, 2):  # the second waits for the slot of the first
+    for count in (1, 2):  # the second task waits for the slot of the first
         await peer.respond(await peer.request_number(count), count)
         await gate.reach()
     await mesh.settle()
@@ -81,7 +81,7 @@ async def test_running_for_the_first_time(mesh: Mesh, boss: Puppet, durable: boo
 @HOMES
 async def test_running_after_a_pause(mesh: Mesh, boss: Puppet, peer: Puppet, durable: bool) -> None:
     gate = Gate()
-    for _ in range(3):  # whoever hears of it, the owner stops
+    for _ in range(3):  # the owner stops no matter which replica receives the cancel
         await mesh.replica(gated_after("agent", "peer", gate), durable=durable)
     task_id = await boss.ask("agent", 1)
     await peer.respond(await peer.request_number(), 1)
@@ -116,7 +116,7 @@ async def test_code_that_cleans_up_before_it_stops(mesh: Mesh, boss: Puppet) -> 
 
 @HOMES
 async def test_code_that_ends_all_the_same(mesh: Mesh, boss: Puppet, durable: bool) -> None:
-    """An end that commits first wins; and without a row, whatever the requester hears first."""
+    """With a row, an end committed before the cancel wins; without one, the first reply counts."""
     reached = Gate()
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
@@ -137,7 +137,7 @@ async def test_code_that_ends_all_the_same(mesh: Mesh, boss: Puppet, durable: bo
 
 @HOMES
 async def test_a_moment_too_late_to_stop_the_code(mesh: Mesh, boss: Puppet, peer: Puppet, durable: bool) -> None:
-    """The code has returned its pause, but nothing is committed yet."""
+    """The code has already returned its pause, but nothing is committed yet."""
     replica = await mesh.replica(asker("asker", "peer"), durable=durable)
 
     def at_the_end_of_the_code(event: Any) -> None:
@@ -199,7 +199,7 @@ async def test_while_it_begins(mesh: Mesh, boss: Puppet) -> None:
 
 
 async def test_found_at_the_first_pause(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """The broadcast is lost; the tombstone is not."""
+    """The broadcast is lost, but the pause finds the tombstone."""
     replica = await mesh.replica(asker("asker", "peer"))
     pause = Gate()
     replica.store.before["pause"] = pause
@@ -320,7 +320,7 @@ async def test_told_by_another_replica_after_a_crash(mesh: Mesh, boss: Puppet, p
 
 
 async def test_a_cancel_whose_broadcast_was_lost_in_a_crash_is_broadcast_again(mesh: Mesh, boss: Puppet) -> None:
-    """The cancel is delivered again, and finds the tombstone it wrote itself."""
+    """The redelivered cancel finds the tombstone that its first delivery wrote."""
     gate = Gate()
     other = await mesh.replica(doubler)
     running = await mesh.replica(gated("agent", gate))
@@ -328,7 +328,7 @@ async def test_a_cancel_whose_broadcast_was_lost_in_a_crash_is_broadcast_again(m
     await gate.reach()
 
     async def lost(*_: Any) -> None:
-        running.broker.lose_connection()  # the cancel comes again
+        running.broker.lose_connection()  # the cancel is redelivered
         running.broker.broadcast = broadcast  # type: ignore[method-assign]
 
     broadcast, running.broker.broadcast = running.broker.broadcast, lost  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""A fast copy of each operation's last checkpoint: it serves restores, and whatever becomes of it costs only time."""
+"""A cache copies each operation's last checkpoint: losing the copy costs only time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AWAY = CacheUnavailable("no answer within 0.5 s")
 
 
 class Copies:
-    """A cache that outlives replicas. `error` is raised by every method."""
+    """A cache that outlives replicas. Every method raises `error` if it is set."""
 
     def __init__(self) -> None:
         self.kept: dict[tuple[str, str], AgentCheckpoint] = {}
@@ -50,7 +50,7 @@ class Copies:
 
 
 def restores(mesh: Mesh) -> list[tuple[Any, Any]]:
-    """Where each restored checkpoint came from, and why not from the copy."""
+    """For each restored checkpoint: its source, and why the cached copy was not used."""
     found = mesh.events.of(Step.CHECKPOINT_RESTORED)
     return [(event.detail["source"], event.detail.get("fallback")) for event in found]
 
@@ -125,7 +125,7 @@ async def test_the_checkpoint_of_a_failure_is_copied_and_serves_the_resume(mesh:
 
 
 async def test_a_cancel_that_no_code_saw_makes_the_copy_stale(mesh: Mesh, boss: Puppet) -> None:
-    """The database wrote the last checkpoint by itself."""
+    """The database itself wrote the last checkpoint."""
     steps, copies = Steps(), Copies()
     gate = steps.gate("b")
     first = await mesh.replica(in_a_row(steps, "a", "b"), cache=copies, max_attempts=1)

@@ -1,4 +1,4 @@
-"""Code that is stopped before its first step leaves nothing behind."""
+"""Code that is stopped before its first step is never called, so it leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica crashes between any two steps of a task: others go on, and nothing is done twice."""
+"""A replica crashes between two steps of a task: others continue it, and nothing is repeated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .puppet import Puppet
 
 
 def crash_at(mesh: Mesh, replica: Running, step: Step, phase: Phase) -> None:
-    """End `replica` at its next such event, before anything else happens in it."""
+    """Kill `replica` at its next event of this step and phase, before it does anything else."""
 
     def at(event: Event) -> None:
         if (event.step, event.phase, event.replica) == (step, phase, replica.id):
@@ -54,7 +54,7 @@ async def test_crash_on_the_way_to_the_checkpoint(
     await mesh.replica(asker("asker", "peer"))
     await mesh.advance(25)
     call_ids = {request.correlation_id for request in peer.requests}
-    assert len(call_ids) == 1, "no second set of calls"
+    assert len(call_ids) == 1, "the calls were made twice"
     await peer.respond(peer.requests[0], 1)
     assert await boss.reply(task_id) == Ok({"peer": 1})
     await mesh.advance(20)

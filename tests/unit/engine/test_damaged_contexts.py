@@ -1,4 +1,4 @@
-"""Agent code that damages its context: its task fails or can be stopped like any other, and other tasks continue."""
+"""Agent code that damages its context: only its own task is affected, and that can be stopped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .puppet import Puppet
 
 
 class Stubborn(asyncio.Future[None]):
-    """Ends when it is cancelled, and raises as well."""
+    """A future that raises from `cancel` after it was cancelled."""
 
     def cancel(self, msg: Any = None) -> bool:
         super().cancel()
@@ -26,7 +26,7 @@ class Stubborn(asyncio.Future[None]):
 
 
 class Waiter(asyncio.Future[None]):
-    """Waits for `ctx.cancelled` on an event loop that is closed by then."""
+    """A waiter of `ctx.cancelled` whose event loop is already closed."""
 
     def __init__(self) -> None:
         loop = asyncio.new_event_loop()
@@ -36,7 +36,7 @@ class Waiter(asyncio.Future[None]):
 
 
 async def two_tasks(mesh: Mesh, boss: Puppet) -> tuple[Running, str, str, Gate]:
-    """A replica that runs a task whose code cannot be stopped without an error, and another one, in this order."""
+    """Start a task whose code raises when stopped, then a normal one, in the same replica."""
     gate, odd = Gate(), Gate()
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A database that does not answer, or whose answer to COMMIT is lost: nothing is lost, nothing done twice."""
+"""A database that is unavailable or loses the response to COMMIT: nothing is lost or repeated."""
 
 from __future__ import annotations
 
@@ -58,14 +58,13 @@ async def test_at_the_start_for_a_while(mesh: Mesh, boss: Puppet) -> None:
 @pytest.mark.parametrize("faults", OUTAGES.values(), ids=OUTAGES)
 @pytest.mark.parametrize("method", ["lookup", "pause", "mark_sent", "claim", "end", "progress", "unsent", "take"])
 async def test_at_any_step(mesh: Mesh, boss: Puppet, peer: Puppet, method: str, faults: list[str | None]) -> None:
-    """Everything is written once, whatever the database answered."""
     replica = await mesh.replica(asker("asker", "peer"))
-    await mesh.advance(20)  # no grace is left
+    await mesh.advance(20)  # the startup grace is over
     replica.store.fail(method, *faults)
     task_id = await boss.ask("asker", 1)
     await mesh.advance(12)
     call_ids = {request.correlation_id for request in peer.requests}
-    assert len(call_ids) == 1, "no second set of calls"
+    assert len(call_ids) == 1, "the calls were made twice"
     await peer.status(peer.requests[0], "working")
     await peer.respond(peer.requests[0], 1)
     await mesh.advance(12)
@@ -124,7 +123,7 @@ async def test_in_a_cancel(mesh: Mesh, boss: Puppet, peer: Puppet, faults: list[
 
 
 async def test_the_lost_answer_to_a_claim_does_not_lose_the_task(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """The repeated claim finds that it has met the join, and goes on with the task."""
+    """The repeated claim finds that it completed the join, and the task runs."""
     replica = await mesh.replica(asker("asker", "peer"))
     task_id = await boss.ask("asker", 1)
     request = await peer.request_number()
@@ -180,7 +179,7 @@ async def test_new_requests_wait_for_the_database_un_acked(mesh: Mesh, boss: Pup
 
 
 def written(replica: Any, method: str) -> list[Any]:
-    """What was written by `method`: a repeated write must carry the same."""
+    """Arguments of every call of `method`. A repeated write must carry the same ids."""
     return [arguments for name, arguments in replica.store.arguments if name == method]
 
 

@@ -1,4 +1,4 @@
-"""One message, task or row that breaks something in a room must not take the replica along, nor its neighbours."""
+"""One message, task or row that triggers a defect must not affect the replica or other tasks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .agents import asker, caller, doubler
 from .mesh import Mesh, Running
 from .puppet import Puppet
 
-BAD = "no-such-id"  # found in no id: those are hexadecimal
+BAD = "no-such-id"  # real ids are hexadecimal, so no argument contains this by chance
 
 
 @pytest.fixture(autouse=True)
 def expected(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """A defect is logged with its traceback, never silent."""
+    """Every defect must be logged with its traceback."""
     yield
     assert any(record.exc_info for record in caplog.get_records("call"))
 
 
 def breaks_on(running: Running, method: str) -> Callable[[], Awaitable[None]]:
-    """Let a method of the database break on arguments that hold `BAD`."""
+    """Make a method of the database raise if its arguments contain `BAD`."""
 
     async def check() -> None:
         if BAD in repr(running.store.arguments[-1]):
@@ -40,7 +40,7 @@ def breaks_on(running: Running, method: str) -> Callable[[], Awaitable[None]]:
 
 
 def always_broken(running: Running, method: str) -> None:
-    """Let a method of the database break whatever it is asked."""
+    """Make a method of the database always raise."""
 
     async def check() -> None:
         raise ValueError("a defect")
@@ -100,7 +100,7 @@ async def test_a_response_that_breaks_the_claim_is_set_aside_alone(mesh: Mesh, b
 async def test_a_letter_that_no_dead_letters_take_keeps_no_other_waiting(
     mesh: Mesh, boss: Puppet, peer: Puppet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their queue was deleted, and the login may not declare it again: a person has to."""
+    """The dead-letter queue is missing and the login may not declare it: an operator must act."""
     await mesh.replica(asker("asker", "peer"))
     task_id = await boss.ask("asker", 1)
     asked = await peer.request_number()
@@ -124,13 +124,14 @@ async def test_a_step_of_the_sweeper_that_breaks_does_not_stop_the_others(
 ) -> None:
     running = await mesh.replica(asker("asker", "peer"))
     always_broken(running, step)
-    always_broken(running, "due")  # then each step looks for itself
+    always_broken(running, "due")  # makes each step of the sweeper query on its own
     task_id = await boss.ask("asker", 1)
     await peer.request_number()
     await mesh.advance(70)
     for other in {"take", "expire", "take_over", "unsent", "keep_alives", "purge"} - {step}:
         assert other in running.store.calls
-    assert running.store.calls.count("due") < 100  # one look a second, none at once
+    # one query a second, with no immediate repetition
+    assert running.store.calls.count("due") < 100
     await peer.respond(peer.requests[0], 2)
     assert await boss.reply(task_id) == Ok({"peer": 2})
 
@@ -144,7 +145,7 @@ async def test_a_task_that_cannot_be_ended_does_not_end_its_replica(mesh: Mesh, 
     assert not running.task.done()
     assert running.worker.site.slots.free == 2
     del running.store.before["end"]
-    await mesh.advance(40)  # its lease is over
+    await mesh.advance(40)  # the lease expires
     assert await boss.reply(stuck) == Ok({"peer": 2})
 
 
@@ -160,7 +161,7 @@ async def test_a_first_checkpoint_that_breaks_is_the_end_of_its_task_only(
 
 
 def breaks_publishing(running: Running, bad: Callable[[Any], bool]) -> None:
-    """Let the broker of a replica break on some messages, and on every batch that holds one."""
+    """Make the replica's broker raise for every batch that contains a matching message."""
     publish = running.broker.publish
 
     async def check(messages: Any) -> Any:
@@ -217,7 +218,7 @@ async def test_a_request_whose_context_cannot_be_built_gives_its_slot_back(
 async def test_a_batch_of_responses_that_breaks_after_its_commit_is_found_again_one_by_one(
     mesh: Mesh, boss: Puppet, peer: Puppet
 ) -> None:
-    """Each repeated claim keeps its id, so no task waits for the lease of a run that never began."""
+    """Each repeated claim keeps its id, so no task waits for the lease of a run that never was."""
     running = await mesh.replica(asker("asker", "peer"))
     tasks = [await boss.ask("asker", number) for number in range(3)]
     requests = [await peer.request_number(number) for number in (1, 2, 3)]
@@ -230,7 +231,7 @@ async def test_a_batch_of_responses_that_breaks_after_its_commit_is_found_again_
     running.store.after["claim"] = break_once
     for request in requests:
         await peer.respond(request, 2)
-    for task_id in tasks:  # the clock stands still: no lease runs out
+    for task_id in tasks:  # the clock stands still, so no lease expires
         assert await boss.reply(task_id) == Ok({"peer": 2})
     await mesh.settle()
     assert running.worker.site.slots.free == 10

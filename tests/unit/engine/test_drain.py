@@ -1,4 +1,4 @@
-"""A replica that is told to stop: nothing is lost, nothing hangs, and others go on at once."""
+"""A draining replica: nothing is lost, nothing hangs, and others continue its tasks at once."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ async def test_owned_tasks_that_take_too_long_are_ready_for_others_at_once(
     await gate.reach()
     await replica.drain()
     assert gate.cancelled == 1
-    await gate.reach(2)  # the clock stands still: it was woken
+    await gate.reach(2)  # the clock stands still, so only a wake can have started this run
     gate.opened.set()
     assert await boss.reply(task_id) == Ok("done" if first else {"peer": 1})
     summary, _ = await mesh.task(task_id)
-    assert summary.attempt <= 1, "a drain is no failed attempt"
+    assert summary.attempt <= 1, "a drain must not count as a failed attempt"
 
 
 async def test_a_task_that_waits_in_memory_may_still_end(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
@@ -129,7 +129,7 @@ async def test_a_task_that_waits_in_memory_may_still_end(mesh: Mesh, boss: Puppe
 
 
 async def test_a_task_that_waits_in_memory_may_still_time_out(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """The sweeper goes on looking at memory."""
+    """The sweeper keeps processing in-process tasks during a drain."""
     waiting = asker("asker", "peer", timeout=timedelta(seconds=20))
     replica = await mesh.replica(waiting, durable=False, **NEVER)
     task_id = await boss.ask("asker", 1)
@@ -182,7 +182,7 @@ async def test_a_task_in_memory_that_takes_too_long_is_given_back(
 async def test_a_task_whose_request_was_given_back_does_not_go_on(
     mesh: Mesh, boss: Puppet, peer: Puppet, what: str, durable: bool
 ) -> None:
-    """Something else still stops slowly; another replica may have the request by then."""
+    """While other code is still stopping, another replica may have the requeued request."""
     stub, visits = Gate(), Gate()
     visits.opened.set()
 
@@ -232,7 +232,7 @@ async def _ignoring_cancels(gate: Gate) -> Done[str]:
 async def test_the_request_of_code_in_memory_that_does_not_stop_is_kept_until_it_has(
     mesh: Mesh, boss: Puppet, peer: Puppet, answers: bool
 ) -> None:
-    """Otherwise two replicas would answer it."""
+    """If the request were requeued earlier, two replicas would answer it."""
     stub = Gate()
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
@@ -274,7 +274,7 @@ async def test_a_request_in_memory_is_kept_while_its_reply_is_being_sent(
 
 
 def _slow_publish(replica: Running, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """A gate in front of all that `replica` publishes."""
+    """A gate in front of every publish of `replica`."""
     publish, gate = replica.broker.publish, Gate()
 
     async def slowly(messages: Any) -> Any:
@@ -286,7 +286,7 @@ def _slow_publish(replica: Running, monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 async def test_a_claim_that_is_under_way_is_finished(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """Given up halfway, it might own a task that nobody runs."""
+    """A claim abandoned halfway could own a task that no replica runs."""
     replica = await mesh.replica(asker("asker", "peer"), **NEVER)
     task_id = await boss.ask("asker", 1)
     request = await peer.request_number()
@@ -316,7 +316,7 @@ async def test_a_look_that_is_under_way_is_finished(mesh: Mesh, boss: Puppet, pe
 
 
 async def _due(mesh: Mesh, boss: Puppet, peer: Puppet, method: str) -> Any:
-    """A task that `method` takes at the next look of a replica."""
+    """Prepare a task that `method` picks up at the next sweep of the returned replica."""
     held = Gate()
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
@@ -376,13 +376,13 @@ async def test_code_that_does_not_stop_holds_nobody_up(mesh: Mesh, boss: Puppet)
     assert mesh.waiting("agent") == 1
     gate.opened.set()
     await mesh.settle()
-    assert boss.replies() == [], "what it comes to now is nobody's result"
+    assert boss.replies() == [], "the result of an abandoned run must not be sent"
     await mesh.replica(Scripted("agent", stubborn))
     assert await boss.reply(task_id) == Ok("at last")
 
 
 def held_when_resumed(gate: Gate) -> Scripted:
-    """An agent that answers "new" at once. Other requests pause for the peer, and then wait for `gate`."""
+    """An agent that answers "new" at once; other requests call the peer and wait for `gate`."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
         return Done("new") if request == "new" else Paused([Call("call", "peer", request)], b"")
@@ -395,7 +395,7 @@ def held_when_resumed(gate: Gate) -> Scripted:
 
 
 async def test_an_admitted_request_runs_and_ready_tasks_are_left(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """It waits for a slot when the drain begins; a ready task that waits as well is anybody's."""
+    """An admitted request still gets its slot; a ready task waiting for one is left to others."""
     gate = Gate()
     replica = await mesh.replica(held_when_resumed(gate), max_concurrency=1, **NEVER)
     tasks = [await boss.ask("agent", number) for number in (1, 2)]
@@ -422,7 +422,7 @@ async def test_an_admitted_request_runs_and_ready_tasks_are_left(mesh: Mesh, bos
 async def test_a_request_that_waited_for_another_one_is_left_to_others(
     mesh: Mesh, boss: Puppet, peer: Puppet, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """It waits until another requester's request with its id has been refused."""
+    """It waits until the request of another requester with the same id has been refused."""
     replica = await mesh.replica(doubler, **options)
     gate = _slow_publish(replica, monkeypatch)
     await boss.ask("doubler", 1, "task", deadline=mesh.in_seconds(-1))
@@ -440,7 +440,7 @@ async def test_a_request_that_waited_for_another_one_is_left_to_others(
 
 
 async def test_a_row_that_waits_for_a_slot_is_released(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """It was written as running before there was a slot, and a resumed task took that."""
+    """The row was written as running before a slot was free, and a resumed task got that slot."""
     gate = Gate()
     options = {"max_concurrency": 1, "ack_policy": AckPolicy.ON_RECEIPT}
     replica = await mesh.replica(held_when_resumed(gate), **options, **GIVES_BACK)
@@ -460,7 +460,7 @@ async def test_a_row_that_waits_for_a_slot_is_released(mesh: Mesh, boss: Puppet,
 
 
 async def test_a_claim_of_an_undeliverable_call_is_finished(mesh: Mesh, boss: Puppet) -> None:
-    """Such claims are made in the background."""
+    """Such claims run in the background."""
     task_id, replica = await _unsent(mesh, boss)
     gate = replica.store.after["claim"] = Gate()
     mesh.clock.advance(timedelta(seconds=6))
@@ -477,7 +477,7 @@ async def test_a_claim_of_an_undeliverable_call_is_finished(mesh: Mesh, boss: Pu
 async def test_an_undeliverable_call_is_not_claimed_any_more(
     mesh: Mesh, boss: Puppet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The claim could come when the drain is over."""
+    """The claim could otherwise happen after the drain."""
     running = Gate()
     task_id, replica = await _unsent(mesh, boss, running)
     gate = _slow_publish(replica, monkeypatch)
@@ -497,7 +497,10 @@ async def test_an_undeliverable_call_is_not_claimed_any_more(
 
 
 async def _unsent(mesh: Mesh, boss: Puppet, gate: Gate | None = None) -> tuple[TaskId, Running]:
-    """A task whose call to an agent that does not exist is due to be sent again; another one runs up to `gate`."""
+    """A task whose call to a missing agent is due to be sent again.
+
+    With `gate`, another task runs until it opens.
+    """
     asks = asker("agent", "nobody")
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
@@ -517,7 +520,7 @@ async def _unsent(mesh: Mesh, boss: Puppet, gate: Gate | None = None) -> tuple[T
 
 
 async def test_while_the_database_is_away(mesh: Mesh, boss: Puppet) -> None:
-    """Requests that wait for it go to others, in no more than the drain's time."""
+    """Requests that wait for the database are requeued within the drain's timeout."""
     replica = await mesh.replica(doubler, **AT_ONCE, release_timeout=timedelta(hours=1))
     replica.store.away = True
     task_id = await boss.ask("doubler", 1)
@@ -529,7 +532,7 @@ async def test_while_the_database_is_away(mesh: Mesh, boss: Puppet) -> None:
 
 
 async def test_while_the_database_is_away_from_a_segment(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """Nobody waits for ever: the lease brings the task back."""
+    """The drain does not hang: once the lease expires, another replica rescues the task."""
     gate = Gate()
     replica = await mesh.replica(gated_after("agent", "peer", gate), **AT_ONCE, release_timeout=timedelta(0))
     task_id = await boss.ask("agent", 1)
@@ -547,7 +550,7 @@ async def test_while_the_database_is_away_from_a_segment(mesh: Mesh, boss: Puppe
 @HOMES
 @pytest.mark.parametrize("what", ["reply", "refusal", "dead letter", "repeated reply"])
 async def test_while_the_broker_is_away(mesh: Mesh, boss: Puppet, peer: Puppet, what: str, durable: bool) -> None:
-    """Whatever waits for it is given up, and comes again un-acked."""
+    """Work that waits for the broker is abandoned, and its unacked request is redelivered."""
     replica = await mesh.replica(doubler, durable=durable, **AT_ONCE, release_timeout=timedelta(0))
     if what == "repeated reply":
         await boss.cancel("doubler", "task")
@@ -602,7 +605,7 @@ async def test_ready_tasks_are_left_to_others(mesh: Mesh, boss: Puppet, peer: Pu
 
 @pytest.mark.parametrize("method", ["close", "release", "end"])
 async def test_a_database_that_is_silent_holds_nobody_up(mesh: Mesh, boss: Puppet, peer: Puppet, method: str) -> None:
-    """It takes the statement and never answers, and its driver swallows the cancellation."""
+    """It accepts the statement but never answers, and its driver swallows the cancellation."""
 
     async def silence() -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Tasks that ended in a process: only their ids stay, and a duplicate of their request changes nothing."""
+"""Tasks that ended in process: only their ids stay, and a duplicate request changes nothing."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_a_duplicate_does_not_run_again(mesh: Mesh, boss: Puppet, peer: Pu
     await boss.ask("agent", 1, task_id)
     await mesh.settle()
     assert len(peer.requests) == 1
-    assert boss.replies(task_id) == [Ok([LARGE])], "its reply was confirmed, and is not sent again"
+    assert boss.replies(task_id) == [Ok([LARGE])], "a confirmed reply must not be sent again"
     assert mesh.unacked("agent") == mesh.waiting("agent") == 0
 
 
@@ -134,8 +134,8 @@ async def test_failed_operations_are_bounded() -> None:
         await store.mark_sent([reply])
     kept = store._tables  # type: ignore[attr-defined]
     assert len(kept.tasks) == len(kept.resumable) == 100
-    assert await store.operation(run.task_id) is not None, "the last ones can be resumed"
-    assert len(kept.recently_ended) == 200, "the requests of the others are recognised"
+    assert await store.operation(run.task_id) is not None, "the newest must be resumable"
+    assert len(kept.recently_ended) == 200, "requests of the others must be recognised"
 
 
 async def test_archived_checkpoints_are_bounded() -> None:
@@ -145,7 +145,7 @@ async def test_archived_checkpoints_are_bounded() -> None:
         await saved(store, run)
         await store.end([an_end(run)])
     assert len(store._tables.archive) == 100  # type: ignore[attr-defined]
-    assert await store.history(run.task_id), "the last ones are there"
+    assert await store.history(run.task_id), "the newest history must be kept"
 
 
 @dataclass
@@ -166,7 +166,7 @@ async def test_a_client_keeps_open_requests_only(mesh: Mesh, peer: Puppet) -> No
         finally:
             tracemalloc.stop()
         await mesh.settle()
-        assert held < 50 * len(LARGE), "a hundred replies are not here any more"
+        assert held < 50 * len(LARGE), "the client still holds replies"
         assert client._pending == client._agents == client._request_fingerprints == {}
 
 

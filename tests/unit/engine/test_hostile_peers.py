@@ -1,4 +1,4 @@
-"""Peers that lie, and values at the edges of what can be read."""
+"""Peers that send false data, and values at the limits of what can be read."""
 
 from __future__ import annotations
 

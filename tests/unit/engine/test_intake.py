@@ -1,4 +1,4 @@
-"""The requests that a replica takes from each queue of its agent."""
+"""How many requests a replica takes from each queue of its agent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOMES = pytest.mark.parametrize("durable", [True, False])
 
 
 def busy(gate: Gate) -> Scripted:
-    """Answers "instant" at once, waits at `gate` for "long", and after its peer's answer for anything else."""
+    """Answers "instant" at once and "long" after `gate`; calls its peer for anything else."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
         if request == "instant":
@@ -41,7 +41,7 @@ def busy(gate: Gate) -> Scripted:
 
 
 async def time_passes(mesh: Mesh, seconds: float) -> None:
-    """Move the clock in steps that are shorter than anything here waits."""
+    """Move the clock in steps shorter than any wait in these tests."""
     for _ in range(round(seconds / 0.02)):
         mesh.clock.advance(timedelta(seconds=0.02))
         await mesh.settle()
@@ -62,7 +62,10 @@ async def all_slots_resumed(mesh: Mesh, boss: Puppet, peer: Puppet, gate: Gate, 
 async def test_a_busy_replica_leaves_requests_to_an_idle_one(
     mesh: Mesh, boss: Puppet, peer: Puppet, durable: bool, depth: int, noticed: bool
 ) -> None:
-    """`noticed`: its slots were taken for a while when the requests came. Otherwise it has taken some of them."""
+    """`noticed`: the requests arrive after the replica reacted to its full slots.
+
+    Otherwise it has already taken some of them.
+    """
     gate = Gate()
     await mesh.replica(busy(gate), max_concurrency=4, durable=durable)
     await all_slots_resumed(mesh, boss, peer, gate, 4)
@@ -96,7 +99,7 @@ async def test_first_segments_that_take_long_keep_no_request_either(mesh: Mesh, 
 async def test_a_request_is_requeued_once_and_runs_when_a_slot_is_free(
     mesh: Mesh, boss: Puppet, peer: Puppet, durable: bool
 ) -> None:
-    """Its deliveries are counted, and many of them would make it a dead letter."""
+    """Repeated requeues would raise its delivery count until it becomes a dead letter."""
     gate = Gate()
     await mesh.replica(busy(gate), max_concurrency=2, durable=durable)
     await all_slots_resumed(mesh, boss, peer, gate, 2)
@@ -133,7 +136,7 @@ async def test_a_cancelled_request_is_not_requeued(mesh: Mesh, boss: Puppet, pee
 
 
 async def test_each_queue_has_its_turn(mesh: Mesh, boss: Puppet) -> None:
-    """One queue is full of long requests; requests in the other one do not wait for all of them."""
+    """Requests in one queue do not wait for all the long requests in the other."""
     order = list[Any]()
     gates: dict[int, Gate] = {number: Gate() for number in range(20)}
 
@@ -197,9 +200,6 @@ async def test_a_database_holds_tasks_without_a_limit(mesh: Mesh, boss: Puppet, 
     assert mesh.events.of(Step.MEMORY_FULL) == []
 
 
-# ── peers of an older release ──────────────────────────────────────────────────────────────────────
-
-
 @HOMES
 async def test_a_peer_without_a_queue_of_nested_requests_is_asked_on_the_other(
     mesh: Mesh, boss: Puppet, durable: bool
@@ -211,7 +211,7 @@ async def test_a_peer_without_a_queue_of_nested_requests_is_asked_on_the_other(
     for number in (1, 2):
         assert await boss.reply(await boss.ask("asker", number)) == Ok({"doubler": 2 * number})
     sent = [address for address, message in asking.broker.published if message.app_id == "asker"]
-    assert sent.count(nested) == 1  # it is remembered
+    assert sent.count(nested) == 1  # the missing nested queue is remembered
 
 
 async def test_a_peer_without_any_queue_is_undeliverable(mesh: Mesh, boss: Puppet) -> None:
@@ -222,7 +222,7 @@ async def test_a_peer_without_any_queue_is_undeliverable(mesh: Mesh, boss: Puppe
 
 
 async def test_a_drain_gives_back_what_was_about_to_leave(mesh: Mesh, boss: Puppet) -> None:
-    """An idle replica takes it then, and not only when this one is gone."""
+    """An idle replica takes the request at once, before the drain ends."""
     gate = Gate()
     draining = await mesh.replica(busy(gate), max_concurrency=1)
     await boss.ask("agent", "long")
@@ -250,7 +250,7 @@ async def test_a_drain_gives_back_what_was_about_to_leave(mesh: Mesh, boss: Pupp
 
 
 async def test_a_drain_gives_each_request_back_once(mesh: Mesh, boss: Puppet) -> None:
-    """Not once for each queue: the broker counts deliveries, and so do we."""
+    """Not once for each queue: every requeue raises the delivery count."""
     gate = Gate()
     draining = await mesh.replica(busy(gate), max_concurrency=1, request_shards=4)
     agent = AgentName("agent")
@@ -277,7 +277,7 @@ async def test_copies_of_a_request_take_no_room_from_others(mesh: Mesh, boss: Pu
     for _ in range(10):
         await boss.ask("agent", "long", task_id)
     assert await boss.reply(await boss.ask("agent", "instant")) == Ok("done")
-    assert mesh.unacked("agent") == 1  # a crash gives it back
+    assert mesh.unacked("agent") == 1  # after a crash the broker redelivers it
     gate.opened.set()
     assert await boss.reply(task_id) == Ok("long")
     await mesh.settle()

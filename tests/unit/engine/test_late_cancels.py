@@ -1,4 +1,4 @@
-"""A cancel that belongs to an earlier attempt of its sender, and comes late."""
+"""A cancel from an earlier attempt of the requester that arrives late."""
 
 from __future__ import annotations
 

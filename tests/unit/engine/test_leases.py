@@ -1,4 +1,4 @@
-"""The thread that renews leases outlives whatever happens to it."""
+"""The thread that renews leases survives every error of the store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN = Run(TaskId("task"), AGENT, RunId("run"), fence=2, generation=1)
 
 
 class Renewals:
-    """A store that only renews: it raises `errors` in turn, then calls every run lost."""
+    """A store with `renew` only: it raises `errors` in order, then reports every run as lost."""
 
     def __init__(self, *errors: Exception) -> None:
         self._errors = list(errors)
@@ -40,7 +40,7 @@ class Renewals:
 
 @asynccontextmanager
 async def keeper(open_store: Callable[[], Any]) -> AsyncIterator[asyncio.Future[Run]]:
-    """The first run that is told to be lost."""
+    """Run a lease keeper; yields the future of the first run that it reports as lost."""
     lost: asyncio.Future[Run] = asyncio.get_running_loop().create_future()
     replica_id = ReplicaId("A")
     replica = Replica(replica_id, AGENT, frozenset(), timedelta(seconds=15))

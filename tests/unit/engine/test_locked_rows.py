@@ -1,4 +1,4 @@
-"""Another session of the database holds a task's row: its letters wait, the others are handled."""
+"""Another session locks a task's row: messages for that task wait, others are handled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .puppet import Puppet
 
 
 def hold(running: Running, held: set[str], *, when_ending: set[str] | None = None) -> None:
-    """Let the database of this replica answer as if another session held these tasks."""
+    """Make the replica's database report these tasks as locked by another session."""
     store = running.store._inner
 
     class Held:
@@ -53,14 +53,14 @@ def hold(running: Running, held: set[str], *, when_ending: set[str] | None = Non
 
 
 def unsettled(mesh: Mesh, agent: str) -> tuple[int, int]:
-    """The number of responses to `agent` in its queue, and the number held by replicas."""
+    """Responses to `agent`: queued, and unacked at replicas."""
     queue = mesh.exchange.queue(responses_of(AgentName(agent)))
     assert queue is not None
     return len(queue.ready), sum(len(consumer.unacked) for consumer in queue.consumers)
 
 
 def claims(running: Running) -> list[int]:
-    """Number of outcomes in each of the replica's claims."""
+    """Number of outcomes in each claim of the replica."""
     return [len(given[0]) for name, given in running.store.arguments if name == "claim"]
 
 
@@ -226,7 +226,7 @@ async def test_letters_that_meet_a_defect_when_they_are_retried(
 
 
 async def test_letters_wait_while_a_setting_is_wrong(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """For instance, the login may not write to the exchange."""
+    """For example, the login may not write to the exchange."""
     replica = await mesh.replica(asker("asker", "peer"))
     task_id = await boss.ask("asker", 1)
     request = await peer.request_number(1)
@@ -265,11 +265,11 @@ async def test_letters_are_retried_after_any_defect(mesh: Mesh) -> None:
     await letters.keep(letter, home, shared=True)
     await mesh.advance(5)
     assert handled == [letter]
-    assert rooms[-1] == 0  # no letter waits or is being retried
+    assert rooms[-1] == 0  # no message waits or is being retried
 
 
 async def test_a_drain_that_times_out_gives_waiting_responses_back(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """Their tasks would begin a segment here while slower code still stops."""
+    """Otherwise their tasks would start a segment here while slower code is still stopping."""
     stub, asks = Gate(), asker("asker", "peer")
 
     async def start(ctx: Any, request: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An agent's working memory in a worker: what it had at its last checkpoint, whoever goes on."""
+"""Working memory in a worker: every run starts from the memory of the last checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ asked = Peer("peer", int, int)
 
 
 class Surviving(InProcessWorkingMemory):
-    """One that outlives its replicas, as Redis does."""
+    """Working memory that outlives replicas, as Redis does."""
 
     @property
     def survives(self) -> bool:

@@ -1,4 +1,4 @@
-"""Code that begins again where it stood, further back or at its start: what its memory has is not done twice."""
+"""Code that runs again from its start or from a checkpoint writes to its memory only once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_a_subtask_that_pauses_writes_once(mesh: Mesh, boss: Puppet, peer:
 async def test_a_memory_that_was_cleared_is_not_cleared_again(
     mesh: Mesh, boss: Puppet, peer: Puppet, kind: str, looks: bool
 ) -> None:
-    """Nor is what a recorded subtask put there: it does not run again. `looks` first: the memory is at hand then."""
+    """Writes of a recorded subtask must survive too. With `looks`, memory is loaded beforehand."""
 
     @agent("agent", version="1")
     async def clearing(ctx: TaskExecutionContext, number: int) -> list[str]:
@@ -71,7 +71,7 @@ async def test_a_memory_that_was_cleared_is_not_cleared_again(
 async def test_a_resumed_operation_knows_its_writes_after_a_subtask_that_paused(
     mesh: Mesh, boss: Puppet, peer: Puppet, kind: str
 ) -> None:
-    """The subtask is recorded by then and does not pause again: its pause is no part of the place of a write."""
+    """The recorded subtask does not pause again, so its pause must not shift later writes."""
     works = [False]
 
     @agent("agent", version="1")
@@ -126,7 +126,7 @@ async def test_a_subtask_that_failed_writes_once_when_its_operation_is_resumed(
 async def test_a_subtask_in_the_middle_when_another_was_saved_writes_once(
     mesh: Mesh, boss: Puppet, kind: str
 ) -> None:
-    """The checkpoint of the one has what the other had written so far."""
+    """The checkpoint of one subtask contains the writes of the other up to then."""
     places, gate = Places(mesh, kind), Gate()
 
     @agent("agent", version="1")
@@ -158,7 +158,7 @@ async def test_a_subtask_in_the_middle_when_another_was_saved_writes_once(
 async def test_a_subtask_goes_on_from_its_progress_and_writes_the_same_again(
     mesh: Mesh, boss: Puppet, kind: str
 ) -> None:
-    """What it wrote before its saved progress is behind it: the next write, which looks the same, is another one."""
+    """A write after the saved progress is new, even if it looks like one made before it."""
     places, gate = Places(mesh, kind), Gate()
 
     @agent("agent", version="1")
@@ -247,7 +247,7 @@ async def test_a_cancel_that_a_pause_finds_leaves_the_memory_to_whoever_resumes(
 async def test_what_came_after_a_checkpoint_that_could_not_read_it_is_not_taken_for_it(
     mesh: Mesh, boss: Puppet, peer: Puppet
 ) -> None:
-    """L1 has more than that checkpoint had, which knows its version only: all that was written is written again."""
+    """The checkpoint knows only its version, and L1 holds more: all writes are repeated."""
     places, gate = Places(mesh, "surviving"), Gate()
 
     @agent("agent", version="1")
@@ -278,9 +278,9 @@ async def test_what_came_after_a_checkpoint_that_could_not_read_it_is_not_taken_
 async def test_a_zombie_that_finds_l1_emptied_takes_nothing_from_the_run_that_has_the_task(
     mesh: Mesh, boss: Puppet, peer: Puppet, early: bool
 ) -> None:
-    """Nothing there fences it, so it has the memory for itself: before the other run looks, or under its hands.
+    """Without a fence in L1, the zombie writes before or during the new run.
 
-    The other one finds that it is not its own, and has it from the checkpoint.
+    The new run detects that the memory is not its own and restores it from the checkpoint.
     """
     places, runs = Places(mesh, "surviving"), count()
     zombie, other = Gate(), Gate()
@@ -308,7 +308,7 @@ async def test_a_zombie_that_finds_l1_emptied_takes_nothing_from_the_run_that_ha
     places.l1.empty()
     zombie.opened.set()
     await mesh.settle()
-    assert places.l1.values(task_id) == {"n": b"2"}, "by the zombie"
+    assert places.l1.values(task_id) == {"n": b"2"}, "the zombie wrote this"
     assert boss.replies(task_id) == []
     other.opened.set()
     await mesh.advance(60)

@@ -1,4 +1,7 @@
-"""A replica dies, drains or fails at work: whoever goes on has the memory of the last checkpoint, and writes once."""
+"""A replica crashes, drains or fails: the next run has the memory of the last checkpoint.
+
+Every write happens once.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ asked = Peer("peer", int, int)
 
 
 class Turns:
-    """What the code of a test may do once: at `place`, wait at `gate`, or fail. No data, so no digest sees it."""
+    """At a named place in agent code, waits at a gate or fails.
+
+    Callable, so that digests of closures ignore its contents.
+    """
 
     def __init__(self) -> None:
         self.gates: dict[str, Gate] = {}
@@ -110,7 +116,7 @@ FORMS = pytest.mark.parametrize("form", [function_agent, Handlers])
 
 
 async def answered(mesh: Mesh, boss: Puppet, peer: Puppet, task_id: str, before: int = 0) -> Any:
-    """The task's result, once all that it asks (after `before` requests) is answered, and what is lost is found."""
+    """Answer all calls after the first `before`, advance the clock, and return the result."""
     for _ in range(60):
         for request in peer.requests[before:]:
             await peer.respond(request, 7)
@@ -206,7 +212,7 @@ async def test_a_resumed_operation_has_what_it_had_when_it_failed(
     await mesh.replica(form(turns), **places())
     task_id = await boss.ask("agent", 1)
     assert isinstance(await answered(mesh, boss, peer, task_id), Failed)
-    assert await places.in_sql(task_id) is not None, "after a failure it is kept"
+    assert await places.in_sql(task_id) is not None, "memory must be kept after a failure"
     if places.survives:
         assert places.l1.values(task_id)["outside"] == b"4"
     turns.failing.clear()
@@ -270,7 +276,7 @@ async def test_nothing_is_fetched_twice_that_memory_has(mesh: Mesh, boss: Puppet
 
 @KINDS
 async def test_reads_find_what_was_written_before(mesh: Mesh, boss: Puppet, peer: Puppet, kind: str) -> None:
-    """Every kind of key, over a pause."""
+    """Covers every kind of key, across a pause."""
     places = Places(mesh, kind)
 
     @agent("agent", version="1")
@@ -318,7 +324,7 @@ async def test_a_memory_cleared_before_a_pause_is_not_cleared_again_after_it(
 
 
 async def test_a_memory_is_cleared_beside_subtasks_that_are_saved(mesh: Mesh, boss: Puppet) -> None:
-    """A checkpoint takes the lock of the operation and then that of the memory; whoever clears waits for neither."""
+    """A checkpoint locks the operation and then the memory; clearing must wait for neither."""
     places, saving = Places(mesh, "surviving"), Gate()
 
     @agent("agent", version="1")

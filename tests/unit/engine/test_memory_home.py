@@ -1,4 +1,4 @@
-"""Tasks that stay in memory: by choice, or because their first checkpoint failed."""
+"""Tasks of the in-process backend: by configuration, or because their first checkpoint failed."""
 
 from __future__ import annotations
 
@@ -30,11 +30,8 @@ itself = Peer("itself", int, int)
 
 @agent("itself", version="1")
 async def counts_down(ctx: TaskExecutionContext, number: int) -> int:
-    """Calls itself, `number` deep."""
+    """Calls itself, `number` levels deep."""
     return 0 if number == 0 else 1 + await ctx.call(itself(number - 1))
-
-
-# ── stateless_checkpointing: false ─────────────────────────────────────────────────────────────────
 
 
 async def test_no_row_is_written_and_the_answers_are_the_same(mesh: Mesh, boss: Puppet) -> None:
@@ -47,7 +44,7 @@ async def test_no_row_is_written_and_the_answers_are_the_same(mesh: Mesh, boss: 
 @pytest.mark.parametrize("durable", [True, False])
 @pytest.mark.parametrize("depth", [3, 9])
 async def test_an_agent_that_calls_itself(mesh: Mesh, boss: Puppet, durable: bool, depth: int) -> None:
-    """One slot, one un-acked request at a time: each pause must make room for the next call."""
+    """With one slot and a prefetch of one, each pause must make room for the next call."""
     replica = await mesh.replica(counts_down, durable=durable, max_concurrency=1)
     assert await boss.reply(await boss.ask("itself", depth)) == Ok(depth)
     await mesh.settle()
@@ -57,7 +54,7 @@ async def test_an_agent_that_calls_itself(mesh: Mesh, boss: Puppet, durable: boo
         assert replica.broker.prefetches == []
     else:
         assert max(replica.broker.prefetches) > depth
-        assert replica.broker.prefetches[-1] == 1  # and room is taken back
+        assert replica.broker.prefetches[-1] == 1  # the prefetch shrinks again
 
 
 async def test_its_answers_come_to_this_replica(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
@@ -197,9 +194,6 @@ async def test_ready_tasks_in_memory_come_before_new_requests(mesh: Mesh, boss: 
     assert order == ["start first", "start slow", "resume", "start last"]
 
 
-# ── a first checkpoint that fails ──────────────────────────────────────────────────────────────────
-
-
 async def test_a_first_checkpoint_that_fails_keeps_the_task_in_memory(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
     replica = await mesh.replica(asker("asker", "peer"), checkpoint_retry_time=timedelta(seconds=5))
     replica.store.fail_always("pause")
@@ -221,7 +215,8 @@ async def test_a_first_checkpoint_that_fails_keeps_the_task_in_memory(mesh: Mesh
     assert boss.replies() == [Ok({"peer": 1})]
     assert await mesh.store.tasks() == []
     assert mesh.unacked("asker") == 0
-    assert len(mesh.events.of(Step.ACK, Phase.AFTER, task_id)) == 2  # the response, the request
+    # of the response and of the request
+    assert len(mesh.events.of(Step.ACK, Phase.AFTER, task_id)) == 2
 
 
 async def test_a_reply_put_away_by_a_write_in_doubt_is_not_reported_as_lost(
@@ -278,7 +273,7 @@ async def test_on_checkpoint_failure_wait(mesh: Mesh, boss: Puppet, peer: Puppet
 
 
 def twice() -> Scripted:
-    """Pauses, and pauses again."""
+    """Pauses twice."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Paused:
         return Paused([Call("one", "peer", 1)], b"1")
@@ -308,7 +303,7 @@ async def test_a_resumed_task_never_leaves_the_database(mesh: Mesh, boss: Puppet
 
 
 async def test_a_resumed_task_never_leaves_memory(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """The database is back, but the task began in memory and ends there."""
+    """The database is available again, but a task that began in process ends there."""
     replica = await mesh.replica(twice(), checkpoint_retry_time=timedelta(seconds=5))
     replica.store.fail_always("pause")
     task_id = await boss.ask("twice", 1)
@@ -325,7 +320,7 @@ async def test_a_resumed_task_never_leaves_memory(mesh: Mesh, boss: Puppet, peer
 
 
 async def test_in_an_outage_tasks_in_memory_go_on(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """New requests wait for the database, and hold no slot that a task in memory needs."""
+    """New requests wait for the database, without a slot that an in-process task needs."""
     replica = await mesh.replica(asker("asker", "peer"), max_concurrency=1)
     gate = Gate()
     replica.store.before["pause"] = gate
@@ -347,7 +342,7 @@ async def test_in_an_outage_tasks_in_memory_go_on(mesh: Mesh, boss: Puppet, peer
 
 
 async def test_a_begun_task_does_not_degrade(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """Its row is there: other replicas would run it a second time."""
+    """The task has a row, so other replicas would run it a second time."""
     replica = await mesh.replica(asker("asker", "peer"), begin_at_delivery=1)
     replica.store.fail_always("pause")
     task_id = await boss.ask("asker", 1)
@@ -388,11 +383,11 @@ async def test_a_degraded_task_can_be_cancelled(mesh: Mesh, boss: Puppet, peer: 
     assert mesh.unacked("asker") == 0
 
 
-# ── and whose request is redelivered ───────────────────────────────────────────────────────────────
-
-
 async def degraded(mesh: Mesh, boss: Puppet, peer: Puppet, agent: Scripted) -> tuple[Running, TaskId, Message]:
-    """A replica with a task in its memory, now that the database is back, and the request of that task to `peer`."""
+    """Let a task fall back to the in-process backend, then heal the database.
+
+    Returns the replica, the task and its call to `peer`.
+    """
     first = await mesh.replica(agent, checkpoint_retry_time=timedelta(0))
     first.store.fail("pause", *[NOT_COMMITTED] * 3)
     task_id = await boss.ask("agent", 1)
@@ -404,7 +399,7 @@ async def degraded(mesh: Mesh, boss: Puppet, peer: Puppet, agent: Scripted) -> t
 
 
 async def lose_its_request(replica: Running) -> None:
-    """The broker requeues it. The next replica gets it."""
+    """Make the broker requeue the request to the next replica."""
     await replica.worker._subscriptions["requests"].cancel()
     replica.broker.lose_connection()
 
@@ -426,7 +421,8 @@ async def test_a_degraded_task_that_another_replica_runs_in_the_database_has_one
     await second.drain()
     await boss.send("agent", boss.request(1, task_id), nested_of("agent"))  # type: ignore[arg-type]
     await mesh.advance(20)
-    assert boss.replies() == [Ok({"peer": "second run"})] * 2  # the first replica looks it up in the database
+    # the first replica answers from the row
+    assert boss.replies() == [Ok({"peer": "second run"})] * 2
     assert first.worker.segments.live == {}
     assert mesh.unacked("agent") == mesh.waiting("agent") == 0
 
@@ -440,7 +436,7 @@ async def test_a_degraded_task_whose_request_nobody_else_ran_is_answered_once_th
     first.store.away = True
     await peer.respond(request, "first run")
     await mesh.advance(20)
-    assert boss.replies() == []  # another replica may have a row
+    assert boss.replies() == []  # the row may be another replica's
     first.store.away = False
     await mesh.advance(20)
     assert boss.replies() == [Ok({"peer": "first run"})]
@@ -483,7 +479,8 @@ async def test_a_degraded_task_whose_request_is_lost_while_its_reply_is_sent_has
     assert boss.replies() == [Ok({"peer": "first run"})]
     await mesh.replica(agent)
     await mesh.advance(20)
-    assert set(map(str, boss.replies(task_id))) == {str(Ok({"peer": "first run"}))}  # copies of one reply
+    # copies of one reply
+    assert set(map(str, boss.replies(task_id))) == {str(Ok({"peer": "first run"}))}
     assert len(peer.requests) == 1
     assert mesh.unacked("agent") == mesh.waiting("agent") == 0
 
@@ -491,7 +488,7 @@ async def test_a_degraded_task_whose_request_is_lost_while_its_reply_is_sent_has
 async def test_a_degraded_task_answers_again_as_before_although_a_cancel_came_late(
     mesh: Mesh, boss: Puppet, peer: Puppet
 ) -> None:
-    """The tombstone of the cancel in the database is not the task's row."""
+    """The row that the cancel left in the database is a tombstone, not the task's row."""
     _, task_id, request = await degraded(mesh, boss, peer, asker("agent", "peer"))
     await peer.respond(request, 1)
     assert await boss.reply(task_id) == Ok({"peer": 1})
@@ -507,7 +504,7 @@ async def test_a_degraded_task_answers_again_as_before_although_a_cancel_came_la
 async def test_two_runs_of_a_task_in_one_replica_do_not_stop_each_other(
     mesh: Mesh, boss: Puppet, peer: Puppet, at_work: str
 ) -> None:
-    """Any replica may record the response to the other run, including the replica that has the task in memory."""
+    """Any replica may record the response to the other run, even the in-process task's replica."""
     gate = Gate()
     agent = gated_after("agent", "peer", gate)
     first, task_id, in_memory = await degraded(mesh, boss, peer, agent)

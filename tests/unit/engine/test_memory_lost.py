@@ -1,4 +1,4 @@
-"""A working memory that is lost, damaged, away or another's: found in the next place, or said to be nowhere."""
+"""A working memory that is lost, damaged or unavailable: it is restored or reported as lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ asked = Peer("peer", int, int)
 
 
 def remembering(gate: Gate | None = None, seen: list[Any] | None = None) -> Any:
-    """Puts `x`, asks, and tells what it finds then."""
+    """Sets `x`, calls its peer, and returns the value found afterwards."""
 
     @agent("agent", version="1")
     async def remembering(ctx: TaskExecutionContext, number: int) -> str:
@@ -163,7 +163,7 @@ async def test_clear_gets_out_of_it_and_the_new_memory_is_kept_everywhere(
 
 
 async def test_nothing_found_at_all_is_an_empty_memory_that_says_so(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """The function's own writes are done again on it."""
+    """The run then repeats the function's own writes."""
     places, seen = Places(mesh, "surviving"), []
     task_id, request = await paused(mesh, boss, peer, places, remembering(seen=seen))
     places.l1.empty()
@@ -235,9 +235,6 @@ async def test_a_memory_that_is_lost_again_and_again_ends_the_task(mesh: Mesh, b
     await mesh.advance(600)
     assert isinstance(await boss.reply(task_id), Failed)
     assert len(runs) == 3
-
-
-# ── away ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @KINDS
@@ -317,9 +314,6 @@ async def test_a_copy_that_could_not_be_put_is_put_with_the_next_checkpoint(mesh
     await mesh.advance(60)
     assert boss.replies(task_id) == [Ok("1")]
     assert places.snapshots.puts == [2]
-
-
-# ── costs and ends ─────────────────────────────────────────────────────────────────────────────────
 
 
 @KINDS
@@ -431,7 +425,7 @@ async def test_a_segment_that_is_over_has_no_memory(mesh: Mesh, boss: Puppet) ->
     await mesh.replica(leaving)
     await boss.reply(await boss.ask("agent", 1))
     await mesh.settle()
-    with pytest.raises(AgentMisbehaved, match="this one is over"):
+    with pytest.raises(AgentMisbehaved, match="this one has ended"):
         await left[0].memory.get("x")
 
 
@@ -455,7 +449,7 @@ async def test_a_zombie_changes_nothing_and_is_stopped(mesh: Mesh, boss: Puppet,
         if gate is gates[0]:
             try:
                 await doing[does](ctx)
-            except Exception:  # as frameworks do: being stopped is none
+            except Exception:  # as frameworks do: a stop is not an `Exception`
                 went_on.append("caught")
             went_on.append(does)
         return (await ctx.memory.get("x") or b"lost").decode()

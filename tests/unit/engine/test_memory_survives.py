@@ -1,4 +1,4 @@
-"""What a working memory keeps: counts, times of keys, copies that were not put, and tasks that cannot have it."""
+"""What survives in working memory: counts, times of keys, missing copies, lost databases."""
 
 from __future__ import annotations
 
@@ -36,13 +36,11 @@ def text(value: bytes | None) -> str:
     return "lost" if value is None else value.decode()
 
 
-# ── code that takes what the memory has, and fetches and counts the rest ───────────────────────────
-
 PAGES = 5
 
 
 class Shop:
-    """Buys each page that the memory lacks; `fails` once at the third page, at that place."""
+    """Buys each page that is not in memory; fails once, at the place `fails` of the third page."""
 
     def __init__(self, fails: str, counts: str, looks: str = "get") -> None:
         self.fails, self.counts, self.looks = fails, counts, looks
@@ -149,7 +147,7 @@ async def test_what_is_bought_is_counted_once_when_its_operation_is_resumed(
     shop = Shop(fails, counts)
     assert await counted_when_resumed(mesh, boss, shop, form(shop, inside), kind) == Ok(shop.expected)
     twice = [] if fails == "bought" else [2] * (fails == "counted")
-    assert sorted(shop.fetched) == sorted([*range(PAGES), *twice]), "what the memory has is not fetched again"
+    assert sorted(shop.fetched) == sorted([*range(PAGES), *twice]), "a page was fetched again"
 
 
 @KINDS
@@ -162,10 +160,8 @@ async def test_however_it_looks_for_what_it_has(
     assert await counted_when_resumed(mesh, boss, shop, in_function(shop, inside), kind) == Ok(shop.expected)
 
 
-# ── times of keys ──────────────────────────────────────────────────────────────────────────────────
-
 LOST = pytest.mark.parametrize(("kind", "lost"), [("local", 0), *(("surviving", lost) for lost in range(3))], ids=str)
-"""How many places lose the memory while the task waits: none, L1, or the second place too."""
+"""Number of tiers lost while the task waits: none, L1, or L1 and the snapshots."""
 
 
 def lose(places: Places, lost: int) -> None:
@@ -230,11 +226,8 @@ async def test_a_time_that_was_made_shorter_is_not_forgotten_in_a_pause(
     assert await boss.reply(task_id) == Ok("lost")
 
 
-# ── a segment that does not use its memory ─────────────────────────────────────────────────────────
-
-
 def fetching(turns: Turns, found: list[Any], *, fails: bool = False) -> Any:
-    """Puts a page in a subtask; a later run, which does not use the memory, fails or asks, and then looks."""
+    """Writes a page in a subtask; a later run fails or calls its peer before it reads the page."""
 
     @agent("agent", version="1")
     async def fetching(ctx: TaskExecutionContext, number: int) -> str:
@@ -256,14 +249,14 @@ def fetching(turns: Turns, found: list[Any], *, fails: bool = False) -> Any:
 
 
 async def taken_over(mesh: Mesh, boss: Puppet, places: Places, turns: Turns, fetching: Any) -> TaskId:
-    """The task in a second replica, after the first died when it had fetched."""
+    """Crash the first replica after the subtask and let a second one rescue the task."""
     gate = turns.gate("fetched")
     first = await mesh.replica(fetching, **places())
     task_id = await boss.ask("agent", 1)
     await gate.reach()
     await first.crash()
     turns.gates.clear()
-    assert await places.in_sql(task_id) is None, "a subtask's checkpoint does not bring it there"
+    assert await places.in_sql(task_id) is None, "a subtask's checkpoint must not store it in SQL"
     places.l1.done.clear()
     await mesh.replica(fetching, **places())
     await mesh.advance(40)
@@ -278,7 +271,7 @@ async def test_the_pause_of_a_segment_that_does_not_use_its_memory_keeps_it(
     request = await peer.request_number()
     await mesh.settle()
     assert await places.in_sql(task_id) is not None
-    assert places.l1.done["retain"] == 1, "for as long as it is paused"
+    assert places.l1.done["retain"] == 1, "L1 must be retained for the pause"
     lose(places, 2)
     await peer.respond(request, 7)
     assert await boss.reply(task_id) == Ok("text")
@@ -332,7 +325,7 @@ async def test_the_pause_of_a_task_whose_memory_is_in_sql_extends_the_time_of_l1
     await peer.respond(request, 7)
     request = await peer.request_number(2)
     await mesh.settle()
-    assert places.l1.done == {"retain": 1}, "nothing else is asked of L1"
+    assert places.l1.done == {"retain": 1}, "L1 got another command"
     await peer.respond(request, 7)
     assert await boss.reply(task_id) == Ok("1")
 
@@ -350,11 +343,8 @@ async def test_a_segment_that_fails_without_using_its_memory_keeps_it(mesh: Mesh
     assert found[1:] == [MemoryRecovery(MemorySource.SQL, 1, verified=True)]
 
 
-# ── a past that the database has lost ──────────────────────────────────────────────────────────────
-
-
 class Backup:
-    """A task's row as it is now, to be put back later."""
+    """A copy of a task's current row, for a later `restore`."""
 
     def __init__(self, mesh: Mesh, task_id: TaskId) -> None:
         self._tables = mesh.store._tables
@@ -363,7 +353,7 @@ class Backup:
 
     @property
     def fence(self) -> int:
-        """That of the row as it is."""
+        """Fence of the current row, not of the copy."""
         return self._tables.tasks[self._task_id].fence
 
     def restore(self) -> None:
@@ -374,7 +364,7 @@ class Backup:
 
 
 async def test_a_task_goes_on_when_the_database_went_back_behind_l1(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """L1 knows of a run with a higher fence, which nobody has any more."""
+    """L1 knows a run with a higher fence, which the restored database does not."""
     places = Places(mesh, "surviving")
 
     @agent("agent", version="1")
@@ -395,10 +385,10 @@ async def test_a_task_goes_on_when_the_database_went_back_behind_l1(mesh: Mesh, 
     await mesh.settle()
     future = backup.fence
     backup.restore()
-    assert backup.fence + 1 < future, "also when it is claimed"
+    assert backup.fence + 1 < future, "the fence must stay lower even after the claim"
     await peer.respond(peer.requests[0], 7)
     await mesh.settle()
-    assert len(peer.requests) == 6, "it went on at once, not when its fence had grown"
+    assert len(peer.requests) == 6, "the task must continue before its fence has grown"
     assert await answered(mesh, boss, peer, task_id, 5) == Ok(7)
 
 
@@ -430,7 +420,7 @@ async def test_a_new_task_with_the_id_of_one_whose_memory_is_still_there_begins_
 
 
 async def test_a_snapshot_of_a_lost_future_is_not_taken(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """Its order is above that of the last checkpoint: no code that runs now has put that there."""
+    """Its order is higher than the last checkpoint's, so no current run wrote it."""
     places, turns = Places(mesh, "surviving"), Turns()
     found: list[MemoryRecovery] = []
 
@@ -475,11 +465,8 @@ async def test_a_snapshot_of_a_lost_future_is_not_taken(mesh: Mesh, boss: Puppet
     turns.gates.clear()
     await mesh.replica(walking, **places())
     reply = await answered(mesh, boss, peer, task_id, 1)
-    assert reply == Ok(["start", "way 8: 2", "way 8: 3"]), "of the pause, and of the steps that were not recorded"
+    assert reply == Ok(["start", "way 8: 2", "way 8: 3"]), "the pause's and the unrecorded steps"
     assert [(each.source, each.behind) for each in found] == [(MemorySource.SQL, True)]
-
-
-# ── a memory that is away ──────────────────────────────────────────────────────────────────────────
 
 
 @KINDS
@@ -522,7 +509,7 @@ async def test_a_task_is_given_back_whatever_the_errors_wrapping(
 async def test_an_error_of_the_code_itself_fails_the_task_though_the_memory_was_away_before(
     mesh: Mesh, boss: Puppet
 ) -> None:
-    """`__context__` alone is no cause: the code had dealt with that."""
+    """`__context__` alone is not a cause: the code handled that error."""
     places = Places(mesh, "surviving")
 
     @agent("agent", version="1")
@@ -558,7 +545,7 @@ async def test_a_task_past_its_deadline_ends_though_its_memory_is_away(
     await peer.respond(request, 7)
     await mesh.advance(20)
     assert boss.replies(task_id) == []
-    assert mesh.events.of(Step.RELEASE, Phase.AFTER, task_id), "given back until then"
+    assert mesh.events.of(Step.RELEASE, Phase.AFTER, task_id), "the task must be released"
     await mesh.advance(60)
     [reply] = boss.replies(task_id)
     assert isinstance(reply, Failed)
@@ -567,7 +554,7 @@ async def test_a_task_past_its_deadline_ends_though_its_memory_is_away(
 
 @pytest.mark.parametrize("what", ["nothing else", "a failed read", "a refused command"])
 async def test_a_checkpoint_that_cannot_read_l1_finds_it_later(mesh: Mesh, boss: Puppet, what: str) -> None:
-    """It knows the version: neither a read that failed nor a command that was refused makes that doubtful."""
+    """The version is known; neither a failed read nor a refused command makes it doubtful."""
     places, turns, found = Places(mesh, "surviving"), Turns(), list[Any]()
     written, saved = turns.gate("written"), turns.gate("saved")
 
@@ -606,9 +593,6 @@ async def test_a_checkpoint_that_cannot_read_l1_finds_it_later(mesh: Mesh, boss:
     await mesh.advance(40)
     assert boss.replies(task_id) == [Ok("1")]
     assert [each.source for each in found] == [MemorySource.L1]
-
-
-# ── the second place ───────────────────────────────────────────────────────────────────────────────
 
 
 def three_steps(turns: Turns) -> Any:
@@ -704,7 +688,7 @@ async def test_a_copy_whose_put_was_cancelled_is_put_with_the_next_checkpoint(me
 
 
 async def test_the_copy_is_put_before_a_peer_is_asked(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """A peer that answers at once could let another replica go on before there is a copy."""
+    """A fast response could otherwise resume the task elsewhere before the copy exists."""
     places, putting = Places(mesh, "surviving"), Gate()
     put = places.snapshots.put
 
@@ -730,9 +714,6 @@ async def test_the_copy_is_put_before_a_peer_is_asked(mesh: Mesh, boss: Puppet, 
     assert await boss.reply(task_id) == Ok("1")
 
 
-# ── what comes late ────────────────────────────────────────────────────────────────────────────────
-
-
 async def test_what_comes_late_undoes_nothing(mesh: Mesh) -> None:
     memory, owner = InProcessWorkingMemory(mesh.clock), Owner("agent:task", RunId("run"), 1)
     old = (await memory.replace(owner, (), seen=0)).version
@@ -744,4 +725,4 @@ async def test_what_comes_late_undoes_nothing(mesh: Mesh) -> None:
             await memory.replace(owner, [Item("x", Kind.STRING, b"old")], seen=seen)
     held = await memory.read(owner.agent_id)
     assert ({item.key: item.content for item in held.items}, held.version) == ({"x": b"new"}, new)
-    assert (await memory.execute(owner, [Command("GET", "x")], seen=old))[1] == [b"new"], "reads do not mind"
+    assert (await memory.execute(owner, [Command("GET", "x")], seen=old))[1] == [b"new"], "reads pass"

@@ -1,4 +1,4 @@
-"""Ids that a database refuses are refused at the door: one of them would take a whole batch along."""
+"""Ids that a database rejects are refused on arrival, because one would fail a whole batch."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""News on the way: forwarded up, and proof of life."""
+"""Status updates are forwarded to the requester and keep its calls alive."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_news_from_somebody_else_counts_for_nothing(mesh: Mesh, boss: Pupp
 
 @HOMES
 async def test_a_waiting_child_sends_keep_alives(mesh: Mesh, boss: Puppet, peer: Puppet, durable: bool) -> None:
-    """One has little patience, and two waits long for its own peer."""
+    """The call to `two` has a short idle timeout, and `two` waits long for its own peer."""
     await mesh.replica(asker("one", "two", idle_timeout=seconds(9)), asker("two", "peer"), durable=durable)
     task_id = await boss.ask("one", 1)
     request = await peer.request_number()

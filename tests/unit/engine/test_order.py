@@ -1,4 +1,4 @@
-"""Commit, publish, ack; and what a crash between any two of them leaves to others."""
+"""Commit, publish, ack: what a crash between any two of them leaves to other replicas."""
 
 from __future__ import annotations
 
@@ -86,9 +86,6 @@ async def test_in_memory_the_request_is_acked_last(mesh: Mesh, boss: Puppet, pee
     assert mesh.unacked("asker") == 0
 
 
-# ── a request that comes again ─────────────────────────────────────────────────────────────────────
-
-
 async def test_again_while_its_task_waits(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
     await mesh.replica(asker("asker", "peer"))
     request = boss.request(1)
@@ -106,7 +103,7 @@ async def test_again_while_its_task_waits(mesh: Mesh, boss: Puppet, peer: Puppet
 
 
 async def test_again_while_its_call_is_due_for_dispatch(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """The redelivered request makes its finder look, so that nobody waits for the next sweep."""
+    """The redelivered request triggers a dispatch, so the call does not wait for a sweep."""
     first = await mesh.replica(asker("asker", "peer"), sweep_interval=timedelta(hours=1))
     first.broker.fail("not committed", type="request")
     request = boss.request(1)
@@ -114,7 +111,7 @@ async def test_again_while_its_call_is_due_for_dispatch(mesh: Mesh, boss: Puppet
     await mesh.events.wait(Step.DISPATCH, Phase.FAILED)
     await mesh.settle()
     assert peer.requests == []
-    await mesh.advance(6)  # the dispatch lease is over
+    await mesh.advance(6)  # the dispatch lease has expired
     assert peer.requests == []
     await boss.send("asker", request)
     assert (await peer.request_number()).headers["x-attempt"] == 2
@@ -211,7 +208,7 @@ async def test_again_while_it_runs_here(mesh: Mesh, boss: Puppet, durable: bool)
 
 
 async def test_again_while_it_runs_here_under_a_lease(mesh: Mesh, boss: Puppet) -> None:
-    """Its row is enough: the request is acked while the code still runs."""
+    """The row is enough, so the request is acked while the code still runs."""
     gate = Gate()
     await mesh.replica(gated("agent", gate), begin_at_delivery=1)
     request = boss.request(1)
@@ -285,7 +282,7 @@ async def test_a_request_that_kills_every_process_ends_as_failed(mesh: Mesh, bos
     replica = await mesh.replica(gated("agent", gate), max_attempts=3)
     request = boss.request(1)
     await boss.send("agent", request)
-    for death in range(1, 6):  # twice without a row, three times with one
+    for death in range(1, 6):  # twice without a row, then three times with one
         await gate.reach(death)
         await replica.crash()
         replica = await mesh.replica(gated("agent", gate), max_attempts=3)

@@ -1,4 +1,4 @@
-"""What was committed goes out soon after the broker is back, and the dead hold up nobody."""
+"""Committed messages leave soon after an outage, and missing addresses delay no others."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_memory_is_looked_after_while_a_claim_of_the_sweeper_waits_for_the
     await boss.ask("caller", "nobody")
     await mesh.settle()
     running.store.fail_always("claim")
-    await mesh.advance(7)  # the sweeper finds out that there is nobody, and cannot record it
+    await mesh.advance(7)  # the sweeper finds the call undeliverable and cannot record it
     assert "claim" in running.store.calls
     await mesh.advance(20)
     assert await boss.reply(in_memory) == Ok({"only": "timeout"})

@@ -1,4 +1,4 @@
-"""Tasks that end their process, and their neighbours."""
+"""Tasks that kill their process must not affect other tasks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .mesh import Mesh
 from .puppet import Puppet
 
 LEASE = 17
-"""Seconds after which the tasks of a dead replica are rescued."""
+"""Seconds after which tasks of a dead replica are rescued."""
 ON_RECEIPT = {"ack_policy": AckPolicy.ON_RECEIPT}
 UNABLE = Exit(Ending.UNSTARTED, "could not start: the database is unavailable")
 
 
 async def suspected(mesh: Mesh, boss: Puppet, agent: Any, gate: Gate, *inputs: Any, **options: Any) -> list[str]:
-    """Tasks of `agent` whose replica has died twice under their row."""
+    """Start tasks of `agent` and crash two replicas that run them, which makes them suspects."""
     tasks: list[str] = []
     for life in (1, 2):
         replica = await mesh.replica(agent, **ON_RECEIPT, **options)
@@ -38,9 +38,6 @@ async def suspected(mesh: Mesh, boss: Puppet, agent: Any, gate: Gate, *inputs: A
         await gate.reach(life * len(inputs))
         await replica.crash()
     return tasks
-
-
-# ── apart ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_suspect_runs_in_a_process_of_its_own(mesh: Mesh, boss: Puppet) -> None:
@@ -165,9 +162,6 @@ async def test_peers_that_cannot_be_reached_end_no_second_segment_there(mesh: Me
     assert await boss.reply(task) == Ok("undeliverable")
     last = mesh.events.of(Step.SEGMENT, Phase.BEFORE)[-1]
     assert (last.replica, cell.ended) == (replica.id, True)
-
-
-# ── words ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_cancel_reaches_the_process(mesh: Mesh, boss: Puppet) -> None:
@@ -299,9 +293,6 @@ async def test_a_process_that_lost_its_task_is_killed(mesh: Mesh, boss: Puppet) 
     assert replica.worker.segments.live == {}
 
 
-# ── no process ─────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("fault", [OSError("no more processes"), UNABLE])
 async def test_a_process_that_cannot_start_counts_nothing(mesh: Mesh, boss: Puppet, fault: OSError | Exit) -> None:
     gate = Gate()
@@ -344,20 +335,17 @@ async def test_without_processes_a_suspect_runs_while_nothing_else_does(mesh: Me
     other = await boss.ask("agent", 2)
     await gates[2].reach()
     await mesh.advance(LEASE)
-    assert gates[1].visits == 2  # the other one still runs
+    assert gates[1].visits == 2  # the other task still runs in the replica
     later = await boss.ask("agent", 2)
     await mesh.advance(5)
     gates[2].opened.set()
     assert await boss.reply(other) == Ok("done")
     await gates[1].reach(3)
-    assert gates[2].visits == 1  # nothing else starts meanwhile
+    assert gates[2].visits == 1  # no other task starts in the meantime
     gates[1].opened.set()
     assert [await boss.reply(task) for task in (suspect, later)] == [Ok("done")] * 2
     await mesh.settle()
     assert (replica.worker.site.slots.free, replica.worker.site.apart.free) == (10, 1)
-
-
-# ── redelivered ────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_redelivered_requests_have_rows_before_any_of_them_runs(mesh: Mesh, boss: Puppet) -> None:
@@ -379,14 +367,14 @@ async def test_redelivered_requests_have_rows_before_any_of_them_runs(mesh: Mesh
     replica = await mesh.replica(agent, max_concurrency=2)
     await gate.reach(14)
     await mesh.settle()
-    # The first two run, and with them no request is left that a crash would count once more.
+    # When the first two run, they are acked: a crash would not raise their delivery counts again.
     assert set(unacked) <= {0, 4}
     gate.opened.set()
     assert [await boss.reply(task) for task in tasks] == [Ok("done")] * 6
 
 
 async def test_redelivered_requests_whose_commit_was_in_doubt_run_at_once(mesh: Mesh, boss: Puppet) -> None:
-    """They were written as running here, and their slots are taken by others when the answer comes."""
+    """The commit wrote them as running here, and other work took their slots in the meantime."""
     gate = Gate()
     agent = gated("agent", gate)
     first = await mesh.replica(agent)

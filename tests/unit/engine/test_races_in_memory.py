@@ -1,4 +1,4 @@
-"""Tasks in memory, and what comes at the same time."""
+"""Races between concurrent messages of in-process tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a result carries with it: tokens, artifacts, and what a context keeps."""
+"""A result carries token usage and artifacts; a context keeps its fields across pauses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def used(tokens: int, model: str = "small") -> TokenUsage:
 
 
 def two_pauses(gate: Gate | None = None) -> Scripted:
-    """Uses 1 token in each of its three segments, and asks both peers twice."""
+    """Uses one token in each of three segments, and calls both peers in the first two."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
         return await segment(ctx, 0)

@@ -1,4 +1,4 @@
-"""Operations that are resumed after a failure or a cancellation: what is recorded and valid does not run again."""
+"""Operations resumed after a failure or cancel: valid recorded work does not run again."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ async def test_precise_refusals(mesh: Mesh, boss: Puppet, which: str) -> None:
             task_id = await boss.ask("agent", "no number")
             await boss.reply(task_id)
             with pytest.raises(OperationNotFound):
-                await resume_operation(mesh.store, task_id)  # it never had a row
+                await resume_operation(mesh.store, task_id)  # the task never had a row
         case _:
             gate = steps.gate("a")
             active = await boss.ask("agent", 2)
@@ -194,7 +194,7 @@ async def test_precise_refusals(mesh: Mesh, boss: Puppet, which: str) -> None:
 
 
 async def test_an_operation_that_recorded_nothing_has_no_checkpoint(mesh: Mesh, boss: Puppet) -> None:
-    """Its replica died in its first subtask, as often as it may."""
+    """Its replica crashed in the first subtask, in every attempt it had."""
     steps = Steps()
     gate = steps.gate("a")
     first = await mesh.replica(in_a_row(steps, "a"), max_attempts=1)
@@ -208,9 +208,6 @@ async def test_an_operation_that_recorded_nothing_has_no_checkpoint(mesh: Mesh, 
     assert reply.message.endswith("; no checkpoint")
     with pytest.raises(NoCheckpoint):
         await resume_operation(mesh.store, task_id)
-
-
-# ── versions ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @migrates("1", "2")

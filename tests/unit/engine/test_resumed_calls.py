@@ -1,4 +1,4 @@
-"""The calls of a resumed operation: they go to the same tasks of its peers, unless what made them is outdated."""
+"""A resumed operation calls the same tasks of its peers, unless the calling code is outdated."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_what_an_outdated_subtask_had_asked_is_asked_anew(
 async def test_what_a_recorded_subtask_had_asked_is_not_taken_for_anothers_call(
     mesh: Mesh, boss: Puppet, peer: Puppet
 ) -> None:
-    """It is not made again, so the next call of the same peer with the same input is not that one."""
+    """The recorded subtask does not repeat its call, so the next equal call needs its own id."""
     works = [False]
 
     async def ask(ctx: TaskExecutionContext) -> int:

@@ -1,4 +1,4 @@
-"""Who may say what: impostors, and addresses of other senders."""
+"""Impersonated senders, and reply addresses of other senders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOMES = pytest.mark.parametrize("durable", [True, False], ids=["database", "memo
 
 @pytest.fixture
 async def mallory(mesh: Mesh) -> Puppet:
-    """Who should have no say."""
+    """A sender without any rights."""
     return await mesh.puppet("mallory")
 
 
@@ -71,7 +71,7 @@ async def test_a_name_with_a_dot_reaches_nobody_elses_queue(mesh: Mesh, mallory:
 
 
 async def test_an_outsiders_malformed_request_ends_nobodys_call(mesh: Mesh, boss: Puppet, mallory: Puppet) -> None:
-    """It carries the ids of a call of `asker`, and asks the called agent to reply to `asker`."""
+    """The request has the ids of a call of `asker`, and its reply address."""
     gate = Gate()
     await mesh.replica(asker("asker", "doubler"))
     await mesh.replica(doubler_behind(gate))
@@ -137,7 +137,7 @@ async def test_a_request_on_a_response_queue_is_not_answered_elsewhere(mesh: Mes
 
 
 def doubler_behind(gate: Gate) -> Any:
-    """An agent that doubles when the gate opens."""
+    """An agent that doubles its input once the gate opens."""
     from meshpoint.agents.function import agent
     from meshpoint.model.context import TaskExecutionContext
 

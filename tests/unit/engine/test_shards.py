@@ -1,4 +1,4 @@
-"""Several queues for one agent's requests: a flood of one sender leaves the others their share."""
+"""Several request queues for one agent: a flood from one sender leaves the others their share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AGENT = AgentName("agent")
 
 
 def echo(order: list[Any]) -> Scripted:
-    """Answers with its input, and notes it."""
+    """Returns its input and records the order."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
         order.append(request)
@@ -35,7 +35,7 @@ def echo(order: list[Any]) -> Scripted:
 
 
 def two_senders(shards: int) -> tuple[str, str]:
-    """Names of senders that do not share a queue."""
+    """Two sender names that map to different queues."""
     first = "flood"
     others = (f"honest{number}" for number in range(1000))
     return first, next(each for each in others if shard_for(AGENT, each, shards) != shard_for(AGENT, first, shards))
@@ -46,11 +46,11 @@ def test_every_queue_gets_senders_and_a_sender_has_one_queue() -> None:
     assert set(addresses) == {shard_of(AGENT, number) for number in range(4)}
     assert addresses == [shard_for(AGENT, f"sender{number}", 4) for number in range(100)]
     assert {shard_for(AGENT, f"sender{number}", 1) for number in range(100)} == {Address("agent.req")}
-    assert shard_for(AGENT, "travel", 4) == "agent.req.2"  # as docs/reference/wire.md has it
+    assert shard_for(AGENT, "travel", 4) == "agent.req.2"  # the example in docs/reference/wire.md
 
 
 async def test_a_flood_leaves_the_others_their_share(mesh: Mesh) -> None:
-    """The requests are there before any replica is."""
+    """All requests are queued before the replica starts."""
     starting = await mesh.replica(echo([]), request_shards=4)
     await starting.drain()
     flood, honest = two_senders(4)
@@ -118,9 +118,6 @@ async def test_a_client_hears_that_a_queue_is_full(mesh: Mesh) -> None:
             await client.send("agent", 1)
 
 
-# ── a bounded fan-out ──────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("durable", [True, False])
 async def test_more_calls_at_once_than_allowed_fail_the_task(mesh: Mesh, boss: Puppet, durable: bool) -> None:
     await mesh.replica(doubler, durable=durable)
@@ -134,7 +131,7 @@ async def test_more_calls_at_once_than_allowed_fail_the_task(mesh: Mesh, boss: P
 
 
 async def test_the_calls_of_a_large_fan_out_are_published_in_parts(mesh: Mesh, boss: Puppet) -> None:
-    """What is published meanwhile, for other tasks, goes between them; what an outage cuts off is sent later."""
+    """Publishes of other tasks go between the parts; parts cut off by an outage are sent later."""
     await mesh.replica(doubler)
     asking = caller("asker", lambda count: [Call(str(number), "doubler", number) for number in range(count)])
     replica = await mesh.replica(asking)
@@ -144,7 +141,7 @@ async def test_the_calls_of_a_large_fan_out_are_published_in_parts(mesh: Mesh, b
         if messages[0][0] == nested_of(AgentName("doubler")):
             batches.append(len(messages))
             if len(batches) == 2:
-                raise BrokerUnavailable("the broker is away")
+                raise BrokerUnavailable("the broker is unavailable")
         return await publish(messages)
 
     replica.broker.publish = counting  # type: ignore[method-assign]

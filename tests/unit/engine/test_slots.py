@@ -1,4 +1,4 @@
-"""Slots: how many segments run, and who is next."""
+"""Slots limit the running segments, and ready tasks come before new requests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_a_paused_task_holds_no_slot(mesh: Mesh, boss: Puppet, peer: Puppe
 
 
 def blocking(gate: Gate, order: list[Any]) -> Scripted:
-    """Runs "block" at the gate; pauses on anything else. Notes what runs when."""
+    """Waits at `gate` for "block", pauses for anything else, and records the order."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Any:
         order.append(request)
@@ -115,7 +115,7 @@ async def test_a_ready_task_comes_before_a_request_that_waits_longer(mesh: Mesh,
     await peer.respond(a, 1)
     await gate.reach()
     lookup.opened.set()
-    await mesh.settle()  # "new" waits for the slot, and now "b" does as well
+    await mesh.settle()  # "new" waits for the slot, and so does "b" after its response
     await peer.respond(b, 1)
     await mesh.settle()
     gate.opened.set()
@@ -124,7 +124,7 @@ async def test_a_ready_task_comes_before_a_request_that_waits_longer(mesh: Mesh,
 
 
 async def test_a_freed_slot_takes_a_ready_task_at_once(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """No new request comes, and no sweep: the clock stands still."""
+    """No request arrives and the clock stands still, so no sweep runs."""
     gate, order = Gate(), list[Any]()
     await mesh.replica(blocking(gate, order), max_concurrency=1)
     task_id = await boss.ask("agent", "a")
@@ -147,7 +147,8 @@ async def test_a_replica_with_a_free_slot_is_woken(mesh: Mesh, boss: Puppet, pee
     await boss.ask("agent", "block")
     await gate.reach()
     second = await mesh.replica(blocking(gate, order), max_concurrency=1)
-    await second.worker._subscriptions["shared"].cancel()  # the busy one hears the answer
+    # so that the busy replica gets the response
+    await second.worker._subscriptions["shared"].cancel()
     await peer.respond(request, 1)
     assert await boss.reply(task_id) == Ok("resumed")
     (taken,) = mesh.events.of(Step.TAKE, Phase.AFTER)
@@ -155,7 +156,7 @@ async def test_a_replica_with_a_free_slot_is_woken(mesh: Mesh, boss: Puppet, pee
 
 
 async def test_a_task_whose_join_was_met_before_it_waited(mesh: Mesh, boss: Puppet) -> None:
-    """Nothing is sent: the task is ready at once, and taken at once."""
+    """Nothing is sent, and the task becomes ready and is acquired at once."""
     agent = caller("agent", lambda _: [Call("call", "peer", 1)])
     await mesh.replica(agent, max_call_depth=2, max_concurrency=1)
     assert await boss.reply(await boss.ask("agent", 1, call_depth=2)) == Ok({"call": "error"})
@@ -205,7 +206,8 @@ async def test_a_fan_out_of_two_hundred(mesh: Mesh, boss: Puppet, durable: bool)
     assert asking.worker.site.slots.free == 10
     if durable:
         assert asking.store.calls.count("pause") == 1
-        assert asking.store.calls.count("claim") < 100  # those that arrive together are claimed together
+        # responses that arrive together are claimed together
+        assert asking.store.calls.count("claim") < 100
 
 
 async def test_a_fan_out_of_two_hundred_over_three_replicas(mesh: Mesh, boss: Puppet) -> None:
@@ -218,7 +220,7 @@ async def test_a_fan_out_of_two_hundred_over_three_replicas(mesh: Mesh, boss: Pu
 
 
 async def test_two_agents_in_one_process(mesh: Mesh, boss: Puppet) -> None:
-    """One broker connection and one observer serve both; each has its own slots."""
+    """They share a broker connection and an observer, but each has its own slots."""
     gate = Gate()
     await mesh.replica(gated("slow", gate), max_concurrency=1)
     await mesh.replica(doubler, max_concurrency=1)

@@ -1,4 +1,4 @@
-"""Subtasks in a worker: written before they are returned, and never run again once they are."""
+"""Subtasks in a worker: each is saved before its result is returned, and never runs again."""
 
 from __future__ import annotations
 
@@ -30,13 +30,10 @@ asked = Peer("peer", int, int)
 
 
 def writes(running: Running, durable: bool = True) -> list[str]:
-    """What a worker asked its store to write, without looks for what is due."""
+    """Calls of the worker's store, without the queries of the sweeper."""
     store = running.store if durable else running.memory
     looks = {"open", "due", "take", "expire", "take_over", "unsent", "keep_alives", "renew", "purge", "close"}
     return [name for name in store.calls if name not in looks]
-
-
-# ── begun ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_the_first_subtask_writes_the_task_and_acks_its_request(mesh: Mesh, boss: Puppet) -> None:
@@ -57,7 +54,7 @@ async def test_the_first_subtask_writes_the_task_and_acks_its_request(mesh: Mesh
     assert await boss.reply(task_id) == Ok(3)
     await mesh.settle()
     assert writes(replica) == ["lookup", "begin", "save", "save", "end", "mark_sent"]
-    assert await mesh.store.history(task_id) == [], "completed"
+    assert await mesh.store.history(task_id) == [], "a completed operation keeps no history"
     assert mesh.events.story(task_id, Step.BEGIN, Step.ACK, Step.SUBTASK, Step.SAVE, Step.END, Step.REPLY) == [
         *("begin before", "begin after", "ack before", "ack after"),
         *("subtask before", "subtask after", "save before", "save after") * 2,
@@ -111,7 +108,7 @@ async def test_a_request_that_comes_again_meanwhile_is_acked(mesh: Mesh, boss: P
 
 
 async def test_two_first_segments_of_one_request_begin_one_task(mesh: Mesh, boss: Puppet) -> None:
-    """Two replicas have the request; the row decides at the first subtask, and the other one's code is stopped."""
+    """Both replicas have the request: the row of the first subtask decides which run stops."""
     steps, before = Steps(), Gate()
 
     @agent("agent", version="1")
@@ -158,11 +155,8 @@ async def test_a_cancel_that_came_first_stops_the_first_subtask(mesh: Mesh, boss
     assert mesh.unacked("agent") == 0
 
 
-# ── over pauses ────────────────────────────────────────────────────────────────────────────────────
-
-
 def pausing(ran: Ran, subtasks: int = 2) -> Any:
-    """Its subtasks ask `peer` before they end; then it asks once more, outside of them."""
+    """Each subtask calls `peer` before it ends; the agent then calls `peer` once more."""
 
     @agent("agent", version="1")
     async def pausing(ctx: TaskExecutionContext, number: int) -> list[int]:
@@ -221,7 +215,7 @@ class Kept(BaseModel):
 
 
 class Stateful(StatefulAgent[int, Kept, int]):
-    """A subtask in each of its three handlers."""
+    """An agent with one subtask in each of its three handlers."""
 
     name = "agent"
     subtasks = ("s0", "s1", "s2")
@@ -264,7 +258,7 @@ def _store(replica: Running, durable: bool) -> Any:
 async def test_a_handler_that_runs_again_reuses_its_subtask(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
     steps = Steps()
     first = await mesh.replica(Stateful(steps))
-    crash_at(mesh, first, Step.CHECKPOINT, Phase.BEFORE)  # of the pause after its first subtask
+    crash_at(mesh, first, Step.CHECKPOINT, Phase.BEFORE)  # of the pause after the first subtask
     task_id = await boss.ask("agent", 1)
     await mesh.settle()
     await first.crash()
@@ -314,7 +308,7 @@ async def test_a_tool_of_a_framework_begins_subtasks_in_tasks_of_its_own(
 async def test_a_subtask_that_failed_and_was_caught_fails_in_the_same_way_after_a_pause(
     mesh: Mesh, boss: Puppet, peer: Puppet
 ) -> None:
-    """It meets its own error again, and does not run: it might come to something else, on another path."""
+    """The recorded error is raised again; a second run could succeed and take another path."""
     ran = Ran()
 
     def failing() -> int:
@@ -336,8 +330,6 @@ async def test_a_subtask_that_failed_and_was_caught_fails_in_the_same_way_after_
     assert ran.names == ["failing"]
 
 
-# ── crashes ────────────────────────────────────────────────────────────────────────────────────────
-
 CRASHES = [
     (step, phase, skip)
     for step, skips in {
@@ -358,7 +350,7 @@ CRASHES = [
 
 
 def three_steps(steps: Steps) -> Any:
-    """Two subtasks, a pause, a subtask."""
+    """Two subtasks, a pause, then a third subtask."""
 
     @agent("agent", version="1")
     async def three(ctx: TaskExecutionContext, number: int) -> int:
@@ -373,7 +365,7 @@ def three_steps(steps: Steps) -> Any:
 async def test_a_crash_at_any_step(
     mesh: Mesh, boss: Puppet, peer: Puppet, step: Step, phase: Phase, skip: int
 ) -> None:
-    """Another replica goes on, and what is saved does not run again."""
+    """Another replica continues the task, and saved subtasks do not run again."""
     steps = Steps()
     first = await mesh.replica(three_steps(steps))
     saved: list[str] = []
@@ -382,7 +374,7 @@ async def test_a_crash_at_any_step(
         if event.step is Step.SAVE and event.phase is Phase.AFTER:
             saved.append(str(event.detail["subtask"]))
         if event.step is Step.SUBTASK and event.phase is Phase.BEFORE:
-            assert event.detail["subtask"] not in saved, "it was saved, and runs again"
+            assert event.detail["subtask"] not in saved, "a saved subtask runs again"
 
     mesh.events.hooks.append(watch)
     _crash_at(mesh, first, step, phase, skip)
@@ -407,7 +399,7 @@ async def test_a_crash_at_any_step(
 
 
 def _crash_at(mesh: Mesh, replica: Running, step: Step, phase: Phase, skip: int) -> None:
-    """As `crash_at`, at the `skip`-th such event after the next."""
+    """Like `crash_at`, but ignore the first `skip` matching events."""
     if skip == 0:
         crash_at(mesh, replica, step, phase)
         return
@@ -426,7 +418,7 @@ async def _until_visited(mesh: Mesh, gate: Gate, visits: int) -> None:
 
 
 async def test_a_save_is_a_step_forward(mesh: Mesh, boss: Puppet) -> None:
-    """A task with more subtasks than it has attempts, killed in each of them, ends well."""
+    """A task with more subtasks than attempts completes even if each subtask is killed once."""
     names = [f"s{n}" for n in range(6)]
     steps = Steps()
     task_id = TaskId("")
@@ -445,7 +437,7 @@ async def test_a_save_is_a_step_forward(mesh: Mesh, boss: Puppet) -> None:
 
 
 async def test_a_subtask_that_kills_its_process_ends_its_task(mesh: Mesh, boss: Puppet) -> None:
-    """With what is recorded as its last checkpoint."""
+    """The task fails with its recorded subtasks as the last checkpoint."""
     steps = Steps()
     gate = steps.gate("b")
     task_id = TaskId("")

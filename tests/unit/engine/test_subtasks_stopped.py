@@ -1,4 +1,4 @@
-"""Operations that end before they are done, and databases that are away: what is recorded stays, once."""
+"""Operations that end early, and unavailable databases: recorded work stays, exactly once."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ from .test_database_away import OUTAGES
 HOMES = pytest.mark.parametrize("durable", [True, False])
 AT_ONCE = {"drain_timeout": timedelta(0)}
 asked = Peer("peer", int, int)
-
-
-# ── failed, cancelled ──────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_failure_leaves_a_last_checkpoint_with_the_reason(mesh: Mesh, boss: Puppet) -> None:
@@ -161,10 +158,10 @@ async def test_a_cancel_whose_broadcast_was_lost_is_found_at_the_next_save(mesh:
     reply = await boss.reply(task_id)
     assert isinstance(reply, Failed)
     assert reply.kind is FailureKind.CANCELLED
-    assert steps.ran.names == ["a"], "it stops there"
+    assert steps.ran.names == ["a"], "no further subtask may run"
     last = await mesh.store.latest(task_id)
     assert last is not None
-    assert last.progress.completed == ("a",), "its code has ended: nothing of it is lost"
+    assert last.progress.completed == ("a",), "the subtask that ended must be recorded"
     assert await mesh.state(task_id) is TaskState.CANCELLED
 
 
@@ -175,7 +172,7 @@ async def test_a_cancel_that_is_found_in_a_child_task_stops_the_code_as_well(mes
     @agent("agent", version="1")
     async def framework(ctx: TaskExecutionContext, number: int) -> int:
         tool = asyncio.create_task(steps(ctx, "a", number))
-        await asyncio.wait({tool})  # which does not raise what the tool raised
+        await asyncio.wait({tool})  # `wait` does not raise the exception of the tool
         after("went on")
         return number
 
@@ -191,13 +188,11 @@ async def test_a_cancel_that_is_found_in_a_child_task_stops_the_code_as_well(mes
     assert after.names == []
 
 
-# ── zombies ────────────────────────────────────────────────────────────────────────────────────────
-
-
 async def test_a_zombies_save_changes_nothing_and_stops_its_code(mesh: Mesh, boss: Puppet) -> None:
     steps = Steps()
     gate = steps.gate("a")
-    zombie = await mesh.replica(in_a_row(steps, "a", "b"), sweep_interval=timedelta(hours=1))  # as if it stood still
+    # as if frozen
+    zombie = await mesh.replica(in_a_row(steps, "a", "b"), sweep_interval=timedelta(hours=1))
     task_id = await boss.ask("agent", 1)
     await gate.reach()
     await mesh.settle()
@@ -205,7 +200,7 @@ async def test_a_zombies_save_changes_nothing_and_stops_its_code(mesh: Mesh, bos
     await mesh.advance(17)
     await gate.reach(2)
     owner_may_go_on = steps.gates["a"] = Gate()
-    gate.opened.set()  # both go on: the zombie is the first to have been here
+    gate.opened.set()  # opens both; the zombie has waited longer
     assert await boss.reply(task_id) == Ok(3)
     await mesh.settle()
     (fenced,) = mesh.events.of(Step.FENCED)
@@ -217,7 +212,7 @@ async def test_a_zombies_save_changes_nothing_and_stops_its_code(mesh: Mesh, bos
 
 
 async def test_what_a_segment_left_behind_begins_no_subtask(mesh: Mesh, boss: Puppet) -> None:
-    """Its code would run, unrecorded, beside the task's next run."""
+    """Otherwise its code would run, unrecorded, alongside the next run of the task."""
     steps, late = Steps(), Gate()
     left: list[asyncio.Task[int]] = []
 
@@ -241,7 +236,7 @@ async def test_what_a_segment_left_behind_begins_no_subtask(mesh: Mesh, boss: Pu
 
 
 async def test_what_a_segment_left_running_is_stopped_before_its_end_is_committed(mesh: Mesh, boss: Puppet) -> None:
-    """One of two side by side fails, and the task with it: what the other came to would be recorded nowhere."""
+    """When a concurrent subtask fails the task, the other's result can no longer be recorded."""
     steps, failing = Steps(), Gate()
     gate = steps.gate("lasting")
 
@@ -270,9 +265,6 @@ async def test_what_a_segment_left_running_is_stopped_before_its_end_is_committe
     ]
 
 
-# ── drained ────────────────────────────────────────────────────────────────────────────────────────
-
-
 async def test_a_drain_in_the_middle_of_a_subtask(mesh: Mesh, boss: Puppet) -> None:
     steps = Steps()
     gate = steps.gate("b")
@@ -290,7 +282,7 @@ async def test_a_drain_in_the_middle_of_a_subtask(mesh: Mesh, boss: Puppet) -> N
 
 
 async def test_a_drain_in_the_middle_of_a_subtask_in_memory(mesh: Mesh, boss: Puppet) -> None:
-    """Nothing is left of it: the request is given back, and runs from the start."""
+    """In-process work is lost: the request is requeued and runs from the start."""
     steps = Steps()
     gate = steps.gate("b")
     replica = await mesh.replica(in_a_row(steps, "a", "b"), durable=False, **AT_ONCE)
@@ -302,9 +294,6 @@ async def test_a_drain_in_the_middle_of_a_subtask_in_memory(mesh: Mesh, boss: Pu
     await mesh.replica(in_a_row(steps, "a", "b"), durable=False)
     assert await boss.reply(task_id) == Ok(3)
     assert steps.ran.names == ["a", "b", "a", "b"]
-
-
-# ── the database is away ───────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("faults", OUTAGES.values(), ids=OUTAGES)
@@ -339,7 +328,7 @@ async def test_away_at_the_first_subtask_it_is_kept_in_memory(mesh: Mesh, boss: 
     gate.opened.set()
     assert await boss.reply(task_id) == Ok(3)
     await mesh.settle()
-    assert await mesh.state(task_id) is None, "it never changes its home"
+    assert await mesh.state(task_id) is None, "a task never changes its backend"
     assert mesh.unacked("agent") == mesh.waiting("agent") == 0
     assert steps.ran.names == ["a", "b"]
 
@@ -376,7 +365,7 @@ async def test_away_at_a_later_subtask_it_waits(mesh: Mesh, boss: Puppet) -> Non
 async def test_code_that_is_stopped_while_its_task_is_begun(
     mesh: Mesh, boss: Puppet, stopped_by: str, fault: str | None
 ) -> None:
-    """The row may be there or not. Either way there is one outcome, and no run that nobody knows of."""
+    """Whether or not the row was written, there is one outcome and no orphaned run."""
     steps, committing = Steps(), Gate()
 
     @agent("agent", version="1")
@@ -422,9 +411,6 @@ async def test_code_that_is_stopped_while_its_task_is_begun(
     assert mesh.unacked("agent") == mesh.waiting("agent") == 0
 
 
-# ── owners that are gone ───────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("saved", [True, False])
 async def test_an_operation_whose_owner_died_may_be_left_to_a_person(mesh: Mesh, boss: Puppet, saved: bool) -> None:
     steps = Steps()
@@ -468,7 +454,7 @@ async def test_a_task_that_is_no_operation_is_taken_over_all_the_same(mesh: Mesh
 
 
 async def test_a_drained_owner_is_not_a_lost_one(mesh: Mesh, boss: Puppet) -> None:
-    """The task was taken over once, as no operation yet; then its new owner is drained in its first subtask."""
+    """The first owner crashed before the task was an operation; the second drains in a subtask."""
     before, steps = Gate(), Steps()
     gate = steps.gate("a")
 

@@ -1,4 +1,4 @@
-"""The sweeper handles due work in batches until none is left, and reserves slots only for tasks it found."""
+"""The sweeper handles due work in batches until none is left, and reserves only needed slots."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .puppet import Puppet
 
 
 class Held:
-    """Holds up a method of the database until it is opened."""
+    """Blocks methods of the database until `opened` is set."""
 
     def __init__(self, running: Running, *methods: str) -> None:
         self.reached, self.opened = asyncio.Event(), asyncio.Event()
@@ -43,7 +43,7 @@ async def test_answers_that_coincide_with_a_look_run_here(
     mesh: Mesh, boss: Puppet, peer: Puppet, look: list[str]
 ) -> None:
     running = await mesh.replica(asker("asker", "peer"))
-    await mesh.advance(20)  # past both graces
+    await mesh.advance(20)  # past both grace periods
     tasks = [await boss.ask("asker", number) for number in range(5)]
     requests = [await peer.request_number(number) for number in range(1, 6)]
     await mesh.settle()
@@ -54,7 +54,7 @@ async def test_answers_that_coincide_with_a_look_run_here(
         await peer.respond(request, 2)
     for task_id in tasks:
         assert await boss.reply(task_id) == Ok({"peer": 2})
-    assert mesh.events.of(Step.TAKE, Phase.AFTER) == [], "none was made ready"
+    assert mesh.events.of(Step.TAKE, Phase.AFTER) == [], "no task became ready"
     held.opened.set()
     await mesh.settle()
     assert running.worker.site.slots.free == 10
@@ -74,7 +74,7 @@ async def test_a_claim_takes_one_slot_for_all_responses_of_a_task(mesh: Mesh, bo
     second = Held(running, "claim")
     first.opened.set()
     await second.reached.wait()
-    await boss.ask("agent", 2)  # finds the other slot even if the claim is delayed
+    await boss.ask("agent", 2)  # gets the other slot even if the claim is delayed
     await peer.request_number(8)
     second.opened.set()
 
@@ -90,11 +90,11 @@ async def test_many_keep_alives_are_due_together(mesh: Mesh, boss: Puppet, peer:
     told = {letter.correlation_id for letter in boss.letters if letter.type is MessageType.STATUS}
     assert told == tasks
     assert len(running.broker.published) - published == 150
-    assert len(calls) <= 8 + 1, "one publish for a batch"
+    assert len(calls) <= 8 + 1, "each batch must be one publish"
 
 
 def counted(running: Running) -> list[int]:
-    """The size of each publish from now on."""
+    """Sizes of all later publishes, updated as they happen."""
     calls: list[int] = []
     publish = running.broker.publish
 
@@ -131,7 +131,7 @@ async def test_much_that_is_due_to_be_sent_goes_in_one_look(mesh: Mesh, boss: Pu
 async def test_a_silent_address_holds_up_no_keep_alive_and_no_other_reply(
     mesh: Mesh, boss: Puppet, peer: Puppet
 ) -> None:
-    """A queue whose leader is gone: the broker confirms nothing for it."""
+    """The queue has lost its leader, so the broker confirms nothing for it."""
     running = await mesh.replica(asker("asker", "peer"))
     silent, asked, publish = await mesh.puppet("silent"), asyncio.Event(), running.broker.publish
 
@@ -162,7 +162,7 @@ async def test_a_silent_address_holds_up_no_keep_alive_and_no_other_reply(
 
 
 async def test_rows_that_stay_due_do_not_keep_the_sweeper_busy(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """Locked rows count as due, and are not taken: the next look comes after an interval again."""
+    """Locked rows stay due without being acquired, so the next sweep waits for the interval."""
     running = await mesh.replica(asker("asker", "peer"), sweep_batch=5)
     due = running.store.due
 
@@ -205,7 +205,7 @@ async def test_expiry_waits_for_the_shared_queue_and_rescues_do_not(mesh: Mesh, 
     await mesh.settle()
     first.broker.locked.add("asker.resp")
     await mesh.advance(60)
-    assert boss.replies(again) == [], "an answer may wait in the queue that nobody consumes"
+    assert boss.replies(again) == [], "a response may still wait in the unconsumed queue"
     first.broker.locked.clear()
     await mesh.advance(5)
     assert await boss.reply(again) == Ok({"peer": "timeout"})
@@ -238,7 +238,8 @@ async def test_a_silent_reply_queue_holds_up_others_only_for_a_moment(
     tasks = [await silent.ask("doubler", number) for number in range(10)]
     sane = await boss.ask("doubler", 21)
     assert await boss.reply(sane) == Ok(42)
-    for task_id in tasks if durable else ():  # without a database, only this process has the replies
+    # without a database, only this process has the replies
+    for task_id in tasks if durable else ():
         await mesh.events.wait(Step.ACK, Phase.AFTER, task_id=task_id)
     opened.set()
     await mesh.advance(60)

@@ -1,4 +1,4 @@
-"""The rate limit for each task, and how many tasks it remembers."""
+"""The rate limit per task, and the number of tasks it remembers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_only_the_most_recent_tasks_are_remembered() -> None:
     throttle.drop(LOUD)
     for number in range(9_999):
         throttle.drop(TaskId(str(number)))
-    assert throttle.drop(LOUD) is None  # still known: its second one
+    assert throttle.drop(LOUD) is None  # second event of a task that is still remembered
     for number in range(10_000):
         throttle.drop(TaskId(str(number)))
     assert throttle.drop(LOUD) == 1

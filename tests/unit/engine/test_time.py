@@ -1,4 +1,4 @@
-"""Timeouts, joins, deadlines, grace, and news on the way."""
+"""Timeouts, joins, deadlines and grace periods."""
 
 from __future__ import annotations
 
@@ -26,17 +26,14 @@ def seconds(count: float) -> timedelta:
 
 
 def three(join: Join = ALL, **call: Any) -> Scripted:
-    """Asks `peer` three times: a, b and c."""
+    """Calls `peer` three times, as a, b and c."""
     return caller("three", lambda _: [Call(name, "peer", name, **call) for name in "abc"], join)
 
 
 async def asked(peer: Puppet) -> dict[str, Any]:
-    """The three requests, by their call."""
+    """The three requests, by call name."""
     requests = [await peer.request_number(count) for count in (1, 2, 3)]
     return dict(zip("abc", requests, strict=True))
-
-
-# ── timeouts ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @HOMES
@@ -79,9 +76,6 @@ async def test_the_default_is_the_agents_peer_timeout(mesh: Mesh, boss: Puppet, 
     assert boss.replies() == []
     await mesh.advance(2)
     assert boss.replies(task_id) == [Ok({"peer": "timeout"})]
-
-
-# ── joins ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @HOMES
@@ -144,7 +138,7 @@ async def test_within_a_deadline(mesh: Mesh, boss: Puppet, peer: Puppet, durable
 
 
 async def test_losers_are_told_once(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """Each expired call is in the outbox, in the result of the look, and sent once."""
+    """The outbox and the sweep's result both have the expired calls; each cancel is sent once."""
     replica = await mesh.replica(three(FIRST, timeout=seconds(20)))
     task_id = await boss.ask("three", 1)
     requests = await asked(peer)
@@ -177,9 +171,6 @@ async def test_a_join_met_while_all_slots_are_taken(mesh: Mesh, boss: Puppet, pe
     assert await mesh.state(task_id) is TaskState.READY
     gate.opened.set()
     assert await boss.reply(task_id) == Ok(["Failed", "Ok"])
-
-
-# ── grace ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_after_a_start_a_queued_answer_beats_the_timeout(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
@@ -240,7 +231,7 @@ async def test_after_an_outage_of_the_database_a_held_answer_beats_the_timeout(
     await peer.respond(request, "in time")
     await mesh.advance(40)
     replica.store.away = False
-    replica.store.fail("claim", "not committed")  # the sweeper comes first
+    replica.store.fail("claim", "not committed")  # the sweeper runs before the claim is repeated
     await mesh.advance(10)
     assert boss.replies(task_id) == [Ok({"peer": "in time"})]
 
@@ -281,9 +272,6 @@ async def test_after_an_outage_owners_renew_before_their_tasks_are_taken(
     assert mesh.events.of(Step.TAKE_OVER, Phase.AFTER) == []
     gate.opened.set()
     assert await boss.reply(task_id) == Ok({"peer": 1})
-
-
-# ── deadlines ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_peers_get_the_deadline_less_a_margin(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
@@ -339,9 +327,6 @@ async def test_a_pause_past_the_deadline_ends_the_task(mesh: Mesh, boss: Puppet,
     assert mesh.unacked("agent") == 0
 
 
-# ── attempts, tombstones ───────────────────────────────────────────────────────────────────────────
-
-
 async def test_a_pause_resets_the_attempts(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
     gate = Gate()
 
@@ -355,7 +340,7 @@ async def test_a_pause_resets_the_attempts(mesh: Mesh, boss: Puppet, peer: Puppe
 
     replica = await mesh.replica(Scripted("agent", start, resume), max_attempts=2)
     task_id = await boss.ask("agent", 1)
-    for count in (1, 2, 3):  # each segment dies once
+    for count in (1, 2, 3):  # each segment crashes once
         gate.opened.clear()
         await peer.respond(await peer.request_number(count), 1)
         await gate.reach(2 * count - 1)
@@ -382,7 +367,7 @@ async def test_tombstones_are_purged(mesh: Mesh, boss: Puppet, peer: Puppet) -> 
 
 
 def told(mesh: Mesh) -> list[Event]:
-    """Everything but the beat of the sweeper and its looks."""
+    """All events except sweeps and the start of queries for due work."""
     return [
         event
         for event in mesh.events.all

@@ -29,12 +29,12 @@ IN_USE = "the task id is in use"
 
 @pytest.fixture
 async def mallory(mesh: Mesh) -> Puppet:
-    """Who should have no say."""
+    """A sender without any rights."""
     return await mesh.puppet("mallory")
 
 
 def echo(gate: Gate | None = None, name: str = "echo") -> Any:
-    """An agent that asks `peer`, and answers with what it was asked; before that it waits at the gate."""
+    """Waits at `gate` if given, calls `peer`, and returns its own input."""
 
     @agent(name)
     async def ask(ctx: TaskExecutionContext, said: Any) -> Any:
@@ -47,12 +47,9 @@ def echo(gate: Gate | None = None, name: str = "echo") -> Any:
 
 
 def refused(puppet: Puppet, task_id: str) -> bool:
-    """Whether the only answer is that the id is in use."""
+    """Whether the only reply says that the id is in use."""
     (reply,) = puppet.replies(task_id)
     return isinstance(reply, Failed) and reply.kind is FailureKind.INVALID and reply.message.startswith(IN_USE)
-
-
-# ── duplicates ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @HOMES
@@ -125,7 +122,7 @@ async def test_the_same_requester_asks_for_something_else(
 
 
 def refused_once(boss: Puppet, reply: object) -> bool:
-    """Whether `reply` says that the id is in use. Clears the received messages."""
+    """Whether `reply` says that the id is in use. Also clears the received messages."""
     boss.letters.clear()
     return isinstance(reply, Failed) and reply.message.startswith(IN_USE)
 
@@ -145,7 +142,7 @@ async def test_the_order_of_keys_does_not_make_another_input(mesh: Mesh, boss: P
 async def test_a_stranger_at_the_door_does_not_keep_the_requester_out(
     mesh: Mesh, boss: Puppet, peer: Puppet, mallory: Puppet, durable: bool
 ) -> None:
-    """The stranger's request is being looked up when the requester's comes again."""
+    """The stranger's request is being looked up when the requester repeats its own."""
     running = await mesh.replica(echo(), durable=durable)
     task_id = await boss.ask("echo", "secret")
     await peer.respond(await peer.request_number(), 1)
@@ -165,14 +162,11 @@ async def test_a_stranger_at_the_door_does_not_keep_the_requester_out(
     assert refused(mallory, task_id)
 
 
-# ── two at once ────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("policy", list(AckPolicy))
 async def test_two_requesters_who_use_one_id_at_once_are_both_answered(
     mesh: Mesh, boss: Puppet, peer: Puppet, mallory: Puppet, policy: AckPolicy
 ) -> None:
-    """Both first segments run, in two replicas, and have no row yet; or both begins meet."""
+    """Depending on the policy, both first segments run without a row, or both begin at once."""
     gates = [Gate(), Gate()]
     first = await mesh.replica(echo(gates[0]), max_concurrency=1, ack_policy=policy)
     second = await mesh.replica(echo(gates[1]), max_concurrency=1, ack_policy=policy)
@@ -256,11 +250,8 @@ async def owner(mesh: Mesh, task_id: str) -> str | None:
     return (await mesh.store.lookup([TaskId(task_id)]))[TaskId(task_id)].requester
 
 
-# ── resumes ────────────────────────────────────────────────────────────────────────────────────────
-
-
 def again(puppet: Puppet, task_id: TaskId, input_: Any = 1, retry: int = 1) -> Message:
-    """The request of a requester that was resumed."""
+    """A request of a resumed requester."""
     return puppet.request(input_, task_id, parent_task=f"parent~resume-{retry}", resume=f"{retry:08d}")
 
 
@@ -342,9 +333,6 @@ async def test_an_operator_resumes_and_the_requester_keeps_its_task(mesh: Mesh, 
     assert await ops.reply(task_id) == Ok(3)
 
 
-# ── cancels ────────────────────────────────────────────────────────────────────────────────────────
-
-
 @HOMES
 @pytest.mark.parametrize("when", ["running", "waiting", "ended"])
 async def test_an_outsider_does_not_cancel(
@@ -373,7 +361,7 @@ async def test_an_outsider_does_not_cancel(
 
 
 async def meddle(mesh: Mesh, mallory: Puppet, replica: str, task_id: TaskId) -> None:
-    """Cancel another sender's task, through the agent's queue and a replica's private queue."""
+    """Cancel another sender's task through the agent's queue and the replica's private queue."""
     await mallory.cancel("echo", task_id)
     cancel = cancel_message(AgentName("mallory"), task_id, on_behalf_of="boss")
     await mallory.say_to(f"echo.private.{replica}", cancel)
@@ -421,7 +409,7 @@ async def test_a_further_cancel_before_the_request_undoes_none(
 async def test_a_cancel_during_the_first_segment_binds_its_sender_only(
     mesh: Mesh, boss: Puppet, peer: Puppet, mallory: Puppet
 ) -> None:
-    """Its tombstone stands where the first pause writes the task's row."""
+    """The cancel's tombstone occupies the row that the first pause writes."""
     gate = Gate()
     await mesh.replica(echo(gate))
     task_id = await boss.ask("echo", "secret")
@@ -467,8 +455,6 @@ async def test_who_may_cancel(mesh: Mesh, boss: Puppet, peer: Puppet, durable: b
     assert mesh.dead_letters("echo") == []
 
 
-# ── refusals ───────────────────────────────────────────────────────────────────────────────────────
-
 BAD: dict[str, dict[str, Any]] = {
     "body": {"body": b"?"},
     "deadline": {"headers": {Header.DEADLINE.value: "soon"}},
@@ -484,7 +470,7 @@ BAD: dict[str, dict[str, Any]] = {
 async def test_what_a_forger_is_refused_ends_nobodys_call(
     mesh: Mesh, boss: Puppet, mallory: Puppet, durable: bool, bad: str
 ) -> None:
-    """No logins are listed, so the forged request seems to come from `asker`, whose call it names."""
+    """No logins are listed, so the forged request appears to come from `asker`."""
     gate = Gate()
     asking = await mesh.replica(asker("asker", "slow"), durable=durable)
     await mesh.replica(slow(gate))

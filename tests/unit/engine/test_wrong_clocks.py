@@ -19,7 +19,7 @@ from .puppet import Puppet
 
 
 class Skewed:
-    """A clock that is wrong by `skew`, and goes like the others."""
+    """A clock that is off by `skew` but runs at the normal rate."""
 
     def __init__(self, clock: FakeClock, skew: timedelta) -> None:
         self._clock, self.skew = clock, skew
@@ -30,7 +30,7 @@ class Skewed:
 
 
 def misled(mesh: Mesh, minutes: int) -> DatabaseClock:
-    """The clock of a replica whose host is wrong by so many minutes."""
+    """The clock of a replica whose host clock is off by `minutes`."""
     return DatabaseClock(Skewed(mesh.clock, timedelta(minutes=minutes)), mesh.store)
 
 

@@ -1,4 +1,4 @@
-"""A run whose task another run owns changes nothing, whatever it does."""
+"""A run whose task is owned by another run changes nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .puppet import Puppet
 
 
 def two_steps(gates: list[Gate], then: str) -> Scripted:
-    """Asks `peer`; in its second segment waits at a gate of its own, and then does what `then` says."""
+    """Calls `peer`; the second segment waits at a gate of its own and then does `then`."""
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Paused:
         return Paused([Call("first", "peer", 1)], b"1")
@@ -51,9 +51,10 @@ def two_steps(gates: list[Gate], then: str) -> Scripted:
 
 
 async def taken_over(mesh: Mesh, boss: Puppet, peer: Puppet, then: str) -> tuple[TaskId, Running, list[Gate]]:
-    """A task that runs in two replicas: the first is the zombie, it renewed no lease."""
+    """A task that runs in two replicas. The first renewed no lease, so its run is a zombie."""
     gates: list[Gate] = []
-    zombie = await mesh.replica(two_steps(gates, then), sweep_interval=timedelta(hours=1))  # as if it stood still
+    # as if frozen
+    zombie = await mesh.replica(two_steps(gates, then), sweep_interval=timedelta(hours=1))
     task_id = await boss.ask("agent", 1)
     request = await peer.request_number()
     await mesh.settle()
@@ -132,7 +133,7 @@ async def test_a_lease_of_an_earlier_run_stops_nothing(mesh: Mesh, boss: Puppet,
 
 
 async def test_a_lease_that_ends_with_its_run_is_not_lost(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """A renewal that crosses the end of the run finds no running row; that is no news."""
+    """A renewal concurrent with the end of the run finds no running row, which is not an error."""
     gates: list[Gate] = []
     replica = await mesh.replica(two_steps(gates, "end"))
     task_id = await boss.ask("agent", 1)
@@ -150,7 +151,7 @@ async def test_a_lease_that_ends_with_its_run_is_not_lost(mesh: Mesh, boss: Pupp
 
 
 async def test_two_first_segments_of_one_request(mesh: Mesh, boss: Puppet, peer: Puppet) -> None:
-    """The connection of a replica is lost: another one gets the request too. One checkpoint wins."""
+    """A replica loses its connection, so another one gets the request too; one checkpoint wins."""
     gates: list[Gate] = []
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Paused:
@@ -217,7 +218,7 @@ async def test_of_two_first_segments_that_end_without_a_pause_one_answers(
 async def test_a_request_lost_while_its_reply_is_sent_has_one_answer(
     mesh: Mesh, boss: Puppet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a freeze that outlasted the broker's patience: the loss is read only after the reply was sent."""
+    """After a long freeze, the replica notices the lost request only after it sent the reply."""
     runs = count(1)
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Done[str]:
@@ -246,7 +247,7 @@ async def test_a_request_lost_while_its_reply_is_sent_has_one_answer(
 
 
 def lose_the_request_with_the_next_reply(replica: Running, patch: pytest.MonkeyPatch) -> None:
-    """An outage of the broker: the reply is not sent, and the request is requeued; others take it."""
+    """Simulate a broker outage: the next reply is lost and its request goes to other replicas."""
 
     async def lose(messages: Sequence[tuple[Address, Message]]) -> list[Published]:
         patch.undo()
@@ -293,7 +294,7 @@ async def test_a_reply_whose_request_was_lost_is_sent_though_nobody_else_runs_it
 
 
 async def test_a_begin_that_comes_second_runs_nothing(mesh: Mesh, boss: Puppet) -> None:
-    """Two copies of a request are looked up at the same time; the rows decide."""
+    """Both copies of the request are looked up at the same time, and the rows decide."""
     gates: list[Gate] = []
 
     async def start(ctx: TaskExecutionContext, request: Any) -> Done[str]:
@@ -322,7 +323,7 @@ async def test_a_begin_that_comes_second_runs_nothing(mesh: Mesh, boss: Puppet) 
 async def test_a_replica_that_takes_over_from_itself_runs_the_task_once(
     mesh: Mesh, boss: Puppet, peer: Puppet
 ) -> None:
-    """It stood still for longer than its lease, and looks before it renews."""
+    """It was frozen for longer than its lease and sweeps before it renews."""
     gates: list[Gate] = []
     await mesh.replica(two_steps(gates, "end"))
     task_id = await boss.ask("agent", 1)

@@ -1,4 +1,4 @@
-"""Exported checkpoints: what is in them, what is not, and which files are refused."""
+"""Exported checkpoints: their contents, what they leave out, and which files are refused."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_failed_step_does_not_take_those_after_it_along() -> None:
 
 def test_white_space_order_and_number_forms_are_no_edit(file: Path) -> None:
     loaded = json.loads(file.read_text())
-    loaded["subtasks"][0]["output"]["a"][0] = 2  # as some tools write 2.0
+    loaded["subtasks"][0]["output"]["a"][0] = 2  # some tools write this as 2.0
     file.write_text(json.dumps(dict(sorted(loaded.items(), reverse=True))))
     assert read_document(file, FLOW).seq == 3
 

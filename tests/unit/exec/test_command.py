@@ -1,4 +1,4 @@
-"""The commands `exec` and `sessions`, in this process: what they print, and their exit codes."""
+"""The `exec` and `sessions` commands, run in this process: their output and exit codes."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def cli(folder: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
 
 @pytest.fixture
 def flow(cli: Cli) -> Cli:
-    """`meshpoint exec` of the flow, as JSON."""
+    """Runs `meshpoint exec` on the flow with JSON output."""
 
     def run(*arguments: str) -> Run:
         return cli("exec", "tested_flow:flow", "--json", *arguments)
@@ -130,9 +130,6 @@ def effects(folder: Path) -> list[str]:
 
 def repair(folder: Path, source: str = REPAIRED) -> None:
     (folder / "tested_flow.py").write_text(source)
-
-
-# ── what it prints ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_agent_without_steps_has_only_an_output(cli: Cli) -> None:
@@ -216,9 +213,6 @@ def test_a_command_line_that_cannot_be_is_one_line(
     assert not list(folder.glob(".meshpoint/sessions/*.json"))
 
 
-# ── sessions ───────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_there_is_nothing_to_resume(flow: Cli) -> None:
     flow("--input", "4")
     refused = flow("--input", "3", "--resume")
@@ -269,7 +263,7 @@ def test_an_expired_session_is_gone_with_its_rows(flow: Cli, folder: Path) -> No
 
 
 def rows(folder: Path) -> set[str]:
-    """What the embedded store knows, by table."""
+    """Ids in every table of the embedded store."""
     tables = {
         "agent_paused_tasks": "logical_task_id",
         "agent_operations": "operation_id",
@@ -319,7 +313,7 @@ def test_removing_a_session_leaves_those_whose_names_begin_alike(flow: Cli, cli:
 
 
 def test_an_end_that_its_process_could_not_tell_is_told_by_the_next(flow: Cli, folder: Path) -> None:
-    """Killed between the commit of the operation's end and that of its session."""
+    """The process was killed after it committed the operation's end, but before the session's."""
     repair(folder)
     assert flow("--input", "3", "--session", "rome").code == 0
     file = folder / ".meshpoint/sessions/rome.json"
@@ -353,9 +347,6 @@ def test_a_version_without_migration_is_refused_before_anything_runs(flow: Cli, 
     assert effects(folder) == ["fetch", "login", "rate"]
     repair(folder)
     assert flow("--session", "rome").json["attempt"] == 3
-
-
-# ── checkpoint files ───────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_file_with_outputs_is_gone_on_with_elsewhere(flow: Cli, folder: Path) -> None:

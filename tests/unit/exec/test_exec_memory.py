@@ -1,4 +1,4 @@
-"""The working memory of an agent that `exec` runs: kept in the session, but not in an exported file."""
+"""Working memory of an agent under `exec`: kept in the session, left out of exported files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Exec = Callable[..., tuple[int, Any]]
 
 @pytest.fixture
 def keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Exec:
-    """`meshpoint exec` of the agent with input 3: its exit code, and what it prints."""
+    """Runs `meshpoint exec` on the agent with input 3; returns exit code and printed JSON."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -59,7 +59,7 @@ def keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def mend(folder: Path) -> None:
-    """Let it fail no more. The subtasks stay as they are: what is recorded of them serves."""
+    """Let the agent succeed from now on. Its subtasks do not change, so their records count."""
     (folder / "tested_keeping.py").write_text(KEEPING.replace("FAILS = True", "FAILS = False"))
 
 

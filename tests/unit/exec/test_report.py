@@ -1,4 +1,4 @@
-"""What is told of steps, from the events of one attempt."""
+"""What `exec` reports about steps, from the events of one attempt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BROKE = Failed(FailureKind.ERROR, "it broke")
 
 
 class Stage:
-    """Plays the events of an attempt; each takes a second."""
+    """Feeds the events of an attempt to a step log; each takes a second."""
 
     def __init__(self, planned: tuple[str, ...] = ("a", "b", "c")) -> None:
         self.told: list[tuple[str, StepState]] = []
@@ -52,7 +52,7 @@ def stage() -> Stage:
 
 def test_a_step_is_completed_when_it_is_recorded(stage: Stage) -> None:
     stage.runs("a")
-    stage.play(Step.SAVE, Phase.AFTER, "a")  # its own progress
+    stage.play(Step.SAVE, Phase.AFTER, "a")  # progress saved within the step
     assert stage.log.completed_count == 0
     stage.play(Step.SUBTASK, Phase.AFTER, "a")
     assert stage.log.completed_count == 0

@@ -1,4 +1,4 @@
-"""Sessions: who gets which, one at a time, and how they end."""
+"""Sessions: which attempt gets which session, one holder at a time, and how they end."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_without_an_earlier_run_there_is_nothing_to_resume(sessions: SessionStor
 
 def test_what_has_completed_is_not_resumed(sessions: SessionStore) -> None:
     ended(sessions.create(wanted()), AttemptStatus.COMPLETED)
-    for _ in range(2):  # the refusal gives the lock back
+    for _ in range(2):  # a refusal must release the lock
         with pytest.raises(OperationCompleted, match="has completed; run it without --resume"):
             sessions.open_latest(wanted())
 
@@ -136,7 +136,7 @@ def test_one_process_at_a_time_has_a_session(sessions: SessionStore) -> None:
 
 
 def test_what_was_read_before_the_lock_is_read_again(sessions: SessionStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever had the lock completes between the choice and the lock of the one who resumes."""
+    """The holder of the lock completes after the resuming attempt chose the session."""
     held = sessions.open_or_create("rome", wanted())
     held.begin_attempt()
     stale = sessions.list_all()
@@ -213,7 +213,8 @@ def test_a_lock_excludes_other_handles_and_a_dead_holder_does_not_block(tmp_path
     assert first is not None
     assert FileLock.try_acquire(path) is None
     first.release()
-    path.write_text(json.dumps({"pid": 1, "host": "elsewhere", "since": "long ago"}))  # of a holder that died
+    # the record of a holder that died
+    path.write_text(json.dumps({"pid": 1, "host": "elsewhere", "since": "long ago"}))
     second = FileLock.try_acquire(path, record_holder=False)
     assert second is not None
     assert str(read_holder(path)) == "pid 1 on elsewhere since long ago"

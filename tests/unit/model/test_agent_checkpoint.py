@@ -1,4 +1,4 @@
-"""A checkpoint's working memory goes with it to the database and nowhere else."""
+"""A checkpoint's working memory is stored in the database and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent can do with `ctx.memory`, and what it is told when it may not."""
+"""Operations of `ctx.memory`, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OWNER = Owner("travel:1", RunId("r1"), 1)
 
 
 class Runner:
-    """Does an agent's commands at once, and counts the round trips that a server would see."""
+    """Executes an agent's commands at once and counts the round trips a server would see."""
 
     def __init__(self, memory: WorkingMemory) -> None:
         self._memory = memory
@@ -63,9 +63,6 @@ async def runner(clock: FakeClock) -> Runner:
 @pytest.fixture
 def memory(runner: Runner) -> AgentMemory:
     return AgentMemory(runner)
-
-
-# ── keys ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_keys_are_sorted_and_matched_like_file_names(memory: AgentMemory) -> None:
@@ -116,9 +113,6 @@ async def test_a_time_is_taken_away(memory: AgentMemory, clock: FakeClock) -> No
     clock.advance(2 * MINUTE)
     assert await memory.get_many(["a", "b"]) == {"a": b"1", "b": b"2"}
     assert await memory.ttl("a") is None
-
-
-# ── values ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -189,7 +183,7 @@ async def test_a_value_that_is_no_such_model_is_refused(memory: AgentMemory) -> 
 
 
 class Opaque:
-    """Nothing that pydantic knows."""
+    """A type that pydantic cannot handle."""
 
 
 @pytest.mark.parametrize("value", [Opaque(), [Opaque()], {"x": nan}, inf, [SURROGATE]])
@@ -231,18 +225,12 @@ async def test_a_type_that_pydantic_does_not_know_is_refused(memory: AgentMemory
     assert "memory key 'k'" in await refusal(memory.get_model("k", Opaque))
 
 
-# ── counters ───────────────────────────────────────────────────────────────────────────────────────
-
-
 async def test_counters(memory: AgentMemory) -> None:
     assert [await memory.incr("n"), await memory.incr("n", 5), await memory.incr("n", -7)] == [1, 6, -1]
     assert [await memory.incr_float("f", 0.1), await memory.incr_float("f", 0.2)] == [0.1, 0.3]
     assert await memory.incr_float("f", 1) == 1.3
     assert await memory.incr("big", 2**63 - 1) == 2**63 - 1
     assert "'big'" in await refusal(memory.incr("big"))
-
-
-# ── lists, hashes, sets, sorted sets ───────────────────────────────────────────────────────────────
 
 
 async def test_lists(memory: AgentMemory) -> None:
@@ -286,8 +274,6 @@ async def test_sorted_sets(memory: AgentMemory) -> None:
     assert [await memory.zscore("k", "a"), await memory.zscore("k", "x")] == [-1.5, None]
     assert [await memory.zcard("k"), await memory.zrem("k", "a", "x"), await memory.zcard("k")] == [3, 1, 2]
 
-
-# ── what it refuses ────────────────────────────────────────────────────────────────────────────────
 
 Use: TypeAlias = Callable[[AgentMemory, Any], Awaitable[object]]
 
@@ -374,7 +360,7 @@ WITHOUT_VALUES: list[Use] = [
 
 
 async def refusal(doing: Awaitable[object]) -> str:
-    """Why it is refused, in one line."""
+    """The refusal's text, which must be one short line."""
     with pytest.raises(MemoryRefused) as refused:
         await doing
     assert isinstance(refused.value, AgentFailed)
@@ -385,7 +371,7 @@ async def refusal(doing: Awaitable[object]) -> str:
 
 
 async def refuses(memory: AgentMemory, runner: Runner, use: Use, what: Any) -> str:
-    """Why `use` is refused before anybody is asked: all or nothing."""
+    """The refusal of `use`, which must neither reach the server nor change anything."""
     await memory.set("there", "unchanged")
     trips = runner.trips
     text = await refusal(use(memory, what))

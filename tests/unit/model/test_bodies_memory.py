@@ -1,4 +1,4 @@
-"""Reading a message leaves nothing of it in the process."""
+"""Parsing a message must not retain any of it in the process."""
 
 from __future__ import annotations
 

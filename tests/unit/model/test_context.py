@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a context."""
+"""Which parts of a context a checkpoint keeps."""
 
 from __future__ import annotations
 

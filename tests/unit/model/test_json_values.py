@@ -1,4 +1,4 @@
-"""Containers that hold JSON only."""
+"""Containers that accept JSON values only."""
 
 from __future__ import annotations
 

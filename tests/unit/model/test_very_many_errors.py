@@ -1,4 +1,4 @@
-"""Values with very many errors: pydantic needs a kilobyte to describe each of them."""
+"""Values with a very large number of errors; pydantic needs a kilobyte to describe each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_only_their_number_is_told(name: str) -> None:
     for act in (typed.read, typed.check):
         told, cause = refused(DoesNotFit, lambda act=act: act(_VALUES[name]))  # type: ignore[misc]
         assert told == "Numbers: 30,000 errors, too many to list"
-        assert cause is None  # a logged traceback would describe them all
+        assert cause is None  # a logged traceback would include them all
 
 
 @pytest.mark.parametrize("name", _VALUES)

@@ -1,4 +1,4 @@
-"""A task's life at the level of the runner: its runs and attempts on one ledger in memory."""
+"""The life of a task at the level of the runner: runs and attempts on one in-memory ledger."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TASK, AGENT = TaskId("task"), AgentName("analyst")
 
 
 class Visits:
-    """Which code ran. No data, so that no digest sees it in a closure."""
+    """Names of the code that ran. Callable, so that digests of closures ignore its contents."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -29,13 +29,13 @@ class Visits:
         self.names.append(name)
 
     def since(self) -> list[str]:
-        """Those since the last look."""
+        """Names recorded since the previous call."""
         names, self.names = self.names, []
         return names
 
 
 class Recorder:
-    """What makes a context that of a function agent; it records no calls."""
+    """Stands in for the recorder of a function agent, and lists the subtasks that were skipped."""
 
     replaying = False
 
@@ -43,14 +43,14 @@ class Recorder:
         self.skipped: list[str] = []
 
     async def ask(self, calls: Any, join: Any) -> Any:
-        raise AssertionError("nothing is asked here")
+        raise AssertionError("these tests make no peer calls")
 
     def skip(self, subtask: str) -> None:
         self.skipped.append(subtask)
 
 
 class Book:
-    """A ledger. `before_save` runs before each write; `stop` is raised in its place."""
+    """A ledger that calls `before_save` before each write, or raises `stop` instead of writing."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -76,9 +76,10 @@ class Book:
 
 
 class Life:
-    """The runs of one task: the first is there at once, `again` begins one of the same attempt, `resume` an attempt.
+    """The runs of one task. The first run starts at once.
 
-    A run that is begun `again` finds what was saved; one that is resumed finds what the failed attempt left.
+    `again` starts another run of the same attempt, from the last saved checkpoint. `resume` starts
+    a new attempt, from the failed attempt's final checkpoint.
     """
 
     def __init__(self, plan: Plan | None = None, *, handlers: bool = False) -> None:
@@ -93,7 +94,7 @@ class Life:
         return self.context
 
     def begin(self, restored: AgentCheckpoint | None) -> TaskExecutionContext:
-        """A new run, from the top, that finds `restored`."""
+        """Start a new run from the top with the checkpoint `restored`."""
         self.events.clear()
         self.context = TaskExecutionContext(TASK)
         if not self._handlers:
@@ -114,12 +115,12 @@ class Life:
         return self.context
 
     def again(self, *, paused: bool = False) -> TaskExecutionContext:
-        """The next run of this attempt: after a crash, or after a pause."""
+        """The next run of this attempt, after a crash or after a pause."""
         self.generation += paused
         return self.begin(self.book.saved[-1] if self.book.saved else None)
 
     def resume(self, plan: Plan | None = None) -> TaskExecutionContext:
-        """The next attempt, after this one has failed."""
+        """The next attempt, after this one failed."""
         last = self.runner.final_checkpoint("it failed", None)
         self.retry, self.generation = self.retry + 1, 0
         self._plan = plan or self._plan
@@ -129,13 +130,13 @@ class Life:
         self.events.append(event)
 
     def told(self, step: Step) -> dict[str, Any]:
-        """What was told of each subtask in notes of this kind, since the last look; the latest note counts."""
+        """The reason in the latest event of this kind for each subtask. Clears all events."""
         told = {str(event.detail["subtask"]): event.detail.get("why") for event in self.events if event.step is step}
         self.events.clear()
         return told
 
     def record(self, name: str, checkpoint: AgentCheckpoint | None = None) -> SubtaskRecord:
-        """What is recorded of a subtask in the last checkpoint that was saved."""
+        """The record of a subtask in the last saved checkpoint."""
         (found,) = [each for each in (checkpoint or self.book.saved[-1]).subtasks if each.name == name]
         return found
 
@@ -145,6 +146,6 @@ class Life:
 
 
 async def cancelled(task: asyncio.Task[Any]) -> bool:
-    """Whether `task` ends as cancelled."""
+    """Whether `task` was cancelled; waits until it is done."""
     await asyncio.gather(task, return_exceptions=True)
     return task.cancelled()

@@ -1,4 +1,4 @@
-"""Checkpoints go to the database; their copies may fail in every way and change nothing but where one is read."""
+"""Checkpoints go to the database; a failing copy affects only a restore that reads it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def a_checkpoint(seq: int) -> AgentCheckpoint:
 
 @dataclass
 class Store:
-    """The part of `Operations` that a checkpointer uses. `calls` is shared with the cache: it shows the order."""
+    """The part of `Operations` that a checkpointer uses.
+
+    `calls` is shared with the cache and shows the order.
+    """
 
     calls: list[str]
     kept: AgentCheckpoint | None = None
@@ -61,12 +64,12 @@ class Store:
     def _ask(self, what: str) -> None:
         self.calls.append(what)
         if self.away:
-            raise StoreUnavailable("the database is away")
+            raise StoreUnavailable("the database is unavailable")
 
 
 @dataclass
 class Cache:
-    """One copy. `get_error` and `put_error` are raised; `gate` holds every answer back until it is set."""
+    """Holds one copy. `get_error` and `put_error` are raised; `gate` delays every answer."""
 
     calls: list[str]
     copy: AgentCheckpoint | None = None
@@ -88,7 +91,7 @@ class Cache:
         self.copy = None
 
     async def close(self) -> None:
-        raise AssertionError("whoever made the cache closes it")
+        raise AssertionError("the checkpointer must not close a cache it did not open")
 
     async def _answer(self, what: str, error: Exception | None) -> None:
         self.calls.append(what)
@@ -100,7 +103,7 @@ class Cache:
 
 
 class Scene:
-    """A checkpointer between a store and a cache."""
+    """A checkpointer with a store and, optionally, a cache."""
 
     def __init__(self, *, cached: bool = True) -> None:
         self.calls: list[str] = []
@@ -123,9 +126,6 @@ def scene() -> Scene:
     return Scene()
 
 
-# ── save ───────────────────────────────────────────────────────────────────────────────────────────
-
-
 async def test_a_copy_is_written_when_the_checkpoint_is_durable(scene: Scene) -> None:
     assert await scene.checkpointer.save(Save(RUN, a_checkpoint(1))) == Saved()
     assert scene.calls == ["save", "put"]
@@ -142,7 +142,7 @@ async def test_a_checkpoint_that_was_not_saved_has_no_copy(scene: Scene, refusal
 
 
 async def test_a_database_that_is_away_is_told_to_the_caller_and_leaves_no_copy(scene: Scene) -> None:
-    scene.store.answer = StoreUnavailable("the database is away")
+    scene.store.answer = StoreUnavailable("the database is unavailable")
     with pytest.raises(StoreUnavailable):
         await scene.checkpointer.save(Save(RUN, a_checkpoint(1)))
     assert scene.calls == ["save"]
@@ -164,7 +164,7 @@ async def test_a_cache_that_hangs_is_waited_for_with_the_checkpoint_durable(scen
     assert scene.store.kept == a_checkpoint(1)
     assert not saving.done()
 
-    scene.cache.gate.set()  # its timeout
+    scene.cache.gate.set()  # ends the timeout of the cache
     assert await saving == Saved()
     assert scene.counts.cache_write_failures == 1
 
@@ -177,9 +177,6 @@ async def test_whoever_is_cancelled_while_the_cache_hangs_is_cancelled(scene: Sc
     with pytest.raises(asyncio.CancelledError):
         await saving
     assert scene.store.kept == a_checkpoint(1)
-
-
-# ── restore ────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_copy_of_the_last_checkpoint_serves_without_the_database(scene: Scene) -> None:
@@ -279,9 +276,6 @@ async def test_without_a_cache_the_database_does_it_all(seq: int | None) -> None
     await scene.checkpointer.forget(OPERATION, AGENT)
     assert scene.calls == ["save", "latest"]
     assert scene.counts == CheckpointerCounters(served={CheckpointSource.SQL: 1})  # type: ignore[arg-type]
-
-
-# ── forget ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_copy_is_forgotten(scene: Scene) -> None:

@@ -1,4 +1,4 @@
-"""What a function returned, as text and back."""
+"""Return values of subtasks, converted to text and back."""
 
 from __future__ import annotations
 
@@ -56,9 +56,6 @@ def returning(annotation: Any) -> DeliverableCodec:
 def round_trip(annotation: Any, value: object) -> Any:
     form = returning(annotation)
     return form.read(form.write("x", value)[0])
-
-
-# ── there and back ─────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -130,7 +127,7 @@ def test_an_annotation_that_cannot_be_used_is_none() -> None:
     def unresolvable() -> Unknown: ...
 
     class Table:
-        """Nothing that pydantic knows."""
+        """A type that pydantic cannot handle."""
 
     def unknown() -> Table: ...  # type: ignore[empty-body]
 
@@ -160,9 +157,6 @@ def test_partials_methods_and_callable_objects_return_what_their_function_does()
         form = DeliverableCodec.for_function(function)
         assert form.read(form.write("x", RATIOS)[0]) == RATIOS
     assert DeliverableCodec.for_function(Parser().parse) is DeliverableCodec.for_function(Parser().parse)
-
-
-# ── what is refused ────────────────────────────────────────────────────────────────────────────────
 
 
 def nested(depth: int) -> Any:
@@ -233,8 +227,6 @@ def test_a_text_of_another_annotation_does_not_fit() -> None:
     with pytest.raises(DoesNotFit, match="int: "):
         returning(int).read('"many"')
 
-
-# ── secrets ────────────────────────────────────────────────────────────────────────────────────────
 
 SecretText = Annotated[str, Secret]
 Named = NewType("Named", SecretText)  # type: ignore[valid-newtype]

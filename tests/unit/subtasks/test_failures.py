@@ -1,4 +1,4 @@
-"""The errors of subtasks, and what a record of one can do to the process that reads it."""
+"""Errors of subtasks, and protection of the process that reads a forged record of one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshpoint.subtasks.failures import rebuild_error, serialize_error
 
 
 class Refused(ValueError):
-    """An error of one's own."""
+    """An error class of the application."""
 
 
 class Picky(Exception):
@@ -67,7 +67,7 @@ def test_a_record_imports_nothing() -> None:
         "builtins:exec",
         "builtins:SystemExit",
         "builtins:KeyboardInterrupt",
-        "json:decoder.JSONDecodeError",  # the path to it is not its name
+        "json:decoder.JSONDecodeError",  # the module path differs from the class's own
         "meshpoint.subtasks.failures:SubtaskFailed",
         "builtins:ValueError.__init__",
         "no.such:Error",

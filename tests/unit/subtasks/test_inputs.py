@@ -1,4 +1,4 @@
-"""A subtask's inputs: equal values have equal digests, other values others, in every process."""
+"""Input digests of a subtask: equal exactly for equal values, in every process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def of(value: object) -> str:
 
 
 class HttpClient:
-    """No data."""
+    """An argument that is not data, so it does not count."""
 
 
 class Trip(BaseModel):
@@ -65,9 +65,6 @@ class Word(StrEnum):
 class Client(Enum):
     HTTP = HttpClient()
     FTP = object()
-
-
-# ── which parameters ───────────────────────────────────────────────────────────────────────────────
 
 
 def step(filing: str, year: int = 2024, *notes: str, deep: bool = False, **more: int) -> None: ...
@@ -119,9 +116,6 @@ def test_functions_without_a_signature_of_their_own_are_digested_by_place() -> N
 
     assert set(input_digests("x", load, (1,), {})) == {"args[0]"}
     assert input_digests("x", max, (1, 2), {}) == {"args[0]": of(1), "args[1]": of(2)}
-
-
-# ── what is no data ────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -179,7 +173,7 @@ def test_a_closure_counts_as_far_as_it_is_data() -> None:
             return factor, client, later, make
 
         if factor > 100:
-            later = 1  # never assigned: an empty cell
+            later = 1  # never assigned, so an empty cell
         return inner
 
     one, two = make(1, HttpClient()), make(2, HttpClient())
@@ -191,8 +185,6 @@ def test_a_closure_counts_as_far_as_it_is_data() -> None:
     )
     assert input_digests("x", functools.partial(one), (), {}) == input_digests("x", one, (), {})
 
-
-# ── which values are equal ─────────────────────────────────────────────────────────────────────────
 
 DIFFERENT: list[Any] = [
     None, True, False, 0, 1, 2**70, -(2**70), 1.0, 1.5, "", "1", "None", "one", b"", b"1", "MQ==", [], {}, set(), [1],
@@ -259,11 +251,8 @@ def test_another_process_with_other_hashes_finds_the_same_digests() -> None:
 
 
 def test_the_digests_of_this_release_stay() -> None:
-    # Stored in checkpoints: another digest makes every resumed operation start again.
+    # Checkpoints store these digests: a change would make every resumed operation start over.
     assert of({"to": "Oslo", "days": [1, 2.5, None], "on": date(2024, 1, 1)}) == "1da4f125085ec370cd4958cde92dca18"
-
-
-# ── what differs, for people ───────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Checkpoints of earlier versions, led to this one by migrations."""
+"""Migrations bring checkpoints of earlier versions to the current one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ BEFORE = AgentCheckpoint(
 
 
 def through(change: Change, before: AgentCheckpoint = BEFORE) -> AgentCheckpoint:
-    """`before`, migrated by that change from 1.0 to 1.1."""
+    """`before`, migrated by `change` from 1.0 to 1.1."""
     return migrate_checkpoint(before, "1.1", [migrates("1.0", "1.1")(change)])
 
 
@@ -73,9 +73,6 @@ def rename(checkpoint: dict[str, Any]) -> dict[str, Any]:
     checkpoint["completed_subtasks"][0] = "filing"
     checkpoint["interim_results"]["filing"] = checkpoint["interim_results"].pop("10k_parsing")
     return checkpoint
-
-
-# ── the public form ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_migration_sees_the_public_form() -> None:
@@ -186,9 +183,6 @@ def test_a_dropped_subtask_is_forgotten_with_its_record() -> None:
     assert after.current_subtask is None
 
 
-# ── secrets follow their value ─────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     ("results", "name", "places"),
     [
@@ -209,11 +203,8 @@ def test_a_secret_stays_one_wherever_a_migration_puts_it(
     assert record.secrets == places
 
 
-# ── the way ────────────────────────────────────────────────────────────────────────────────────────
-
-
 def noting(*links: tuple[str, str]) -> tuple[list[Migration], list[str]]:
-    """Migrations that note in which order they were applied, and with which version."""
+    """Migrations that record their order and the version each of them received."""
     applied: list[str] = []
 
     def migration(start: str, end: str) -> Migration:
@@ -261,9 +252,6 @@ def test_a_missing_link_is_named(links: list[tuple[str, str]], to: str, problem:
     assert applied == []
 
 
-# ── what goes wrong ────────────────────────────────────────────────────────────────────────────────
-
-
 def raising(checkpoint: dict[str, Any]) -> dict[str, Any]:
     raise KeyError("rows")
 
@@ -304,9 +292,6 @@ def test_a_faulty_migration_is_named_with_its_fault(change: Change, problem: str
     change.__name__ = "rework"
     with pytest.raises(IncompatibleState, match=rf"^agent 'analyst': migration rework \(1.0 -> 1.1\): .*{problem}"):
         through(change)
-
-
-# ── what an agent declares ─────────────────────────────────────────────────────────────────────────
 
 
 def test_migrations_that_fit_together_are_kept_in_order() -> None:

@@ -1,4 +1,4 @@
-"""`ctx.subtask`: recorded before it is returned, reused in every later run, and refused where that cannot be."""
+"""`ctx.subtask`: recorded before its value is returned, reused in later runs, or refused."""
 
 from __future__ import annotations
 
@@ -35,9 +35,6 @@ def ratios(margin: float) -> Ratios:
 
 async def doubled(number: int) -> int:
     return 2 * number
-
-
-# ── once ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_deliverable_is_recorded_before_it_is_returned() -> None:
@@ -125,9 +122,6 @@ async def test_nobody_records_in_a_context_of_ones_own() -> None:
     assert (ctx.progress.k, ctx.progress.n, ctx.saved_progress) == (0, 0, None)
 
 
-# ── what comes back ────────────────────────────────────────────────────────────────────────────────
-
-
 async def test_a_model_comes_back_as_one() -> None:
     life = Life()
     first = await life.ctx.subtask("ratios", ratios, 0.5)
@@ -147,7 +141,7 @@ async def test_without_an_annotation_plain_json_comes_back_the_first_time_as_wel
 
 
 async def test_what_is_returned_is_nobody_elses() -> None:
-    """A caller that changes what it got does not change what is recorded."""
+    """A caller that changes the returned value does not change the record."""
     made: dict[str, int] = {"a": 1}
 
     def make() -> dict[str, int]:
@@ -162,7 +156,7 @@ async def test_what_is_returned_is_nobody_elses() -> None:
 
 
 class Calculator:
-    """Not data: what is on `self` is not looked at."""
+    """Not data, so the attributes of `self` do not count."""
 
     def __init__(self, factor: int) -> None:
         self.factor = factor
@@ -176,7 +170,7 @@ class Calculator:
 
 @dataclass
 class Halved:
-    """A class is a callable too."""
+    """Calling this class is a subtask too."""
 
     number: int
 
@@ -204,7 +198,7 @@ async def test_any_callable_will_do(function: Callable[..., Any], result: Any) -
 
 
 async def test_a_deliverable_that_no_longer_fits_runs_again_and_so_does_what_came_after() -> None:
-    """Its function is vouched for by a version, and has another annotation now."""
+    """Its version is unchanged, so the function counts as the same, but its annotation is new."""
 
     @subtask(version="1")
     def old() -> int:
@@ -223,9 +217,6 @@ async def test_a_deliverable_that_no_longer_fits_runs_again_and_so_does_what_cam
     told = life.told(Step.SUBTASK_AGAIN)
     assert told["step"].startswith("its deliverable no longer fits: Ratios: ")
     assert told["next"] == "after 'step', which runs again"
-
-
-# ── the context ────────────────────────────────────────────────────────────────────────────────────
 
 
 async def everything(ctx: TaskExecutionContext) -> str:
@@ -282,7 +273,7 @@ async def test_a_subtask_that_sets_nothing_keeps_nothing_of_the_context() -> Non
 
 
 async def test_what_side_by_side_set_on_the_context_is_all_put_back() -> None:
-    """The one that was begun last ends first: what it kept does not undo the other."""
+    """The subtask that started last ends first; restoring the context must keep both changes."""
     first_may_end = asyncio.Event()
 
     async def first(ctx: TaskExecutionContext) -> None:
@@ -303,9 +294,6 @@ async def test_what_side_by_side_set_on_the_context_is_all_put_back() -> None:
     ctx = life.resume()
     await asyncio.gather(ctx.subtask("first", first, ctx), ctx.subtask("second", second, ctx))
     assert state_of(ctx) == expected
-
-
-# ── refused ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("name", ["", " a", "a ", "a\n", "a\0b", "x" * 101, 7, None])
@@ -416,7 +404,7 @@ async def test_one_that_failed_runs_again_in_the_next_run() -> None:
     with pytest.raises(ConnectionError):
         await life.ctx.subtask("step", step)
     assert await life.resume().subtask("step", step) == 7
-    assert life.told(Step.SUBTASK_AGAIN) == {}, "it had not been completed"
+    assert life.told(Step.SUBTASK_AGAIN) == {}, "an incomplete subtask is not reported as repeated"
 
 
 CHANCE: dict[str, Callable[[], Any]] = {"now": lambda: datetime.now(UTC), "chance": uuid4}
@@ -449,9 +437,6 @@ async def test_chance_in_a_subtask_of_its_own_is_fine() -> None:
         ctx = begin()
         keys.append(await ctx.subtask("step", step, await ctx.subtask("key", chance)))
     assert len(set(keys)) == 1
-
-
-# ── handlers ───────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_name_of_an_earlier_handler_is_refused() -> None:
@@ -487,9 +472,6 @@ async def test_in_a_new_attempt_each_handler_reuses_its_own() -> None:
     assert visits.names == ["first", "second"]
 
 
-# ── how far a run came ─────────────────────────────────────────────────────────────────────────────
-
-
 async def crawl(ctx: TaskExecutionContext, epochs: int) -> int:
     for epoch in range(epochs):
         await ctx.save_progress({"epoch": epoch})
@@ -497,7 +479,7 @@ async def crawl(ctx: TaskExecutionContext, epochs: int) -> int:
 
 
 async def test_the_state_that_an_earlier_run_had_saved_is_no_progress() -> None:
-    """A run that saves it again and dies must not count as one that came further."""
+    """A run that saves the same state again and crashes must not count as progress."""
     life = Life()
     with pytest.raises(ConnectionError):
         await life.ctx.subtask("crawl", crawl, life.ctx, 1)
@@ -516,7 +498,7 @@ async def test_an_error_that_was_caught_comes_again_when_a_function_runs_again_a
     life, visits = Life(), Visits()
 
     class Local(Exception):
-        """Found nowhere by its name."""
+        """Cannot be found by its name."""
 
     def failing(error: str) -> None:
         visits(error)

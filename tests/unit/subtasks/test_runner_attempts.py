@@ -1,4 +1,4 @@
-"""What a new attempt runs again: the first subtask that differs, and what was begun after it. And only that."""
+"""A new attempt repeats only the first subtask that differs and those started after it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Function = Callable[[Any], Any]
 
 
 class Flow:
-    """Subtasks in a row, each with an input and a function of a version; `visits` tells which of them ran."""
+    """A sequence of subtasks, each with an input and a function version; `visits` records runs."""
 
     def __init__(self, **options: Any) -> None:
         self.life, self.visits = Life(**options), Visits()
@@ -33,7 +33,10 @@ class Flow:
         return step
 
     async def run(self, *names: str, ctx: TaskExecutionContext | None = None, **changed: Any) -> list[str]:
-        """Run subtasks `names`; which of them ran. `a=2` gives `a` another input, `a="v2"` another function."""
+        """Run subtasks `names` and return the names of those that ran.
+
+        `a=2` changes the input of "a", and `a="v2"` its function.
+        """
         ctx = ctx or self.life.ctx
         for name in names:
             change = changed.get(name, 1)
@@ -63,7 +66,7 @@ async def test_what_changed_runs_again_and_all_that_was_begun_after_it(change: d
     after = "after 'b', which runs again"
     assert flow.life.told(Step.SUBTASK_AGAIN) == {"b": why, "c": after, "d": after}
     flow.life.resume()
-    assert await flow.run("a", "b", "c", "d", **change) == [], "and then it is recorded as it is now"
+    assert await flow.run("a", "b", "c", "d", **change) == [], "the change is recorded"
 
 
 async def test_a_new_subtask_makes_what_comes_after_it_run_again() -> None:
@@ -97,7 +100,7 @@ async def test_subtasks_in_another_order_are_still_those() -> None:
 
 
 async def test_what_is_outdated_runs_again_even_if_the_run_that_found_it_out_ended() -> None:
-    """Its replica died after it had run `b` again, and before `c`."""
+    """The replica crashed after it repeated `b` and before `c`."""
     flow = Flow()
     await flow.run("a", "b", "c")
     flow.life.resume()
@@ -114,13 +117,13 @@ async def test_what_is_outdated_stays_so_if_the_attempt_that_found_it_out_failed
     assert await flow.run("a", "b", b=2) == ["b"]
     assert flow.life.runner.outdated == {"b", "c"}
     flow.life.resume()
-    assert flow.life.runner.outdated == {"c"}, "what it had asked its peers when it last ran does not count either"
+    assert flow.life.runner.outdated == {"c"}, "the calls of its last run are outdated too"
     assert await flow.run("a", "b", "c", b=2) == ["c"]
     assert flow.life.told(Step.SUBTASK_AGAIN) == {"c": "after 'b', which runs again"}
 
 
 async def test_one_that_had_failed_and_is_mended_makes_nothing_run_again() -> None:
-    """It was begun before another one that completed beside it."""
+    """It was started before another subtask that completed alongside it."""
     flow = Flow()
 
     def failing(given: int) -> None:
@@ -135,7 +138,7 @@ async def test_one_that_had_failed_and_is_mended_makes_nothing_run_again() -> No
 
 
 async def test_a_changed_function_within_an_attempt_runs_again() -> None:
-    """A replica of a new release has taken the task over."""
+    """A replica of a new release rescued the task."""
     flow = Flow()
     await flow.run("a", "b")
     flow.life.again()
@@ -143,7 +146,7 @@ async def test_a_changed_function_within_an_attempt_runs_again() -> None:
 
 
 async def test_what_ran_in_this_attempt_is_not_outdated_by_what_comes_after_it() -> None:
-    """`b` was begun before `a`, whose turn is first now; both have changed."""
+    """`b` was started before `a`, which now comes first; both have changed."""
     flow = Flow()
     await flow.run("b", "a")
     flow.life.resume()
@@ -154,7 +157,7 @@ async def test_what_ran_in_this_attempt_is_not_outdated_by_what_comes_after_it()
 
 
 async def test_what_was_reused_in_this_run_stays() -> None:
-    """Two branches side by side: one has had its second subtask back when the other finds its first one changed."""
+    """One branch has reused its second subtask when the other finds its first one changed."""
     flow = Flow()
     await flow.run("left", "right", "left too")
     ctx = flow.life.resume()
@@ -232,7 +235,7 @@ async def test_what_is_outdated_is_kept_without_its_result() -> None:
 
 
 async def test_an_input_may_differ_as_long_as_nothing_is_recorded() -> None:
-    """Its process died in the middle of it: what it had saved of its progress does not hold for another input."""
+    """The process died during the subtask: progress saved for one input must not serve another."""
     life, seen = Life(), list[Any]()
 
     async def step(at: int) -> None:

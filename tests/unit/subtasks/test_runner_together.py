@@ -1,4 +1,4 @@
-"""Subtasks side by side, progress within them, and runs that are stopped at a save."""
+"""Concurrent subtasks, progress within them, and runs that are stopped during a save."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from meshpoint.ports.agent import Plan
 
 def one(number: int) -> int:
     return number
-
-
-# ── side by side ───────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_each_is_saved_and_none_is_lost() -> None:
@@ -99,9 +96,6 @@ async def test_the_current_one_is_the_one_that_was_begun_last() -> None:
     assert ctx.progress.current == "c"
 
 
-# ── how far it is ──────────────────────────────────────────────────────────────────────────────────
-
-
 async def test_progress() -> None:
     life = Life(Plan(version="1", subtasks=("a", "b", "c", "d")))
     seen: list[tuple[Any, ...]] = []
@@ -136,11 +130,8 @@ async def test_progress_without_a_plan() -> None:
     assert (life.ctx.progress.k, life.ctx.progress.n, life.ctx.progress.percent) == (1, 1, 100.0)
 
 
-# ── states within a subtask ────────────────────────────────────────────────────────────────────────
-
-
 class Epochs:
-    """A subtask that saves after each epoch, and dies after `dies_after` of them."""
+    """A subtask that saves after each epoch and fails after `dies_after` of them."""
 
     def __init__(self, life: Life) -> None:
         self.life, self.began = life, list[Any]()
@@ -227,7 +218,7 @@ async def test_it_is_the_subtasks_own() -> None:
 
 
 async def test_it_is_no_result() -> None:
-    """What is saved may be changed afterwards without an effect on what is kept."""
+    """Later changes to the saved value must not affect the stored one."""
     life = Life()
 
     async def step() -> None:
@@ -277,11 +268,8 @@ async def test_a_state_that_is_not_json_is_refused_with_its_place(state: Any) ->
     assert life.book.saved == []
 
 
-# ── stopped ────────────────────────────────────────────────────────────────────────────────────────
-
-
 async def test_a_save_that_is_given_up_is_not_taken_for_the_next_one() -> None:
-    """A timeout around `ctx.subtask` ends it while it is written; nobody knows whether it was."""
+    """A timeout around `ctx.subtask` cancels it during its save, whose result stays unknown."""
     life, reached = Life(), asyncio.Event()
 
     async def hanging(name: str) -> None:
@@ -301,7 +289,7 @@ async def test_a_save_that_is_given_up_is_not_taken_for_the_next_one() -> None:
 
 
 async def test_code_that_is_given_up_is_no_pause() -> None:
-    """A timeout ends the code of a subtask; what is asked of peers afterwards is not asked by it."""
+    """After a timeout ended a subtask's code, later peer calls must not count as its own."""
     life, reached = Life(), asyncio.Event()
 
     async def slow() -> None:

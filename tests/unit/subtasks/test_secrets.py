@@ -1,4 +1,4 @@
-"""What looks like a secret does not leave the task: in texts, in values, in tracebacks."""
+"""Apparent secrets do not leave the task in texts, values or tracebacks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from meshpoint.model.secrets import MASK, is_secret_key, masked, pointer, traceback_of, without_secrets
-
-# ── names ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -36,9 +34,6 @@ def test_further_names_can_be_given() -> None:
     assert is_secret_key("account_iban", ["IBAN"])
     assert is_secret_key("taxId", ("tax-id",))
     assert not is_secret_key("user", ["", "_"])
-
-
-# ── texts ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -131,10 +126,7 @@ def test_masking_what_is_masked_changes_nothing(text: str) -> None:
     ids=lambda text: repr(text[:20]),
 )  # fmt: skip
 def test_no_text_takes_quadratic_time(text: str) -> None:
-    masked(text)  # a pattern that backtracks would run for hours, until the suite's timeout
-
-
-# ── values ─────────────────────────────────────────────────────────────────────────────────────────
+    masked(text)  # a pattern that backtracks would run until the timeout of the suite
 
 
 def test_a_pointer_escapes_what_its_syntax_needs() -> None:
@@ -172,9 +164,6 @@ def test_the_whole_value_may_be_secret() -> None:
     assert without_secrets({"iban": "x"}, (), ["iban"]) == ({"iban": None}, ("/iban",))
 
 
-# ── tracebacks ─────────────────────────────────────────────────────────────────────────────────────
-
-
 def raised(error: BaseException, *, depth: int = 0, cause: BaseException | None = None) -> BaseException:
     try:
         if depth:
@@ -193,12 +182,12 @@ def down(depth: int) -> None:
 
 
 def test_a_traceback_tells_causes_and_groups_without_secrets_and_local_variables() -> None:
-    cause = raised(OSError("postgresql://ann:hunter2@db is away"))
+    cause = raised(OSError("postgresql://ann:hunter2@db is unavailable"))
     group = ExceptionGroup("two", [raised(KeyError("a")), raised(ValueError("token=hunter2, iban=hunter2"))])
     told = traceback_of(raised(group, cause=cause), ["iban"])
     assert "hunter2" not in told
     for part in (
-        "OSError: postgresql://ann:***@db is away",
+        "OSError: postgresql://ann:***@db is unavailable",
         "direct cause",
         "ExceptionGroup: two",
         "token=***, iban=***",
@@ -255,7 +244,7 @@ def test_an_error_that_was_never_raised_has_no_frames() -> None:
     ("text", "expected"),
     [
         ("a -----BEGIN PRIVATE KEY-----\nx\n-----END PRIVATE KEY----- b", f"a {MASK} b"),
-        ("a -----BEGIN RSA PRIVATE KEY-----\nx", f"a {MASK}"),  # cut off
+        ("a -----BEGIN RSA PRIVATE KEY-----\nx", f"a {MASK}"),  # truncated
         ("-----END PRIVATE KEY----- b", "-----END PRIVATE KEY----- b"),
         (
             "-----BEGIN PRIVATE KEY-----1-----BEGIN PRIVATE KEY-----2-----END PRIVATE KEY-----3",

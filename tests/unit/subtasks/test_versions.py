@@ -32,7 +32,7 @@ def write(path: Path, source: str) -> Path:
 
 
 def loaded(path: Path) -> ModuleType:
-    """The module in the file, with no trace in `sys.modules` and no cached bytecode."""
+    """The module in the file, loaded without `sys.modules` and without cached bytecode."""
     spec = importlib.util.spec_from_file_location("steps", path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
@@ -42,7 +42,7 @@ def loaded(path: Path) -> ModuleType:
 
 @pytest.fixture
 def version_in(tmp_path: Path) -> Callable[[str], str]:
-    """The version of `step` in that source, each time from a file of its own."""
+    """Computes the version of `step` in a source, using a new file each time."""
     files = iter(range(1000))
 
     def version(source: str) -> str:
@@ -213,9 +213,6 @@ def test_code_that_is_nested_too_deep_has_the_version_of_its_bytecode(version_in
     assert version_in(source) != version_in(source + " + a")
 
 
-# ── a file that is edited under a replica ──────────────────────────────────────────────────────────
-
-
 def test_an_edit_since_the_import_is_not_taken_for_what_runs(tmp_path: Path) -> None:
     path = write(tmp_path / "steps.py", PLAIN)
     running = loaded(path).step
@@ -270,8 +267,6 @@ def test_of_two_definitions_of_one_name_the_one_that_runs_counts(version_in: Cal
     assert version_in(both) == version_in(only)
 
 
-# ── other processes, other Pythons ─────────────────────────────────────────────────────────────────
-
 VARIED = '''
     from __future__ import annotations
 
@@ -318,6 +313,6 @@ def test_another_process_finds_the_same_version(tmp_path: Path) -> None:
 
 
 def test_the_version_does_not_depend_on_the_python(tmp_path: Path) -> None:
-    # Digested under CPython 3.11, 3.12 and 3.13, with the same result.
+    # The same under CPython 3.11, 3.12 and 3.13.
     path = write(tmp_path / "steps_varied.py", VARIED)
     assert version_of(loaded(path).step) == "src:6f15bee0d5d7c0a9e655eb40e1857aa5"

@@ -1,4 +1,4 @@
-"""Contents of working memories."""
+"""Sample contents of working memories."""
 
 from __future__ import annotations
 

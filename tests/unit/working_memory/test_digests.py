@@ -65,7 +65,7 @@ def test_when_a_key_ends_does_not() -> None:
 
 
 def test_a_known_digest() -> None:
-    """Digests rest in databases: another one of the same content would make every memory look changed."""
+    """Databases store digests: a changed algorithm would make every memory look modified."""
     assert memory_digest(item_digests(ITEMS)) == KNOWN
     assert EMPTY_FINGERPRINT.startswith("1:")
 

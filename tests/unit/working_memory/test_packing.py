@@ -1,4 +1,4 @@
-"""A snapshot at rest: any damage to it is found, and its keys are named."""
+"""A stored snapshot: any damage is detected, and the affected keys are named."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .items import ITEMS, held
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> Packed:
-    """A chunk for every item or two."""
+    """A snapshot with chunks of one or two items."""
     monkeypatch.setattr(packing, "CHUNK", 8)
     return pack(held(*ITEMS), 7)
 
@@ -77,7 +77,7 @@ def test_what_it_says_of_itself_belongs_to_it(packed: Packed, field: str) -> Non
 
 
 def damaged(whole: bytes) -> Iterator[bytes]:
-    """Every bit flipped, every byte replaced, and every truncation."""
+    """`whole` with every bit flipped, every byte replaced, and every truncation."""
     for index in range(len(whole)):
         for byte in {whole[index] ^ 1 << bit for bit in range(8)} | {0, 255, whole[index] ^ 255}:
             if byte != whole[index]:
@@ -87,7 +87,7 @@ def damaged(whole: bytes) -> Iterator[bytes]:
 
 
 def test_every_flipped_byte_and_every_truncation_is_found(packed: Packed) -> None:
-    """Or is none: a bit of a frame's header that nobody uses, or that says there is no checksum to be compared."""
+    """Undetected damage must be harmless, such as an unused bit of a frame header."""
     found = harmless = 0
     for bytes_ in damaged(to_bytes(packed)):
         try:
@@ -101,7 +101,7 @@ def test_every_flipped_byte_and_every_truncation_is_found(packed: Packed) -> Non
 
 
 def said_of(packed: Packed) -> list[str]:
-    """The keys that are named as missing or changed; none if the snapshot is whole."""
+    """Keys reported as missing or changed; none if the snapshot is intact."""
     try:
         out = unpack(packed, "it")
     except ConsistencyError as error:
@@ -118,7 +118,7 @@ def test_damage_in_a_chunk_names_its_keys(packed: Packed) -> None:
 
 
 def peak_of(packed: Packed) -> int:
-    """The most bytes that unpacking `packed` holds at a time."""
+    """Peak memory in bytes while unpacking `packed`."""
     tracemalloc.start()
     try:
         with pytest.raises(ConsistencyError):

@@ -1,4 +1,4 @@
-"""Which place a memory comes from, by what each of them has, and what is said of it then."""
+"""Which tier a memory is restored from, and what the recovery reports."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from .items import AGENT_ID, ITEMS, held, owner
 
 EARLIER, NEXT = owner("earlier", 1), owner("next", 2)
 START = datetime(1970, 1, 1, 0, 0, 1, tzinfo=UTC)
-"""One second after the epoch: one before the first of `ITEMS` ends."""
+"""One second after the epoch, and one second before the first of `ITEMS` expires."""
 
 
 class L1(InProcessWorkingMemory):
-    """One that outlives its process, is written to under its readers' hands, loses keys, and counts."""
+    """An L1 that survives its process, and can change during reads, lose keys and count reads."""
 
     def __init__(self, clock: FakeClock) -> None:
         super().__init__(clock)
-        self.restless = 0  # after so many of the next reads, somebody writes
+        self.restless = 0  # this many of the next reads are followed by a foreign write
         self.away = False
         self.evicted: tuple[str, ...] = ()
-        self.garbled: list[str] = []  # this is put in place of the first key of each of the next restores
+        # replaces the first key of each of the next restores
+        self.garbled: list[str] = []
         self.reads = 0
 
     @property
@@ -47,7 +48,7 @@ class L1(InProcessWorkingMemory):
     async def read(self, agent_id: str) -> Held:
         self.reads += 1
         if self.away:
-            raise MemoryUnavailable("L1 is away")
+            raise MemoryUnavailable("L1 is unavailable")
         held = await super().read(agent_id)
         if self.restless:
             self.restless -= 1
@@ -64,7 +65,7 @@ class L1(InProcessWorkingMemory):
 
 
 class SecondPlace:
-    """A snapshot, or an error instead."""
+    """Returns a snapshot or raises an error."""
 
     def __init__(self) -> None:
         self.has: Packed | Exception | None = None
@@ -78,15 +79,15 @@ class SecondPlace:
 
 
 class Unused:
-    """A place that nobody may ask."""
+    """A tier that must not be used."""
 
     def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"{name}: it was asked")
+        raise AssertionError(f"{name}: must not be called")
 
 
 @dataclass
 class Places:
-    """Three places for one memory, and what was said of it."""
+    """Three tiers for one memory, and the problems reported."""
 
     clock: FakeClock = field(default_factory=lambda: FakeClock(START))
     row: L1Snapshot | Exception | None = None
@@ -113,7 +114,7 @@ class Places:
         return await self.l1.replace(by, items)
 
     async def items(self) -> tuple[Item, ...]:
-        """What L1 holds, whoever has it."""
+        """The contents of L1, regardless of its owner."""
         return (await InProcessWorkingMemory.read(self.l1, AGENT_ID)).items
 
 
@@ -127,7 +128,7 @@ def row(packed: Packed) -> L1Snapshot:
 
 
 def flipped(packed: Packed) -> Packed:
-    """Its only chunk is damaged, and so all of its keys."""
+    """Damage the only chunk, and thereby all keys."""
     (chunk,) = packed.chunks
     return replace(packed, chunks=(chunk[:-1] + bytes([chunk[-1] ^ 1]),))
 
@@ -139,9 +140,6 @@ def text(value: str) -> Item:
 WHOLE = pack(held(*ITEMS), 5)
 OLDER = pack(held(text("older")), 3)
 OLDEST = pack(held(text("oldest")), 2)
-
-
-# ── the place that has it serves ───────────────────────────────────────────────────────────────────
 
 
 async def test_a_task_without_memory_begins_with_an_empty_one_whatever_lies_about(places: Places) -> None:
@@ -219,7 +217,7 @@ async def test_without_a_second_place_the_database_is_next(places: Places) -> No
 
 
 async def test_what_ends_with_its_process_is_not_looked_at(places: Places) -> None:
-    """A task that comes back to the replica that once had it has gone on elsewhere since."""
+    """The task has run elsewhere since, so the memory of its earlier replica is outdated."""
     local = InProcessWorkingMemory(places.clock)
     await local.replace(EARLIER, ITEMS)
     places.strategy, places.row = places.over(local, None), row(WHOLE)
@@ -245,9 +243,6 @@ async def test_served_counts_the_sources_of_what_was_recovered(places: Places) -
         MemorySource.L1: 2,
         MemorySource.SNAPSHOT: 1,
     }
-
-
-# ── a checkpoint that could not read the memory ────────────────────────────────────────────────────
 
 
 async def test_an_absent_memory_is_that_of_its_version_and_nobody_can_verify_it(places: Places) -> None:
@@ -277,9 +272,6 @@ async def test_an_absent_memory_that_is_not_of_its_version_is_behind(places: Pla
     how = found.recovery
     assert (how.source, how.verified, how.behind) == (MemorySource.SNAPSHOT, False, True)
     assert (found.order, await places.items()) == (OLDER.order, (text("older"),))
-
-
-# ── nothing has what is looked for ─────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("newer", [MemorySource.SNAPSHOT, MemorySource.SQL])
@@ -327,8 +319,6 @@ async def test_nothing_at_all_is_an_empty_memory_that_says_so(places: Places) ->
     assert [what for _, what, _ in places.told] == ["nothing_found"]
 
 
-# ── damage ─────────────────────────────────────────────────────────────────────────────────────────
-
 ROWS: dict[str, L1Snapshot] = {
     "flipped": row(flipped(WHOLE)),
     "cut off": replace(row(WHOLE), content=to_bytes(WHOLE)[:-1]),
@@ -366,7 +356,7 @@ async def test_where_all_that_was_found_is_damaged_nobody_guesses(
     assert ("the snapshot in the database" in str(refused.value)) is (in_sql is not None)
     assert AGENT_ID in str(refused.value)
     assert places.strategy.served == {}
-    assert await places.items() == (text("of a run that died"),), "it is not touched"
+    assert await places.items() == (text("of a run that died"),), "L1 must not change"
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -382,9 +372,6 @@ async def test_what_arrives_damaged_in_l1_is_taken_from_the_next_place_or_refuse
         with pytest.raises(ConsistencyError) as refused:
             await places.recover(WHOLE.digest)
         assert (refused.value.missing, refused.value.extra) == (("text",), ("garbled",))
-
-
-# ── others at work ─────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -403,7 +390,7 @@ async def test_l1_that_changes_all_the_time_cannot_be_had_now(places: Places) ->
     places.second.has = WHOLE
     with pytest.raises(MemoryUnavailable, match="keeps changing while it is read"):
         await places.recover(WHOLE.digest)
-    await places.l1.execute(EARLIER, [Command("GET", "text")])  # it is whose it was
+    await places.l1.execute(EARLIER, [Command("GET", "text")])  # its owner is unchanged
     assert places.strategy.served == {}
 
 
@@ -413,7 +400,7 @@ async def test_l1_that_changes_all_the_time_cannot_be_had_now(places: Places) ->
     ids=["in L1", "in the second place", "nowhere", "absent", "none"],
 )
 async def test_a_run_that_lost_the_task_is_fenced_whatever_it_looks_for(places: Places, expected: str | None) -> None:
-    """Where L1 has it, where another place has it, where none has it, and where there was none."""
+    """L1 has it, another tier has it, no tier has it, and no memory is expected."""
     await places.keep_in_l1(*ITEMS, by=NEXT)
     places.second.has = OLDER if expected == OLDER.digest else None
     with pytest.raises(MemoryFenced):
@@ -427,27 +414,24 @@ async def test_l1_that_does_not_answer_is_no_reason_to_look_elsewhere(places: Pl
     await places.keep_in_l1(*ITEMS)
     places.l1.away = True
     places.strategy = places.over(places.l1, Unused())
-    with pytest.raises(MemoryUnavailable, match="L1 is away"):
+    with pytest.raises(MemoryUnavailable, match="L1 is unavailable"):
         await places.recover(WHOLE.digest)
     assert places.fetches == 0
 
 
 async def test_a_second_place_that_is_away_is_passed_over_and_named(places: Places) -> None:
-    places.second.has, places.row = MemoryUnavailable("the second place is away"), row(WHOLE)
+    places.second.has, places.row = MemoryUnavailable("the second place is unavailable"), row(WHOLE)
     how = (await places.recover(WHOLE.digest)).recovery
     assert (how.source, how.verified, how.behind) == (MemorySource.SQL, True, False)
-    assert how.problems == ("the second place is away",)
+    assert how.problems == ("the second place is unavailable",)
 
 
 async def test_a_database_that_is_away_is_not_taken_for_one_that_has_nothing(places: Places) -> None:
     await places.keep_in_l1(text("of a run that died"))
-    places.second.has, places.row = OLDER, StoreUnavailable("the database is away")
+    places.second.has, places.row = OLDER, StoreUnavailable("the database is unavailable")
     with pytest.raises(StoreUnavailable):
         await places.recover(WHOLE.digest)
     assert await places.items() == (text("of a run that died"),)
-
-
-# ── times and sizes ────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("source", [MemorySource.SNAPSHOT, MemorySource.SQL])
@@ -455,7 +439,7 @@ async def test_a_database_that_is_away_is_not_taken_for_one_that_has_nothing(pla
 async def test_keys_whose_own_time_has_ended_meanwhile_are_left_out(
     places: Places, source: MemorySource, in_l1: bool
 ) -> None:
-    """Also where L1 has exactly the rest: its digest cannot tell that from a loss."""
+    """Even if L1 has exactly the remaining items, since its digest looks like a loss."""
     later = Item("later", Kind.STRING, b"1", 3_000)
     packed = pack(held(*ITEMS, later), 5)
     if in_l1:
@@ -468,7 +452,7 @@ async def test_keys_whose_own_time_has_ended_meanwhile_are_left_out(
     how = found.recovery
     assert (how.source, how.keys, how.verified, how.behind) == (source, len(ITEMS), True, False)
     assert (found.digest, found.order) == (left.digest, 5)
-    assert await places.items() == (*ITEMS[1:], later), "the other one keeps the rest of its time"
+    assert await places.items() == (*ITEMS[1:], later), "the other item must keep its expiry"
 
 
 @pytest.mark.parametrize("source", [MemorySource.SNAPSHOT, MemorySource.SQL])

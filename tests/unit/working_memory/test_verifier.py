@@ -1,4 +1,4 @@
-"""What is there, held against what was kept."""
+"""Comparison of stored contents with the expected ones."""
 
 from __future__ import annotations
 

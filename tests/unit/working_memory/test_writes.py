@@ -1,4 +1,4 @@
-"""Which writes are done already when code runs again."""
+"""Which memory writes are already done when code runs again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER = [
 
 
 def again(writes: MemoryWriteLog, seq: int = 1) -> MemoryWriteLog:
-    """As the next segment has them, over their JSON."""
+    """The log as the next segment reads it, via JSON."""
     kept = AgentCheckpoint(operation_id="t", agent="a", seq=seq, memory_writes=writes.for_checkpoint(seq))  # type: ignore[arg-type]
     return MemoryWriteLog(AgentCheckpoint.model_validate_json(kept.model_dump_json()).memory_writes)
 
