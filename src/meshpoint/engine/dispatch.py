@@ -66,10 +66,12 @@ _STEP = {Dispatch: Step.DISPATCH, CancelNotice: Step.CANCEL_NOTICE, Reply: Step.
 class Outgoing:
     """Sends committed requests, cancels and replies, and marks them.
 
-    Failed messages stay due in their home, and the sweeper sends them again under the same ids. Addresses are
-    published to independently, so that a full, missing or silent queue delays only its own messages.
+    Failed messages stay due in their home, and the sweeper sends them again under the same ids.
+    Addresses are published to independently, so that a full, missing or silent queue delays only
+    its own messages.
 
-    `held` has the requests of tasks in memory, and counts the replies in memory that wait for their address.
+    `held` has the requests of tasks in memory, and counts the replies in memory that wait for
+    their address.
     """
 
     def __init__(self, site: Site) -> None:
@@ -88,7 +90,8 @@ class Outgoing:
         Args:
             home: The home that committed the messages.
             sends: The messages.
-            again: The messages were overdue. Addresses in back-off are skipped: the sweeper sends later.
+            again: The messages were overdue. Addresses in back-off are skipped: the sweeper sends
+                later.
 
         Returns:
             The undeliverable calls, and the tasks whose reply is settled with no other reply due.
@@ -114,10 +117,12 @@ class Outgoing:
         return undeliverable, replied
 
     async def _replied(self, home: Home, replies: Sequence[Reply]) -> list[TaskId]:
-        """Return the tasks of `replies`. In-memory tasks are included only if their reply is still current.
+        """Return the tasks of `replies`.
 
-        Meanwhile the request may have arrived from another address, or the task may have been resumed. This runs
-        before the replies are marked: after a defect here, they are sent again.
+        In-memory tasks are included only if their reply is still current.
+
+        Meanwhile the request may have arrived from another address, or the task may have been
+        resumed. This runs before the replies are marked: after a defect here, they are sent again.
         """
         ids = [reply.task_id for reply in replies]
         rows = {} if home.durable or not ids else await home.store.lookup(ids)
@@ -145,7 +150,10 @@ class Outgoing:
     async def _publish(
         self, home: Home, sends: Sequence[Send], *, again: bool
     ) -> list[tuple[Send, Published | None]]:
-        """Publish `sends`, all of one kind. A result is `None` if it was not sent or is in doubt."""
+        """Publish `sends`, all of one kind.
+
+        A result is `None` if it was not sent or is in doubt.
+        """
         addressed = [(send, self._letter(home, send)) for send in sends]
         words: list[tuple[Send, Published | None]] = []
         letters: list[tuple[Send, Letter]] = []
@@ -230,20 +238,24 @@ class Outgoing:
         digest: str | None = None,
         may_run_elsewhere: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Publish a reply that no run commits. If it cannot be delivered at once, it is kept and sent later.
+        """Publish a reply that no run commits.
+
+        If it cannot be delivered at once, it is kept and sent later.
 
         Args:
             reply: The reply.
             run_id: The run that replies.
             again: The request of an ended task was redelivered.
             digest: Digest of the request's input.
-            may_run_elsewhere: Returns whether the request was lost meanwhile. If so, a confirmed reply is also
-                stored, so that the next delivery of the request finds it. A reply that needs another attempt
-                is stored before it is sent, and dropped if another run has a row.
+            may_run_elsewhere: Returns whether the request was lost meanwhile. If so, a confirmed
+                reply is also stored, so that the next delivery of the request finds it. A reply
+                that needs another attempt is stored before it is sent, and dropped if another run
+                has a row.
 
         Returns:
-            `True` if the request may be acked: the reply is confirmed or stored in a row, or its loss is
-            reported. `False` if only this process has the reply: the request belongs in `held`.
+            `True` if the request may be acked: the reply is confirmed or stored in a row, or its
+            loss is reported. `False` if only this process has the reply: the request belongs in
+            `held`.
         """
         letter = reply_letter(reply)
         if letter is None:
@@ -320,7 +332,10 @@ class Outgoing:
         return True
 
     async def store(self, home: Home, reply: Reply, run_id: RunId, digest: str | None) -> bool:
-        """Store the reply of a task without a row. Returns `False` if another run has a row for it."""
+        """Store the reply of a task without a row.
+
+        Returns `False` if another run has a row for it.
+        """
         return await self._store(home, KeepReply(run_id, reply, digest=digest))
 
     async def _store(self, home: Home, wish: KeepReply) -> bool:
@@ -337,7 +352,7 @@ class Outgoing:
         return reply.requester.reply_to is not None and self._addresses.troubled(reply.requester.reply_to)
 
     def _may_be_second(self, home: Home, reply: Reply) -> bool:
-        """Whether `reply` belongs to an in-memory task that another replica may run from the database."""
+        """Whether another replica may run the in-memory task of `reply` from the database."""
         one_home = home.durable or self._site.durable is None
         return not one_home and self.held.may_run_elsewhere(reply.task_id)
 
@@ -356,10 +371,12 @@ class Outgoing:
             await self._mark(self._site.durable, [first] if kept else [])
 
     async def put_away(self, home: Home, reply: Reply, *, patient: bool = False) -> bool:
-        """Keep an undeliverable reply of an in-memory task. Returns `True` if its request may be acked.
+        """Keep an undeliverable reply of an in-memory task.
 
-        The reply is stored in the database or, without a database, in this process, up to a limit. With `patient`,
-        wait until the database is available.
+        Returns `True` if its request may be acked.
+
+        The reply is stored in the database or, without a database, in this process, up to a limit.
+        With `patient`, wait until the database is available.
         """
         address = reply.requester.reply_to
         if self._site.durable is None:
@@ -432,7 +449,10 @@ class Outgoing:
         return report
 
     async def wake_others(self) -> None:
-        """Notify all replicas that a task is ready. A lost notification costs one sweep interval."""
+        """Notify all replicas that a task is ready.
+
+        A lost notification costs one sweep interval.
+        """
         try:
             await self._site.broker.broadcast(self._site.agent, wake_message(self._site.agent))
         except Unavailable as error:

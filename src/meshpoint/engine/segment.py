@@ -112,10 +112,12 @@ class Segment:
         return may_run_elsewhere(self.deliveries)
 
     def stop(self, why: Stop) -> None:
-        """Cancel the code at its next await. The first reason counts, but a lost lease overrides it.
+        """Cancel the code at its next await.
 
-        Errors are logged, not raised: they come from objects that the agent's code awaits, and other segments
-        must be stopped too.
+        The first reason counts, but a lost lease overrides it.
+
+        Errors are logged, not raised: they come from objects that the agent's code awaits, and
+        other segments must be stopped too.
         """
         self._note_stop(why)
         self.cancel_code()

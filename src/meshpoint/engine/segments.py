@@ -1,8 +1,8 @@
 """Run the live segments of one replica, each from its trigger to its checkpoint or its end.
 
-`start` and `resume` begin a segment, `_live` drives it, `_settle` commits the result of its code, and
-the `_after_…` steps publish and ack. The order is always commit, publish, ack: nothing is published
-before it is committed, and nothing is acked before it is published.
+`start` and `resume` begin a segment, `_live` drives it, `_settle` commits the result of its code,
+and the `_after_…` steps publish and ack. The order is always commit, publish, ack: nothing is
+published before it is committed, and nothing is acked before it is published.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _RESCUES_PER_ATTEMPT = 10
 _LONGEST_PAUSE = timedelta(seconds=30)
 """Delay before a task runs again after its own process died."""
 _BEHIND = timedelta(seconds=1)
-"""Delay before the second of two runs continues, after a database outage left a task in two homes."""
+"""Delay before a second run continues, after a database outage left the task in two homes."""
 _LONGEST_UNACKED = timedelta(minutes=15)
 """Maximum time a request stays unacked while its reply is undelivered.
 
@@ -151,8 +151,8 @@ class Segments:
     async def adopt(self, task_id: TaskId, delivery: Delivery) -> None:
         """Keep a request that arrived again for a task this process has in memory.
 
-        If a running task already keeps a copy unacked, a new copy is acked: it would only use up prefetch that
-        other requests need.
+        If a running task already keeps a copy unacked, a new copy is acked: it would only use up
+        prefetch that other requests need.
         """
         if (live := self.live.get(task_id)) is not None:
             if live.deliveries and delivery.count == 1:
@@ -165,8 +165,8 @@ class Segments:
     async def hold(self, task_id: TaskId, deliveries: Sequence[Delivery]) -> None:
         """Keep the requests of a task in memory unacked until it ends, and make room for others.
 
-        Once the replica has released all its tasks, the requests are requeued instead, but only after the
-        task's code has ended.
+        Once the replica has released all its tasks, the requests are requeued instead, but only
+        after the task's code has ended.
         """
         surplus = self.held.hold(task_id, deliveries)
         if self._gave_back and not self._is_at_work(task_id):
@@ -222,8 +222,8 @@ class Segments:
     def resume(self, home: Home, task: Resumable, *, taken_over: bool = False, apart: bool = False) -> None:
         """Run the next segment of a task that this replica has acquired.
 
-        The segment inherits the caller's slot and, with `apart`, its place for suspects. A task in memory does
-        not continue once its request was requeued.
+        The segment inherits the caller's slot and, with `apart`, its place for suspects. A task in
+        memory does not continue once its request was requeued.
         """
         if self._gave_back and not home.durable:
             self._site.slots.give_back()
@@ -354,8 +354,8 @@ class Segments:
     async def begin_within(self, segment: Segment, operation: Operation) -> BeginResult:
         """Write a running task whose first subtask is about to run, and ack its request.
 
-        The write continues even if the waiting code is stopped, because whether a row exists decides how the
-        task can end.
+        The write continues even if the waiting code is stopped, because whether a row exists
+        decides how the task can end.
         """
         if segment.beginning is None:
             segment.beginning = asyncio.create_task(self._begun(segment, operation))
@@ -404,7 +404,10 @@ class Segments:
             await self._requeue_held()
 
     async def _put_off(self, segment: Segment) -> None:
-        """Retry an in-memory task later: it has no lease to expire, and its request stays unacked."""
+        """Retry an in-memory task later.
+
+        It has no lease that could expire, and its request stays unacked.
+        """
         if segment.home is not None and not segment.home.durable:
             try:
                 release = Release(segment.run, self._site.options.incompatible_pause, counted=True)
@@ -456,14 +459,15 @@ class Segments:
             return await self._settle(segment, Failed(FailureKind.ERROR, internal_error(error)))
 
     async def _in_slot(self, code: Code) -> running.SegmentResult:
-        # A slot limits running code, not waiting for the database: in an outage, in-memory tasks need it.
+        # A slot limits running code, not waiting for the database: in an outage, in-memory tasks
+        # need it.
         try:
             return await code()
         finally:
             self._site.slots.give_back()
 
     async def _unless_begun_elsewhere(self, segment: Segment, result: running.SegmentResult) -> running.SegmentResult:
-        """Return `result`, unless writing the task's row showed that another run owns it or it is cancelled.
+        """Return `result`, unless writing the row found another owner or a cancel.
 
         The code may have ended without waiting for that write.
         """
@@ -492,7 +496,8 @@ class Segments:
             case running.Unreadable(reason=reason, of_checkpoint=False) if segment.run.generation == 0:
                 return await self._end(segment, Failed(FailureKind.ERROR, f"a new task has no state: {reason}"))
             case running.Unreadable(reason=reason) if segment.home is None or not segment.home.durable:
-                return await self._end(segment, Failed(FailureKind.ERROR, reason))  # no other replica has it
+                # No other replica has the task.
+                return await self._end(segment, Failed(FailureKind.ERROR, reason))
             case running.Unreadable(reason=reason):
                 return await self._give_back(segment, reason)
             case running.Forgotten(reason=reason) if segment.home is None or not segment.home.durable:
@@ -539,7 +544,8 @@ class Segments:
                 self._site.steps.note(Step.FENCED, segment.run.task_id, what="pause", fence=segment.run.fence)
                 return partial(self._lost, segment)
             case CancelFound(run=still_ours):
-                # Without a row of this run there is a tombstone, and only the answer is left to send.
+                # Without a row of this run there is a tombstone, and only the answer is left to
+                # send.
                 segment.run, segment.home = still_ours or segment.run, home if still_ours else None
                 return await self._end(segment, cancelled(segment))
             case PastDeadline():
@@ -675,7 +681,8 @@ class Segments:
     async def _answer(self, segment: Segment, reply: Reply) -> None:
         """Answer a task without a row: ack its request once its reply is confirmed or stored.
 
-        If another replica may be running the same request, only the first run to store its reply answers.
+        If another replica may be running the same request, only the first run to store its reply
+        answers.
         """
         durable = self._site.durable
         if durable is not None and segment.may_run_elsewhere:
@@ -715,7 +722,9 @@ class Segments:
                         await delivery.requeue()
 
     async def send(self, home: Home, sends: Sequence[Send], *, again: bool = False) -> None:
-        """Send the messages that a home committed. An undeliverable call is claimed as such at once.
+        """Send the messages that a home committed.
+
+        An undeliverable call is claimed as such at once.
 
         `again`: the messages were overdue, so those for addresses in back-off may wait.
         """
@@ -739,14 +748,16 @@ class Segments:
     def _is_still_sent(self, send: Send) -> bool:
         """Whether to send a message of a task in memory after its replica has released all tasks.
 
-        Another replica answers requeued requests, and no task here continues with the results of its calls.
+        Another replica answers requeued requests, and no task here continues with the results of
+        its calls.
         """
         return isinstance(send, CancelNotice) or (isinstance(send, Reply) and send.task_id in self.held)
 
     async def _send(self, home: Home, sends: Sequence[Send], *, again: bool) -> None:
         undeliverable, settled = await self._outgoing.send(home, sends, again=again)
         for task_id in [*settled, *await self._put_away(home, sends, settled)]:
-            # A run in the database, begun by another replica, does not own the requests of the in-memory run.
+            # A run in the database, begun by another replica, does not own the requests of the
+            # in-memory run.
             if not home.durable and (deliveries := self.held.let_go(task_id)):
                 await self._settle_requests(task_id, deliveries)
         if not home.durable:
@@ -817,7 +828,8 @@ class Segments:
                     self._spawn(self._outgoing.wake_others())
                 if cancels:
                     self._spawn(self.send(home, cancels))
-            case StillWaiting() | Locked():  # a locked task's response is retried; unsent messages stay due
+            case StillWaiting() | Locked():
+                # The response to a locked task is retried. Unsent messages stay due.
                 pass
             case Duplicate():
                 self._site.steps.note(Step.DUPLICATE, arrival.task_id, sub_task_id=arrival.sub_task_id)
@@ -835,7 +847,8 @@ class Segments:
     def cancel(self, task_id: TaskId, parent: str | None = None, sender: str | None = None) -> bool | None:
         """Stop a live task's code, or keep it from starting.
 
-        A task that runs for another parent task than `parent`, or for another attempt at it, is not stopped.
+        A task that runs for another parent task than `parent`, or for another attempt at it, is
+        not stopped.
 
         Returns:
             Whether the sender may cancel the task, or `None` if the task is not live.
