@@ -20,11 +20,14 @@ _QUIET = 60.0
 """Seconds during which a repeated defect is counted instead of logged."""
 _MOST_KNOWN = 1_000
 _CLEANING_UP = 0.5
-"""Seconds, of the time to close something, that are kept to cancel it."""
+"""Seconds of the time limit reserved for cancellation."""
 
 
 class Defects:
-    """Logs unexpected exceptions with their traceback and emits an event, at most once a minute for each kind."""
+    """Logs unexpected exceptions with their traceback and emits an event.
+
+    Each kind is reported at most once a minute.
+    """
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -57,7 +60,8 @@ class Crew:
         task = asyncio.create_task(self._guarded(step))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: step.close())  # cancelled before its first step, so it was never awaited
+        # A task cancelled before its first step never awaits the coroutine.
+        task.add_done_callback(lambda _: step.close())
         return task
 
     async def _guarded(self, step: Coroutine[Any, Any, None]) -> None:
@@ -89,9 +93,10 @@ class Crew:
 
 
 async def bounded(step: Coroutine[Any, Any, None], within: float, what: str) -> None:
-    """Await `step` for the given seconds. It is cancelled in time to clean up, and abandoned if it does not end.
+    """Await `step` for the given seconds.
 
-    A timeout or failure is logged as a warning.
+    It is cancelled early enough to clean up, and abandoned if it does not end. A timeout or
+    failure is logged as a warning.
     """
     task, cleaning_up = asyncio.ensure_future(step), min(within / 4, _CLEANING_UP)
     try:

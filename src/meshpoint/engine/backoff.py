@@ -9,9 +9,9 @@ from meshpoint.model.messages import Address
 from meshpoint.ports.clock import Clock
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
-"""Seconds."""
+"""Seconds of the first and the longest back-off."""
 _MOST = 10_000
-"""Maximum addresses remembered; the oldest are forgotten and tried at once."""
+"""Maximum number of addresses tracked. The oldest are dropped and tried at once."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,8 @@ class Addresses:
     def blocked(self, address: Address, *, fresh: bool = False) -> bool:
         """Whether the address is in back-off.
 
-        A `fresh` message is tried soon if the address fails fast, since its queue may exist by now.
+        A `fresh` message is tried soon if the address fails fast, since its queue may exist by
+        now.
         """
         trouble = self._troubles.get(address)
         if trouble is None:
@@ -42,16 +43,16 @@ class Addresses:
         return self._clock.monotonic() < trouble.failed_at + pause
 
     def troubled(self, address: Address) -> bool:
-        """Whether it failed to accept the last message."""
+        """Whether the address failed to accept the last message."""
         return address in self._troubles
 
     def silent(self, address: Address) -> bool:
-        """Whether no answer came at the last attempt: the broker may only be slow."""
+        """Whether the last attempt got no confirmation. The broker may only be slow."""
         trouble = self._troubles.get(address)
         return trouble is not None and trouble.silent
 
     def gone(self, address: Address) -> bool:
-        """Whether its queue did not exist at the last attempt."""
+        """Whether the queue did not exist at the last attempt."""
         trouble = self._troubles.get(address)
         return trouble is not None and trouble.gone
 
@@ -60,17 +61,19 @@ class Addresses:
     ) -> None:
         """Record that a message published at `began` was not accepted.
 
-        `gone`: its queue is missing. `slow`: the sender had to wait. `silent`: no answer has come yet.
+        `gone`: its queue is missing. `slow`: the sender had to wait. `silent`: the broker has not
+        answered yet.
         """
         before = self._troubles.pop(address, None)
         now = self._clock.monotonic()
         pause = _FIRST_PAUSE if before is None else before.pause
-        if before is not None and began >= before.failed_at + before.pause:  # count concurrent attempts once
+        # Count concurrent attempts once.
+        if before is not None and began >= before.failed_at + before.pause:
             pause = min(2 * pause, _LONGEST_PAUSE)
         self._troubles[address] = _Trouble(now, pause, gone, slow, silent)
         if len(self._troubles) > _MOST:
             self._troubles.popitem(last=False)
 
     def worked(self, address: Address) -> None:
-        """Record that it accepted a message."""
+        """Record that the address accepted a message."""
         self._troubles.pop(address, None)

@@ -1,4 +1,4 @@
-"""Write a task as running, with its request: from then on its lease owns it, not the broker."""
+"""Write a task as running, with its request. From then on its lease owns it, not the broker."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from meshpoint.ports.backend import Home
 async def begin(
     segment: Segment, site: Site, operation: Operation | None = None, *, order: str | None = None
 ) -> tuple[Home, BeginResult]:
-    """Commit the row of a task that has none; where it went, and what came of it.
+    """Commit the first row of a task. Returns the home it was written to and the result.
 
-    With an `operation`, code is waiting for it: as the first checkpoint of a pause, it goes to memory when the
-    database certainly has not taken it for `checkpoint_retry_time`.
+    With an `operation`, code is waiting for the write. Like the first checkpoint of a pause, the
+    row is then written to memory if it has definitely not committed in the database within
+    `checkpoint_retry_time`.
     """
     assert segment.request is not None
     wish = Begin(
@@ -50,7 +51,8 @@ async def begin(
 async def begin_redelivered(redelivered: Sequence[tuple[Segment, str | None]], site: Site) -> list[BeginResult]:
     """Insert rows for tasks without one, each with its order, in one transaction.
 
-    Tasks that are not `queued` are running and hold one slot each, as far as slots are free. The rest are ready.
+    Each task that is not `queued` is running and holds a slot, while slots are free. The other
+    tasks are ready.
     """
     home = site.durable
     assert home is not None

@@ -1,4 +1,4 @@
-"""Room 8: end a task as cancelled, wherever it is."""
+"""End a task as cancelled, wherever it is."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ CANCELLED = Failed(FailureKind.CANCELLED, "cancelled on request")
 
 
 def cancelled(segment: Segment) -> Failed:
-    """The outcome of a task that was stopped here, with what it had used by then."""
+    """Build the outcome of a task cancelled here, with its usage so far."""
     return CANCELLED if segment.context is None else replace(CANCELLED, usage=segment.context.token_usage)
 
 
 class CancelCommand(NamedTuple):
-    """A task to cancel, the sender's parent task (the task may be for a later attempt by now), and the sender:
-    `None` may cancel every task.
+    """A task to cancel, the sender's parent task, and the sender.
+
+    The task may belong to a later attempt of the parent by now. The sender `None` may cancel every
+    task.
     """
 
     task_id: TaskId
@@ -34,7 +36,7 @@ class CancelCommand(NamedTuple):
 
 
 async def cancel_tasks(home: Home, wished: Sequence[CancelCommand], site: Site) -> list[CancelResult]:
-    """Cancel tasks in `home`, however long the database is away."""
+    """Cancel tasks in `home`. Waits while the database is unavailable."""
     wishes = [
         Cancel(
             wish.task_id,

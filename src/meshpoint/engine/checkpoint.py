@@ -1,4 +1,4 @@
-"""Room 3: make a paused task resumable by any replica, or keep it in memory when that cannot be."""
+"""Make a paused task resumable by any replica, or keep it in memory if that fails."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from meshpoint.subtasks.runner import Subtasks
 
 
 async def last(segment: Segment) -> Last | None:
-    """The checkpoint that a pause writes of an operation; None: the one that stands says all.
+    """Prepare the checkpoint that a pause writes for an operation.
+
+    Returns `None` if the stored checkpoint is up to date.
 
     Raises:
-        MemoryLost: the memory is not what the code has put there.
-        MemoryRefused: it is too large to be kept.
+        MemoryLost: The working memory does not match what the code wrote.
+        MemoryRefused: The working memory is too large to store.
     """
     home, subtasks, memory = segment.home, segment.subtasks, segment.memory
     if home is None or subtasks is None or memory is None or not (subtasks.has_unsaved or memory.changed):
@@ -47,10 +49,12 @@ def plan(
     earlier: Sequence[Child] = (),
     last: Last | None = None,
 ) -> Pause:
-    """The checkpoint to write. Its ids are made here, once: a repeated write carries the same ones.
+    """Build the checkpoint to write.
 
-    A call that an earlier attempt at an operation made as well goes to the same task of the peer: see `_Children`.
-    `last` is what an operation is to know of itself while it waits.
+    Ids are generated once, here, so that a repeated write has the same ids.
+
+    A call that an earlier attempt at an operation also made goes to the same task of the peer: see
+    `_Children`. `last` is the checkpoint of the operation itself, stored while it waits.
     """
     assert segment.context is not None
     context, of_operation = segment.context, segment.subtasks is not None and segment.subtasks.is_operation
@@ -73,27 +77,31 @@ def plan(
 
 
 class _Children:
-    """Which tasks of peers the calls of an operation are.
+    """Maps the calls of an operation to tasks of its peers.
 
-    When it was resumed, a call with the peer and the input of an earlier attempt takes over that attempt's task, so
-    that a peer goes on from its own checkpoint, or just answers again. Not so what a subtask had asked that does not
-    run again, or whose record does not count any more.
+    In a resumed operation, a call with the same peer and input as in an earlier attempt reuses
+    that attempt's task, so that the peer resumes from its own checkpoint, or just answers again.
+    Calls of a subtask that does not run again, or whose record is outdated, are not reused.
     """
 
     def __init__(self, subtasks: Subtasks, earlier: Sequence[Child]) -> None:
         self._retry, self._subtask = subtasks.retry_count, subtasks.paused_subtask
-        spent = {*subtasks.outdated, *subtasks.progress.completed}  # the latter do not ask again
+        # Completed subtasks make no calls.
+        spent = {*subtasks.outdated, *subtasks.progress.completed}
         left = [each for each in earlier if each.retry < self._retry and each.subtask not in spent]
-        self._left = sorted(left, key=lambda child: -child.retry)  # what was asked last counts
+        self._left = sorted(left, key=lambda child: -child.retry)  # the latest call counts
         self.planned: list[Child] = []
 
     @property
     def order(self) -> str:
-        """Which of two requests for a task is the later one, as text."""
+        """Text that sorts requests for the same task by age, the latest last."""
         return f"{self._retry:08d}"
 
     def adopt(self, call: Call) -> tuple[TaskId, TaskId]:
-        """The id of the peer's task, and under which id the call is kept: they differ if it is to go on."""
+        """Return the id of the peer's task and the id of the call.
+
+        They differ if the call resumes an existing task of the peer.
+        """
         digest = digest_of(call.input)
         found = next((child for child in self._left if (child.peer, child.digest) == (call.peer, digest)), None)
         if found is not None:
@@ -105,12 +113,12 @@ class _Children:
 
 
 async def save(pause: Pause, home: Home | None, site: Site) -> tuple[Home, PauseResult]:
-    """Commit `pause`; where it went, and what came of it.
+    """Commit `pause`. Returns the home it was written to and the result.
 
-    A task that has a row stays in its home for ever, and its write is repeated until the database answers.
-    A first checkpoint goes to the database; when it certainly did not commit for
-    `checkpoint_retry_time`, to memory. A write in doubt is repeated until the database
-    tells.
+    A task with a row always stays in its home, and its write is repeated until the database
+    answers. A first checkpoint is written to the database, or to memory if it has definitely not
+    committed within `checkpoint_retry_time`. A write in doubt is repeated until the database
+    reports its result.
     """
     with site.steps.step(Step.CHECKPOINT, [pause.run.task_id], generation=pause.run.generation + 1):
         if home is None and site.durable is not None:

@@ -1,6 +1,6 @@
-"""Room 5: record outcomes, each once. The claim that meets a join takes the task.
+"""Record each outcome once. The claim that completes a join acquires the task.
 
-Whatever takes tasks here takes a slot first, so that no task is owned that cannot run.
+Every function here takes a slot before it acquires a task, so that each acquired task can run.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from meshpoint.ports.backend import Home
 
 
 async def claim(home: Home, claims: Sequence[Claim], site: Site) -> list[Arrival]:
-    """Record `claims`, however long the database is away. Each `AllArrived` holds a slot."""
+    """Record `claims`, waiting while the database is unavailable.
+
+    Each `AllArrived` holds a slot.
+    """
 
     async def attempt() -> list[Arrival]:
-        # Hold slots for one attempt only: during an outage, in-memory tasks need them. A task takes one slot,
-        # regardless of how many of its responses are in the batch.
+        # Hold slots for one attempt only: during an outage, in-memory tasks need them. A task
+        # takes one slot, regardless of how many of its responses are in the batch.
         granted = site.slots.take(len({claim.task_id for claim in claims}))
         used = 0
         try:
@@ -50,12 +53,18 @@ async def expire(home: Home, site: Site, count: int) -> list[Expired]:
 
 
 async def take_ready(home: Home, site: Site, count: int) -> list[Resumable]:
-    """Acquire up to `count` ready tasks, one per free slot. A suspect also holds `site.apart`."""
+    """Acquire up to `count` ready tasks, one per free slot.
+
+    A suspect also holds `site.apart`.
+    """
     return await _take(home.store.take, Step.TAKE, site, count)
 
 
 async def take_over(home: Home, site: Site, count: int) -> list[Resumable]:
-    """Acquire up to `count` tasks with an expired lease, one per free slot. A suspect also holds `site.apart`."""
+    """Rescue up to `count` tasks with an expired lease, one per free slot.
+
+    A suspect also holds `site.apart`.
+    """
     return await _take(home.store.take_over, Step.TAKE_OVER, site, count)
 
 

@@ -1,4 +1,4 @@
-"""Room 4: send what was committed, then mark it sent. The rows are the outbox."""
+"""Send committed messages, then mark them sent. The task rows are the outbox."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ log = logging.getLogger("meshpoint.dispatch")
 _PUBLISHED_AT_ONCE = 32
 """Addresses that one batch publishes to concurrently."""
 _PROMPT = 2.0
-"""Seconds that a request is kept unacked until its reply is confirmed; after that the reply waits on its own."""
+"""Seconds that a request stays unacked while its reply is unconfirmed.
+
+After that, the reply is kept and sent separately.
+"""
 _SLOW = 1.0
 """Seconds after which a publish counts as slow."""
 _STEP = {Dispatch: Step.DISPATCH, CancelNotice: Step.CANCEL_NOTICE, Reply: Step.REPLY}
@@ -63,10 +66,12 @@ _STEP = {Dispatch: Step.DISPATCH, CancelNotice: Step.CANCEL_NOTICE, Reply: Step.
 class Outgoing:
     """Sends committed requests, cancels and replies, and marks them.
 
-    Failed messages stay due in their home, and the sweeper sends them again under the same ids. Addresses are
-    published to independently, so that a full, missing or silent queue delays only its own messages.
+    Failed messages stay due in their home, and the sweeper sends them again under the same ids.
+    Addresses are published to independently, so that a full, missing or silent queue delays only
+    its own messages.
 
-    `held` has the requests of tasks in memory, and counts the replies that wait there for their address.
+    `held` has the requests of tasks in memory, and counts the replies in memory that wait for
+    their address.
     """
 
     def __init__(self, site: Site) -> None:
@@ -78,10 +83,18 @@ class Outgoing:
     async def send(
         self, home: Home, sends: Sequence[Send], *, again: bool = False
     ) -> tuple[list[Claim], list[TaskId]]:
-        """Publish and mark; return the undeliverable calls and the tasks whose reply is settled, with no other due.
+        """Publish messages and mark them sent.
 
-        `again`: the sends were overdue. They skip addresses in back-off, since the sweeper will send them later.
-        A reply that another run may also give is put away instead, and the row decides.
+        A reply that another run may also send is stored instead of published, and the row decides.
+
+        Args:
+            home: The home that committed the messages.
+            sends: The messages.
+            again: The messages were overdue. Addresses in back-off are skipped: the sweeper sends
+                later.
+
+        Returns:
+            The undeliverable calls, and the tasks whose reply is settled with no other reply due.
         """
         doubtful = [send for send in sends if isinstance(send, Reply) and self._may_be_second(home, send)]
         sends = [send for send in sends if send not in doubtful]
@@ -97,16 +110,19 @@ class Outgoing:
         replied = await self._replied(home, [send for send in settled if isinstance(send, Reply)])
         await self._mark(home, settled)
         for send in settled:
-            if isinstance(send, Reply) and self._may_be_second(home, send):  # lost while the reply was sent
+            if isinstance(send, Reply) and self._may_be_second(home, send):
+                # The request was lost while the reply was being sent.
                 await self._store_if_possible(send)
         replied += [reply.task_id for reply in doubtful if await self.put_away(home, reply, patient=not again)]
         return undeliverable, replied
 
     async def _replied(self, home: Home, replies: Sequence[Reply]) -> list[TaskId]:
-        """The tasks of `replies`; for those in memory, only if the reply is still the one to be sent.
+        """Return the tasks of `replies`.
 
-        Meanwhile the request may have come from another address, or the task may have been resumed. Asked before the
-        replies are marked: after a defect here, they are sent again.
+        In-memory tasks are included only if their reply is still current.
+
+        Meanwhile the request may have arrived from another address, or the task may have been
+        resumed. This runs before the replies are marked: after a defect here, they are sent again.
         """
         ids = [reply.task_id for reply in replies]
         rows = {} if home.durable or not ids else await home.store.lookup(ids)
@@ -134,7 +150,10 @@ class Outgoing:
     async def _publish(
         self, home: Home, sends: Sequence[Send], *, again: bool
     ) -> list[tuple[Send, Published | None]]:
-        """Publish `sends`, all of one kind. The result of each is `None` if it was not sent or is in doubt."""
+        """Publish `sends`, all of one kind.
+
+        A result is `None` if it was not sent or is in doubt.
+        """
         addressed = [(send, self._letter(home, send)) for send in sends]
         words: list[tuple[Send, Published | None]] = []
         letters: list[tuple[Send, Letter]] = []
@@ -160,7 +179,10 @@ class Outgoing:
         return (again or isinstance(send, Reply)) and self._addresses.blocked(address, fresh=not again)
 
     async def _explain_rejected(self, words: list[tuple[Send, Published | None]]) -> None:
-        """Replace each reply that the broker can never accept with a small failure under the same message id."""
+        """Replace each reply that the broker can never accept with a small failure.
+
+        The failure has the same message id.
+        """
         for place, (send, word) in enumerate(words):
             if isinstance(send, Reply) and word is Published.REJECTED:
                 words[place] = (send, await self._instead(send))
@@ -169,7 +191,8 @@ class Outgoing:
         failed = Failed(FailureKind.ERROR, self._too_large("result", len(reply.body)))
         body = reply_bytes(reply.task_id, None, failed)
         letter = reply_letter(replace(reply, body=body, state=TaskState.FAILED))
-        if letter is None or len(body) >= len(reply.body):  # the broker refuses something other than the body
+        if letter is None or len(body) >= len(reply.body):
+            # The broker rejects something other than the body.
             return Published.REJECTED
         self._site.steps.note(Step.MESSAGE_REJECTED, reply.task_id, type="reply", reason=failed.message)
         try:
@@ -215,14 +238,24 @@ class Outgoing:
         digest: str | None = None,
         may_run_elsewhere: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Publish a reply that no run commits. If it cannot be delivered at once, it is kept and sent later.
+        """Publish a reply that no run commits.
 
-        Returns `True` if the request may be acked: the reply is confirmed, stored in a row, or its loss is reported.
-        Otherwise only this process has the reply, and the request belongs into `held`.
-        `again`: the request of an ended task was delivered again. `digest` is the digest of the request's input.
-        `may_run_elsewhere`: whether the request was lost meanwhile. If so, a confirmed reply is also stored, so that
-        the next delivery of the request finds it. A reply that needs another attempt is stored before it is sent,
-        and dropped if another run has a row.
+        If it cannot be delivered at once, it is kept and sent later.
+
+        Args:
+            reply: The reply.
+            run_id: The run that replies.
+            again: The request of an ended task was redelivered.
+            digest: Digest of the request's input.
+            may_run_elsewhere: Returns whether the request was lost meanwhile. If so, a confirmed
+                reply is also stored, so that the next delivery of the request finds it. A reply
+                that needs another attempt is stored before it is sent, and dropped if another run
+                has a row.
+
+        Returns:
+            `True` if the request may be acked: the reply is confirmed or stored in a row, or its
+            loss is reported. `False` if only this process has the reply: the request belongs in
+            `held`.
         """
         letter = reply_letter(reply)
         if letter is None:
@@ -231,7 +264,7 @@ class Outgoing:
 
         async def attempt() -> Published:
             if next(attempts) > 1 and self._site.durable is not None and may_run_elsewhere():
-                return Published.OVERLOADED  # not to be sent before its row decides
+                return Published.OVERLOADED  # its row must decide before it is sent
             return await self._prompt_word(reply, letter)
 
         word = Published.UNROUTABLE if self._addresses.gone(letter[0]) else Published.OVERLOADED
@@ -265,7 +298,10 @@ class Outgoing:
         return Published.OVERLOADED
 
     def _must_wait(self, address: Address) -> bool:
-        """Whether a reply must wait for the broker's answer: it could only be dropped, and the broker may be slow."""
+        """Whether a reply must wait for the broker's confirmation.
+
+        There is no room to keep it, so it would be dropped, and the broker may only be slow.
+        """
         return not self._has_room and self._addresses.silent(address)
 
     @property
@@ -296,7 +332,10 @@ class Outgoing:
         return True
 
     async def store(self, home: Home, reply: Reply, run_id: RunId, digest: str | None) -> bool:
-        """Store the reply of a task without a row. Returns `False` if another run already has a row for it."""
+        """Store the reply of a task without a row.
+
+        Returns `False` if another run has a row for it.
+        """
         return await self._store(home, KeepReply(run_id, reply, digest=digest))
 
     async def _store(self, home: Home, wish: KeepReply) -> bool:
@@ -313,12 +352,15 @@ class Outgoing:
         return reply.requester.reply_to is not None and self._addresses.troubled(reply.requester.reply_to)
 
     def _may_be_second(self, home: Home, reply: Reply) -> bool:
-        """Whether `reply` belongs to an in-memory task that another replica may run from the database."""
+        """Whether another replica may run the in-memory task of `reply` from the database."""
         one_home = home.durable or self._site.durable is None
         return not one_home and self.held.may_run_elsewhere(reply.task_id)
 
     async def _store_if_possible(self, reply: Reply) -> None:
-        """Store the reply of an in-memory task in the database, once it is sent, unless another run has a row."""
+        """Store the sent reply of an in-memory task in the database.
+
+        Nothing is stored if another run has a row or the database is unavailable.
+        """
         assert self._site.durable is not None
         first = replace(reply, fence=0)
         try:
@@ -329,10 +371,12 @@ class Outgoing:
             await self._mark(self._site.durable, [first] if kept else [])
 
     async def put_away(self, home: Home, reply: Reply, *, patient: bool = False) -> bool:
-        """Keep an undeliverable reply of an in-memory task. Returns `True` if its request may be acked.
+        """Keep an undeliverable reply of an in-memory task.
 
-        The reply is stored in the database or, without one, in this process, up to a limit. `patient`: wait for the
-        database.
+        Returns `True` if its request may be acked.
+
+        The reply is stored in the database or, without a database, in this process, up to a limit.
+        With `patient`, wait until the database is available.
         """
         address = reply.requester.reply_to
         if self._site.durable is None:
@@ -344,7 +388,7 @@ class Outgoing:
             self._drop(reply, "max_in_memory replies are waiting already")
         else:
             gone = address is not None and self._addresses.gone(address)
-            # The id is the same in each attempt, so that a repeated write finds itself.
+            # Each attempt uses the same id, so that a repeated write finds the earlier one.
             wish = KeepReply(RunId(reply.task_id), reply, self._site.options.reply_retry_time if gone else None)
             keep = partial(self._site.durable.store.keep_replies, [wish])
             try:
@@ -369,14 +413,17 @@ class Outgoing:
             self._drop(reply, "its queue did not accept it")
 
     def release_held(self, stays: Callable[[TaskId], bool]) -> list[Delivery]:
-        """The requests of tasks in memory to requeue, except of tasks that stay; lost replies are reported."""
+        """Return the requests of tasks in memory to requeue, except for tasks that stay.
+
+        Lost replies are reported.
+        """
         deliveries, lost = self.held.let_all_go(stays)
         for task_id in lost:
             self._site.steps.note(Step.REPLY_DROPPED, task_id, reason="the process ends")
         return deliveries
 
     async def tell(self, letters: Sequence[Letter | None]) -> None:
-        """Publish advisory messages, which are lost if the broker or their queue does not accept them."""
+        """Publish advisory messages. They are lost if the broker or their queue rejects them."""
         wanted = [each for each in letters if each is not None and not self._addresses.blocked(each[0])]
         if not wanted:
             return
@@ -386,7 +433,10 @@ class Outgoing:
                     self._note_rejected(TaskId(message.correlation_id), message.type.value)
 
     def report_to(self, task_id: TaskId, requester: Requester) -> Report:
-        """What `ctx.status` calls: a status update to the requester, lost when the broker is away, or too large."""
+        """Return the function behind `ctx.status`, which sends a status update to the requester.
+
+        An update is lost if the broker is unavailable or the update is too large.
+        """
 
         async def report(data: JsonValue) -> None:
             letter = status_letter(self._site.agent, task_id, requester, data)
@@ -399,7 +449,10 @@ class Outgoing:
         return report
 
     async def wake_others(self) -> None:
-        """Tell all replicas that a task is ready. Losing it costs one sweep interval."""
+        """Notify all replicas that a task is ready.
+
+        A lost notification costs one sweep interval.
+        """
         try:
             await self._site.broker.broadcast(self._site.agent, wake_message(self._site.agent))
         except Unavailable as error:

@@ -1,4 +1,4 @@
-"""Room 7: give a task its one outcome. The reply is committed, then published."""
+"""End a task with its single outcome. The reply is committed, then published."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from meshpoint.ports.backend import Home
 
 
 def refusal_for(segment: Segment, refused: Failed) -> Reply:
-    """The reply to a request that is not run. It names the request, so that it cannot end another call."""
+    """Build the reply to a refused request.
+
+    It names the request, so that it cannot end another call.
+    """
     run = segment.run
     refuses = None if segment.request is None else fingerprint(segment.request)
     body = reply_bytes(run.task_id, None, refused, refuses=refuses)
@@ -22,7 +25,10 @@ def refusal_for(segment: Segment, refused: Failed) -> Reply:
 
 
 def reply_for(segment: Segment, outcome: Outcome, options: Options) -> Reply:
-    """The reply that carries `outcome`; a result too large to send becomes a failure that says so."""
+    """Build the reply with `outcome`.
+
+    A result too large to send becomes a failure that says so.
+    """
     context_id = segment.context.a2a_context.context_id if segment.context else None
     body = reply_bytes(segment.run.task_id, context_id, outcome)
     if len(body) > options.max_message_bytes:
@@ -34,7 +40,7 @@ def reply_for(segment: Segment, outcome: Outcome, options: Options) -> Reply:
 
 
 def state_of(outcome: Outcome) -> TaskState:
-    """The state in which `outcome` leaves a task."""
+    """Return the final state of a task with `outcome`."""
     match outcome:
         case Ok():
             return TaskState.COMPLETED
@@ -45,9 +51,9 @@ def state_of(outcome: Outcome) -> TaskState:
 
 
 async def end(segment: Segment, home: Home, reply: Reply, site: Site, failed: Failed | None = None) -> EndResult:
-    """Commit the outcome of a task that has a row, however long the database is away.
+    """Commit the outcome of a task with a row. Waits while the database is unavailable.
 
-    An operation that `failed` leaves a last checkpoint, with the reason.
+    With `failed`, an operation stores a final checkpoint with the reason.
     """
     ending = await _end(segment, reply, failed, site)
 

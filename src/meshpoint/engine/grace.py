@@ -1,4 +1,7 @@
-"""When the sweeper may enforce time: not right after a start or an outage, when answers are still queued."""
+"""Decides when the sweeper may enforce deadlines and leases.
+
+Right after a start or an outage it may not, because responses are still queued.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from meshpoint.ports.clock import Clock
 
 
 class Grace:
-    """Two grace periods that begin at the start and after each outage, measured by the monotonic clock."""
+    """Two grace periods that begin at the start and after each outage.
+
+    They are measured by the monotonic clock.
+    """
 
     def __init__(self, clock: Clock, settle_time: timedelta, lease: timedelta) -> None:
         self._clock = clock
@@ -17,7 +23,7 @@ class Grace:
         self._settling_since = self._renewing_since = clock.monotonic()
 
     def begin(self) -> None:
-        """Restart both: no response could be recorded and no lease renewed."""
+        """Restart both periods: no response could be recorded and no lease renewed."""
         self._settling_since = self._renewing_since = self._clock.monotonic()
 
     def begin_settling(self) -> None:
@@ -26,10 +32,10 @@ class Grace:
 
     @property
     def may_expire(self) -> bool:
-        """Whether queued responses have had their time to arrive before deadlines are enforced."""
+        """Whether queued responses had time to arrive, so that deadlines may be enforced."""
         return self._clock.monotonic() >= self._settling_since + self._settle_time
 
     @property
     def may_take_over(self) -> bool:
-        """Whether owners have had their time to renew before their tasks are taken."""
+        """Whether owners had time to renew their leases, so that their tasks may be rescued."""
         return self._clock.monotonic() >= self._renewing_since + self._lease

@@ -1,4 +1,7 @@
-"""Deliveries that wait for the worker: what arrived while it was busy is taken together."""
+"""Queues of deliveries for the worker.
+
+The worker takes the deliveries that arrived while it was busy as one batch.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,24 @@ from meshpoint.ports.broker import Delivery
 from meshpoint.ports.clock import Clock
 
 _LONGEST_WAIT = 0.02
-"""Seconds."""
+"""Maximum seconds to wait for a larger batch."""
 _BATCH_BYTES = 16 * 1024 * 1024
-"""About as much is taken together: a statement of the database carries it."""
+"""Approximate size limit of a batch, small enough for one database statement."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What was taken together: how many, and whose work it is."""
+    """The size of a batch and the tasks it was for."""
 
     count: int = 0
     tasks: frozenset[str] = frozenset()
 
 
 class Turns:
-    """Deliveries from several queues, handed out round-robin so that a long queue cannot starve the others."""
+    """Deliveries from several queues, handed out round-robin.
+
+    A long queue cannot starve the others.
+    """
 
     def __init__(self) -> None:
         self._by_queue: dict[Address, deque[Delivery]] = {}
@@ -69,7 +75,10 @@ class Turns:
 
 
 class Inbox:
-    """A queue that hands out batches up to a limit: oldest first, or by `turns`. `clock` times the batches."""
+    """A queue that hands out batches up to a limit: oldest first, or by `turns`.
+
+    `clock` times the batches.
+    """
 
     def __init__(self, clock: Clock, turns: Turns | None = None) -> None:
         self._clock = clock
@@ -81,7 +90,7 @@ class Inbox:
         self._last, self._before = _Batch(), _Batch()
 
     def put(self, delivery: Delivery) -> None:
-        """Add one; called by the broker on the event loop."""
+        """Add a delivery. The broker calls this on the event loop."""
         self._waiting.append(delivery)
         self._arrived.set()
         if len(self._waiting) >= self._enough:
@@ -100,7 +109,7 @@ class Inbox:
         return taken
 
     def close(self) -> list[Delivery]:
-        """End it: `some` has no more to wait for. What was left, to be given back."""
+        """Close the inbox and end `some`. Returns the remaining deliveries, to be requeued."""
         self._closed = True
         self._arrived.set()
         self._enough_arrived.set()
@@ -114,22 +123,23 @@ class Inbox:
         return list(self._waiting)
 
     def withdraw(self, delivery: Delivery) -> None:
-        """Remove one of `waiting`, to requeue it."""
+        """Remove a delivery from `waiting`, so that it can be requeued."""
         self._waiting.remove(delivery)
         if not (self._waiting or self._closed):
             self._arrived.clear()
 
     async def some(self) -> bool:
-        """Return when there is a delivery: True; False once it is closed."""
+        """Wait for a delivery. Returns `False` once the inbox is closed."""
         await self._arrived.wait()
         return not self._closed
 
     async def let_more_come(self, enough: int) -> None:
-        """Wait a little after a batch, for the next to be larger, until there are `enough`.
+        """Wait briefly, or until there are `enough` deliveries, so that the next batch is larger.
 
-        What comes together shares turns of the event loop, writes on the wire, and in a database the round trip and
-        the commit. The longer, the more come: so many deliveries wait, and so many share what is saved. While one
-        task alone is at work, nobody waits: the wait would be all its own.
+        The deliveries of a batch share event loop iterations, network writes, and the round trip
+        and commit of the database. The wait grows with the size and duration of recent batches: a
+        longer wait delays more deliveries, but also lets more of them share these costs. A task
+        that is active alone never waits, because no other task would share the delay.
         """
         if len(self._waiting) < enough and len(self._last.tasks | self._before.tasks) > 1:
             took = self._clock.monotonic() - self._taken_at

@@ -1,4 +1,7 @@
-"""Send calls to peers' nested-request queues, or to the only request queue of peers on an older release."""
+"""Send calls to peers' nested-request queues.
+
+Peers on an older release have a single request queue, which receives the calls instead.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,12 @@ from meshpoint.model.messages import Address, instead_of_nested
 from meshpoint.ports.broker import Published
 
 _AT_ONCE = 200
-"""Maximum letters published together, so that letters of other tasks are interleaved."""
+"""Maximum messages published together, so that messages of other tasks are interleaved."""
 _REMEMBERED = 60.0
-"""Seconds until a peer without a nested-request queue is tried again: it may have been upgraded."""
+"""Seconds until a peer without a nested-request queue is retried.
+
+It may have been upgraded.
+"""
 _MOST_REMEMBERED = 10_000
 
 Publish = Callable[[Sequence[Letter]], Awaitable[list[Published]]]
@@ -26,7 +32,10 @@ class NestedRoutes:
         self._missing: dict[Address, float] = {}
 
     async def publish(self, letters: Sequence[Letter], publish: Publish) -> list[Published]:
-        """Publish letters. Calls to a peer without a nested-request queue go to its ordinary queue."""
+        """Publish messages.
+
+        Calls to a peer without a nested-request queue go to its ordinary queue.
+        """
         words: list[Published] = []
         for start in range(0, len(letters), _AT_ONCE):
             try:
@@ -34,7 +43,8 @@ class NestedRoutes:
             except Unavailable:
                 if not words:
                     raise
-                return words + [Published.OVERLOADED] * (len(letters) - len(words))  # these stay due
+                # The remaining messages stay due.
+                return words + [Published.OVERLOADED] * (len(letters) - len(words))
         return words
 
     async def _publish(self, letters: Sequence[Letter], publish: Publish) -> list[Published]:

@@ -1,13 +1,15 @@
-"""Controls how many requests this replica takes from the broker, and from which queues of its agent.
+"""Controls how many requests this replica consumes, and from which queues of its agent.
 
 Three rules:
 
-- Requests made inside another task have their own queue. Its prefetch grows without limit with the nested tasks that
-wait in memory, so the requests that a held task is waiting for can always arrive.
-- All other tasks that wait in memory are limited by `max_in_memory`. The same limit holds separately for ended tasks
-whose reply waits for its address.
-- A replica whose slots stay taken does not keep requests waiting: it stops taking them and requeues, once each, the
-requests it could not start, so that a replica with a free slot can take them.
+- Requests made inside another task have their own queue. Its prefetch grows without limit with the
+nested tasks that wait in memory, so the requests that a held task is waiting for can always
+arrive.
+- All other tasks that wait in memory are limited by `max_in_memory`. The same limit holds
+separately for ended tasks whose reply waits for its address.
+- A replica whose slots stay taken does not keep requests waiting: it stops taking them and
+requeues, once each, the requests it could not start, so that a replica with a free slot can take
+them.
 """
 
 from __future__ import annotations
@@ -30,9 +32,15 @@ from meshpoint.model.messages import MOST_SHARDS, Address, nested_of, shard_of
 from meshpoint.ports.broker import Delivery, Subscription
 
 _BUSY_FOR = timedelta(milliseconds=100)
-"""How long all slots must be taken, or a request must wait for one, before requests go to other replicas."""
+"""Minimum time before requests go to other replicas.
+
+All slots must be taken, or a request must have waited for a slot, for this long.
+"""
 _BETWEEN_LOOKS = timedelta(minutes=5)
-"""Interval of the search for new request queues. RabbitMQ logs an error for each lookup of a missing queue."""
+"""Interval of the search for new request queues.
+
+RabbitMQ logs an error for each lookup of a missing queue.
+"""
 _BETWEEN_RESIZES = timedelta(milliseconds=20)
 
 
@@ -48,7 +56,9 @@ class _Lane:
 
 
 class Intake:
-    """The consumers of an agent's requests and their `subscriptions`. `inbox` has their deliveries, round-robin.
+    """Consumes an agent's requests through `subscriptions`.
+
+    `inbox` hands out the deliveries round-robin.
 
     `before_requests` serves work that takes precedence over requests.
     """
@@ -75,10 +85,8 @@ class Intake:
         """The names of the subscriptions."""
         return list(self._lanes)
 
-    # ── consuming ──────────────────────────────────────────────────────────────────────────────────
-
     async def start(self) -> None:
-        """Start consuming."""
+        """Start consuming the known request queues."""
         await self._consume("nested", nested_of(self._site.agent))
         for number in range(self._site.options.request_shards):
             await self._consume_shard(number)
@@ -126,7 +134,10 @@ class Intake:
                     self._spawn(self._resize(lane))
 
     def _room(self, lane: _Lane) -> int:
-        """Places for held requests, rounded up to a power of two so that the prefetch seldom changes."""
+        """Return the number of places for held requests.
+
+        It is rounded up to a power of two so that the prefetch seldom changes.
+        """
         held, limit = self._segments.held, self._site.options.max_in_memory
         nested, roots = held.count(lane.address, Kind.NESTED), held.count(lane.address, Kind.ROOT)
         ended = _rounded_up(held.count(lane.address, Kind.ENDED))
@@ -172,12 +183,11 @@ class Intake:
         """The number of requests of `lane` that the broker may still send."""
         return lane.limit - self._unacked(lane)
 
-    # ── a slot for a request ───────────────────────────────────────────────────────────────────────
-
     async def take_slot(self, segment: Segment, *, at_once: bool = False) -> bool:
-        """Wait for a slot and take it. Returns `False` if this replica stays busy and the request should be requeued.
+        """Wait for a slot and take it.
 
-        With `at_once`, a request that may be requeued does not wait.
+        Returns `False` if this replica stays busy and the request should be requeued. With
+        `at_once`, a request that may be requeued does not wait.
         """
         slots = self._site.slots
         while True:
@@ -191,7 +201,10 @@ class Intake:
             at_once = await self._slot_or_turned_away(segment.deliveries[0] if may_go else None)
 
     async def _slot_or_turned_away(self, delivery: Delivery | None) -> bool:
-        """Wait for a free slot. Returns `True` if none came free and `delivery` should go to another replica."""
+        """Wait for a free slot.
+
+        Returns `True` if no slot became free and `delivery` should go to another replica.
+        """
         if delivery is None:
             await self._site.slots.some_free()
             return False
@@ -201,8 +214,6 @@ class Intake:
         finally:
             self._waits_for_slot = None
         return self._site.slots.free <= 0
-
-    # ── a busy replica ─────────────────────────────────────────────────────────────────────────────
 
     async def govern(self) -> None:
         """Leave requests to other replicas while all slots are taken. Runs until cancelled."""
@@ -249,14 +260,17 @@ class Intake:
                 await self._resize(lane)
 
     async def _let_some_in(self, started: int) -> None:
-        """Allow as many requests as there are free slots, or one while requests from other queues fill the slots."""
+        """Allow one request per free slot, or only one while other queues fill the slots."""
         wanted = max(self._site.slots.free, int(self._started > started))
         for lane in list(self._lanes.values()):
             if self._spare(lane) < wanted - len(self.inbox.waiting):
                 await self._resize(lane, wanted)
 
     async def _turn_away(self) -> None:
-        """Stop taking requests, then requeue the waiting ones. In reverse order, they would come back here."""
+        """Stop consuming, then requeue the waiting requests.
+
+        In reverse order, they would return here.
+        """
         leaving = [each for each in self.inbox.waiting if _may_go(each)]
         for delivery in leaving:
             self.inbox.withdraw(delivery)
@@ -266,7 +280,7 @@ class Intake:
                     await self._resize(lane, 0)
             self._turned_away.set()
             self._turned_away.clear()
-        finally:  # also if a drain interrupts this: they are in no other list
+        finally:  # even if a drain interrupts: no other list has them
             for delivery in leaving:
                 with suppress(Unavailable):  # its connection is lost, which requeues it too
                     await delivery.requeue()
@@ -277,7 +291,10 @@ def _name(shard: int) -> str:
 
 
 def _may_go(delivery: Delivery) -> bool:
-    """Whether `delivery` may be requeued: only once, because its delivery count is also used to detect crashes."""
+    """Whether `delivery` may be requeued.
+
+    Only once, because the delivery count is also used to detect crashes.
+    """
     return delivery.count == 1
 
 

@@ -1,4 +1,4 @@
-"""Room 6: rebuild what agent code needs from a task's rows."""
+"""Rebuild the state that agent code needs from a task's rows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from meshpoint.working_memory.task_memory import MemoryRef, MemoryServices, Task
 
 
 def restore(task: Resumable, report: Report) -> tuple[TaskExecutionContext, Outcomes]:
-    """The context of a task that goes on, and the outcomes it waited for, in call order.
+    """Restore the context of a resumed task and the outcomes it waited for, in call order.
 
-    What the peers used is counted into the task's token usage, once per pause: the kept context does not have
-    it yet, and the next checkpoint will.
+    The peers' token usage is added to the task's, once per pause: the stored context does not
+    include it yet, and the next checkpoint will.
 
     Raises:
-        IncompatibleState: a later version of Meshpoint wrote the context.
+        IncompatibleState: A later version of Meshpoint wrote the context.
     """
     context = TaskExecutionContext.from_checkpoint_dict(task.context, report=report)
     for _, peer, outcome in task.outcomes:
@@ -34,7 +34,7 @@ def restore(task: Resumable, report: Report) -> tuple[TaskExecutionContext, Outc
 
 
 async def last_checkpoint(segment: Segment, task: Resumable | None, site: Site) -> AgentCheckpoint | None:
-    """The last checkpoint of a task that is an operation and has one."""
+    """Return an operation's last checkpoint, or `None` without an operation or checkpoint."""
     if task is None or not task.checkpoint:
         return None
     assert segment.home is not None
@@ -55,10 +55,14 @@ def restored_subtasks(
     site: Site,
     parameters: JsonValue = None,
 ) -> Subtasks:
-    """What runs the subtasks of a segment: of an operation with all that is recorded, of any other task with nothing.
+    """Build the subtask runner of a segment.
+
+    The runner of an operation has all recorded subtasks. The runner of any other task starts
+    empty.
 
     Raises:
-        IncompatibleState: the checkpoint is of another version of the agent, and no migration leads here.
+        IncompatibleState: The checkpoint is from another version of the agent, and no migration
+            leads to this one.
     """
     assert segment.context is not None
     attempt = OperationAttempt(
@@ -83,7 +87,7 @@ def restored_subtasks(
 
 
 def restored_memory(segment: Segment, last: AgentCheckpoint | None, subtasks: Subtasks, site: Site) -> TaskMemory:
-    """The working memory of a segment, which is looked for when the agent first uses it."""
+    """Build the working memory of a segment. It is loaded when the agent first uses it."""
 
     def owner() -> Owner:
         run = segment.run

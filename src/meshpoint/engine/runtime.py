@@ -1,4 +1,4 @@
-"""What all rooms of one worker share."""
+"""State shared by all steps of one worker."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from meshpoint.subtasks.checkpointer import AgentCheckpointer
 from meshpoint.working_memory.task_memory import MemoryServices
 
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-"""Runs a step beside the others, in the worker's task group."""
+"""Runs a step concurrently in the worker's task group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
     """One agent in one replica: its homes, its broker, its limits.
 
-    `durable` is the home of paused tasks, None when they stay in memory. `plan` is what the agent says of its
-    operations. `apart` has one place, for the suspect that runs separately because it may have killed its owners.
+    `durable` is the home of paused tasks, or `None` if they stay in memory. `plan` describes the
+    agent's operations. `apart` has a single place for suspects, which run isolated because they
+    may have killed their owners.
     """
 
     replica: Replica
@@ -43,19 +44,19 @@ class Site:
     patience: Patience
     steps: Steps
     plan: Plan
-    checkpointers: Mapping[bool, AgentCheckpointer]  # by whether a home is durable
-    memories: Mapping[bool, MemoryServices]  # as the checkpointers
+    checkpointers: Mapping[bool, AgentCheckpointer]  # keyed by `Home.durable`
+    memories: Mapping[bool, MemoryServices]  # keyed by `Home.durable`
 
     @property
     def agent(self) -> AgentName:
-        """The agent that is served."""
+        """The agent served by this worker."""
         return self.replica.agent
 
     def checkpointer(self, home: Home) -> AgentCheckpointer:
-        """What writes and restores the checkpoints of operations in `home`."""
+        """Return the checkpointer for operations in `home`."""
         return self.checkpointers[home.durable]
 
     @property
     def homes(self) -> tuple[Home, ...]:
-        """Where tasks may be kept, the preferred one first."""
+        """The homes that can store tasks, the preferred home first."""
         return (self.memory,) if self.durable is None else (self.durable, self.memory)

@@ -1,4 +1,4 @@
-"""One live segment: what a replica holds in memory while agent code runs."""
+"""The in-memory state of one live segment while its agent code runs."""
 
 from __future__ import annotations
 
@@ -34,21 +34,24 @@ NOT_KEPT = object()
 class Stop(Enum):
     """Why running code was stopped from outside."""
 
-    CANCELLED = auto()  # somebody cancelled the task
-    DRAINING = auto()  # the replica ends; another one goes on
+    CANCELLED = auto()  # the task was cancelled
+    DRAINING = auto()  # the replica ends, and another one resumes the task
     LOST = auto()  # another replica owns the task
 
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The checkpoint that a segment leaves of an operation that waits, or did not complete, and its memory there."""
+    """The last checkpoint of an operation in this segment, with its memory reference.
+
+    The operation is waiting, or did not complete.
+    """
 
     checkpoint: AgentCheckpoint
     mark: MemoryRef
 
     @classmethod
     def of(cls, checkpoint: AgentCheckpoint, mark: MemoryRef) -> Last:
-        """`checkpoint` with the memory `mark`."""
+        """Combine `checkpoint` with the memory reference `mark`."""
         return cls(mark.apply_to(checkpoint), mark)
 
 
@@ -56,15 +59,22 @@ class Last:
 class Segment:
     """A task between its trigger and its next pause or end.
 
-    `home` is None until the first checkpoint chooses one. `deliveries` are the un-acked requests of the task:
-    more than one when a request was sent again. `request` is kept for the row that the first pause writes; `input_`
-    is its input and `sender` its sender.
-    `beginning` writes its row while its first subtask waits for that.
-    `subtasks` runs and records those of this segment, `memory` is its working memory. `failure` tells more of how an
-    operation's code ended, and `last` is what it leaves then.
-    `settling` is set when the code has ended, `decided` when it is known whether the task runs here, `left` when the
-    replica has forgotten the segment. `attempt` is the attempt number of an isolated segment. `dead_reason` is set
-    when the task ends because its runs keep killing their process.
+    Attributes:
+        home: Where the task is stored, or `None` until the first checkpoint chooses a home.
+        request: The request, kept for the row that the first pause writes.
+        input_: The input of the request.
+        sender: The sender of the request.
+        deliveries: The unacked requests of the task, more than one if a request was sent again.
+        beginning: Writes the task's row while its first subtask waits.
+        subtasks: Runs and records the subtasks of this segment.
+        memory: The working memory.
+        failure: Details of how an operation's code failed.
+        last: The final checkpoint that a failed operation leaves.
+        settling: Set when the code has ended.
+        decided: Set when it is known whether the task runs here.
+        left: Set when the replica has forgotten the segment.
+        attempt: The attempt number of an isolated segment.
+        dead_reason: Set when the task ends because its runs keep killing their process.
     """
 
     run: Run
@@ -102,16 +112,19 @@ class Segment:
         return may_run_elsewhere(self.deliveries)
 
     def stop(self, why: Stop) -> None:
-        """Cancel the code at its next await. The first reason counts, but a lost lease overrules all.
+        """Cancel the code at its next await.
 
-        Errors are logged, not raised: what the code awaits is its own, and other segments must be stopped too.
+        The first reason counts, but a lost lease overrides it.
+
+        Errors are logged, not raised: they come from objects that the agent's code awaits, and
+        other segments must be stopped too.
         """
         self._note_stop(why)
         self.cancel_code()
         self._tell_code()
 
     def stop_here(self, why: Stop) -> NoReturn:
-        """Cancel the code from within it, whichever of its asyncio tasks asks."""
+        """Cancel the code from inside. Any of its asyncio tasks may call this."""
         self._note_stop(why)
         if self.code is not asyncio.current_task():
             self.cancel_code()
@@ -129,10 +142,10 @@ class Segment:
 
     def _tell_code(self) -> None:
         if self.context is not None:
-            self._attempt(self.context.cancelled.set)  # whose waiters may be of a closed event loop
+            self._attempt(self.context.cancelled.set)  # fails if a waiter's loop is closed
 
     def _attempt(self, call: Callable[[], object]) -> None:
-        """Call something that agent code may have put there."""
+        """Call `call`, which agent code may have replaced. Errors are logged."""
         try:
             call()
         except BaseException as error:
@@ -141,10 +154,11 @@ class Segment:
             log.warning("task %s: its code cannot be stopped: %s", self.run.task_id, described(error))
 
     def close(self) -> None:
-        """Forget what holds on to the segment in a circle: garbage would wait for the collector."""
+        """Break reference cycles, so that the segment is freed without the garbage collector."""
         if self.context is not None:
             over = None if self.subtasks is None else ClosedSubtasks(self.subtasks.progress)
-            TaskExecutionContext.run_subtasks_with(self.context, over)  # not what code has set under this name
+            # Called on the class: agent code may have replaced the methods of the instance.
+            TaskExecutionContext.run_subtasks_with(self.context, over)
             TaskExecutionContext.remember_with(self.context, None)
         self.subtasks = self.memory = None
         if self.beginning is not None:

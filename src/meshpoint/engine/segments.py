@@ -1,7 +1,8 @@
-"""The live segments of one replica: each is carried from its trigger to its checkpoint or its end.
+"""Run the live segments of one replica, each from its trigger to its checkpoint or its end.
 
-`start` and `resume` begin one, `_live` carries it, `_settle` commits what its code came to, and the `_after_…`
-steps publish and ack. Nothing is published that is not committed, nothing acked that is not published.
+`start` and `resume` begin a segment, `_live` drives it, `_settle` commits the result of its code,
+and the `_after_…` steps publish and ack. The order is always commit, publish, ack: nothing is
+published before it is committed, and nothing is acked before it is published.
 """
 
 from __future__ import annotations
@@ -76,18 +77,27 @@ _RESCUES_PER_ATTEMPT = 10
 _LONGEST_PAUSE = timedelta(seconds=30)
 """Delay before a task runs again after its own process died."""
 _BEHIND = timedelta(seconds=1)
-"""Delay before the second of two runs continues, after an outage of the database left one task in two homes."""
+"""Delay before a second run continues, after a database outage left the task in two homes."""
 _LONGEST_UNACKED = timedelta(minutes=15)
-"""How long a request stays un-acked for its reply's sake. RabbitMQ closes the channel after 30 minutes by default."""
+"""Maximum time a request stays unacked while its reply is undelivered.
+
+RabbitMQ closes the channel after 30 minutes by default.
+"""
 Agent: TypeAlias = DurableAgent[Any, Any]
 Code: TypeAlias = Callable[[], Awaitable[running.SegmentResult]]
-"""What runs in a slot. Not a coroutine yet: if the replica ends before it begins, nobody has to close it."""
+"""The work to run in a slot.
+
+A callable, not a coroutine: if the replica ends before it starts, there is nothing to close.
+"""
 Afterwards: TypeAlias = Callable[[], Awaitable[None]]
-"""What is left to do when a segment has committed: publish, then ack."""
+"""The steps left after a segment has committed: publish, then ack."""
 
 
 class Segments:
-    """Runs agent code in slots and settles what it comes to. `make_room` adapts prefetch to the tasks held."""
+    """Runs agent code in slots and settles the results.
+
+    `make_room` adapts the prefetch to the number of held tasks.
+    """
 
     def __init__(
         self,
@@ -108,17 +118,15 @@ class Segments:
         self._make_room = make_room
         self.live: dict[TaskId, Segment] = {}
         self.held = outgoing.held
-        self.unfinished: dict[asyncio.Task[object], Run] = {}  # code that did not stop when its replica drained
+        self.unfinished: dict[asyncio.Task[object], Run] = {}  # code that did not stop in a drain
         self._none_left = asyncio.Event()
         self.draining = self._gave_back = False
-        self._claiming = 0  # claims under way
+        self._claiming = 0  # claims in progress
         self._replying: Counter[TaskId] = Counter()  # tasks in memory whose reply is being sent
         self.ready_somewhere = asyncio.Event()
 
-    # ── into a segment ─────────────────────────────────────────────────────────────────────────────
-
     def arrive(self, segment: Segment) -> None:
-        """Know a task from the moment its request is looked up, so that a cancel finds it."""
+        """Register a task as soon as its request is looked up, so that a cancel finds it."""
         self.live[segment.run.task_id] = segment
 
     def asked_for(self, task_id: TaskId) -> tuple[str | None, str | None] | None:
@@ -143,7 +151,8 @@ class Segments:
     async def adopt(self, task_id: TaskId, delivery: Delivery) -> None:
         """Keep a request that arrived again for a task this process has in memory.
 
-        Another copy than the one that a running task keeps un-acked is acked: it would take the place of others.
+        If a running task already keeps a copy unacked, a new copy is acked: it would only use up
+        prefetch that other requests need.
         """
         if (live := self.live.get(task_id)) is not None:
             if live.deliveries and delivery.count == 1:
@@ -154,9 +163,10 @@ class Segments:
             await self.hold(task_id, [delivery])
 
     async def hold(self, task_id: TaskId, deliveries: Sequence[Delivery]) -> None:
-        """Keep the requests of a task in memory un-acked until it ends, and leave room for others.
+        """Keep the requests of a task in memory unacked until it ends, and make room for others.
 
-        Once the replica has given everything back, they are requeued, but not before the task's code has ended.
+        Once the replica has released all its tasks, the requests are requeued instead, but only
+        after the task's code has ended.
         """
         surplus = self.held.hold(task_id, deliveries)
         if self._gave_back and not self._is_at_work(task_id):
@@ -169,7 +179,10 @@ class Segments:
             await self._settle_requests(task_id, surplus)
 
     async def unless_draining(self, *deliveries: Delivery) -> Sequence[Delivery]:
-        """`deliveries`; once the replica drains, none: they are requeued, since nothing new may begin here."""
+        """Return `deliveries`, or requeue them and return none while the replica drains.
+
+        Nothing new may begin here during a drain.
+        """
         if not self.draining:
             return deliveries
         for delivery in deliveries:
@@ -177,7 +190,7 @@ class Segments:
         return ()
 
     def leave(self, segment: Segment) -> None:
-        """Forget a task that came to nothing here."""
+        """Forget a task: it ended, was released, or never started here."""
         if self._leases is not None:
             self._leases.let_go(segment.run)
         if self.live.get(segment.run.task_id) is segment:
@@ -187,7 +200,10 @@ class Segments:
         self._tell_if_none_left()
 
     def give_up(self, segment: Segment) -> None:
-        """Leave a task that has not started. If its row says that it runs here, a drain releases it first."""
+        """Forget a task that has not started.
+
+        If its row says that it runs here, a drain releases it first.
+        """
         if not self.draining or segment.home is None or not segment.home.durable:
             self.leave(segment)
             return
@@ -206,8 +222,8 @@ class Segments:
     def resume(self, home: Home, task: Resumable, *, taken_over: bool = False, apart: bool = False) -> None:
         """Run the next segment of a task that this replica has acquired.
 
-        The segment takes over the caller's slot and, with `apart`, its place for suspects. A task in memory does not
-        continue once its request was given back.
+        The segment inherits the caller's slot and, with `apart`, its place for suspects. A task in
+        memory does not continue once its request was requeued.
         """
         if self._gave_back and not home.durable:
             self._site.slots.give_back()
@@ -221,13 +237,16 @@ class Segments:
                 self._site.apart.give_back(apart)
                 self._spawn(self._put_behind(home, task.run))
                 return
-            self.lose(earlier.run)  # this replica stood still, and took over from itself
+            self.lose(earlier.run)  # this replica stalled, then rescued its own task
         self.arrive(segment)
         code = self._next(segment, task, taken_over=taken_over, apart=apart)
         self._begin(segment, partial(self._apart, code) if apart else code)
 
     async def _put_behind(self, home: Home, run: Run) -> None:
-        """Release a task whose other run, in the other home, is active here: its request was redelivered."""
+        """Release a task that also has an active run here in the other home.
+
+        Its request was redelivered.
+        """
         await self._release(home, Release(run, _BEHIND), "its other run is at work here")
 
     def _next(self, segment: Segment, task: Resumable, *, taken_over: bool, apart: bool) -> Code:
@@ -250,7 +269,7 @@ class Segments:
         return alone if self._isolation is None else partial(self._isolated, self._isolation, segment, task, alone)
 
     def _exhausted(self, task: Resumable) -> str | None:
-        """Why a task that lost too many owners is not run again."""
+        """Why a task that lost too many owners is not run again, or `None` if it may run."""
         if task.attempt > self._site.options.max_attempts:
             reason = f"its segment was run {task.attempt - 1} times and no run came to its end"
             return f"{reason}; its last process {task.death}" if task.death else reason
@@ -263,12 +282,15 @@ class Segments:
             return await code()
         finally:
             self._site.apart.give_back()
-            self.ready_somewhere.set()  # another suspect may be waiting for the place
+            self.ready_somewhere.set()  # a suspect may be waiting
 
     async def _isolated(
         self, isolation: Isolation, segment: Segment, task: Resumable, alone: Code
     ) -> running.SegmentResult:
-        """Run a suspect in its own process, or alone in this one if the agent cannot be imported there."""
+        """Run a suspect in its own process.
+
+        If the agent cannot be imported there, the suspect runs alone in this process.
+        """
         options = self._site.options
         segment.attempt = task.attempt
         self._site.steps.note(Step.ISOLATED, task.run.task_id, attempt=task.attempt, rescues=task.rescues)
@@ -280,7 +302,10 @@ class Segments:
             return await alone()
 
     async def _alone(self, code: Code) -> running.SegmentResult:
-        """Run a suspect while nothing else runs here, so that it cannot take other tasks down with this process."""
+        """Run a suspect while nothing else runs here.
+
+        If it kills this process, no other task is lost.
+        """
         async with self._site.slots.alone():
             return await code()
 
@@ -317,7 +342,7 @@ class Segments:
         return await running.next_segment(self._agent, segment, task, outcomes, self._site.steps, options.secret_keys)
 
     async def _with_subtasks(self, segment: Segment, task: Resumable | None, parameters: JsonValue = None) -> None:
-        """Give a segment what runs its subtasks, with those that are recorded, and its working memory."""
+        """Attach the subtask runner, with the recorded subtasks, and the working memory."""
         assert segment.context is not None
         last = await last_checkpoint(segment, task, self._site)
         ledger = SegmentLedger(segment, self._site, self.begin_within)
@@ -329,7 +354,8 @@ class Segments:
     async def begin_within(self, segment: Segment, operation: Operation) -> BeginResult:
         """Write a running task whose first subtask is about to run, and ack its request.
 
-        Also when the code that waits for it is stopped: whether there is a row decides how the task can end.
+        The write continues even if the waiting code is stopped, because whether a row exists
+        decides how the task can end.
         """
         if segment.beginning is None:
             segment.beginning = asyncio.create_task(self._begun(segment, operation))
@@ -355,8 +381,6 @@ class Segments:
         self.own(segment)
         self._spawn(self._live(segment, code))
 
-    # ── through it ─────────────────────────────────────────────────────────────────────────────────
-
     async def _live(self, segment: Segment, code: Code) -> None:
         task_id = segment.run.task_id
         try:
@@ -365,7 +389,8 @@ class Segments:
             await afterwards()
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # the consumer edge: a defect here must not affect other tasks
+        except BaseException as error:
+            # The consumer edge: a defect here must not affect other tasks.
             if from_outside(error):
                 raise
             log.exception("task %s: left to its lease, or to its request coming again", task_id)
@@ -379,7 +404,10 @@ class Segments:
             await self._requeue_held()
 
     async def _put_off(self, segment: Segment) -> None:
-        """Retry an in-memory task later: it has no lease to expire, and its request stays unacked."""
+        """Retry an in-memory task later.
+
+        It has no lease that could expire, and its request stays unacked.
+        """
         if segment.home is not None and not segment.home.durable:
             try:
                 release = Release(segment.run, self._site.options.incompatible_pause, counted=True)
@@ -397,7 +425,10 @@ class Segments:
             segment.close()
 
     def _let_go(self, segment: Segment) -> None:
-        """Stop renewing the lease, unless its code is still running: no other replica may run the task then."""
+        """Stop renewing the lease, unless the code is still running.
+
+        As long as it runs, no other replica may run the task.
+        """
         code = segment.code
         if code is not None and not code.done():
             if code not in self.unfinished:
@@ -420,21 +451,26 @@ class Segments:
             return await self._settle(segment, await self._unless_begun_elsewhere(segment, result))
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # a result that cannot be committed becomes a failure
+        except BaseException as error:
+            # A result that cannot be committed becomes a failure.
             if from_outside(error):
                 raise
             log.exception("task %s: its segment could not be settled", segment.run.task_id)
             return await self._settle(segment, Failed(FailureKind.ERROR, internal_error(error)))
 
     async def _in_slot(self, code: Code) -> running.SegmentResult:
-        # A slot bounds running code, not waiting for the database: in an outage, tasks in memory need it.
+        # A slot limits running code, not waiting for the database: in an outage, in-memory tasks
+        # need it.
         try:
             return await code()
         finally:
             self._site.slots.give_back()
 
     async def _unless_begun_elsewhere(self, segment: Segment, result: running.SegmentResult) -> running.SegmentResult:
-        """What the code came to, once it is known what came of the beginning that it may not have waited for."""
+        """Return `result`, unless writing the row found another owner or a cancel.
+
+        The code may have ended without waiting for that write.
+        """
         match await segment.beginning if segment.beginning is not None else None:
             case Fenced():
                 return running.Stopped(Stop.LOST)
@@ -444,13 +480,14 @@ class Segments:
                 return result
 
     async def _settle(self, segment: Segment, result: running.SegmentResult) -> Afterwards:
-        """Commit what the code came to; what is left to publish and ack."""
+        """Commit the result of the code. Returns the steps that publish and ack."""
         match result:
-            case Paused() if segment.stopped is Stop.CANCELLED:  # a moment too late to stop the code
+            case Paused() if segment.stopped is Stop.CANCELLED:  # too late to stop the code
                 return await self._stopped(segment, Stop.CANCELLED)
             case Paused():
                 return await self._pause(segment, result)
-            case Ok() | Failed() if segment.stopped is Stop.LOST:  # its code did not heed it: a zombie answers nobody
+            case Ok() | Failed() if segment.stopped is Stop.LOST:
+                # The code ignored its cancellation. A zombie must not answer.
                 return partial(self._lost, segment)
             case Ok() | Failed():
                 return await self._end(segment, result)
@@ -459,7 +496,8 @@ class Segments:
             case running.Unreadable(reason=reason, of_checkpoint=False) if segment.run.generation == 0:
                 return await self._end(segment, Failed(FailureKind.ERROR, f"a new task has no state: {reason}"))
             case running.Unreadable(reason=reason) if segment.home is None or not segment.home.durable:
-                return await self._end(segment, Failed(FailureKind.ERROR, reason))  # nobody else can have it
+                # No other replica has the task.
+                return await self._end(segment, Failed(FailureKind.ERROR, reason))
             case running.Unreadable(reason=reason):
                 return await self._give_back(segment, reason)
             case running.Forgotten(reason=reason) if segment.home is None or not segment.home.durable:
@@ -506,7 +544,8 @@ class Segments:
                 self._site.steps.note(Step.FENCED, segment.run.task_id, what="pause", fence=segment.run.fence)
                 return partial(self._lost, segment)
             case CancelFound(run=still_ours):
-                # Where no row of this run is, a tombstone is: only the answer is left.
+                # Without a row of this run there is a tombstone, and only the answer is left to
+                # send.
                 segment.run, segment.home = still_ours or segment.run, home if still_ours else None
                 return await self._end(segment, cancelled(segment))
             case PastDeadline():
@@ -515,7 +554,7 @@ class Segments:
                 assert_never(saved)
 
     async def _earlier_children(self, segment: Segment) -> Sequence[Child]:
-        """The tasks at peers that an operation had before it was resumed."""
+        """The peer tasks that an operation had before it was resumed."""
         home, subtasks = segment.home, segment.subtasks
         if home is None or subtasks is None or not subtasks.retry_count:
             return ()
@@ -537,7 +576,10 @@ class Segments:
                 assert_never(ended)
 
     async def _give_back(self, segment: Segment, unreadable: str | None) -> Afterwards:
-        """Let another replica go on: as `ready` when the task has a durable row, else through the broker."""
+        """Hand the task to another replica.
+
+        A task with a durable row becomes `ready`. Any other task's request is requeued.
+        """
         home = segment.home
         if home is None or not home.durable:
             return partial(self._requeue, segment)
@@ -546,7 +588,10 @@ class Segments:
         return partial(self._after_release, segment, home, unreadable)
 
     async def _give_back_forgotten(self, segment: Segment, forgotten: running.Forgotten) -> Afterwards:
-        """Let a task whose memory could not be had go on later from its last checkpoint, here or elsewhere."""
+        """Release a task whose working memory could not be loaded.
+
+        It resumes later from its last checkpoint, here or on another replica.
+        """
         assert segment.home is not None
         deadline = segment.requester.deadline
         if deadline is not None and deadline <= self._site.clock.now():
@@ -557,7 +602,7 @@ class Segments:
         return partial(self._lost, segment)
 
     async def _left_its_process(self, segment: Segment, died: running.Settled | running.Died) -> Afterwards:
-        """Record the death of a task's own process; the task runs again after a delay, or ends."""
+        """Record the death of a task's own process. The task runs again after a delay, or ends."""
         if isinstance(died, running.Settled):
             return partial(self.ack, segment)
         assert segment.home is not None
@@ -581,13 +626,11 @@ class Segments:
             released = await self._site.patience.until_answered(lambda: home.store.release([release]))
         return released[0]
 
-    # ── out of it ──────────────────────────────────────────────────────────────────────────────────
-
     async def _after_pause(self, segment: Segment, home: Home, saved: Committed, last: Last | None) -> None:
         if not home.durable:
             await self._hold_requests(segment)
             self.leave(segment)
-        await self._copy(segment, home, last)  # before a peer can answer, and another replica go on
+        await self._copy(segment, home, last)  # before a peer's answer lets another replica resume
         await self.send(home, saved.dispatches)
         if saved.state is TaskState.READY:
             self.ready_somewhere.set()
@@ -607,7 +650,7 @@ class Segments:
             await self._hold_requests(segment)
         await self.send(home, [reply])
         if not home.durable and reply.task_id in self.held:
-            await self._hold_requests(segment)  # that came again meanwhile
+            await self._hold_requests(segment)  # redelivered meanwhile
         await self.ack(segment)
         if reply.state is TaskState.COMPLETED:
             if segment.subtasks is not None and segment.subtasks.is_operation:
@@ -618,7 +661,7 @@ class Segments:
             await self._copy(segment, home, segment.last)
 
     async def _copy(self, segment: Segment, home: Home, last: Last | None) -> None:
-        """Put the checkpoint and the memory of a task that may go on where they are found fast."""
+        """Cache the checkpoint and the working memory of a task that may resume."""
         if segment.memory is None:
             return
         if last is not None:
@@ -627,7 +670,10 @@ class Segments:
         await segment.memory.on_paused()
 
     async def _lost(self, segment: Segment) -> None:
-        """Settle a request whose run owns no row: another run answers it, unless its row is for another request."""
+        """Settle a request whose run owns no row.
+
+        Another run answers it, unless the row is for another request: then it is refused.
+        """
         if segment.run.fence == 0 and segment.request is not None and await self.id_is_taken(segment):
             await self._outgoing.refuse(finish.refusal_for(segment, ID_IN_USE))
         await self.ack(segment)
@@ -635,7 +681,8 @@ class Segments:
     async def _answer(self, segment: Segment, reply: Reply) -> None:
         """Answer a task without a row: ack its request once its reply is confirmed or stored.
 
-        If another replica may be running the same request, only the first run to store its reply answers.
+        If another replica may be running the same request, only the first run to store its reply
+        answers.
         """
         durable = self._site.durable
         if durable is not None and segment.may_run_elsewhere:
@@ -656,7 +703,7 @@ class Segments:
 
     async def ack(self, segment: Segment) -> None:
         """Settle the task's requests: their consequences are committed and sent."""
-        while segment.deliveries:  # one that arrives again meanwhile must not stay un-acked
+        while segment.deliveries:  # a redelivery during the acks must be acked too
             deliveries, segment.deliveries = segment.deliveries, []
             await self._settle_requests(segment.run.task_id, deliveries)
 
@@ -674,10 +721,10 @@ class Segments:
                     with suppress(Exception):
                         await delivery.requeue()
 
-    # ── around it ──────────────────────────────────────────────────────────────────────────────────
-
     async def send(self, home: Home, sends: Sequence[Send], *, again: bool = False) -> None:
-        """Send the messages that a home committed. An undeliverable call is claimed as such at once.
+        """Send the messages that a home committed.
+
+        An undeliverable call is claimed as such at once.
 
         `again`: the messages were overdue, so those for addresses in back-off may wait.
         """
@@ -699,26 +746,31 @@ class Segments:
             await self._requeue_held()
 
     def _is_still_sent(self, send: Send) -> bool:
-        """Whether to send a message of a task in memory after its replica has given everything back.
+        """Whether to send a message of a task in memory after its replica has released all tasks.
 
-        Another replica answers requeued requests, and no task here continues with the results of its calls.
+        Another replica answers requeued requests, and no task here continues with the results of
+        its calls.
         """
         return isinstance(send, CancelNotice) or (isinstance(send, Reply) and send.task_id in self.held)
 
     async def _send(self, home: Home, sends: Sequence[Send], *, again: bool) -> None:
         undeliverable, settled = await self._outgoing.send(home, sends, again=again)
         for task_id in [*settled, *await self._put_away(home, sends, settled)]:
-            # The requests of an in-memory task are none of its run in the database, which another replica began.
+            # A run in the database, begun by another replica, does not own the requests of the
+            # in-memory run.
             if not home.durable and (deliveries := self.held.let_go(task_id)):
                 await self._settle_requests(task_id, deliveries)
         if not home.durable:
             self._make_room()
         self._tell_if_none_left()
-        if undeliverable and not (home.durable and self.draining):  # another replica does
+        if undeliverable and not (home.durable and self.draining):  # else another replica claims
             await self.claim(home, undeliverable)
 
     async def _put_away(self, home: Home, sends: Sequence[Send], settled: Sequence[TaskId]) -> list[TaskId]:
-        """Keep the replies of in-memory tasks whose address is in back-off. Returns those with requests to ack."""
+        """Keep the replies of in-memory tasks whose address is in back-off.
+
+        Returns the tasks with requests to ack.
+        """
         if home.durable:
             return []
         put_away: list[TaskId] = []
@@ -733,7 +785,7 @@ class Segments:
         return put_away
 
     async def claim(self, home: Home, claims: Sequence[Claim]) -> list[Arrival]:
-        """Record outcomes, and go on with the tasks whose join they meet."""
+        """Record outcomes and resume the tasks whose join they complete."""
         self._claiming += 1
         try:
             arrivals = await claim.claim(home, claims, self._site)
@@ -744,7 +796,10 @@ class Segments:
         return arrivals
 
     def all_arrived(self, home: Home, arrivals: Sequence[Arrival]) -> None:
-        """Handle `arrivals`. A defect in one frees its slot and is raised after the others have started."""
+        """Handle `arrivals`.
+
+        A defect in one arrival frees its slot and is raised after the others have started.
+        """
         defects: list[Exception] = []
         for arrival in arrivals:
             try:
@@ -757,10 +812,11 @@ class Segments:
             raise defects[0]
 
     def arrived(self, home: Home, arrival: Arrival) -> None:
-        """Go on from one recorded (or refused) outcome."""
+        """Act on one recorded or refused outcome."""
         match arrival:
             case AllArrived(task=task, cancels=cancels):
-                if self._runs_already(task.run):  # a repeated claim found its own commit after the task had resumed
+                if self._runs_already(task.run):
+                    # A repeated claim found its own commit after the task had resumed.
                     self._site.slots.give_back()
                 else:
                     self.resume(home, task)
@@ -772,14 +828,15 @@ class Segments:
                     self._spawn(self._outgoing.wake_others())
                 if cancels:
                     self._spawn(self.send(home, cancels))
-            case StillWaiting() | Locked():  # a locked task's letter is retried; unsent messages stay due
+            case StillWaiting() | Locked():
+                # The response to a locked task is retried. Unsent messages stay due.
                 pass
             case Duplicate():
                 self._site.steps.note(Step.DUPLICATE, arrival.task_id, sub_task_id=arrival.sub_task_id)
             case Unknown():
                 self._site.steps.note(Step.LATE, arrival.task_id, sub_task_id=arrival.sub_task_id)
             case WrongSender():
-                pass  # the delivery goes to the dead letters, with this as its reason
+                pass  # the delivery is dead-lettered with this as its reason
             case _:
                 assert_never(arrival)
 
@@ -788,9 +845,13 @@ class Segments:
         return segment is not None and segment.run == run
 
     def cancel(self, task_id: TaskId, parent: str | None = None, sender: str | None = None) -> bool | None:
-        """Stop a live task's code, or keep it from starting. Returns whether the sender may, `None` without a task.
+        """Stop a live task's code, or keep it from starting.
 
-        Not so if it is at work for another task of its requester, or another attempt at it, than the cancel's.
+        A task that runs for another parent task than `parent`, or for another attempt at it, is
+        not stopped.
+
+        Returns:
+            Whether the sender may cancel the task, or `None` if the task is not live.
         """
         segment = self.live.get(task_id)
         if segment is None:
@@ -802,14 +863,20 @@ class Segments:
         return True
 
     def lose(self, run: Run) -> None:
-        """Stop the code of a run whose task another replica owns. Once it has ended, its write meets the fence."""
+        """Stop the code of a run whose task another replica owns.
+
+        Even if the code ends first, the fence rejects its write.
+        """
         segment = self.live.get(run.task_id)
         if segment is not None and segment.run == run and not segment.settling:
             self._site.steps.note(Step.LEASE_LOST, run.task_id, fence=run.fence)
             segment.stop(Stop.LOST)
 
     async def none_left(self) -> None:
-        """Return when every task has ended or is paused in the database, and no claim can bring another one."""
+        """Wait until every task has ended or is paused in the database.
+
+        No claim that could start another task is in progress then.
+        """
         while self.live or self.held or self._claiming:
             self._none_left.clear()
             await self._none_left.wait()
@@ -817,7 +884,7 @@ class Segments:
     async def give_all_back(self) -> None:
         """Stop running code and hand its tasks, and tasks waiting in memory, to other replicas.
 
-        From then on no code starts here, and nothing answers a request that was requeued.
+        After that, no code starts here, and nothing here answers a requeued request.
         """
         for segment in list(self.live.values()):
             segment.stop(Stop.DRAINING)
