@@ -327,10 +327,7 @@ class Letters:
         await self._site.patience.until_answered(tell_all)
 
     async def _cancel_here(self, wishes: Sequence[CancelCommand]) -> dict[CancelCommand, CancelRefused | Locked]:
-        """Cancel tasks in this process.
-
-        Returns the commands for tasks of other requesters, and for tasks locked by another session.
-        """
+        """Cancel tasks in this process. Returns the commands for tasks of other requesters."""
         refused: dict[CancelCommand, CancelRefused | Locked] = {}
         waiting: list[CancelCommand] = []
         for wish in wishes:
