@@ -84,7 +84,7 @@ class Requests:
                     await self.on_requests([delivery])
 
     async def _take_in(self, left: list[Delivery]) -> None:
-        """Handle the requests in `left`, removing each one that has been dealt with.
+        """Handle the requests in `left`, removing each request once it is dealt with.
 
         The slot is taken last, so that no slot is held during a database outage: in-process tasks
         need them.
@@ -293,7 +293,7 @@ class Requests:
     def _not_begun(self, segment: Segment, request: receive.Request, result: Fenced | CancelFound) -> None:
         """Settle a request whose task already has a row."""
         match result:
-            case Fenced() if request.resume is not None:  # the row that now exists needs this requester
+            case Fenced() if request.resume is not None:  # the new row needs this requester
                 self._follow_up(segment, partial(self._come_again, segment))
             case Fenced():
                 self._follow_up(segment, partial(self._met_row, segment))
@@ -362,7 +362,7 @@ class Requests:
             self._segments.leave(segment)
 
     async def _revive(self, segment: Segment, order: str, home: Home, known: Known) -> None:
-        """Resume the task from its own checkpoint, because its requester was resumed and asked again.
+        """Resume the task from its own checkpoint: its requester was resumed and asked again.
 
         A task that is still running continues unchanged and answers the new request.
         """
@@ -382,7 +382,7 @@ class Requests:
                 await self._refuse(segment, Failed(FailureKind.ERROR, message))
             case NotRevived(refusal=Refusal.RUNNING):
                 await self._settled(segment)
-            case NotRevived(detail=detail) if detail == ASKED_BY_ANOTHER:  # it changed after the lookup
+            case NotRevived(detail=detail) if detail == ASKED_BY_ANOTHER:  # since the lookup
                 await self._come_again(segment)
             case NotRevived(detail=detail) if detail == ASKED_FOR_OTHERWISE:
                 await self._refuse_in_use(segment)
@@ -408,7 +408,7 @@ class Requests:
         )
 
     async def _as_it_is_now(self, segment: Segment, home: Home) -> None:
-        """Reread the row to answer a request that was already served, or whose task just completed."""
+        """Reread the row to answer an already served request or a just completed task."""
         task_id = segment.run.task_id
         known = (await self._site.patience.until_answered(partial(home.store.lookup, [task_id]))).get(task_id)
         if known is None:

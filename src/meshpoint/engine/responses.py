@@ -297,7 +297,7 @@ class Letters:
         for wish, result in zip(wishes, results, strict=True):
             match result:
                 case CancelledNow(reply=reply, cancels=cancels):
-                    # Committed, so the sweeper can resend. A slow address must not delay later messages.
+                    # Committed and due: a slow address must not delay the messages after it.
                     self._spawn(self._segments.send(self._site.durable, [reply, *cancels]))
                 case CancelRequested():  # by an authorized sender, maybe another one
                     told.append(wish._replace(sender=None))

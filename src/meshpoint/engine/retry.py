@@ -111,11 +111,11 @@ class Patience:
             self._steps.note(Step.BROKER_AWAY, error=str(error), seconds=round(seconds))
 
     def note_back(self) -> bool:
-        """Report that the database is available again. Returns `True` if it had been unavailable."""
+        """Report that the database is available again. Returns `True` if there was an outage."""
         return self._over(self._store, Step.STORE_BACK)
 
     def note_broker_back(self) -> bool:
-        """Report that the broker accepts messages again. Returns `True` if it had been unavailable."""
+        """Report that the broker accepts messages again. Returns `True` if there was an outage."""
         return self._over(self._broker, Step.BROKER_BACK)
 
     def _over(self, outage: Outage, step: Step) -> bool:

@@ -122,7 +122,7 @@ async def _run(begin: Begin, segment: Segment, steps: Steps, secret_keys: Sequen
 
 
 def _without_secrets(result: SegmentResult, secret_keys: Sequence[str]) -> SegmentResult:
-    """Mask secrets in `result`, so that requesters, logs and checkpoints see the same masked text."""
+    """Mask secrets in `result`, so requesters, logs and checkpoints see the same masked text."""
     if isinstance(result, Failed):
         return replace(result, message=masked(result.message, secret_keys))
     return result

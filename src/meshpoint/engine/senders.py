@@ -21,7 +21,10 @@ _QUOTED = 100  # maximum characters quoted from a message
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """A sender whose login matches its name. `trusted`: a replica of the same agent, or an operator."""
+    """A sender whose login matches its name.
+
+    `trusted` is `True` for a replica of the same agent and for an operator.
+    """
 
     name: str | None
     trusted: bool = False
@@ -92,7 +95,7 @@ def canceller_of(message: Message, agent: AgentName, options: Options, *, shared
 
 
 def is_operator(message: Message, options: Options) -> bool:
-    """Whether the message was sent under one of the `operator_logins`."""
+    """Whether the message was sent under a login in `operator_logins`."""
     return message.user_id is not None and message.user_id in options.operator_logins
 
 

@@ -60,7 +60,7 @@ class Held:
         return next((delivery.message for delivery in self._by_task.get(task_id, ())), None)
 
     def may_run_elsewhere(self, task_id: TaskId) -> bool:
-        """Whether a request of the task was redelivered or lost, so another replica may run the task too."""
+        """Whether another replica may run the task: one of its requests was redelivered or lost."""
         return may_run_elsewhere(self._by_task.get(task_id, ()))
 
     def hold(self, task_id: TaskId, deliveries: Iterable[Delivery]) -> list[Delivery]:
