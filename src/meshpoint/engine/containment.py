@@ -2,8 +2,8 @@
 
 asyncio re-raises `SystemExit` and `KeyboardInterrupt` out of the event loop from any task or
 callback, including background tasks that agent code starts and never awaits. A task factory uses a
-context variable to find the segment that started a task, and turns such an exit into the failure of
-that segment. Tasks not started by agent code are unaffected.
+context variable to find the segment that started a task, and turns such an exit into the failure
+of that segment. Tasks not started by agent code are unaffected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXITS = (SystemExit, KeyboardInterrupt)
 
 
 class Origin:
-    """The segment that code runs for. `on_exit` handles an exit in a task that the code started."""
+    """The segment that code runs for. `on_exit` handles an exit in a task started by the code."""
 
     __slots__ = ("_on_exit",)
 
@@ -43,7 +43,7 @@ class Origin:
             self._on_exit(what)
 
     def close(self) -> None:
-        """Mark the segment as ended: later failures of its background tasks no longer affect it."""
+        """Mark the segment as ended: later failures of background tasks no longer affect it."""
         self._on_exit = None
 
     def context(self) -> Context:

@@ -24,7 +24,8 @@ log = logging.getLogger("meshpoint.leases")
 class LeaseKeeper:
     """Renews the leases of registered runs through its own store connection.
 
-    `on_lost` is called on the worker's event loop with each run whose task another replica owns now.
+    `on_lost` is called on the worker's event loop with each run whose task another replica owns
+    now.
     """
 
     def __init__(

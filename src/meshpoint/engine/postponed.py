@@ -61,7 +61,7 @@ class PostponedLetters:
             self._spawn(self._until_handled())
 
     async def close(self) -> None:
-        """Requeue all messages once the current attempt ends. From now on, `keep` requeues at once.
+        """Requeue all messages once the current attempt ends. From now on, `keep` requeues.
 
         Raises:
             Unavailable: the broker is unavailable. It redelivers the messages when the connection

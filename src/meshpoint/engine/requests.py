@@ -163,7 +163,7 @@ class Requests:
                 await self._ack_if_row_is_enough(request.task_id)
             case Relation.SAME if live is not None:
                 self._spawn(self._asked_again(live, segment, request))
-            case _ if live is not None and not live.decided.is_set():  # requester lookup is pending
+            case _ if live is not None and not live.decided.is_set():  # lookup is pending
                 self._spawn(self._later(live.decided, delivery))
             case Relation.OTHER_INPUT:
                 self._follow_up(segment, partial(self._refuse_in_use, segment))
@@ -258,7 +258,7 @@ class Requests:
             return False
         if self._site.durable is None or (
             self._site.options.ack_policy is AckPolicy.AT_CHECKPOINT
-            # A resumed requester's task may be running on another replica: only the row can decide.
+            # A resumed requester's task may run on another replica: only the row can decide.
             and request.resume is None
         ):
             return True

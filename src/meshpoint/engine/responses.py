@@ -203,8 +203,8 @@ class Letters:
     async def _without_refusals_of_others(self, readable: Sequence[Answer], attempt: Attempt) -> list[Answer]:
         """Filter out refusals of requests that are not our calls: they are not outcomes.
 
-        A peer sends a refusal to the reply address in the refused request. A third party that knows
-        a call's ids could have sent that request.
+        A peer sends a refusal to the reply address in the refused request. A third party that
+        knows a call's ids could have sent that request.
         """
         refusals = [each for each in readable if each[1].refuses is not None]
         if not refusals:
@@ -286,7 +286,7 @@ class Letters:
     ) -> dict[CancelCommand, CancelRefused | Locked]:
         """Cancel tasks in the database, and broadcast the cancels of tasks that may be running.
 
-        Returns the commands for tasks of other requesters, and for tasks locked by another session.
+        Returns the commands for tasks of other requesters or locked by another session.
         """
         if self._site.durable is None:
             await self._broadcast_cancel(wishes)

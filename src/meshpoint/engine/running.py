@@ -75,7 +75,7 @@ class Raised:
 
 
 Begin: TypeAlias = Callable[[], Awaitable[Paused | Done[Any]]]
-"""Calls agent code. Not a coroutine yet: an exception in the call itself must fail the task too."""
+"""Calls agent code. Not a coroutine yet, since an exception in the call must fail the task too."""
 
 
 async def first_segment(
@@ -129,7 +129,7 @@ def _without_secrets(result: SegmentResult, secret_keys: Sequence[str]) -> Segme
 
 
 def _origin(segment: Segment) -> tuple[Origin, list[str]]:
-    """The origin of the running code, and its exits; an exit in a background task stops the code."""
+    """The origin of the running code, and its exits. A background task's exit stops the code."""
     exits: list[str] = []
 
     def on_exit(what: str) -> None:

@@ -79,8 +79,8 @@ def sender_of(message: Message, agent: AgentName, options: Options) -> Sender:
 def canceller_of(message: Message, agent: AgentName, options: Options, *, shared: bool) -> str | None:
     """The sender of a cancel; `None` may cancel every task.
 
-    `shared` is `True` for a cancel from the agent's shared queue. A cancel from the agent itself on
-    a replica's private queue was forwarded by another replica, which checked the sender.
+    `shared` is `True` for a cancel from the agent's shared queue. A cancel from the agent itself
+    on a replica's private queue was forwarded by another replica, which checked the sender.
 
     Raises:
         PoisonMessage: as for `sender_of`.

@@ -103,7 +103,7 @@ class Sweeper:
         return more and due is not None
 
     async def _due(self, home: Home) -> Due | None:
-        """Count due work by kind. Returns `None` after a defect: each step then queries for itself."""
+        """Count due work by kind. Returns `None` after a defect; then each step queries itself."""
         try:
             due = await home.store.due(self._site.replica, self._site.options.sweep_batch)
         except NON_DEFECT_ERRORS:
@@ -219,7 +219,7 @@ class Sweeper:
         return False
 
     def _resume(self, home: Home, tasks: Sequence[Resumable], *, taken_over: bool = False) -> None:
-        """Run the next segment of each task. After a defect, a task waits for its lease to expire."""
+        """Run the next segment of each task. After a defect, a task waits for its lease expiry."""
         for task in tasks:
             try:
                 self._segments.resume(home, task, taken_over=taken_over, apart=task.suspect)

@@ -39,7 +39,7 @@ class Throttle:
         return True
 
     def drop(self, task_id: TaskId) -> int | None:
-        """Count a dropped event. Returns the total if it is due for a report: at 1, 10, 100, ..."""
+        """Count a dropped event. Returns the total if it should be reported: 1, 10, 100, ..."""
         budget = self._budget(task_id)
         budget.dropped += 1
         digits = str(budget.dropped)

@@ -15,7 +15,7 @@ _MOST_COPIES = 8
 
 
 def may_run_elsewhere(requests: Iterable[Delivery]) -> bool:
-    """Whether a task's request was redelivered or lost, so another replica may run the task too."""
+    """Whether another replica may run the task: a request was redelivered or lost."""
     return any(delivery.count > 1 or delivery.lost for delivery in requests)
 
 
@@ -60,7 +60,7 @@ class Held:
         return next((delivery.message for delivery in self._by_task.get(task_id, ())), None)
 
     def may_run_elsewhere(self, task_id: TaskId) -> bool:
-        """Whether another replica may run the task: one of its requests was redelivered or lost."""
+        """Whether another replica may run the task: a request of it was redelivered or lost."""
         return may_run_elsewhere(self._by_task.get(task_id, ()))
 
     def hold(self, task_id: TaskId, deliveries: Iterable[Delivery]) -> list[Delivery]:

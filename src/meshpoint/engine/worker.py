@@ -4,7 +4,7 @@ One rule orders everything: commit, publish, ack.
 
 - `requests.Requests.on_requests` begins the first segment of each new task;
 - `segments.Segments` runs a segment to its checkpoint or its end;
-- `responses.Letters.on_letters` records outcomes and begins the next segment when a join completes;
+- `responses.Letters.on_letters` records outcomes and begins the next segment once a join is met;
 - `sweeper.Sweeper.look` finds work that is due by the clock.
 """
 
@@ -72,8 +72,8 @@ class Worker:
 
     `durable` is the database, or `None` with `stateless_checkpointing: false`. `memory` is the
     in-process backend. `lease_store` opens a second connection, for the thread that renews leases.
-    `cache` keeps a fast copy of each operation's last checkpoint. `isolation` runs suspect tasks in
-    their own processes.
+    `cache` keeps a fast copy of each operation's last checkpoint. `isolation` runs suspect tasks
+    in their own processes.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class Worker:
             plan=plan_of(agent),
             checkpointers=_checkpointers(durable, memory, cache, steps),
             memories={
-                # An in-process task would restart from scratch on another replica, where a snapshot of
-                # its old memory would get in the way. So it gets no snapshots.
+                # An in-process task would restart from scratch on another replica, where a snapshot
+                # of its old memory would get in the way. So it gets no snapshots.
                 False: _memories(local, None, options, steps),
                 True: _memories(l1 or local, snapshots, options, steps),
             },
@@ -421,7 +421,7 @@ class Worker:
         self.segments.ready_somewhere.set()
 
     async def _rest(self, closed: asyncio.Task[None], entrances: Sequence[asyncio.Task[None]]) -> None:
-        # Let each consumer finish its batch: an interrupted claim could own a task that never runs.
+        # Let consumers finish their batch: an interrupted claim could own a task that never runs.
         await asyncio.wait([closed, *entrances])
         await self._requeue_postponed()
         self._serve("due work in memory", self._serve_due_in_memory)
