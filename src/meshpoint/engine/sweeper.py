@@ -103,7 +103,7 @@ class Sweeper:
         return more and due is not None
 
     async def _due(self, home: Home) -> Due | None:
-        """Count due work by kind. Returns `None` after a defect; then each step queries itself."""
+        """Count due work by kind. Returns `None` after a defect; then each step queries alone."""
         try:
             due = await home.store.due(self._site.replica, self._site.options.sweep_batch)
         except NON_DEFECT_ERRORS:

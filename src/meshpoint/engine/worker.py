@@ -112,8 +112,8 @@ class Worker:
             plan=plan_of(agent),
             checkpointers=_checkpointers(durable, memory, cache, steps),
             memories={
-                # An in-process task would restart from scratch on another replica, where a snapshot
-                # of its old memory would get in the way. So it gets no snapshots.
+                # An in-process task would restart from scratch on another replica, where a
+                # snapshot of its old memory would get in the way. So it gets no snapshots.
                 False: _memories(local, None, options, steps),
                 True: _memories(l1 or local, snapshots, options, steps),
             },
