@@ -1,9 +1,9 @@
-"""Confines `SystemExit` and `KeyboardInterrupt` raised by agent code to its segment.
+"""Confine `SystemExit` and `KeyboardInterrupt` raised by agent code to its segment.
 
-asyncio re-raises `SystemExit` and `KeyboardInterrupt` out of the event loop from any task or callback, including
-background tasks that agent code starts and never awaits. A task factory uses a context variable to find the segment
-for which a task is started, and turns such an exit into the failure of that segment. Tasks not started by agent code
-are unaffected.
+asyncio re-raises `SystemExit` and `KeyboardInterrupt` out of the event loop from any task or
+callback, including background tasks that agent code starts and never awaits. A task factory uses a
+context variable to find the segment that started a task, and turns such an exit into the failure
+of that segment. Tasks not started by agent code are unaffected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXITS = (SystemExit, KeyboardInterrupt)
 
 
 class Origin:
-    """The segment for which code runs. `on_exit` is called for an exit in a task that the code started."""
+    """The segment that code runs for. `on_exit` handles an exit in a task started by the code."""
 
     __slots__ = ("_on_exit",)
 
@@ -43,7 +43,7 @@ class Origin:
             self._on_exit(what)
 
     def close(self) -> None:
-        """Mark the segment as ended: later failures of its background tasks no longer affect it."""
+        """Mark the segment as ended: later failures of background tasks no longer affect it."""
         self._on_exit = None
 
     def context(self) -> Context:
@@ -78,7 +78,8 @@ def from_outside(error: BaseException) -> bool:
         return True
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return False
-    # Python's own handler adds no frame, and never interrupts at a `raise` or where an await propagates an error.
+    # Python's own handler adds no frame. It never interrupts at a `raise`, or where an await
+    # propagates an error.
     return dis.opname[code.co_code[innermost.tb_lasti]] not in {"RAISE_VARARGS", "RERAISE", "SEND", "YIELD_VALUE"}
 
 
@@ -131,7 +132,7 @@ class _Factory:
     def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
         context: Context | None = options.get("context")
         origin = _ORIGIN.get() if context is None else context.get(_ORIGIN)
-        # The event loop closes abandoned async generators in its own tasks, where their segment is unknown.
+        # The event loop closes abandoned async generators in tasks without a known segment.
         if origin is not None or type(coro) is not CoroutineType:
             coro = _Contained(coro, origin)
         if self.before is not None:
@@ -140,13 +141,13 @@ class _Factory:
 
 
 class Containing:
-    """How long exits are contained."""
+    """Controls how long exits are contained."""
 
     def __init__(self) -> None:
         self.kept = False
 
     def keep(self) -> None:
-        """Contain exits until the event loop ends, because some code has not stopped."""
+        """Contain exits until the event loop ends, because some code is still running."""
         self.kept = True
 
 

@@ -1,4 +1,4 @@
-"""Watch the process of an isolated segment and turn its end into a value."""
+"""Watch the process of an isolated segment and turn the way it ends into a value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ class Impossible(Exception):
 async def run_apart(
     segment: Segment, isolation: Isolation, release_within: float, on_started: Callable[[], None]
 ) -> SegmentResult:
-    """Run `segment` in its own process, which has `release_within` seconds to release the task when asked to.
+    """Run `segment` in its own process.
+
+    The process has `release_within` seconds to release the task when asked to.
 
     Raises:
         Impossible: the process cannot import the agent.
@@ -50,7 +52,7 @@ class _Watch:
     on_started: Callable[[], None]
     replica_ends: bool = False
     killed: bool = False
-    kill_at: float | None = None  # of the event loop's clock
+    kill_at: float | None = None  # on the event loop's clock
 
     async def run(self) -> SegmentResult:
         try:

@@ -1,4 +1,4 @@
-"""Keeps leases alive from a thread of its own, so that agent code which blocks the event loop keeps its task."""
+"""Renew leases from a separate thread, so agent code that blocks the event loop keeps its task."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ log = logging.getLogger("meshpoint.leases")
 
 
 class LeaseKeeper:
-    """Renews the leases of the runs it is given, through a store connection of its own.
+    """Renews the leases of registered runs through its own store connection.
 
-    `on_lost` is called on the worker's event loop with each run whose task another replica owns now.
+    `on_lost` is called on the worker's event loop with each run whose task another replica owns
+    now.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class LeaseKeeper:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to renew; call on the worker's event loop."""
+        """Start renewing. Must be called on the worker's event loop."""
         worker_loop = asyncio.get_running_loop()
         self._loop = asyncio.new_event_loop()
         runner = asyncio.Runner(loop_factory=lambda: self._loop or asyncio.new_event_loop())
@@ -64,9 +65,9 @@ class LeaseKeeper:
         self._thread.start()
 
     async def close(self, within: float = 5.0, running: Collection[Run] = ()) -> None:
-        """Stop renewing, and wait for that at most the given seconds.
+        """Stop renewing, and wait at most `within` seconds for the thread to end.
 
-        Leases of runs whose code is still `running` are renewed until they are released or the process ends.
+        Leases of `running` runs are renewed until they are released or the process ends.
         """
         if self._thread is None:
             return
@@ -90,7 +91,7 @@ class LeaseKeeper:
             self._runs[run.task_id] = run
 
     def let_go(self, run: Run) -> None:
-        """Renew it no longer."""
+        """Stop renewing the lease of `run`."""
         with self._lock:
             if self._runs.get(run.task_id) == run:
                 del self._runs[run.task_id]
@@ -101,14 +102,14 @@ class LeaseKeeper:
     async def _until_stopped(self, worker_loop: asyncio.AbstractEventLoop) -> None:
         renewing = asyncio.create_task(self._keep_renewing(worker_loop))
         await self._stop.wait()
-        renewing.cancel()  # not to wait for a database that is silent
+        renewing.cancel()  # do not wait for a silent database
         await asyncio.gather(renewing, return_exceptions=True)
 
     async def _keep_renewing(self, worker_loop: asyncio.AbstractEventLoop) -> None:
         while not self._stop.is_set():
             try:
                 await self._renew_with(self._open_store(), worker_loop)
-            except Exception:  # if this ended, every lease of the replica would run out
+            except Exception:  # otherwise every lease would expire
                 if (seconds := self._outage.failed()) is not None:
                     log.exception("replica %s: its leases could not be renewed for %.0f s", self._replica.id, seconds)
                 await asyncio.sleep(self._interval)

@@ -1,4 +1,4 @@
-"""Retries letters that cannot be handled yet, separately from all others."""
+"""Retry messages that cannot be handled yet, separately from all others."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ _MOST_ROOM = 1024
 
 
 class Handle(Protocol):
-    """Handles letters; those that still cannot be handled return through `keep`."""
+    """Handles messages. Messages that must wait again are passed to `keep`."""
 
     def __call__(self, received: Sequence[Received], home: Home, *, shared: bool) -> Awaitable[None]: ...
 
 
 class PostponedLetters:
-    """Unacked letters that wait: another database session holds their task's row, or handling them failed.
+    """Unacked messages that wait for another attempt.
 
-    `make_room` raises the prefetch so that other letters still arrive.
+    Either another database session locks their task's row, or handling them failed. `make_room`
+    raises the prefetch so that other messages still arrive.
     """
 
     def __init__(self, handle: Handle, clock: Clock, spawn: Spawn, make_room: Callable[[int], None]) -> None:
@@ -43,12 +44,12 @@ class PostponedLetters:
         self._spawn = spawn
         self._make_room = make_room
         self._kept: dict[RunId, tuple[Received, Home, bool]] = {}
-        self._trying = 0  # letters in the current attempt
+        self._trying = 0  # messages in the current attempt
         self._attempt = asyncio.Lock()
         self._waiting = self._closed = False
 
     async def keep(self, received: Received, home: Home, *, shared: bool) -> None:
-        """Schedule this letter for another attempt, or requeue it if the replica drains."""
+        """Schedule this message for another attempt, or requeue it if the replica drains."""
         delivery, claim_id = received
         if self._closed:
             await delivery.requeue()
@@ -60,10 +61,11 @@ class PostponedLetters:
             self._spawn(self._until_handled())
 
     async def close(self) -> None:
-        """Requeue all letters once the attempt under way has ended. From now on, `keep` requeues at once.
+        """Requeue all messages once the current attempt ends. From now on, `keep` requeues.
 
         Raises:
-            Unavailable: the broker is unavailable; it redelivers the letters when the connection closes.
+            Unavailable: the broker is unavailable. It redelivers the messages when the connection
+                closes.
         """
         self._closed = True
         async with self._attempt:

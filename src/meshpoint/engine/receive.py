@@ -1,4 +1,4 @@
-"""Room 1: read what arrived. A message that nothing can read is refused here, with its reason."""
+"""Parse and validate incoming messages. Unreadable messages are refused here with a reason."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from meshpoint.model.outcomes import Failed, FailureKind
 from meshpoint.model.typed import cause_of, first_problem
 
 _TRACEPARENT = re.compile(r"[0-9a-z-]{1,55}")  # W3C: 55 characters
-_LONGEST_PARENT = 280  # bytes: a task id, and in which attempt it was resumed
+_LONGEST_PARENT = 280  # bytes: a task id and the attempt in which it was resumed
 _LONGEST_CONTEXT = 1000  # bytes
 _QUOTED = 100  # maximum characters quoted from a message
-_LONGEST_NAME = 248  # bytes: AMQP carries 255 in a property, and message ids are made of a task id and a few more
+_LONGEST_NAME = 248  # bytes: an AMQP property holds 255, and message ids extend a task id
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A readable request: the agent's input, and all that its context starts with."""
+    """A parsed request: the agent's input and the initial values of its context."""
 
     task_id: TaskId
     input: JsonValue
@@ -39,15 +39,15 @@ class Request:
     security_context: dict[str, JsonValue]
     trace_context: dict[str, JsonValue]
     message: Message
-    resume: str | None = None  # the token of a requester that goes on after a failure, and asks again
+    resume: str | None = None  # token of a requester that was resumed and asks again
 
     @property
     def digest(self) -> str:
-        """Digest of the input: requests under one id must have the same input."""
+        """Digest of the input. Requests with the same id must have the same input."""
         return digest_of(self.input)
 
     def asked_by(self, requester: Requester) -> Request:
-        """The same request for the requester that its task has now: a resumed one may have another."""
+        """Copy the request with the task's current requester, which may change on resume."""
         if requester == self.requester:
             return self
         a2a_context = self.a2a_context.model_copy(
@@ -74,7 +74,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class StatusNews:
-    """A peer's status update, and what it said."""
+    """A peer's status update and its data."""
 
     progress: Progress
     data: JsonValue
@@ -84,7 +84,7 @@ def requester_of(message: Message) -> Requester:
     """The requester, read from the envelope alone.
 
     Raises:
-        PoisonMessage: a header has a wrong type, or is out of bounds.
+        PoisonMessage: a header has a wrong type or is out of bounds.
     """
     _whole(message, Header.ATTEMPT)
     deadline = _number(message, Header.DEADLINE)
@@ -103,7 +103,8 @@ def request(message: Message, options: Options) -> Request:
     """The request in `message`.
 
     Raises:
-        PoisonMessage: too large, not JSON, a field or header is missing or of a wrong type.
+        PoisonMessage: the message is too large or not JSON, or a field or header is missing or has
+            a wrong type.
     """
     if message.type is not MessageType.REQUEST:
         raise PoisonMessage(f"a {message.type} message does not belong on a request queue")
@@ -121,7 +122,7 @@ def request(message: Message, options: Options) -> Request:
         security_context = JsonDict(_dict(body, "securityContext"), name="metadata.securityContext")
     except ValidationError as error:
         raise PoisonMessage(f"metadata: {first_problem(error)}") from cause_of(error)
-    except NotJson as error:  # too deep to be kept
+    except NotJson as error:  # nested too deep to store
         raise PoisonMessage(f"metadata: {error}") from error
     return Request(
         task_id=TaskId(task_id),
@@ -139,7 +140,7 @@ def claim(message: Message, options: Options) -> Claim:
     """The outcome in a response.
 
     Raises:
-        PoisonMessage: not a readable response, or its sender or its call is not named.
+        PoisonMessage: the response is unreadable, or does not name its sender or its call.
     """
     body = parse(ResponseBody, _within(options, message))
     if not message.app_id:
@@ -158,9 +159,9 @@ def claim(message: Message, options: Options) -> Claim:
 
 
 def unreadable_claim(message: Message, reason: str, options: Options) -> Claim | None:
-    """The outcome of a call whose peer sent what nobody can read.
+    """The outcome of a call whose peer sent an unreadable response.
 
-    None when its envelope names no call, or when it did not come from the peer at all.
+    Returns `None` if the envelope names no call, or if the message did not come from the peer.
     """
     if impostor(message, options) is not None:
         return None
@@ -174,10 +175,10 @@ def unreadable_claim(message: Message, reason: str, options: Options) -> Claim |
 
 
 def status(message: Message, options: Options) -> StatusNews:
-    """The news in a status update.
+    """Parse a status update.
 
     Raises:
-        PoisonMessage: not readable.
+        PoisonMessage: the message is unreadable.
     """
     body = parse(StatusBody, _within(options, message))
     said = body.status_update.status
@@ -190,10 +191,10 @@ def status(message: Message, options: Options) -> StatusNews:
 
 
 def cancelled_task(message: Message, options: Options) -> tuple[TaskId, str | None]:
-    """The task that a cancel names, and for which task of its sender, if it says so.
+    """The task that a cancel names, and the sender's own task on whose behalf, if given.
 
     Raises:
-        PoisonMessage: not readable.
+        PoisonMessage: the message is unreadable.
     """
     parent = message.headers.get(Header.PARENT_TASK)
     _name("app_id", message.app_id)  # an early cancel stores its sender
@@ -225,7 +226,10 @@ def _sub_task(message: Message) -> TaskId:
 
 
 def _name(where: str, name: object, longest: int = _LONGEST_NAME) -> str:
-    """`name`, if it can be a key: PostgreSQL refuses a statement, and all that is in it, for one zero byte."""
+    """Return `name` if it is a valid key.
+
+    A single zero byte would make PostgreSQL reject the whole batch statement.
+    """
     text = str(name)
     if not text.isprintable() or len(text.encode()) > longest:
         raise PoisonMessage(f"{where}: must be printable and at most {longest} bytes long")
@@ -258,7 +262,7 @@ def _text(body: RequestBody, key: str) -> str | None:
 
 
 def _context_id(body: RequestBody) -> str | None:
-    # Every call and reply carries it, so an id that nearly fills the request would make them too large to send.
+    # Every call and reply carries this id: a huge one would make them too large to send.
     given = body.message.context_id
     return _name("message.contextId", given, _LONGEST_CONTEXT) if given is not None else None
 
@@ -271,7 +275,7 @@ def _dict(body: RequestBody, key: str) -> dict[str, JsonValue]:
 
 
 def _trace(message: Message) -> dict[str, JsonValue]:
-    """The trace context to pass to calls, or `None` if it is not a valid `traceparent`."""
+    """The trace context to pass to calls. An invalid `traceparent` is dropped."""
     value = message.headers.get(Header.TRACEPARENT)
     if not isinstance(value, str) or not _TRACEPARENT.fullmatch(value):
         return {}
@@ -282,7 +286,7 @@ def _number(message: Message, header: Header) -> float | None:
     """Read a number from a header and check its bounds.
 
     Raises:
-        PoisonMessage: it is not a number, or out of bounds.
+        PoisonMessage: the header is not a number or is out of bounds.
     """
     value = message.headers.get(header)
     if value is None:
@@ -314,7 +318,7 @@ def _whole(message: Message, header: Header) -> int | None:
 
 _SMALLEST = 0.001  # seconds
 _TEN_YEARS = 315_360_000.0  # seconds
-_YEAR_9000 = 221_845_392_000.0  # seconds since the epoch; leaves room for what is added to a deadline
+_YEAR_9000 = 221_845_392_000.0  # seconds since the epoch; leaves room for extending a deadline
 _BOUNDS: dict[Header, tuple[float, float]] = {
     Header.CALL_DEPTH: (0, 1_000_000),
     Header.ATTEMPT: (1, 1_000_000_000),

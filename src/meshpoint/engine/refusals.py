@@ -1,4 +1,7 @@
-"""Say no: to what cannot be read, and to what must not run. The requester hears why, and so do the dead letters."""
+"""Refuse messages that cannot be read and requests that must not run.
+
+The reason goes to the requester and into the dead letter.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ log = logging.getLogger("meshpoint.refuse")
 _AFTER_DEFECT = timedelta(seconds=1)
 """Delay before redelivery of a message that could be neither handled nor dead-lettered."""
 _AT_ONCE = 64
-"""Dead letters copied concurrently. Their bodies wait for the connection in memory a second time."""
+"""Maximum dead letters copied at once: each body is buffered twice until it is sent."""
 
 
 def internal_error(error: BaseException) -> str:
-    """What others hear of a defect: not the statement and the values that a database's error quotes."""
+    """The public text of a defect, without the SQL and values that database errors quote."""
     cause = getattr(error, "orig", None) or error
     return f"internal error: {described(cause)}"
 
@@ -40,7 +43,7 @@ ID_IN_USE = Failed(FailureKind.INVALID, "the task id is in use, by another reque
 
 
 def refusal(request: Request, options: Options, now: datetime) -> Failed | None:
-    """Why a readable request must not run, if so."""
+    """Why a readable request must not run, or `None` if it may."""
     deadline = request.requester.deadline
     if deadline is not None and deadline <= now:
         return Failed(FailureKind.TIMEOUT, "the request's deadline had passed before it could run")
@@ -53,8 +56,8 @@ def refusal(request: Request, options: Options, now: datetime) -> Failed | None:
 class Refusals:
     """Dead-letters unreadable deliveries.
 
-    A delivery stays unacked until its copy is confirmed, so that the prefetch limits how many are under way, and a
-    crash loses none.
+    A delivery stays unacked until its copy is confirmed. So the prefetch limits how many are in
+    flight, and a crash loses none.
     """
 
     def __init__(self, site: Site, outgoing: Outgoing, spawn: Spawn) -> None:
@@ -65,17 +68,17 @@ class Refusals:
         self._under_way: set[asyncio.Task[None]] = set()
 
     def dead_letter_soon(self, delivery: Delivery, reason: str) -> None:
-        """Move `delivery` to the dead letters. Other messages do not wait for the broker's confirms of it.
+        """Move `delivery` to the dead letters in the background, so other messages need not wait.
 
-        Only the sender of an unreadable request gets an error reply. Messages from impostors, or with another
-        sender's reply address, are not answered.
+        Only the sender of an unreadable request gets an error reply. Messages from impostors, or
+        with another sender's reply address, are not answered.
         """
         task = self._spawn(self._dead_letter_or_requeue(delivery, reason))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
     async def done(self) -> None:
-        """Wait until no delivery is being moved."""
+        """Wait until no dead-lettering is in progress."""
         while self._under_way:
             await asyncio.wait(self._under_way)
 
@@ -96,7 +99,7 @@ class Refusals:
         await self.bury(delivery, reason)
 
     async def bury(self, delivery: Delivery, reason: str) -> None:
-        """Move `delivery`, whose sender has its answer or waits for none, to the dead letters."""
+        """Dead-letter `delivery`, whose sender already has its answer or expects none."""
         reason = bounded_reason(reason)
         message = delivery.message
         self._site.steps.note(
@@ -104,12 +107,12 @@ class Refusals:
         )
         try:
             await self._site.patience.until_answered(partial(delivery.dead_letter, reason))
-        except ConfigurationError:  # other messages must not wait until an operator fixes it
+        except ConfigurationError:  # must not block other messages until it is fixed
             log.exception("message %s: it cannot be dead-lettered and will be redelivered", message.message_id)
             self._spawn(self._requeue_later(delivery))
 
     def set_aside(self, delivery: Delivery, error: Exception) -> None:
-        """Dead-letter a delivery whose handling met a defect, so that it cannot break one replica after the other."""
+        """Dead-letter a delivery that hit a defect, before it breaks one replica after another."""
         log.error("message %s: it could not be handled", delivery.message.message_id, exc_info=error)
         self.dead_letter_soon(delivery, internal_error(error))
 

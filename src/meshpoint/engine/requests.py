@@ -1,4 +1,4 @@
-"""Requests: begin the first segment of each new task, and see to those that arrived before."""
+"""Begin the first segment of each new task, and settle repeated requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from meshpoint.ports.backend import Home
 from meshpoint.ports.broker import Delivery
 
 _AFTER_DEFECT = timedelta(seconds=1)
-"""Delay before redelivery of a request that hit a defect. The broker counts and limits its deliveries."""
+"""Delay before requeueing a request that hit a defect. The broker counts and limits deliveries."""
 
 
 class Requests:
@@ -65,9 +65,9 @@ class Requests:
         self._intake = intake
 
     async def on_requests(self, deliveries: Sequence[Delivery]) -> None:
-        """Begin the first segment of each new task; settle requests that arrived before.
+        """Begin the first segment of each new task, and settle repeated requests.
 
-        What meets a defect is set aside alone.
+        A batch that hits a defect is retried one by one, so only the faulty request is set aside.
         """
         left = list(deliveries)
         try:
@@ -84,9 +84,10 @@ class Requests:
                     await self.on_requests([delivery])
 
     async def _take_in(self, left: list[Delivery]) -> None:
-        """Take `left` in, and from it whatever is seen to.
+        """Handle the requests in `left`, removing each request once it is dealt with.
 
-        A slot is taken last, so that none is held while the database is away: tasks in memory need them.
+        The slot is taken last, so that no slot is held during a database outage: in-process tasks
+        need them.
         """
         arrived: list[tuple[Segment, receive.Request, Delivery]] = []
         try:
@@ -118,7 +119,7 @@ class Requests:
                 arrived.pop(0)
                 left.remove(delivery)
         finally:
-            for segment, _, _ in arrived:  # un-acked: they come again, elsewhere when the replica ends
+            for segment, _, _ in arrived:  # unacked, so they are redelivered
                 self._segments.give_up(segment)
 
     async def _read(self, delivery: Delivery) -> tuple[Segment, receive.Request] | None:
@@ -145,13 +146,16 @@ class Requests:
         return segment, request
 
     async def _is_at_work(self, segment: Segment, request: receive.Request, delivery: Delivery) -> bool:
-        """Whether this process has a task with the request's id; if so, the request is settled or will be soon."""
+        """Whether the task with the request's id in this process takes care of the request.
+
+        If so, the request is settled already or will be soon.
+        """
         live = self._segments.live.get(request.task_id)
         known = self._segments.asked_for(request.task_id)
         if known is None:
             return False
         if live is not None and live.settling and live.home is not None and live.home.durable:
-            self._spawn(self._later(live.left, delivery))  # its reply may be going to another address
+            self._spawn(self._later(live.left, delivery))  # its reply may go to another address
             return True
         match relation(segment.sender, segment.digest, *known):
             case Relation.SAME if request.resume is None:
@@ -159,13 +163,13 @@ class Requests:
                 await self._ack_if_row_is_enough(request.task_id)
             case Relation.SAME if live is not None:
                 self._spawn(self._asked_again(live, segment, request))
-            case _ if live is not None and not live.decided.is_set():  # its requester is being looked up
+            case _ if live is not None and not live.decided.is_set():  # lookup is pending
                 self._spawn(self._later(live.decided, delivery))
             case Relation.OTHER_INPUT:
                 self._follow_up(segment, partial(self._refuse_in_use, segment))
             case Relation.STRANGER:
                 self._follow_up(segment, partial(self._turn_away, segment, request))
-            case Relation.SAME:  # held: the row has more information
+            case Relation.SAME:  # unacked here, not running: the row knows more
                 return False
         return True
 
@@ -174,10 +178,10 @@ class Requests:
         await self.on_requests(await self._segments.unless_draining(delivery))
 
     async def _asked_again(self, live: Segment, asking: Segment, request: receive.Request) -> None:
-        """A resumed requester asks for a task that runs here: it is the one to be answered now.
+        """Redirect the reply of a task that runs here to its resumed requester.
 
-        Its row says so. A segment without a row answers who had asked before, who waits for it no more; then the
-        request comes again.
+        The redirect is recorded in the task's row. A segment without a row still answers the
+        previous request, whose sender no longer waits; after that the new request is requeued.
         """
         if live.beginning is not None:
             await asyncio.wait({live.beginning})
@@ -195,7 +199,10 @@ class Requests:
             await self._segments.ack(running)
 
     async def _lookup(self, task_ids: Sequence[TaskId]) -> dict[TaskId, tuple[Home, Known]]:
-        """The rows of these tasks. The database wins if another replica ran a task that is in memory here."""
+        """Look up the rows of these tasks in every backend.
+
+        The database wins if another replica ran a task that this process also has in memory.
+        """
         found: dict[TaskId, tuple[Home, Known]] = {}
         if task_ids:
             with self._site.steps.step(Step.RECEIVE, task_ids):
@@ -211,9 +218,10 @@ class Requests:
         return often and self._refusal(segment, request, delivery.count) is None
 
     async def _write_redelivered(self, arrived: Sequence[tuple[Segment, receive.Request, Delivery]]) -> None:
-        """Insert the tasks and ack their requests before any of them runs, since one may end this process.
+        """Insert the tasks and ack their requests before any task runs: one may kill this process.
 
-        From then on the broker no longer counts deliveries. Tasks without a slot are ready for any replica.
+        From then on the broker no longer counts deliveries. Any replica may run the tasks that got
+        no slot.
         """
         home = self._site.durable
         assert home is not None
@@ -241,7 +249,7 @@ class Requests:
     async def _admit(
         self, segment: Segment, request: receive.Request, delivery: Delivery, known: tuple[Home, Known] | None
     ) -> bool:
-        """Whether the task is to run here now. If not, its request is settled, or soon will be."""
+        """Whether to run the task here now. If not, its request is settled or soon will be."""
         if known is not None and not self._begins_anew(segment, request, known[1]):
             self._follow_up(segment, partial(self._again, segment, request, *known))
             return False
@@ -250,13 +258,14 @@ class Requests:
             return False
         if self._site.durable is None or (
             self._site.options.ack_policy is AckPolicy.AT_CHECKPOINT
-            and request.resume is None  # another replica may run it for who had asked before: the row decides
+            # A resumed requester's task may run on another replica: only the row can decide.
+            and request.resume is None
         ):
             return True
         return await self._write_first(segment, request)
 
     def _begins_anew(self, segment: Segment, request: receive.Request, known: Known) -> bool:
-        """Whether a resumed requester asks for a task whose reply is forgotten, so that it must run again."""
+        """Whether a resumed requester needs a rerun because the task's reply was deleted."""
         same = relation(segment.sender, segment.digest, known.requester, known.digest) is Relation.SAME
         return request.resume is not None and known.forgotten and same and known.agent == self._site.agent
 
@@ -268,7 +277,10 @@ class Requests:
         return refusal(request, options, self._site.clock.now())
 
     async def _write_first(self, segment: Segment, request: receive.Request) -> bool:
-        """Write the task as running and ack its request: from here on the lease owns the run, not the broker."""
+        """Insert the task as running and ack its request.
+
+        From then on the lease protects the run, not the broker.
+        """
         home, result = await begin(segment, self._site, order=request.resume)
         if isinstance(result, Begun):
             segment.run, segment.home = result.run, home
@@ -281,7 +293,7 @@ class Requests:
     def _not_begun(self, segment: Segment, request: receive.Request, result: Fenced | CancelFound) -> None:
         """Settle a request whose task already has a row."""
         match result:
-            case Fenced() if request.resume is not None:  # there is a row now, which is to know whom to answer
+            case Fenced() if request.resume is not None:  # the new row needs this requester
                 self._follow_up(segment, partial(self._come_again, segment))
             case Fenced():
                 self._follow_up(segment, partial(self._met_row, segment))
@@ -291,7 +303,7 @@ class Requests:
                 assert_never(result)
 
     def _follow_up(self, segment: Segment, step: Callable[[], Awaitable[None]]) -> None:
-        """Settle a request that does not run here. If a defect occurs, it is requeued after a delay."""
+        """Settle a request that does not run here. After a defect, it is requeued with a delay."""
         self._spawn(self._followed_up(segment, step))
 
     async def _followed_up(self, segment: Segment, step: Callable[[], Awaitable[None]]) -> None:
@@ -308,14 +320,17 @@ class Requests:
         return known.early and not (own and binds(known.requester, segment.requester.app_id))
 
     async def _met_row(self, segment: Segment) -> None:
-        """Handle a request whose id got a row concurrently, from the same request or from another one."""
+        """Settle a request whose task id got a row concurrently, from this or another request."""
         if await self._segments.id_is_taken(segment):
             await self._refuse_in_use(segment)
         else:
             await self._settled(segment)
 
     async def _turn_away(self, segment: Segment, request: receive.Request) -> None:
-        """Refuse a request under the id of another requester's task. Requests to resume it get no reply."""
+        """Refuse a request that uses the id of another requester's task.
+
+        The request is dead-lettered. A request to resume the task gets no reply.
+        """
         reason = f"the task {request.task_id} is another requester's, not {segment.sender.name!r}'s"
         if request.resume is None:
             await self._outgoing.refuse(finish.refusal_for(segment, ID_IN_USE))
@@ -324,7 +339,7 @@ class Requests:
             await self._refusals.bury(segment.deliveries.pop(), reason)
 
     async def _again(self, segment: Segment, request: receive.Request, home: Home, known: Known) -> None:
-        """A request that arrived before. What it still needs is seen to; nothing runs twice."""
+        """Handle a request whose task has a row: do what is still missing, run nothing twice."""
         found = (
             Relation.SAME if known.early else relation(segment.sender, segment.digest, known.requester, known.digest)
         )
@@ -340,23 +355,23 @@ class Requests:
             await self._reply_again(segment, known)
         elif home.durable or known.forgotten:
             if known.state is TaskState.WAITING:
-                self._poke()  # what is due for dispatch is sent again
+                self._poke()  # the sweep resends messages that are due
             await self._settled(segment)
         else:
             await self._segments.hold(known.task_id, segment.deliveries)
             self._segments.leave(segment)
 
     async def _revive(self, segment: Segment, order: str, home: Home, known: Known) -> None:
-        """The requester was resumed and asks again: its task here goes on as well, from its own checkpoint.
+        """Resume the task from its own checkpoint: its requester was resumed and asked again.
 
-        One that is still at work goes on as it is, and answers the new request.
+        A task that is still running continues unchanged and answers the new request.
         """
         wish = self._wish(segment, order, known)
         with self._site.steps.step(Step.RESUME, [known.task_id]):
             result = await self._site.patience.until_answered(lambda: home.store.revive(wish))
         match result:
             case Revived(again=True) | NotRevived(refusal=Refusal.COMPLETED):
-                await self._as_it_is_now(segment, home)  # what was looked up is out of date
+                await self._as_it_is_now(segment, home)  # the looked-up row is stale
             case Revived() if wish.order is None:
                 await self._settled(segment)
                 self._segments.ready_somewhere.set()
@@ -373,7 +388,7 @@ class Requests:
                 await self._refuse_in_use(segment)
             case NotRevived(detail=detail) if detail:
                 await self._refuse(segment, Failed(FailureKind.ERROR, f"the task does not go on: {detail}"))
-            case NotRevived():  # its row is gone since it was looked up: it comes again and finds none
+            case NotRevived():  # row deleted after the lookup: redelivery finds none
                 await self._come_again(segment)
             case _:
                 assert_never(result)
@@ -393,7 +408,7 @@ class Requests:
         )
 
     async def _as_it_is_now(self, segment: Segment, home: Home) -> None:
-        """Answer a request that its task has served before, or that came when it had just completed."""
+        """Reread the row to answer an already served request or a just completed task."""
         task_id = segment.run.task_id
         known = (await self._site.patience.until_answered(partial(home.store.lookup, [task_id]))).get(task_id)
         if known is None:
@@ -404,10 +419,10 @@ class Requests:
             await self._wait_for_its_end(segment, home)
 
     async def _wait_for_its_end(self, segment: Segment, home: Home) -> None:
-        """The task is at work, or about to be, and knows whom to answer."""
+        """Leave the request to its task, which runs now or soon and knows where to reply."""
         if home.durable:
             await self._settled(segment)
-            self._poke()  # what is due for dispatch is sent again
+            self._poke()  # the sweep resends messages that are due
         else:
             await self._segments.hold(segment.run.task_id, segment.deliveries)
             self._segments.leave(segment)
@@ -420,7 +435,7 @@ class Requests:
 
     async def _reply_again(self, segment: Segment, known: Known) -> None:
         assert known.reply is not None
-        # The tombstone of a cancel that came first does not know the requester; this request does.
+        # An early cancel's tombstone does not name the requester; this request does.
         reply = replace(known.reply, requester=segment.requester)
         if known.early or same_requester(known.requester, segment.sender.name):
             await self._answer(segment, reply, again=True)
@@ -441,7 +456,10 @@ class Requests:
             self._segments.leave(segment)
 
     async def _refuse_in_use(self, segment: Segment, whose: str = "") -> None:
-        """Reply that the task id is in use. The reply is not kept if undeliverable: the row is another request's."""
+        """Reply that the task id is in use.
+
+        An undeliverable reply is not stored: the row belongs to another request.
+        """
         refused = replace(ID_IN_USE, message=ID_IN_USE.message + whose)
         await self._outgoing.refuse(finish.refusal_for(segment, refused))
         await self._settled(segment)

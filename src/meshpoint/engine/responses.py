@@ -1,4 +1,4 @@
-"""What comes back: responses, status updates, cancels and wake-ups."""
+"""Handle responses, status updates, cancels and wake-ups."""
 
 from __future__ import annotations
 
@@ -53,15 +53,16 @@ log = logging.getLogger("meshpoint.letters")
 _STATUS_RATE = 20  # maximum status updates forwarded per second for one task
 
 Answer: TypeAlias = tuple[Delivery, Claim, str | None]
-"""A response, the claim of its outcome, and, if unreadable, the reason."""
+"""A response, the claim of its outcome, and the reason if the response is unreadable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt to handle a batch of letters.
+    """One attempt to handle a batch of messages.
 
-    `shared` is `True` for the agent's queue, `False` for this replica's own. `refused` are dead-lettered once the
-    others are handled. `elsewhere` has the ids of letters that are postponed, or being dead-lettered.
+    `shared` is `True` for the agent's queue, `False` for this replica's private queue. `refused`
+    messages are dead-lettered after the rest of the batch. `elsewhere` holds the ids of messages
+    that are postponed or being dead-lettered.
     """
 
     home: Home
@@ -71,7 +72,7 @@ class Attempt:
 
 
 class Letters:
-    """Takes in what is not a request. `poke` asks for a look at what is due."""
+    """Handles every message that is not a request. `poke` wakes the sweeper."""
 
     def __init__(
         self,
@@ -93,10 +94,11 @@ class Letters:
         self._postponed = PostponedLetters(self._take_in, site.clock, spawn, make_room)
 
     async def on_letters(self, deliveries: Sequence[Delivery], home: Home, *, shared: bool) -> None:
-        """Take in what is not a request. `shared` tells the agent's queue from this replica's own.
+        """Handle a batch of messages that are not requests.
 
-        A batch that hits a defect is retried one by one; a delivery that hits it again is set aside. Each delivery
-        keeps its claim id, so that a retry finds its own commit.
+        `shared` is `True` for the agent's queue, `False` for this replica's private queue. A batch
+        that hits a defect is retried one by one, and a delivery that hits it again is set aside.
+        Each delivery keeps its claim id, so that a retry recognizes its own commit.
 
         Raises:
             Unavailable, ConfigurationError: the batch will be retried.
@@ -110,7 +112,7 @@ class Letters:
             raise
 
     async def requeue_postponed(self) -> None:
-        """Give letters that could not be handled yet back to the broker, from now on at once."""
+        """Requeue all postponed messages. From now on, postponed messages are requeued at once."""
         await self._postponed.close()
 
     async def _take_in(self, received: Sequence[Received], home: Home, *, shared: bool) -> None:
@@ -126,7 +128,7 @@ class Letters:
                 attempt.elsewhere.add(each[1])
 
     async def _defect(self, received: Sequence[Received], attempt: Attempt) -> Exception | None:
-        """Handle letters. Returns the internal error this raised, or `None`."""
+        """Handle messages. Returns the internal error raised, or `None`."""
         try:
             await self._sort(received, attempt)
         except NON_DEFECT_ERRORS:
@@ -155,7 +157,7 @@ class Letters:
             self._refusals.dead_letter_soon(delivery, reason)
 
     def _refusal(self, message: Message) -> str | None:
-        """Why a message is refused unread, if it is."""
+        """Why a message is refused unread, or `None` if it is not."""
         if message.type is MessageType.REQUEST:
             return "a request does not belong on a response queue"
         if message.type is MessageType.WAKE and message.app_id != self._site.agent:
@@ -163,7 +165,7 @@ class Letters:
         return impostor(message, self._site.options)
 
     async def on_responses(self, received: Sequence[Received], attempt: Attempt) -> None:
-        """Record outcomes together, go on with the tasks whose join they meet, then ack."""
+        """Record outcomes in one batch, resume the tasks whose join is complete, then ack."""
         readable: list[Answer] = []
         for delivery, claim_id in received:
             try:
@@ -201,8 +203,8 @@ class Letters:
     async def _without_refusals_of_others(self, readable: Sequence[Answer], attempt: Attempt) -> list[Answer]:
         """Filter out refusals of requests that are not our calls: they are not outcomes.
 
-        A peer sends a refusal to the reply address of the request it refuses, and a third party that knows a call's
-        ids could have sent that request.
+        A peer sends a refusal to the reply address in the refused request. A third party that
+        knows a call's ids could have sent that request.
         """
         refusals = [each for each in readable if each[1].refuses is not None]
         if not refusals:
@@ -221,7 +223,7 @@ class Letters:
         return fingerprint(request)
 
     async def on_status(self, received: Sequence[Received], attempt: Attempt) -> None:
-        """Extend idle deadlines, and forward what peers say to our own requesters."""
+        """Extend idle deadlines, and forward peers' status updates to our own requesters."""
         news: list[receive.StatusNews] = []
         for delivery, id_ in received:
             try:
@@ -238,7 +240,7 @@ class Letters:
         await self._outgoing.tell([self._forward(to, each.data) for each, to in forwards if to is not None])
 
     def _forward(self, to: ProgressNoted, data: JsonValue) -> Letter | None:
-        """A peer's status update for the requester, or `None` if it is dropped to limit the rate."""
+        """The status update for the requester, or `None` if the rate limit drops it."""
         letter = status_letter(self._site.agent, to.task_id, to.requester, data)
         if letter is None:
             return None
@@ -251,7 +253,10 @@ class Letters:
         return None
 
     async def on_cancels(self, cancels: Sequence[Received], attempt: Attempt) -> None:
-        """Cancel tasks: in the database when the wish came by the shared queue, in memory when by broadcast."""
+        """Cancel tasks.
+
+        Commands from the shared queue cancel in the database. Broadcasts cancel in this process.
+        """
         agent, options, shared = self._site.agent, self._site.options, attempt.shared
         wished: dict[CancelCommand, list[Received]] = {}
         for delivery, id_ in cancels:
@@ -281,7 +286,7 @@ class Letters:
     ) -> dict[CancelCommand, CancelRefused | Locked]:
         """Cancel tasks in the database, and broadcast the cancels of tasks that may be running.
 
-        Returns the tasks that belong to other requesters and the tasks that another session holds.
+        Returns the commands for tasks of other requesters or locked by another session.
         """
         if self._site.durable is None:
             await self._broadcast_cancel(wishes)
@@ -292,14 +297,14 @@ class Letters:
         for wish, result in zip(wishes, results, strict=True):
             match result:
                 case CancelledNow(reply=reply, cancels=cancels):
-                    # Committed and due in its rows: a slow address must not delay the letters behind this one.
+                    # Committed and due: a slow address must not delay the messages after it.
                     self._spawn(self._segments.send(self._site.durable, [reply, *cancels]))
-                case CancelRequested():  # by an authorized sender, perhaps not this one
+                case CancelRequested():  # by an authorized sender, maybe another one
                     told.append(wish._replace(sender=None))
                 case CancelBeforeRequest():
                     told.append(wish)
                 case CancelTooLate(reply=reply) if reply.state is TaskState.CANCELLED:
-                    # Cancelled before, but a crash may have come before all were told.
+                    # Cancelled earlier, but a crash may have prevented the broadcast.
                     told.append(wish)
                 case CancelTooLate() | CancelStale():
                     pass
@@ -322,7 +327,7 @@ class Letters:
         await self._site.patience.until_answered(tell_all)
 
     async def _cancel_here(self, wishes: Sequence[CancelCommand]) -> dict[CancelCommand, CancelRefused | Locked]:
-        """Cancel tasks in this process's memory. Returns the tasks that belong to other requesters."""
+        """Cancel tasks in this process. Returns the commands for tasks of other requesters."""
         refused: dict[CancelCommand, CancelRefused | Locked] = {}
         waiting: list[CancelCommand] = []
         for wish in wishes:

@@ -1,4 +1,4 @@
-"""Wait for a database or broker that is away: nothing is answered, nothing is given up."""
+"""Wait for an unavailable database or broker, without answering or abandoning any task."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _BACK_OFF = wait_random_exponential(multiplier=0.1, max=2.0)
 
 
 class Patience:
-    """Repeats what failed because something is away, and remembers whether the database is.
+    """Retries attempts during an outage, and remembers whether the database is unavailable.
 
-    What is repeated must be safe to repeat: store methods are, with the same ids; so are publishes, whose
-    message ids are stable.
+    Attempts must be idempotent. Store methods are if they get the same ids, and publishes are
+    because their message ids are stable.
     """
 
     def __init__(self, clock: Clock, steps: Steps) -> None:
@@ -33,22 +33,23 @@ class Patience:
 
     @property
     def store_away(self) -> bool:
-        """Whether the last attempt at the database failed."""
+        """Whether the last database attempt failed."""
         return self._store.active
 
     async def until_answered(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """The result of `attempt`, however long the outage."""
+        """Retry `attempt` until it succeeds, however long the outage."""
         return await self._repeat(attempt, stop_never)
 
     async def for_a_while(self, attempt: Callable[[], Awaitable[T]], limit: timedelta) -> T:
-        """The result of `attempt`, or its last `Unavailable` after about `limit`."""
+        """Retry `attempt`, and raise its last `Unavailable` after about `limit`."""
         give_up_at = self._clock.monotonic() + limit.total_seconds()
         return await self._repeat(attempt, lambda _: self._clock.monotonic() >= give_up_at)
 
     async def unless_away(self, attempt: Callable[[], Awaitable[T]], limit: timedelta) -> T:
-        """The result of `attempt`, or a `StoreUnavailable` after about `limit`: then certainly nothing was written.
+        """Retry `attempt`, and raise `StoreUnavailable` after about `limit`.
 
-        One whose COMMIT is in doubt is repeated until the database tells.
+        If it raises, nothing was written: an attempt whose COMMIT is in doubt is retried until the
+        database gives a definite answer.
         """
         in_doubt = False
 
@@ -56,7 +57,7 @@ class Patience:
             nonlocal in_doubt
             try:
                 return await attempt()
-            except CommitInDoubt:  # for a locked row too: the task has a row and must not also be kept in memory
+            except CommitInDoubt:  # also a locked row: that task must not be kept in memory too
                 in_doubt = True
                 raise
 
@@ -76,7 +77,7 @@ class Patience:
     async def _again(
         self, attempt: Callable[[], Awaitable[T]], stop: Callable[[RetryCallState], bool], failed: Unavailable
     ) -> T:
-        # What tenacity needs costs more than most attempts, so it comes in where the first one has failed.
+        # Setting up tenacity costs more than most attempts, so wait for the first failure.
         failures = [failed]
         if isinstance(failed, RowLocked):
             self._steps.note(Step.ROW_LOCKED, error=str(failed))
@@ -100,7 +101,7 @@ class Patience:
         return await retrying(trial)
 
     def note_away(self, error: Unavailable) -> None:
-        """Report that the database or the broker is unavailable, at once and then at growing intervals."""
+        """Report an outage of the database or broker, at once and then at growing intervals."""
         if isinstance(error, RowLocked):
             return  # the database works, except for one row
         if isinstance(error, StoreUnavailable):
@@ -110,11 +111,11 @@ class Patience:
             self._steps.note(Step.BROKER_AWAY, error=str(error), seconds=round(seconds))
 
     def note_back(self) -> bool:
-        """Report that the database answers again. Returns `True` if it had been unavailable."""
+        """Report that the database is available again. Returns `True` if there was an outage."""
         return self._over(self._store, Step.STORE_BACK)
 
     def note_broker_back(self) -> bool:
-        """Report that the broker accepts messages again. Returns `True` if it had been unavailable."""
+        """Report that the broker accepts messages again. Returns `True` if there was an outage."""
         return self._over(self._broker, Step.BROKER_BACK)
 
     def _over(self, outage: Outage, step: Step) -> bool:

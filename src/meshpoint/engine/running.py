@@ -1,4 +1,4 @@
-"""Room 2: run agent code for one segment, and turn whatever it does into a value."""
+"""Run agent code for one segment and turn the result into a value."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ log = logging.getLogger("meshpoint.run")
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The code was stopped from outside before it came to an end."""
+    """The code was stopped from outside before it finished."""
 
     why: Stop
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """This replica's agent cannot read the state, or, of an operation, its last checkpoint."""
+    """This replica's agent cannot read the state, or the last checkpoint of an operation."""
 
     reason: str
     of_checkpoint: bool = False
@@ -45,7 +45,7 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """The task's working memory cannot be had now. `lost`: it was there, and is not what it was."""
+    """The task's working memory is unavailable. `lost`: it existed, but its contents changed."""
 
     reason: str
     lost: bool
@@ -53,7 +53,7 @@ class Forgotten:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The segment ran in its own process, which committed the result and sent the messages that follow."""
+    """The segment ran in its own process, which committed and sent the resulting messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,13 @@ class Raised:
 
 
 Begin: TypeAlias = Callable[[], Awaitable[Paused | Done[Any]]]
-"""Calls agent code. Not yet a coroutine, because an exception from the call itself also fails the task."""
+"""Calls agent code. Not a coroutine yet, since an exception in the call must fail the task too."""
 
 
 async def first_segment(
     agent: DurableAgent[Any, Any], segment: Segment, input_: JsonValue, steps: Steps, secret_keys: Sequence[str] = ()
 ) -> SegmentResult:
-    """Run `agent` on a copy of a new request's input: the row stores the digest of the original."""
+    """Run `agent` on a copy of the input, because the row stores the original's digest."""
     assert segment.context is not None
     return await _run(partial(agent.start, segment.context, copy_of(input_)), segment, steps, secret_keys)
 
@@ -94,13 +94,13 @@ async def next_segment(
     steps: Steps,
     secret_keys: Sequence[str] = (),
 ) -> SegmentResult:
-    """Run `agent` on from a checkpoint."""
+    """Resume `agent` from a checkpoint."""
     assert segment.context is not None
     return await _run(partial(agent.resume, segment.context, task.state, outcomes), segment, steps, secret_keys)
 
 
 async def _run(begin: Begin, segment: Segment, steps: Steps, secret_keys: Sequence[str]) -> SegmentResult:
-    """Run agent code in a task of its own, so that it can be stopped without stopping the room around it."""
+    """Run agent code in its own asyncio task, so that it can be stopped without its caller."""
     run = segment.run
     if segment.stopped is not None:
         return Stopped(segment.stopped)
@@ -111,7 +111,7 @@ async def _run(begin: Begin, segment: Segment, steps: Steps, secret_keys: Sequen
         segment.code = running
         try:
             await asyncio.wait({running})
-        except asyncio.CancelledError:  # the replica ends: what the code came to is nobody's result
+        except asyncio.CancelledError:  # the replica ends, so the result is discarded
             segment.cancel_code()
             raise
         finally:
@@ -122,14 +122,14 @@ async def _run(begin: Begin, segment: Segment, steps: Steps, secret_keys: Sequen
 
 
 def _without_secrets(result: SegmentResult, secret_keys: Sequence[str]) -> SegmentResult:
-    """Mask secrets in `result`, so that requesters, logs and checkpoints see the same masked text."""
+    """Mask secrets in `result`, so requesters, logs and checkpoints see the same masked text."""
     if isinstance(result, Failed):
         return replace(result, message=masked(result.message, secret_keys))
     return result
 
 
 def _origin(segment: Segment) -> tuple[Origin, list[str]]:
-    """The origin of the running code, and its exits; an exit in a background task stops the code."""
+    """The origin of the running code, and its exits. A background task's exit stops the code."""
     exits: list[str] = []
 
     def on_exit(what: str) -> None:
@@ -146,7 +146,7 @@ def _result_of(
     if ended is not None and not isinstance(ended, Raised) and not exits:
         return ended
     if segment.stopped is not None and (ended is None or isinstance(ended, Raised)):
-        return Stopped(segment.stopped)  # even if its clean-up failed, which is not the task's result
+        return Stopped(segment.stopped)  # a failed cleanup does not change the result
     if exits:
         return _failed(FailureKind.ERROR, exits[0], segment)
     if isinstance(ended, Raised):
@@ -195,7 +195,10 @@ def _result_of_error(error: BaseException, segment: Segment, secret_keys: Sequen
 
 
 def _forgotten(error: BaseException | None) -> Forgotten | None:
-    """What became of the code if it ended for want of its memory, maybe in a TaskGroup or a framework's own error."""
+    """The result if missing working memory ended the code, else `None`.
+
+    Also searches exception groups and the causes of a framework's own error.
+    """
     match error:
         case MemoryUnavailable():
             return Forgotten(text_of(error), isinstance(error, MemoryLost))
@@ -208,7 +211,10 @@ def _forgotten(error: BaseException | None) -> Forgotten | None:
 
 
 def _keep_details(error: BaseException, segment: Segment, secret_keys: Sequence[str]) -> None:
-    """Note how an operation's code ended, for its last checkpoint. As text: a traceback holds on to all it ran in."""
+    """Record an operation's error for its last checkpoint.
+
+    Stored as text, because a traceback keeps every frame and its variables alive.
+    """
     if segment.subtasks is not None and segment.subtasks.is_operation:
         segment.failure = {
             "type": type(error).__name__,
@@ -238,7 +244,7 @@ def _result(returned: object, segment: Segment) -> SegmentResult:
 
 
 def _json(value: object) -> Any:
-    """`value` as it will arrive. Not-a-number and infinity, which a serializer would turn into null, are refused."""
+    """`value` after a JSON round trip. Refuses NaN and infinity, which would turn into null."""
     return from_json(to_json(without_iterators(value), inf_nan_mode="constants"), allow_inf_nan=False)
 
 

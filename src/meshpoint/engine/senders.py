@@ -1,7 +1,8 @@
-"""Identifies the sender of a message and its rights. "Who may do what" in `docs/how-to/secure.md` has the rules.
+"""Identify the sender of a message and its rights.
 
-The sender is the name in `app_id`. RabbitMQ verifies `user_id`, the login, and not `app_id`: `peer_logins` ties the
-two together. A name that is not listed there may be used under any login.
+"Who may do what" in `docs/how-to/secure.md` has the rules. The sender is the name in `app_id`.
+RabbitMQ verifies the login in `user_id` but not `app_id`; `peer_logins` ties the two together. Any
+login may use a name that is not listed there.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ _QUOTED = 100  # maximum characters quoted from a message
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """A sender whose login matches its name. `trusted`: a replica of the same agent, or an operator."""
+    """A sender whose login matches its name.
+
+    `trusted` is `True` for a replica of the same agent and for an operator.
+    """
 
     name: str | None
     trusted: bool = False
 
     def may_act_for(self, requester: str | None) -> bool:
-        """Whether this sender may act on a task of `requester`; `None` means the row names no requester."""
+        """Whether this sender may act on a task of `requester`; `None` if the row names none."""
         return self.trusted or same_requester(requester, self.name)
 
 
@@ -50,7 +54,7 @@ def relation(sender: Sender, digest: str | None, requester: str | None, known_di
 
 
 def impostor(message: Message, options: Options) -> str | None:
-    """Why the login does not match the sender's name; `None` if it does, or if any login may use the name."""
+    """Why the login must not use the sender's name, or `None` if it may."""
     listed = options.peer_logins.get(message.app_id)
     if listed is None:
         return None
@@ -73,9 +77,10 @@ def sender_of(message: Message, agent: AgentName, options: Options) -> Sender:
 
 
 def canceller_of(message: Message, agent: AgentName, options: Options, *, shared: bool) -> str | None:
-    """The sender of a cancel; `None` may cancel every task. `shared`: it arrived on the agent's shared queue.
+    """The sender of a cancel; `None` may cancel every task.
 
-    A cancel from the agent itself on a replica's private queue was forwarded by another replica, which checked it.
+    `shared` is `True` for a cancel from the agent's shared queue. A cancel from the agent itself
+    on a replica's private queue was forwarded by another replica, which checked the sender.
 
     Raises:
         PoisonMessage: as for `sender_of`.
@@ -90,7 +95,7 @@ def canceller_of(message: Message, agent: AgentName, options: Options, *, shared
 
 
 def is_operator(message: Message, options: Options) -> bool:
-    """Whether the message came under a login of `operator_logins`."""
+    """Whether the message was sent under a login in `operator_logins`."""
     return message.user_id is not None and message.user_id in options.operator_logins
 
 

@@ -1,4 +1,4 @@
-"""How many segments run at a time in one replica. Paused tasks hold no slot."""
+"""Limit how many segments run at once in one replica. Paused tasks hold no slot."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """Slots nobody holds."""
+        """Number of free slots."""
         return self._free
 
     def take(self, wanted: int) -> int:
-        """Take up to `wanted` slots; how many were taken."""
+        """Take up to `wanted` slots. Returns the number taken."""
         taken = max(min(wanted, self._free), 0)
         self._change(-taken)
         return taken
 
     def give_back(self, count: int = 1) -> None:
-        """Return slots that were taken.
+        """Release slots.
 
-        A negative count takes slots that are not free: a claim that was repeated may own more tasks than it now
-        has slots for. They are worked off before anything else begins.
+        A negative count takes slots even if none is free, because a repeated claim may own more
+        tasks than there are free slots. Nothing else starts until the deficit is worked off.
         """
         self.freed += max(count, 0)
         self._change(count)
@@ -50,11 +50,11 @@ class Slots:
             self._others_done.set()
 
     async def some_free(self) -> None:
-        """Return when there is a free slot; somebody else may take it first."""
+        """Wait for a free slot. Another caller may take it first."""
         await self._some_free.wait()
 
     async def none_free(self) -> None:
-        """Wait until every slot is taken; one may be free again on return."""
+        """Wait until every slot is taken. A slot may be free again on return."""
         await self._none_free.wait()
 
     @asynccontextmanager

@@ -18,6 +18,6 @@ class StopRequest(asyncio.Event):
 
 
 def reason_of(stop: asyncio.Event) -> dict[str, str]:
-    """The reason for the log, if known."""
+    """The stop reason as a log field, or an empty dict if unknown."""
     reason = getattr(stop, "reason", None)
     return {"reason": reason} if isinstance(reason, str) else {}

@@ -1,4 +1,4 @@
-"""Where the subtasks of one segment are written: with its run's fence, in the home of its task."""
+"""Write the subtasks of one segment to its task's backend, under the fence of its run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from meshpoint.model.subtasks import AgentCheckpoint, Operation, Saved
 
 
 class SegmentLedger:
-    """The `Ledger` of one segment. `begin` writes the task as running when it has no row yet.
+    """The `Ledger` of one segment. `begin` inserts the task as running if it has no row yet.
 
-    Whoever finds here that the task is not its own any more, or was cancelled, stops at once: so even a broadcast
-    that was lost ends an operation at its next subtask.
+    A write stops the code at once if the task was cancelled or another replica owns it. So even if
+    the cancel broadcast was lost, an operation ends at its next subtask.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class SegmentLedger:
         self._segment, self._site, self._begin = segment, site, begin
 
     async def open(self, operation: Operation) -> None:
-        """Make the task an operation."""
+        """Turn the task into an operation, inserting its row if necessary."""
         segment, home = self._segment, self._segment.home
         if home is None:
             result = await self._begin(segment, operation)
@@ -35,12 +35,12 @@ class SegmentLedger:
         self._stop_unless_ours(result)
 
     async def save(self, checkpoint: AgentCheckpoint, subtask: str, *, progressed: bool) -> None:
-        """Write a checkpoint."""
+        """Store a checkpoint with a reference to the working memory."""
         segment, home = self._segment, self._segment.home
         assert home is not None
         checkpointer = self._site.checkpointer(home)
         assert segment.memory is not None
-        # What saves its progress does not run again from its start.
+        # A subtask that saves its progress does not restart from the beginning.
         over = {*checkpoint.progress.completed, subtask}
         mark = await segment.memory.prepare_ref(checkpoint.seq, durable=False, finished_subtasks=over)
         with self._site.steps.step(Step.SAVE, [segment.run.task_id], subtask=subtask, seq=checkpoint.seq):

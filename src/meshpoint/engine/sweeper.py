@@ -1,4 +1,4 @@
-"""The sweeper: what time alone makes due."""
+"""Find and handle work that is due by the clock."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from meshpoint.ports.backend import Home
 
 log = logging.getLogger("meshpoint.sweeper")
 
-_PURGE_EVERY = 60  # looks
+_PURGE_EVERY = 60  # sweeps
 _PURGE_BATCHES = 10  # in one transaction: deleting is cheap
 _MOST_LOOKS_AT_ONCE = 200
-"""Full batches in a row before a pause of one interval, so that rows that stay due do not keep a core busy."""
+"""Maximum full batches before a pause of one interval: rows that stay due must not burn a core."""
 _MOST_SENDING = 8
 """Batches in flight to the broker, separately for due messages and keep-alives."""
 _FEW_SLOTS = 2
 
 
 class Sweeper:
-    """Looks for what is due, in each home."""
+    """Sweeps each backend for due work."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Sweeper:
         self._segments = segments
         self._outgoing = outgoing
         self._spawn = spawn
-        # An outage of the database is none of the memory.
+        # A database outage does not affect in-process tasks.
         self._graces = {
             durable: Grace(site.clock, site.options.settle_time, site.options.lease) for durable in (True, False)
         }
@@ -51,15 +51,19 @@ class Sweeper:
         self._sending: set[asyncio.Task[None]] = set()
         self._telling: set[asyncio.Task[None]] = set()
         self.by_hand = False
-        """Whether this process consumes nothing, so that expiry need not wait for responses."""
+        """`True` if this process consumes no messages, so expiry need not wait for responses."""
 
     def begin_grace(self) -> None:
-        """Begin both waits: answers that are queued come first, and owners get a lease's time to renew."""
+        """Start both grace periods.
+
+        Queued responses are handled before calls expire, and lease owners get one lease period to
+        renew.
+        """
         for grace in self._graces.values():
             grace.begin()
 
     async def look(self, homes: Sequence[Home]) -> bool:
-        """Sweep each reachable home once. Returns `True` if there was more than one batch, so sweep again at once."""
+        """Sweep each reachable backend once. Returns `True` if more is due right now."""
         self._looks += 1
         more = False
         for home in homes:
@@ -74,7 +78,7 @@ class Sweeper:
         return self._looks_at_once > 0
 
     async def on_due(self, home: Home) -> bool:
-        """Handle one batch of each kind due in a home. Returns `True` if any kind has more.
+        """Handle one batch of each kind of due work. Returns `True` if any kind has more.
 
         A defect in one step does not stop the others.
         """
@@ -99,7 +103,7 @@ class Sweeper:
         return more and due is not None
 
     async def _due(self, home: Home) -> Due | None:
-        """Count what is due; `None` after a defect, so that each step looks for itself."""
+        """Count due work by kind. Returns `None` after a defect; then each step queries alone."""
         try:
             due = await home.store.due(self._site.replica, self._site.options.sweep_batch)
         except NON_DEFECT_ERRORS:
@@ -125,7 +129,7 @@ class Sweeper:
             return False  # the next sweep is soon enough
         unsent = await home.store.unsent(self._site.agent, self._site.options.sweep_batch)
         if unsent:
-            sending = self._spawn(self._send_all(home, unsent))  # a slow broker or claim must not delay the rest
+            sending = self._spawn(self._send_all(home, unsent))  # must not delay the rest
             self._sending.add(sending)
             sending.add_done_callback(self._sending.discard)
         return self._is_full(len(unsent))
@@ -155,7 +159,7 @@ class Sweeper:
         return False
 
     async def purge(self, home: Home) -> None:
-        """Delete tombstones whose time has come: all of them, since as many come again until the next time."""
+        """Delete all expired tombstones: as many again will have expired by the next purge."""
         limit = _PURGE_BATCHES * self._site.options.sweep_batch
         purged = limit
         while purged == limit:
@@ -178,7 +182,7 @@ class Sweeper:
             else:
                 arrivals.append(replace(each.then, cancels=each.cancels))
         self._segments.all_arrived(home, arrivals)
-        # A full batch may consist of tasks whose calls were extended meanwhile, with more due tasks behind it.
+        # More tasks may be due even if all calls in a full batch got extended meanwhile.
         return self._is_full(count)
 
     def _is_full(self, count: int) -> bool:
@@ -191,7 +195,7 @@ class Sweeper:
             log.error("agent %s: %s", self._site.agent, error)
 
     async def take_ready(self) -> None:
-        """Go on with tasks that waited for a slot, if there may be any."""
+        """Resume tasks that wait for a slot, if there may be any."""
         if not self._segments.ready_somewhere.is_set():
             return
         self._segments.ready_somewhere.clear()
@@ -202,7 +206,7 @@ class Sweeper:
                 self._site.patience.note_away(error)
 
     async def _ready(self, home: Home) -> int:
-        """Slots to reserve for ready tasks; only a few if their number is unknown."""
+        """Slots to reserve for ready tasks. Skips the count if few slots are free."""
         free = self._site.slots.free
         return free if free <= _FEW_SLOTS else (await home.store.due(self._site.replica, free)).ready
 
@@ -215,7 +219,7 @@ class Sweeper:
         return False
 
     def _resume(self, home: Home, tasks: Sequence[Resumable], *, taken_over: bool = False) -> None:
-        """Run the next segment of each task. After a defect, a task is left to its lease."""
+        """Run the next segment of each task. After a defect, a task waits for its lease expiry."""
         for task in tasks:
             try:
                 self._segments.resume(home, task, taken_over=taken_over, apart=task.suspect)

@@ -1,4 +1,4 @@
-"""A rate limit for each task."""
+"""A per-task rate limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from meshpoint.model.ids import TaskId
 
 _MOST_TASKS = 10_000
-"""Maximum tasks remembered, the most recent ones."""
+"""Maximum tasks remembered. The most recent ones are kept."""
 
 
 @dataclass(slots=True)
@@ -28,9 +28,9 @@ class Throttle:
         self._budgets: OrderedDict[TaskId, _Budget] = OrderedDict()
 
     def lets_through(self, task_id: TaskId) -> bool:
-        """Whether the task's budget allows another event; if so, consume it."""
+        """Consume one event from the task's budget. Returns `False` if none is left."""
         budget, now = self._budget(task_id), self._now()
-        passed = max(now - budget.at, timedelta())  # a clock that was set back adds no budget
+        passed = max(now - budget.at, timedelta())  # setting the clock back adds no budget
         budget.left = min(self._rate, budget.left + self._rate * passed.total_seconds())
         budget.at = now
         if budget.left < 1:
@@ -39,7 +39,7 @@ class Throttle:
         return True
 
     def drop(self, task_id: TaskId) -> int | None:
-        """Count a dropped event. Returns the total when it should be reported: at 1, 10, 100, and so on."""
+        """Count a dropped event. Returns the total if it should be reported: 1, 10, 100, ..."""
         budget = self._budget(task_id)
         budget.dropped += 1
         digits = str(budget.dropped)

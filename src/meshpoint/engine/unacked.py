@@ -1,4 +1,4 @@
-"""Un-acked requests of tasks in memory: a crash gives them back, and they run again."""
+"""Unacked requests of in-process tasks. After a crash the broker redelivers them to run again."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from meshpoint.model.messages import Address, Message
 from meshpoint.ports.broker import Delivery
 
 _MOST_COPIES = 8
-"""Copies of one request that are held: they raise the prefetch, so that a sender could go on for ever."""
+"""Maximum copies held per request. Each raises the prefetch, so a sender needs a limit."""
 
 
 def may_run_elsewhere(requests: Iterable[Delivery]) -> bool:
-    """Whether a task's request was redelivered or lost, so another replica may run the task too."""
+    """Whether another replica may run the task: a request was redelivered or lost."""
     return any(delivery.count > 1 or delivery.lost for delivery in requests)
 
 
 class Kind(Enum):
-    """Why a request is un-acked."""
+    """Why a request is unacked."""
 
-    ROOT = auto()  # its task waits; it came from outside
-    NESTED = auto()  # its task waits; it came from another task
-    ENDED = auto()  # its task has ended; the reply waits for its address
+    ROOT = auto()  # the task waits; the request came from outside
+    NESTED = auto()  # the task waits; the request came from another task
+    ENDED = auto()  # the task has ended; the reply waits for its address
 
 
 class Held:
-    """Deliveries by task, counted by source queue."""
+    """Unacked deliveries by task, counted by source queue."""
 
     def __init__(self) -> None:
         self._by_task: dict[TaskId, list[Delivery]] = {}
@@ -60,13 +60,14 @@ class Held:
         return next((delivery.message for delivery in self._by_task.get(task_id, ())), None)
 
     def may_run_elsewhere(self, task_id: TaskId) -> bool:
-        """Whether a request of the task was redelivered or lost, so another replica may run the task too."""
+        """Whether another replica may run the task: a request of it was redelivered or lost."""
         return may_run_elsewhere(self._by_task.get(task_id, ()))
 
     def hold(self, task_id: TaskId, deliveries: Iterable[Delivery]) -> list[Delivery]:
-        """Keep `deliveries` un-acked until the task has ended and its reply is confirmed.
+        """Keep `deliveries` unacked until the task has ended and its reply is confirmed.
 
-        Returns the copies to ack: former copies of redelivered requests, and the oldest copies beyond the limit.
+        Returns the copies to ack: earlier copies of redelivered requests, and the oldest copies
+        beyond the limit.
         """
         kept = self._by_task.setdefault(task_id, [])
         surplus: list[Delivery] = []
@@ -83,13 +84,13 @@ class Held:
         return surplus
 
     def end(self, task_id: TaskId) -> None:
-        """Only the reply of the task is missing from now on."""
+        """Mark the task as ended: only its reply is missing from now on."""
         deliveries = self.let_go(task_id)
         self._ended.add(task_id)
         self.hold(task_id, deliveries)
 
     def let_go(self, task_id: TaskId) -> list[Delivery]:
-        """What was held for the task, to be settled now."""
+        """Remove and return the deliveries held for the task, for the caller to settle."""
         released = self._by_task.pop(task_id, [])
         for delivery in released:
             self._counts[self._key(task_id, delivery)] -= 1
@@ -97,13 +98,16 @@ class Held:
         return released
 
     def part_from(self, task_id: TaskId) -> list[Delivery]:
-        """The requests of an ended task, to be acked while its reply still waits."""
+        """Remove and return the requests of an ended task, to be acked while its reply waits."""
         released = self.let_go(task_id)
         self.end(task_id)
         return released
 
     def let_all_go(self, stays: Callable[[TaskId], bool]) -> tuple[list[Delivery], list[TaskId]]:
-        """All requests to requeue, except of tasks that stay, and the tasks without one: their replies are lost."""
+        """Remove and return the requests to requeue, except for tasks that stay.
+
+        Also returns the tasks without a request, whose replies are lost.
+        """
         leaving = [task_id for task_id in self._by_task if not stays(task_id)]
         lost = [task_id for task_id in leaving if task_id in self._ended and not self._by_task[task_id]]
         return [delivery for task_id in leaving for delivery in self.let_go(task_id)], lost
@@ -119,5 +123,5 @@ class Held:
 
 
 def _came_again(earlier: Delivery, later: Delivery) -> bool:
-    """Whether the broker delivered the same message once more."""
+    """Whether `later` is a redelivery of the same message."""
     return later.count > earlier.count and later.address == earlier.address and later.message == earlier.message

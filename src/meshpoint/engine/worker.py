@@ -1,11 +1,11 @@
-"""The corridor: what happens to a request, to a response, to a cancel, and to what time makes due.
+"""Serve one agent in one process: requests, responses, cancels and due work.
 
 One rule orders everything: commit, publish, ack.
 
 - `requests.Requests.on_requests` begins the first segment of each new task;
-- `segments.Segments` carries a segment to its checkpoint or its end;
-- `letters.Letters.on_letters` records outcomes, and the last one of a join begins the next segment;
-- `sweeper.Sweeper.look` finds what time alone makes due.
+- `segments.Segments` runs a segment to its checkpoint or its end;
+- `responses.Letters.on_letters` records outcomes and begins the next segment once a join is met;
+- `sweeper.Sweeper.look` finds work that is due by the clock.
 """
 
 from __future__ import annotations
@@ -60,19 +60,20 @@ log = logging.getLogger("meshpoint.engine")
 
 _PRIVATE_RETRY = timedelta(seconds=5)
 _BATCH = 1024
-"""Responses that are claimed together at most. Those of one pause best all come together."""
+"""Maximum responses claimed in one batch. Ideally it holds every response of one pause."""
 _AFTER_DEFECT = timedelta(seconds=1)
 _CLOSING = 1.5
 _LEAST = 0.1
-"""Seconds. Closing a connection takes a moment, even if `release_timeout` is zero."""
+"""Minimum seconds for closing a connection, even if `release_timeout` is zero."""
 
 
 class Worker:
-    """One agent in one process. `run` serves it until told to stop.
+    """One agent in one process. `run` serves it until `stop` is set.
 
-    `durable` is the database, or None with `stateless_checkpointing: false`; `memory` is the other home.
-    `lease_store` opens a second connection, for the thread that renews leases. `cache` keeps a fast copy of each
-    operation's last checkpoint. `isolation` runs suspects in their own processes.
+    `durable` is the database, or `None` with `stateless_checkpointing: false`. `memory` is the
+    in-process backend. `lease_store` opens a second connection, for the thread that renews leases.
+    `cache` keeps a fast copy of each operation's last checkpoint. `isolation` runs suspect tasks
+    in their own processes.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class Worker:
             plan=plan_of(agent),
             checkpointers=_checkpointers(durable, memory, cache, steps),
             memories={
-                # A task that only this process has would begin again elsewhere, and its old memory be in the way.
+                # An in-process task would restart from scratch on another replica, where a
+                # snapshot of its old memory would get in the way. So it gets no snapshots.
                 False: _memories(local, None, options, steps),
                 True: _memories(l1 or local, snapshots, options, steps),
             },
@@ -139,14 +141,12 @@ class Worker:
         self._private_later = False
         self._defects = Defects(steps)
         self._crew = Crew(self._defects, patience)
-        self._ends_at = inf  # by the event loop's clock: when the drain must be over
-
-    # ── serving ────────────────────────────────────────────────────────────────────────────────────
+        self._ends_at = inf  # deadline of the drain, on the event loop's clock
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then drain, always within `drain_timeout + release_timeout`.
 
-        Code that does not stop by then is abandoned, with a warning: see `abandoned`.
+        Code still running at that point is abandoned with a warning: see `abandoned`.
 
         Raises:
             Unavailable: the broker or the database did not answer within `startup_timeout`.
@@ -190,11 +190,11 @@ class Worker:
 
     @property
     def seconds_left(self) -> float:
-        """Time left of the drain, for closing what the agents of a process share."""
+        """Time left in the drain for closing the resources that the agents of a process share."""
         return min(self._left(), self.site.options.release_timeout.total_seconds())
 
     async def look_once(self) -> None:
-        """Look once for what is due, and end when what was found is seen to."""
+        """Sweep until nothing is due, and return once everything found has been handled."""
         try:
             for home in self.site.homes:
                 await home.store.open()
@@ -213,8 +213,9 @@ class Worker:
     ) -> bool:
         """Run only the segment that `run` owns, on behalf of the replica that owns it.
 
-        `started` is called once the lease is renewed here. `stop` releases the task, `cancel` ends it.
-        Returns `True` once the run no longer owns the task: it paused, ended, was released or lost.
+        `started` is called once this process renews the lease. `stop` releases the task, `cancel`
+        ends it. Returns `True` if the run no longer owns the task: it paused, ended, was released
+        or was lost.
 
         Raises:
             Unavailable: the database did not answer within `startup_timeout`. No agent code ran.
@@ -256,7 +257,7 @@ class Worker:
         async def open_all() -> None:
             for home in self.site.homes:
                 await home.store.open()
-            if self._l1 is not None:  # its tasks cannot run without it
+            if self._l1 is not None:  # tasks cannot run without working memory
                 await self._l1.open()
             await self.site.broker.declare(self.site.agent, shards=self.site.options.request_shards)
 
@@ -280,7 +281,7 @@ class Worker:
         return self._spawn(self._lasting(what, serve))
 
     async def _lasting(self, what: str, serve: Callable[[], Awaitable[None]]) -> None:
-        """Run until it ends by itself. Exceptions are reported, and it restarts after a delay."""
+        """Run `serve` until it returns. Report any exception and restart it after a delay."""
         while True:
             try:
                 await serve()
@@ -293,14 +294,17 @@ class Worker:
             await self.site.clock.sleep(_AFTER_DEFECT)
 
     async def _attach_private(self) -> None:
-        """Declare and consume this replica's private queue, for replies to in-memory tasks and broadcasts."""
+        """Declare and consume this replica's private queue.
+
+        It carries broadcasts and replies to in-process tasks.
+        """
         broker, address = self.site.broker, self.site.memory.reply_to
         await broker.declare(self.site.agent, self.site.replica.id)
         prefetch = self.site.options.response_prefetch
         self._subscriptions["private"] = await broker.consume(address, prefetch, self._private_inbox.put)
 
     async def _attach_private_soon(self) -> None:
-        """Try to attach the private queue; durable tasks are served without it."""
+        """Try once to attach the private queue. Durable tasks can be served without it."""
         try:
             await self._attach_private()
         except Unavailable as error:
@@ -334,7 +338,7 @@ class Worker:
     async def _take_ready(self) -> None:
         try:
             await self._sweeper.take_ready()
-        except Exception as error:  # not the fault of the request waiting for the slot
+        except Exception as error:  # must not fail the request that waits for the slot
             self._defects.note("taking ready tasks", error)
 
     async def _serve_ready(self) -> None:
@@ -396,10 +400,8 @@ class Worker:
         except Unavailable as error:
             self.site.patience.note_away(error)
 
-    # ── draining ───────────────────────────────────────────────────────────────────────────────────
-
     async def _drain(self, entrances: Sequence[asyncio.Task[None]], stop: asyncio.Event) -> None:
-        """Stop consuming, let segments come to a pause or an end, give the rest back."""
+        """Stop consuming, let segments pause or end, and release the rest."""
         options = self.site.options
         self.segments.draining = True
         self._ends_at = _now() + (options.drain_timeout + options.release_timeout).total_seconds()
@@ -419,7 +421,7 @@ class Worker:
         self.segments.ready_somewhere.set()
 
     async def _rest(self, closed: asyncio.Task[None], entrances: Sequence[asyncio.Task[None]]) -> None:
-        # What an entrance has begun, it ends: a claim that is given up halfway may own a task that nobody runs.
+        # Let consumers finish their batch: an interrupted claim could own a task that never runs.
         await asyncio.wait([closed, *entrances])
         await self._requeue_postponed()
         self._serve("due work in memory", self._serve_due_in_memory)
@@ -432,7 +434,7 @@ class Worker:
         await self.segments.none_left()
 
     async def _requeue_postponed(self) -> None:
-        with suppress(Unavailable):  # the broker delivers un-acked letters again
+        with suppress(Unavailable):  # the broker redelivers unacked messages
             await self._letters.requeue_postponed()
 
     @property
@@ -444,11 +446,14 @@ class Worker:
         return self._ends_at - _now()
 
     async def _close(self) -> None:
-        """Close everything in the time left. Leases and unacked requests recover tasks that do not end."""
+        """Close everything in the time left.
+
+        Tasks that do not end in time are recovered through their leases or unacked requests.
+        """
         self._ends_at = min(self._ends_at, _now() + self.site.options.release_timeout.total_seconds())
         third = max(self._left() / 3, _LEAST)
         await self._crew.end(third)
-        if self.segments.unfinished:  # cancelled again just now
+        if self.segments.unfinished:  # `crew.end` has just cancelled them again
             await asyncio.wait(self.segments.unfinished, timeout=third)
         if abandoned := self.abandoned:
             self.site.steps.note(Step.ABANDONED, *abandoned)
@@ -462,12 +467,16 @@ class Worker:
         await asyncio.gather(*closing)
 
     async def _unsubscribe(self, names: Sequence[str], inbox: Inbox) -> None:
-        """Cancel all of these first: the broker would bring back what is requeued, and count it again."""
+        """Cancel the named subscriptions, then requeue the deliveries left in `inbox`.
+
+        In the other order, the broker would redeliver the requeued messages here and count another
+        delivery.
+        """
         try:
             for subscription in [self._subscriptions[name] for name in names if name in self._subscriptions]:
                 try:
                     await subscription.cancel()
-                except Unavailable as error:  # what is un-acked is given back when the connection closes
+                except Unavailable as error:  # closing the connection requeues unacked messages
                     self.site.patience.note_away(error)
             for delivery in inbox.close():
                 await delivery.requeue()
@@ -506,7 +515,10 @@ def _memories(l1: WorkingMemory, snapshots: SnapshotStore | None, options: Optio
 
 
 async def _unless(stop: asyncio.Event, come: Coroutine[Any, Any, None], cancelling: float) -> bool:
-    """Whether `come` finished before `stop` was set; otherwise it is cancelled, and abandoned if it does not end."""
+    """Run `come` until it finishes or `stop` is set. Returns `True` if it finished.
+
+    Otherwise it is cancelled, and abandoned if it does not end within `cancelling` seconds.
+    """
     coming, stopped = asyncio.ensure_future(come), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({coming, stopped}, return_when=asyncio.FIRST_COMPLETED)
