@@ -68,7 +68,7 @@ async def test_on_servers_it_makes_the_tables_and_leaves_nothing(
 ) -> None:
     ledger, said = run(environment, 20, "--broker", amqp_url, "--db", empty_postgres_url)
     check(ledger, 20)
-    assert "made them" in said
+    assert "created them" in said
     connection = await asyncpg.connect(empty_postgres_url)
     try:
         assert await connection.fetchval("SELECT count(*) FROM agent_paused_tasks") == 0
