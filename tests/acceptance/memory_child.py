@@ -32,7 +32,7 @@ AGENT = AgentName("travel")
 
 
 class Steps:
-    """Counts requests and kills the process at one of them."""
+    """Counts requests and kills the process at the selected request."""
 
     def __init__(self, last: int, when: str) -> None:
         self.count, self._last, self._when = 0, last, when

@@ -24,7 +24,7 @@ _SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
 
 
 class Reporter:
-    """Prints events, and kills or freezes this process at one of them."""
+    """Prints events, and kills or freezes this process at the selected event."""
 
     def __init__(self, at: str | None, do: str, agent: str | None, skip: int) -> None:
         self._at, self._do, self._agent, self._skip = at, do, agent, skip

@@ -146,7 +146,7 @@ async def draw() -> str:
 
 
 async def keep(ticket: str) -> str:
-    """Return the ticket; one that differs from the recorded input is refused and fails the task."""
+    """Return the ticket. If it differs from the recorded input, the subtask is refused and the task fails."""
     return ticket
 
 

@@ -75,7 +75,7 @@ class Fault:
 
 
 def plan(seed: int, seconds: float) -> list[Fault]:
-    """All faults of a run in time order: at least one of each kind, otherwise by its rate."""
+    """All faults of a run in time order. Each kind occurs at its rate, and at least once."""
     chance = random.Random(seed)
     quiet = min(seconds, BLOCK) / 10
     blocks = max(1, round(seconds / BLOCK))

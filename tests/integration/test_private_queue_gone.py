@@ -51,7 +51,7 @@ async def thief(rabbit_server: RabbitServer) -> AsyncIterator[AbstractConnection
 
 
 async def lock(thief: AbstractConnection, name: str) -> None:
-    """Replace the queue with an exclusive one of the same name."""
+    """Replace the queue with an exclusive queue of the same name."""
     channel = await thief.channel()
     await channel.queue_delete(name)
     await channel.queue_declare(name, exclusive=True)

@@ -273,7 +273,7 @@ class Life:
         claims = [a_claim(pause) for pause in pauses]
         first = await self._store.claim(claims, HERE, self._batch)
         # as if the response to the COMMIT was lost
-        again = await self._store.claim(claims, HERE, self._batch)
+        again = await self._store.claim(claims, HERE, self._batch)  # repeated after a lost answer to COMMIT
         assert first == again
         return [each.task for each in again if isinstance(each, AllArrived)]
 
@@ -417,7 +417,7 @@ async def test_nothing_that_replicas_run_scans_a_table(crowded_url: str, batch: 
         async with _listened(crowded_url, plans, hot_path=hot_path) as store:
             if beside_a_lock:
                 # the lock is remembered forever
-                store._locked_rows = LockedRows(clock=lambda: 0.0)
+                store._locked_rows = LockedRows(clock=lambda: 0.0)  # the lock never expires
                 store._locked_rows.record_timeout()
             await Life(store, batch, crowded_url, beside_a_lock=beside_a_lock).run()
     statements = _statements()

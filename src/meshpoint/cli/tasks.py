@@ -161,9 +161,9 @@ def resume_task(
 ) -> None:
     """Resume a failed or cancelled task from its last subtask checkpoint, in any replica.
 
-    Exits with one of these codes if it cannot be resumed, checked in this order: 10 not found, 11
-    active, 12 completed, 13 no checkpoint, 14 another operation of its exclusive agent is active.
-    Of two concurrent callers, one gets 11.
+    Exit codes of a task that cannot be resumed, checked in this order: 10 not found, 11 active, 12
+    completed, 13 no checkpoint, 14 another operation of its exclusive agent is active. Of two
+    concurrent callers, one gets 11.
     """
     from meshpoint.cli.send import print_outcome
 

@@ -1,4 +1,4 @@
-"""`ctx.memory`: an agent's working memory for one task, in whatever replica it resumes.
+"""`ctx.memory`: an agent's working memory for one task, in every replica that resumes it.
 
 The facade checks arguments and converts types. A `MemoryRunner` locates the memory and restores it
 before its first use.

@@ -514,7 +514,7 @@ class AllArrived:
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """Another database session has locked one of the task's rows.
+    """Another database session has locked a row of the task.
 
     Nothing was written; retry later. `sub_task_id` is the claim's; it is `None` for a cancel.
     """

@@ -67,7 +67,7 @@ def is_secret_key(name: str, keys: Collection[str] = ()) -> bool:
     """Whether the name marks its value as secret.
 
     True for names such as `db_password`, `OPENAI_API_KEY` and `accessToken`, and for names that
-    end with one of `keys`.
+    end with a key in `keys`.
     """
     bare = _bare(name).rstrip("0123456789")
     return bare.endswith(_bare_keys(tuple(keys)))

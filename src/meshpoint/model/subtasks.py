@@ -131,7 +131,7 @@ class AgentCheckpoint(_Kept):
         saved_progress: intermediate states saved by subtasks, by name, as JSON text.
         failure_reason: set when a failure or cancellation wrote the checkpoint; so are the
             `error_details`.
-        l1_snapshot_hash: digest of the working memory at this time, `None` if the task has none.
+        l1_snapshot_hash: digest of the working memory at this time, `None` without a working memory.
         l1_snapshot: the packed working memory, if stored in the database with this checkpoint. Not
             part of the JSON, and not loaded with the checkpoint.
         l1_in_sql: digest of the working memory last stored in the database.

@@ -55,7 +55,7 @@ class AgentSettings(Section):
     )
     db_pool_size: Count = Field(
         default=5,
-        description="database connections, in addition to those of the fast path",
+        description="database connections, in addition to the connections of the fast path",
     )
     max_concurrency: Count = Field(
         default=DEFAULT_OPTIONS.max_concurrency,
@@ -74,7 +74,7 @@ class AgentSettings(Section):
         default=DEFAULT_OPTIONS.request_shards,
         ge=1,
         le=MOST_SHARDS,
-        description="number of request queues, 1 to 64; each sender uses one of them, so that a "
+        description="number of request queues, 1 to 64; each sender always uses the same one, so that a "
         "flood from one sender does not starve the others",
     )
     max_attempts: Count = Field(

@@ -33,7 +33,7 @@ class Flow:
         return step
 
     async def run(self, *names: str, ctx: TaskExecutionContext | None = None, **changed: Any) -> list[str]:
-        """Run subtasks `names` and return the names of those that ran.
+        """Run subtasks `names` and return the names of the executed subtasks.
 
         `a=2` changes the input of "a", and `a="v2"` its function.
         """

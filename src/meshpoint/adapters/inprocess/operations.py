@@ -93,7 +93,7 @@ class InProcessOperations:
         return next((_copy_checkpoint(each) for each in found if agent in {None, each.agent}), None)
 
     async def l1_snapshot(self, task_id: TaskId, agent: AgentName | None = None) -> L1Snapshot | None:
-        """The latest working-memory snapshot stored with one of the operation's checkpoints."""
+        """The latest working-memory snapshot stored with a checkpoint of the operation."""
         for each in reversed(self._checkpoints(task_id)):
             if each.l1_snapshot is not None and agent in {None, each.agent}:
                 return L1Snapshot(each.seq, each.l1_snapshot_hash or "", each.l1_snapshot)

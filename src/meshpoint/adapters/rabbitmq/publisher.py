@@ -177,7 +177,7 @@ class Publisher:
         return [_result_of(future) for future in sent]
 
     async def _send_separately(self, messages: Sequence[OutboundMessage]) -> list[Published]:
-        """Send messages one by one on a separate connection: one of them closed their channel."""
+        """Send messages one by one on a separate connection, after a message closed their channel."""
         results: list[Published] = []
         blamed = 0
         async with self._separate_lock:
